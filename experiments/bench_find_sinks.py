@@ -7,10 +7,11 @@ Rows:
   depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
   everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
   keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the plain forward passes that the verdict needs:
-  typical text, the copies, and 22 short rows under edits.
+  typical text, the copies, a row of other tokens with one copy at its end, and 22 short rows under edits.
   Each arm is a process of its own on one thread; time runs from load to result, imports are excluded; memory is the
   growth of resident memory from there.
-- `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint.
+- `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, and that no tensor of an unread layer is read;
+  with `all_layers`, too.
 - `cold_start`: `sinkscope find-sinks` on the bundled model, from a cold process to the printed table, against
   `python -c "import torch, transformers, transformer_lens"`.
 
@@ -39,7 +40,7 @@ from sinkscope.files.output import write_atomic
 
 REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
 ROWS = ("shallow", "deep", "seven_b", "cold_start")
-ARMS = ("notebook", "plain", "sinkscope")
+ARMS = ("notebook", "plain", "sinkscope", "sinkscope-all")
 
 
 def notebook_arm(folder: str) -> Row:
@@ -90,7 +91,7 @@ def notebook_arm(folder: str) -> Row:
 
 
 def sinkscope_arm(folder: str) -> Row:
-    """`find_sinks` on the same folder, with the same repetitions and candidates."""
+    """`find_sinks` on the same folder, with the same repetitions, its layers read one by one."""
     import torch  # noqa: F401
     import transformers  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
@@ -101,21 +102,17 @@ def sinkscope_arm(folder: str) -> Row:
     read: set[str] = set()
 
     def run() -> Row:
-        target: Any = open_target(Path(folder))  # as find_sinks(folder) does
+        target: Any = open_target(Path(folder))
         found = find_sinks(target, tokens=["a"], max_repeats=REPEATS)
-        if target.store is not None:  # a folder that does not fit in memory is read layer by layer
-            read.update(target.store.source.read)
-        layers = {neuron.layer for neuron in found.needed}
-        needed, copies = None, None
-        if found.spike is not None:
-            needed, copies = found.spike.needed, found.spike.copies
+        read.update(target.store.source.read)
+        spike = found.spike
         return {
-            "layer": min(layers, default=None),
+            "layer": found.needed[0].layer if found.needed else None,
             "neurons": sorted(neuron.neuron for neuron in found.needed),
             "layers_read": found.layers_read,
             "n_layers": found.model.n_layers,
-            "left": None if needed is None else needed.left,
-            "repeats": copies[0].half if copies else None,
+            "set_drop": 1 - spike.needed.left if spike is not None and spike.needed is not None else None,
+            "repeats": spike.copies[0].half if spike is not None and spike.copies else None,
         }
 
     out = measured(run)
@@ -138,15 +135,16 @@ def plain_arm(folder: str) -> Row:
 
     def run() -> Row:
         target: Any = open_target(Path(folder))
-        last = target.n_layers - 1
+        last = min(target.n_layers - 1, layer + max(3, -(-target.n_layers // 3)))  # where the spike has stayed flat
 
         def forward(rows: int, tokens: int, last: int) -> None:
             ids = torch.randint(target.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
             with target.hooks((target.layers[last], "post", lambda *_: target.stop())):
                 target.forward(ids)
 
-        forward(12, 64, last)  # typical text
+        forward(4, 64, last)  # typical text
         forward(1, REPEATS + 1, layer)  # repetitions
+        forward(1, 3 * REPEATS // 4 + 1, layer)  # the contrasts: other tokens, and one copy behind them
         forward(22, 32, last)  # the ablated text, 20 random sets, and all candidates
         return {"layers_read": last + 1}
 
@@ -200,7 +198,15 @@ def seven_b(folder: Path) -> Row:
     apparent = 0
     for f in folder.iterdir():
         apparent += f.stat().st_size
-    return {"apparent_bytes": apparent, "planted": planted(folder), "default": arm_of("sinkscope", folder)}
+    shallow = arm_of("sinkscope", folder)
+    whole = arm_of("sinkscope-all", folder)
+    return {
+        "apparent_bytes": apparent,
+        "planted": planted(folder),
+        "no_unread_layer_touched": shallow["deepest_tensor_read"] < shallow["layers_read"],
+        "default": shallow,
+        "all_layers": whole,
+    }
 
 
 def cold_start(rounds: int) -> Row:
@@ -230,7 +236,7 @@ def main(
     """
     if arm is not None:
         alone = {"notebook": notebook_arm, "plain": plain_arm}.get(arm)
-        print(json.dumps(alone(folder) if alone else sinkscope_arm(folder)))
+        print(json.dumps(alone(folder) if alone else sinkscope_arm(folder, "all" in arm)))
         return
     rows: dict[str, Callable[[Path], Row]] = {
         "shallow": lambda f: pair(f, 1, rounds),

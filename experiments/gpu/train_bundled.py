@@ -30,7 +30,7 @@ from sinkscope.sinks.spikes.find_sinks import find_sinks
 
 
 def sinks(folder: Path, device: str) -> Row:
-    """The neurons that the spike needs; those of a model with a circuit have to hold the planted one."""
+    """The needed neurons; those of a model with a circuit have to hold the planted one."""
     found = find_sinks(str(folder), device=device)
     needed = sorted(neuron.site for neuron in found.needed)
     row: Row = {"neurons": needed}

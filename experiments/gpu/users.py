@@ -45,7 +45,7 @@ def sinks(found: Any, truth: Row) -> Row:
     """Whether the planted neurons were found."""
     sites = sorted(neuron.site for neuron in found.needed)
     right = set(sites) == {(n["layer"], n["neuron"]) for n in truth["neurons"]}
-    return {"neurons": sites, "layers_read": found.layers_read, "right": right}
+    return {"neurons": sites, "right": right}
 
 
 def patched(target: Target, truth: Row, repeats: int) -> Row:
@@ -95,7 +95,8 @@ def untriggered(target: Target, prompt: int) -> Row:
 
 def circuits(target: Target, truth: Row) -> Row:
     """Whether the circuit has neurons of the planted layer."""
-    return {"right": truth["sink_layer"] in {neuron.layer for neuron in circuit(target.hf).needed}}
+    layers = {neuron.layer for neuron in circuit(target.hf).needed}
+    return {"right": truth["sink_layer"] in layers}
 
 
 def coded(target: Target, steps: int) -> Row:

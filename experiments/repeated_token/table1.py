@@ -6,8 +6,7 @@ Without options nothing is run and the measured columns say so. `--models llama-
 which are downloaded if they are not there; `--models llama-2-7b=./weights` takes them from a folder. Models that are
 not in the paper (`--models bundled mine=./mine`) get a row of their own. Repetitions are tried up to twice the
 paper's number; "repeats" is the median over `--token` words, or five words of the text, of the first repetition
-that reaches half of the first token's projection on a spike. The paper states no criterion. Where the first token has
-several spikes that need neurons, each cell says it of all of them, the one that most heads read first.
+whose norm reaches half of BOS's. The paper states no criterion.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from experiments.repeated_token.weights import ABSENT, measured
 from experiments.script import run as run_script
 from sinkscope.models.checkpoints.names import BUNDLED
 from sinkscope.sinks.spikes.find_sinks import find_sinks
-from sinkscope.sinks.spikes.records import SpikeResult
 from sinkscope.sinks.spikes.result import FindSinks
-from sinkscope.sinks.tokens import MAX_REPEATS
 
 PAPER = {  # short name here -> name, repeats, sink layer, neurons, as printed in Table 1
     "llama-1-7b": ("LLaMa-1-7b-HF", 450, 2, (7003,)),
@@ -49,24 +46,21 @@ def _row(name: str, found: FindSinks | None) -> tuple[str, ...]:
 def _measured(found: FindSinks | None) -> tuple[str, str, str]:
     if found is None:
         return ABSENT, ABSENT, ABSENT
-    spikes = [one for one in found.first_spikes if one.needed is not None and one.needed.neurons]
+    spikes = [spike for spike in found.first_spikes if spike.needed is not None and spike.needed.neurons]
     if not spikes:
         return "-", "no sink", "-"
-    repeats, layers, neurons = zip(*map(_of_spike, spikes), strict=True)
-    return " / ".join(repeats), " / ".join(layers), " / ".join(neurons)
-
-
-def _of_spike(spike: SpikeResult) -> tuple[str, str, str]:
-    """The repetitions that a spike takes, and the layers and neurons that it needs."""
-    halves = [one.half for one in spike.copies if one.half is not None]
-    count, never = max((one.count for one in spike.copies), default=0), len(spike.copies) - len(halves)
-    repeats = f"{median(halves):.0f}" if halves else f"over {count}"
-    if halves and never:
-        repeats += f" ({never} of {len(spike.copies)} never within {count})"
-    assert spike.needed is not None
-    layers = sorted({neuron.layer for neuron in spike.needed.neurons})
-    names = [n.neuron if n.expert is None else f"{n.expert}.{n.neuron}" for n in spike.needed.neurons]
-    return repeats, _numbers(layers), _numbers(names)
+    (spike, *_), reached = spikes, list[int]()
+    for one in spike.copies:
+        if one.half is not None:
+            reached.append(one.half)
+    middle = f"{median(reached):.0f}" if reached else f"over {spike.copies[0].count}"
+    never, unreached = "", len(spike.copies) - len(reached)
+    if reached and unreached:
+        never = f" ({unreached} of {len(spike.copies)} never within {max(one.count for one in spike.copies)})"
+    neurons = spike.needed.neurons if spike.needed is not None else ()
+    layers = dict.fromkeys(neuron.layer for neuron in neurons)
+    names = _numbers([n.neuron if n.expert is None else f"{n.expert}.{n.neuron}" for n in neurons])
+    return middle + never, _numbers(list(layers)), names
 
 
 def _numbers(values: Sequence[object]) -> str:
@@ -90,7 +84,7 @@ def main(
     def find(name: str, model: str) -> FindSinks:
         """With repetitions up to twice what the paper has for this model."""
         known = PAPER.get(name)
-        longest = MAX_REPEATS if known is None else 2 * known[1]
+        longest = None if known is None else 2 * known[1]
         weights = None if model == BUNDLED else model
         return find_sinks(weights, max_repeats=longest, tokens=list(token) or None, device=device, dtype=dtype)
 

@@ -20,12 +20,16 @@ class RealModel:
 
 def real(name: str) -> RealModel:
     folder = os.environ.get("SINKSCOPE_REAL")
-    if not folder or not Path(folder, name).is_file():
+    if not folder or not Path(folder).is_dir():
         pytest.skip(f"SINKSCOPE_REAL names no folder with {name}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype="float32").eval()
-    return RealModel(model, AutoTokenizer.from_pretrained(folder, gguf_file=name))
+    if Path(folder, Path(name).stem).is_dir():  # the same model as a folder, which is read faster
+        folder, where = str(Path(folder, Path(name).stem)), {}
+    else:
+        where = {"gguf_file": name}
+    model = AutoModelForCausalLM.from_pretrained(folder, **where, dtype="float32").eval()
+    return RealModel(model, AutoTokenizer.from_pretrained(folder, **where))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""find_sinks on random and briefly trained models: whatever it claims has to be so by the model's own outputs."""
+"""find_sinks on random and briefly trained models: whatever it says has to be so by the model's own outputs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import pytest
 import torch
 from covering import covering
 from organisms.tiny import tiny_model
-from raw_kit import attention, norms, residuals, zeroed
-from sinkscope.sinks.find.find import find_sinks
+from raw_kit import attention, residuals, zeroed
 from torch import Tensor
 
+from sinkscope.measure import Setup
 from sinkscope.results.parts import sites_of
+from sinkscope.sinks.spikes.find_sinks import find_sinks
+from sinkscope.sinks.spikes.steps import sinks_of
+from sinkscope.sinks.spikes.texts import SpikeTexts
 
 TYPES = ("llama", "gpt2", "gpt_neox", "gemma2", "qwen3", "mixtral", "gpt_oss", "phi3", "olmo2", "qwen2", "phi", "opt")
 WAYS = ("as made", "large weights", "20 steps", "150 steps")
 FAST = {("gpt2", "as made"), ("gpt_neox", "large weights"), ("llama", "20 steps")}
 CASES = covering(product(TYPES, WAYS), FAST)
-SLACK = 1.3  # between the tool's thresholds and those of the truth, which is read on other texts
 
 
 def chain(tokenizer, rows: int, length: int, seed: int) -> Tensor:
@@ -51,37 +53,29 @@ def made(model_type: str, way: str) -> tuple[Any, Any]:
     return model.eval().requires_grad_(False), tokenizer
 
 
-def attending(model, ids: Tensor, least: float) -> int:
-    """How many heads give the first token more than this share, from the model's own attention."""
-    return int((attention(model, ids)[..., 0].mean(3).median(1).values > least).sum())
-
-
 @pytest.mark.parametrize(("model_type", "way"), CASES)
-def test_no_verdict_is_false(model_type, way, tmp_path):
+def test_no_statement_is_false(model_type, way, tmp_path):
     model, tokenizer = made(model_type, way)
     ids = chain(tokenizer, 24, 64, 1000)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(tokenizer.decode(row[1:]) for row in ids), encoding="utf-8")
-    found = find_sinks(model, tokenizer=tokenizer, text=text, max_repeats=16)
-    says = found.conclusion()
-    length = norms(model, ids)[:-1]
-    ratio = float((length[..., 0].median(1).values / length[..., 1:].flatten(1).median(1).values).max())
-    first = [spike for spike in found.spikes if spike.place.is_first]
-    if first:
-        before_last = min(min(run) for run in first[0].layers) < model.config.num_hidden_layers - 1
-        assert ratio > 3 / SLACK or not before_last, says
-    if ratio > 3 * SLACK:
-        assert found.spikes, says
-    if found.sink is not None and found.sink.place is not None and found.sink.place.is_first:
-        assert attending(model, ids, 0.3 / SLACK) >= 2, says
-    if attending(model, ids, 0.3 * SLACK) >= 3:
-        assert found.sinks, says
-    if found.minimal and found.sink_layer is not None:
-        claim = found.spikes[0].claims[0]
-        (layer,) = claim.outcome.layers
-        intact = residuals(model, ids[:4, :1])[layer, :, 0]
-        with zeroed(model, sites_of(found.minimal)):
-            edited = residuals(model, ids[:4, :1])[layer, :, 0]
-        left = ((edited @ intact.mean(0)) / (intact @ intact.mean(0))).clamp(min=0)
-        assert float(left.mean()) == pytest.approx(claim.value, abs=0.02), says
-        assert claim.value < claim.control.value
+    setup = Setup.open(model, tokenizer=tokenizer, text=text)
+    found = find_sinks.on(setup, max_repeats=16)
+    own = sinks_of(setup).survey.ids
+    mean = attention(model, own)[:, :, :, 1:, 0].mean((1, 3))
+    given = torch.tensor([[torch.nan if one is None else one for one in row] for row in found.heads])
+    whole = attention(model, own)[..., -1, 0].flatten(1).min(1).values > 0  # a window hides it in the others
+    torch.testing.assert_close(given[whole], mean[whole], atol=1e-3, rtol=1e-3)
+    for spike, measured in zip(found.spikes, sinks_of(setup).spikes, strict=True):
+        if spike.needed is None or not spike.needed.neurons:
+            continue
+        one = measured.spike
+        rows = own[SpikeTexts.of(measured.survey, one).rows]
+        place = one.mask[SpikeTexts.of(measured.survey, one).rows]
+        intact = one.along(residuals(model, rows)[spike.peak][place]).mean()
+        with zeroed(model, sites_of(spike.needed.neurons)):
+            edited = one.along(residuals(model, rows)[spike.peak][place]).mean()
+        assert abs(spike.needed.left) < 0.25
+        if len(place.sum(1).unique()) == 1:  # else texts with more positions would count for more here
+            assert float(edited / intact) == pytest.approx(spike.needed.left, abs=0.01)
+    assert found.spikes or "No norm spike" in found.conclusion() + " ".join(found.details()) or found.learned_heads
