@@ -290,15 +290,15 @@ def proof_of(
     """
     target, ids = setup.target, pick_tokens(setup)
     before = prefix_of(setup, ids)
-    length = min(FIRST_LENGTH, limit)
-    intact = along_spikes(target, spikes, repeated(before, ids, length))
+    tried = min(FIRST_LENGTH, limit)
+    intact = along_spikes(target, spikes, repeated(before, ids, tried))
     halves = [half_reached(row[len(before) :]) for row in intact[0]]
-    if None in halves and length < limit:
-        length = limit
-        intact = along_spikes(target, spikes, repeated(before, ids, length))
+    if None in halves and tried < limit:
+        tried = limit
+        intact = along_spikes(target, spikes, repeated(before, ids, tried))
         halves = [half_reached(row[len(before) :]) for row in intact[0]]
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
-    count = max(2, min(length, 2 * max([half for half in halves if half is not None], default=length)))
+    count = max(2, min(tried, 2 * max([half for half in halves if half is not None], default=tried)))
     rows = repeated(before, ids, count)
     last = rows.shape[1] - 1
     along = [torch.stack([of_spike[:, last] for of_spike in intact])]
