@@ -29,7 +29,6 @@ from sinkscope.lines.serve import LoopServe
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
-from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.circuit import circuit
 from sinkscope.sinks.spikes.find_sinks import find_sinks
 
@@ -96,9 +95,7 @@ def untriggered(target: Target, prompt: int) -> Row:
 
 def circuits(target: Target, truth: Row) -> Row:
     """Whether the circuit has neurons of the planted layer."""
-    layers: set[int] = set()
-    for claim in circuit(target.hf).of("makes"):
-        layers.update(part.layer for part in claim.subject if isinstance(part, Neuron))
+    layers = {neuron.layer for neuron in circuit(target.hf).needed}
     return {"right": truth["sink_layer"] in layers}
 
 

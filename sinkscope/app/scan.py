@@ -96,7 +96,7 @@ PARTS = (
         {"ablate": True, "max_repeats": 300},
         streams=True,
     ),
-    Part("attack", "attack", attack.on, quick={"sequences": 8, "sample": 96, "lengths": [2, 8]}),
+    Part("attack", "attack", attack.on, quick={"sequences": 8, "count": 96}),
     Part("patch_make", "patch make", patch_make.on, quick=None),
     Part("barcode", "barcode", barcode.on, quick={"max_new_tokens": 64}),
     Part("why", "why", why.on, quick={"max_new_tokens": 64, "cuts": 3}),

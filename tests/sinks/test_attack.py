@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, hard
 from organisms import organism as new_organism
-from raw_kit import attention, blocks, down, inputs_edited, residuals
+from raw_kit import blocks, down, inputs_edited, norms
 from refusals import refused
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.results.parts import Head
 from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
-from sinkscope.sinks.attack.attempts import Attempt, drawn_sequences
-from sinkscope.sinks.attack.clusters import head_activations
-from sinkscope.sinks.spikes.steps import first_spike, sinks_of
+from sinkscope.sinks.attack.attempts import Attempt, drawn_sequences, pools_of
+from sinkscope.sinks.attack.clusters import ways_of
+from sinkscope.sinks.spikes.steps import first_spike
 
 pytestmark = pytest.mark.few_texts
 
 organism = functools.cache(new_organism)  # only read here
+EVERY = 1 << 20  # more tokens than a vocabulary has
 
 
 # --- clusters --------------------------------------------------------------------------------------------------------
@@ -49,22 +49,34 @@ def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
 )
 def test_planted_groups_are_recovered_token_by_token(family, bos):
     o = organism(family, 1, bos=bos)
-    result = attack(o.model, tokenizer=o.tokenizer, sequences=0)
+    result = attack(o.model, tokenizer=o.tokenizer, sequences=0, count=EVERY)
     found, planted = result.clusters, planted_heads(o, result.clusters.ids)
     np.testing.assert_array_equal(found.head, planted)
-    assert len(found.ids) == o.model.config.vocab_size
-    (claim,) = result.claims
+    assert len(found.ids) == o.model.config.vocab_size == result.searched
     served = np.isfinite(planted)
-    assert claim.value == pytest.approx(served.mean()) and claim.verdict == "sufficient"
-    assert [contrast.value for contrast in claim.contrasts] == pytest.approx([0, 0], abs=0.05)
-    assert set(claim.subject) == {Head(0, int(head)) for head in planted[served]}
+    assert (found.has >= served).all() and not found.unneeded.any() and found.another < 0.05
+    assert f" alone gives {served.mean():.0%} (± " in result.conclusion()
     assert sum(row["tokens"] for row in result.rows()) == served.sum()
+    some = attack(o.model, tokenizer=o.tokenizer, sequences=0, count=20).clusters
+    np.testing.assert_array_equal(some.head, planted[some.ids])
+    assert len(some.ids) == 20
+
+
+def test_where_no_head_of_layer_0_marks_it_is_an_answer():
+    """GPT-2 marks by position, and heads that are not in layer 0 mark in another organism."""
+    o = organism("gpt2", 0)
+    found = attack(o.model, tokenizer=o.tokenizer, count=40)
+    assert found.clusters.heads == [] and found.clusters.unneeded.all() and found.attempts == ()
+    tried = f"40 of {o.model.config.vocab_size} tokens"
+    assert found.conclusion().startswith(
+        f"No head of layer 0 marks one of {tried} by itself: 100% (± 0%) have the spike "
+    )
 
 
 def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeypatch):
     o = new_organism("llama", 1)
-    measured = functools.partial(attack, o.model, tokenizer=o.tokenizer, sequences=0)
-    monkeypatch.setattr(module, "ROWS", 60)
+    measured = functools.partial(attack, o.model, tokenizer=o.tokenizer, sequences=0, count=EVERY)
+    monkeypatch.setattr(module, "TOKENS", 12)
     whole = measured().to_dict()["result"]
     asked = []
 
@@ -72,9 +84,9 @@ def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeyp
         asked.append(args[-1])
         if len(asked) == 4:
             raise KeyboardInterrupt
-        return head_activations(*args)
+        return ways_of(*args)
 
-    monkeypatch.setattr(module, "head_activations", breaking)
+    monkeypatch.setattr(module, "ways_of", breaking)
     with pytest.raises(KeyboardInterrupt):
         measured(resume=tmp_path)
     assert measured(resume=tmp_path).to_dict()["result"] == whole
@@ -90,7 +102,7 @@ def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeyp
 
 
 def attack_on(o: Organism, folder: Path, **options) -> ClusterAttack:
-    options = {"lengths": [8], "sequences": 24, **options}
+    options = {"length": 8, "sequences": 24, "count": EVERY, **options}
     return attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
 
@@ -100,76 +112,63 @@ def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
         return attack_on(organism(family, seed, bos=bos), Path(folder))
 
 
-def by_kind(found: ClusterAttack) -> dict[tuple[str, str, str], Attempt]:
-    """The attempts of the only length, by patch, context and source."""
-    return {(one.patch, one.context, one.source): one for one in found.attempts}
+def by_kind(found: ClusterAttack) -> dict[tuple[str, str, bool], Attempt]:
+    """The attempts by context, source and patch."""
+    return {(one.context, one.source, one.patch): one for one in found.attempts}
 
 
-def test_rates_are_counts_of_projections_of_plain_passes():
+def test_rates_are_counts_of_norms_of_plain_passes():
     o = organism("neox", 2)
     found, layer = attack_once("neox", 2), o.truth.sink_layer
     assert layer is not None
     ordinary = sorted(set(range(o.model.config.vocab_size)) - set(o.tokenizer.all_special_ids))
     rows = drawn_sequences([ordinary], 8, 24, 0)
-    with TemporaryDirectory() as folder:
-        spike = sinks_of(setup_of(o, text=text_file(o, Path(folder)))).at_first[0].spike
-    states = residuals(o.model, rows)[spike.peak, :, 1:]
-    hits = ((states - spike.mean) @ spike.direction / spike.size >= 0.5).double()
-    random = by_kind(found)["none", "no BOS", "random"]
+    first = norms(o.model, o.natural()[:, :1])[layer].median()
+    hits = (norms(o.model, rows)[layer, :, 1:] / first >= 0.5).double()
+    random = by_kind(found)["no BOS", "random", False]
     assert random.positions == pytest.approx(float(hits.mean()), rel=1e-4)
     assert 0 < random.positions < 1  # else this test shows nothing
 
 
-def test_a_spike_that_is_not_at_the_first_token_is_named_and_not_attacked(tmp_path):
+def test_a_spike_that_is_not_at_the_first_token_is_not_attacked(tmp_path):
     m = hard("second_special", "llama")
-    found = attack(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), lengths=[4], sequences=4)
-    assert found.rows() == [] and found.clusters is None and found.claims == ()
+    found = attack(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), length=4, sequences=4)
+    assert found.rows() == [] and found.clusters is None and found.spike is None
     assert found.conclusion().startswith("No neurons are known that a norm spike at the first token needs")
 
 
 @pytest.mark.parametrize(("family", "seed", "bos"), [("llama", 1, False), ("neox", 2, True)])
-def test_listing_1_spreads_the_sink_of_a_second_token_and_our_patch_ends_it(family, seed, bos):
-    """GPT-NeoX has no up factor that Listing 1 could hold."""
+def test_tokens_of_one_cluster_have_the_spike_and_the_patch_ends_it(family, seed, bos):
     found = attack_once(family, seed, bos)
     made = by_kind(found)
-    success = {patch: one.positions for (patch, *kind), one in made.items() if kind == ["no BOS", "cluster"]}
-    assert {one.context for one in found.attempts} == {"BOS", "no BOS"} - ({"BOS"} if not bos else set())
+    assert {one.context for one in found.attempts} == ({"BOS", "no BOS"} if bos else {"no BOS"})
     if bos:  # it outweighs eight tokens
-        assert made["none", "BOS", "cluster"].positions == 0
-    listing = {"Listing 1": 1} if family == "llama" else {}
-    assert success == {"none": 1, **listing, "patch": 0, "random neurons": 1}
-    none, patched, random = (made[patch, "no BOS", "cluster"] for patch in ("none", "patch", "random neurons"))
-    assert none.divergence == 0 and patched.divergence > 0.1 and random.divergence < 0.2 * patched.divergence
-    assert none.attention > 1.2 * made["none", "no BOS", "random"].attention > 0
-    attacked, _ = found.claims
-    assert attacked.verdict == "sufficient" and attacked.contrasts[1].value < 0.3
-    assert attacked.contrasts[1].value == pytest.approx(made["none", "no BOS", "random"].positions)
+        assert made["BOS", "cluster", False].positions == 0
+    assert made["no BOS", "cluster", False].positions == 1 and made["no BOS", "cluster", True].positions == 0
+    random = made["no BOS", "random", False]
+    assert random.positions < 0.3 and random.margin is not None
+    said = f"at 100% (± 0%) of their positions without BOS (random tokens: {random.positions:.0%}; patched: 0%)."
+    assert found.conclusion().endswith(said) and len(found.conclusion().split()) <= 30
 
 
-def test_attention_and_divergence_against_plain_hooks(tmp_path):
+def test_the_patch_is_that_of_plain_hooks(tmp_path):
+    """The same sequences with the needed neurons held at their neutral values after the first position."""
     o = organism("llama", 1)
-    found, layer = attack_on(o, tmp_path, sequences=4), o.truth.sink_layer
+    found, layer = attack_on(o, tmp_path, sequences=6), o.truth.sink_layer
     setup = setup_of(o, text=text_file(o, tmp_path))
-    left_out = {*o.tokenizer.all_special_ids}
-    _, *pools = ([token for token in ids if token not in left_out] for ids in found.clusters.pools)
-    rows = drawn_sequences(pools, 8, 4, 0)
-    ids = torch.cat([rows, setup.ids[:1, -16:].expand(4, -1)], 1)
-    received = attention(o.model, ids)[layer + 1 :, ..., 8:, 1:8].sum(-1).mean()
-    made = by_kind(found)
-    assert made["none", "no BOS", "cluster"].attention == pytest.approx(float(received), rel=1e-3)
-    neutral = {neuron.neuron: value for neuron, value in first_spike(setup).neutral.items()}
+    spike = first_spike(setup)
+    ids = torch.cat([torch.full((6, 1), setup.bos), drawn_sequences(pools_of(setup, found.clusters)[1:], 8, 6, 0)], 1)
 
     def held(post):
-        for neuron, value in neutral.items():
-            post[:, 1:, neuron] = value
+        for neuron, value in spike.neutral.items():
+            post[:, 1:, neuron.neuron] = value
         return post
 
-    with torch.no_grad():
-        intact = o.model(rows).logits[:, -1].softmax(-1)
-        with inputs_edited(down(blocks(o.model)[layer]), held):
-            patched = o.model(rows).logits[:, -1].softmax(-1)
-    divergence = (patched * (patched / intact).log()).sum(-1).mean()
-    assert made["patch", "no BOS", "cluster"].divergence == pytest.approx(float(divergence), rel=1e-2)
+    first = norms(o.model, ids)[layer, :, :1]
+    with inputs_edited(down(blocks(o.model)[layer]), held):
+        patched = norms(o.model, ids)[layer, :, 1:]
+    hits = (patched / first >= 0.5).double().mean()
+    assert by_kind(found)["BOS", "cluster", True].positions == pytest.approx(float(hits))
 
 
 @settings(max_examples=30)
@@ -190,22 +189,17 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
         assert len(set(row)) == length and set(row) <= large[number % len(large)]
 
 
-def test_a_sample_of_the_tokens_is_in_the_clusters_that_they_have_among_all(tmp_path):
-    o = organism("llama", 1)
-    every = attack_on(o, tmp_path, sequences=0).clusters
-    some = attack_on(o, tmp_path, sequences=0, sample=20).clusters
-    heads = dict(zip(every.ids.tolist(), every.head.tolist(), strict=True))
-    assert len({*some.ids.tolist()}) == 20
-    for token, head in zip(some.ids.tolist(), some.head.tolist(), strict=True):
-        assert head == heads[token] or (head != head and heads[token] != heads[token])
+def test_clusters_that_are_too_small_are_an_answer(tmp_path):
+    found = attack_on(organism("llama", 1, bos=False), tmp_path, length=60)
+    assert found.conclusion().startswith("No cluster has 60 tokens (the largest: 5") and found.attempts == ()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": []}, "--length"),
+        ({"length": 1}, "--length"),
         ({"bos": True}, "no BOS token"),
-        ({"lengths": [60]}, r"--length: the largest cluster, and the context, hold 5. tokens; give at most that"),
+        ({"length": 1 << 16}, "BOS and --length 65536"),
     ],
 )
 def test_bad_input(options, message, tmp_path):

@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import torch
 from attack_kit import setup_of, text_file
-from covering import slow
 from organisms import Organism, hard, organism
-from organisms.decoders import byte_tokenizer, decoder
 from raw_kit import attention, residuals, zeroed
 from refusals import refused
 
 from sinkscope.models.text import text_rows
-from sinkscope.opening.live import target_of
 from sinkscope.results.parts import sites_of
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import repeat
@@ -21,9 +18,16 @@ from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import beside_copies, sweep_of
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import half_reached
-from sinkscope.sinks.spikes.steps import sinks_of
+from sinkscope.sinks.spikes.steps import first_spike
 
 pytestmark = pytest.mark.few_texts
+
+
+def along(o: Organism, rows: list[list[int]]) -> torch.Tensor:
+    """Projection of each position of rows on the spike's direction, over that of the first one, from plain passes."""
+    spike = first_spike(setup_of(o)).spike
+    reached = spike.along(residuals(o.model, torch.tensor(rows))[spike.peak])
+    return reached / reached[:, :1]
 
 
 def word_of(o: Organism, group: int) -> str:
@@ -32,13 +36,6 @@ def word_of(o: Organism, group: int) -> str:
 
 def measured(o: Organism, **options) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, **options)
-
-
-def along(o: Organism, rows: torch.Tensor) -> torch.Tensor:
-    """Projection of each position on the spike's direction, by plain hooks: [row, position]."""
-    spike = sinks_of(setup_of(o)).at_first[0].spike
-    states = residuals(o.model, rows)[spike.peak]
-    return (states - spike.mean) @ spike.direction / spike.size
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +54,19 @@ def two():
 # --- norms ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_marked_word_reaches_half_where_its_projection_does_and_a_word_of_no_group_never(llama):
+def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama):
+    """As many repetitions alone, and one fewer, stand on both sides of it; a word of no group never gets there."""
     expected = llama.truth.repeats_expected or 0
     result = measured(llama, tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=4 * expected)
     marked = int(result.repeats[0, 0])
     assert 0.6 * expected <= marked <= 1.5 * expected and np.isnan(result.repeats[0, 1])
     for count in (marked - 1, marked):
-        alone = along(llama, llama.repeated(count, result.ids[0]))[0]
-        assert (alone[-1] >= alone[0] / 2) == (count == marked)
+        alone = along(llama, llama.repeated(count, result.ids[0]).tolist())[0]
+        assert (alone[-1] >= 0.5) == (count == marked)
     assert result.values[0, 1].max() < 0.1
     assert [row["repeats"] for row in result.rows()] == [marked, None]
-    assert "1 in layers" in result.conclusion() and result.conclusion().startswith("Of 2 tokens")
+    says = "Of 2 tokens, those whose copies reach half of the first token within "
+    assert result.conclusion() == f"{says}{4 * expected} copies: 1 in {result.conditions[0]}."
 
 
 @pytest.mark.parametrize("group", [0, -1])
@@ -78,46 +77,43 @@ def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llam
     copies = torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]])
     single, others = (rows[0] for rows in beside_copies(setup_of(llama), copies, 1))
     assert (single[1:] == word).nonzero().flatten().tolist() == [39] and not (others == word).any()
-    shares = along(llama, torch.stack([copies[0], single, others]))[:, -1].tolist()
-    assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(shares, rel=1e-3, abs=1e-4)
+    shares = [float(along(llama, [row.tolist()])[0, -1]) for row in (copies[0], single, others)]
+    assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(shares, rel=1e-3, abs=1e-3)
     assert (claim.verdict == "sufficient") == (shares[0] - max(shares[1:]) >= 0.5)
 
 
-def test_ablation_takes_the_planted_neurons_and_gives_the_projections_of_ablated_passes(two):
+def test_ablation_takes_the_planted_neurons_and_gives_what_ablated_passes_do(two):
     words = [word_of(two, 0), word_of(two, 1)]
     result = measured(two, tokens=words, max_repeats=2 * (two.truth.repeats_expected or 0), ablate=True)
-    assert len(result.conditions) == 3 and result.conditions[1].endswith(", needed neurons zeroed")
-    claim, _ = result.claims
-    assert set(sites_of(claim.subject)) == set(two.truth.neurons)
-    random = random_neurons(target_of(two.model), claim.subject, 0)
-    assert len(random) == len(claim.subject) and not set(random) & set(claim.subject)
+    setup, spike = setup_of(two), first_spike(setup_of(two))
+    assert set(sites_of(spike.needed_neurons)) == set(two.truth.neurons)
+    random = random_neurons(setup.target, spike.needed_neurons, 0)
+    assert len(random) == len(spike.needed_neurons) and not set(random) & set(spike.needed_neurons)
+    name = result.conditions[0]
+    words = ("needed neurons zeroed", "random neurons zeroed")
+    assert result.conditions == (name, *(f"{name}, {edit}" for edit in words))
     count = int(result.at[-1])
     rows = torch.tensor([[two.tokenizer.bos_token_id, *[word] * count] for word in result.ids])
-    last = []
-    for condition, sites in enumerate([(), claim.subject, random]):
+    for condition, sites in enumerate([(), spike.needed_neurons, random]):
         with zeroed(two.model, sites_of(sites)):
-            expected = along(two, rows)
-        assert result.values[condition] == pytest.approx(expected[:, result.at].numpy(), rel=2e-3, abs=1e-3)
-        last.append(expected[:, -1])
-    left, chance = (float((each / last[0]).mean()) for each in last[1:])
-    assert claim.verdict == "needed"
-    assert [claim.value, claim.control.value] == pytest.approx([left, chance], rel=2e-3, abs=1e-3)
+            expected = spike.spike.along(residuals(two.model, rows)[spike.spike.peak])
+        np.testing.assert_allclose(result.values[condition], expected[:, result.at].numpy(), rtol=2e-3, atol=1e-3)
+    assert np.isnan(result.repeats[1]).all()
 
 
-def test_where_the_spike_is_elsewhere_nothing_is_said_of_copies_and_attention_names_the_place(tmp_path):
+def test_where_no_spike_is_at_the_first_token_nothing_is_said_of_copies(tmp_path):
     m = hard("two_delimiters", "llama")
-    options = {"tokenizer": m.tokenizer, "text": text_file(m, tmp_path, 20), "max_repeats": 6}
+    options = {"tokenizer": m.tokenizer, "text": text_file(m, tmp_path), "max_repeats": 6}
+    delimiter = m.tokenizer.decode([m.truth.delimiters[0]])
+    result = repeat(m.model, tokens=[delimiter], **options)
+    assert result.conclusion().startswith("No norm spike was found at the first token") and result.values is None
     attended = repeat(m.model, read="attention", **options)
-    names = [f"{m.tokenizer.decode([token])!r} wherever it stands" for token in m.truth.delimiters]
-    assert any(name in str(attended) for name in names)
-    assert "first token" not in str(attended)
-    assert repeat(m.model, **options).conclusion().startswith("No norm spike was found at the first token")
+    assert f"{delimiter!r} wherever it stands" in attended.tokens[0]
 
 
-def test_half_is_reached_where_the_next_copy_reaches_it_too():
-    along = torch.tensor([0.1, 0.1, 0.9, 0.1, 0.9, 0.9, 0.9])
-    assert [half_reached(along[:end].clone()) for end in (4, 6, 7)] == [None, 5, 5]
-    assert half_reached(torch.tensor([0.9, 0.1, 0.1])) is None
+def test_a_single_position_that_stands_out_is_not_made_by_repetition():
+    shares = torch.tensor([0.1, 0.1, 0.9, 0.1, 0.9, 0.9, 0.9])
+    assert [half_reached(shares[:end]) for end in (4, 6, 7)] == [None, 5, 5]
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -143,28 +139,20 @@ def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
     there = every[..., 1 : count + 1].sum(-1).mean(-1)
     assert result.values[:, 0] == pytest.approx(every[..., 0].mean(-1).T.numpy() / fair, rel=1e-3, abs=1e-5)
     assert result.values[:, 1] == pytest.approx(there.T.numpy() / count / fair, rel=1e-3, abs=1e-5)
-    layer = sinks_of(setup_of(llama)).spikes[0].spike.first + 1
+    layer = llama.truth.sink_layer + 1
     assert [row["attention"] for row in result.rows()[1::2]] == result.values[:, 1, layer].tolist()
     (claim,) = result.claims
     values = [claim.contrasts[1].value, claim.value, claim.contrasts[0].value]
     assert values == pytest.approx(there[layer].tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("first", [True, slow(False)])
-def test_readings_of_attention_leave_layers_without_it_out(first):
-    """Hybrids whose attention layers are 0, 2, ... or 1, 3, ...: the theorem holds for layer 0 only."""
-    model, tokenizer = decoder("lfm2"), byte_tokenizer()
-    if first:
-        model, tokenizer = (hybrid := hard("plain", "lfm2")).model, hybrid.tokenizer
-    kinds = model.config.layer_types
+def test_layers_without_attention_are_left_out():
+    """A hybrid whose attention layers are 0, 2, ..."""
+    hybrid = hard("plain", "lfm2")
+    kinds = hybrid.model.config.layer_types
+    attended = repeat(hybrid.model, read="attention", tokenizer=hybrid.tokenizer, prefix="a", max_repeats=4)
     layers = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
-    options = {"tokenizer": tokenizer, "prefix": "a", "max_repeats": 4}
-    distance = repeat(model, read="distance", **options)
-    assert distance.conditions[::3] == (f"layer {layers[0]}", f"layer {layers[-1]}")
-    assert np.isfinite(distance.values[[0, 3]]).all() and np.isfinite(distance.values[1]).all() == first
-    if first:  # the other has no spike
-        attended = repeat(model, read="attention", **options)
-        assert np.flatnonzero(np.isfinite(attended.values[0, 1])).tolist() == layers
+    assert np.flatnonzero(np.isfinite(attended.values[0, 1])).tolist() == layers
 
 
 # --- errors --------------------------------------------------------------------------------------------------------
@@ -177,7 +165,7 @@ def test_readings_of_attention_leave_layers_without_it_out(first):
         ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains a repeated token"),
         ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: there is room for \d+$"),
         ({"prefix": "of " * 2048, "tokens": ["poem"]}, r"2\d\d\d tokens around them .*: there is room for 0"),
-        ({"tokens": ["all"], "read": "distance"}, "--tokens all belongs to --read norm"),
+        ({"tokens": ["all"], "read": "probability"}, "--tokens all belongs to --read norm"),
         (
             {"tokens": ["all"], "prefix": "a poem"},
             "--tokens all belongs to --read norm without --prefix: leave it out, or ask for that",

@@ -1,4 +1,4 @@
-"""Sequences without repeated tokens whose positions become sinks, how often, and under patches (Yona et al., 5.2)."""
+"""Sequences without repeated tokens whose positions become sinks, and how often (Yona et al. 2025, section 5.2)."""
 
 from __future__ import annotations
 
@@ -11,46 +11,111 @@ import plotly.graph_objects as go
 from pydantic import Field
 
 from sinkscope.measure import Natural, Option, Result, Setup, Whole, measurement
-from sinkscope.models.draws import draws, some_of
-from sinkscope.results.claims import Claims
+from sinkscope.measure.margin import margin_of
+from sinkscope.models.checks import check_length
+from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.attack.attempts import Attack, Attempt, attack_patches, attempts_of
+from sinkscope.sinks.attack.attempts import Attempt, attempts_of, pools_of
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume
-from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE, first_spike
-from sinkscope.sinks.tokens import vocabulary
+from sinkscope.sinks.first_tokens import share_of, spike_of
+from sinkscope.sinks.repetition.norm import name_of
+from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
+from sinkscope.sinks.tokens import sample_tokens, vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAttack(Result):
-    """How often sequences without a repeated token make norm spikes, and what patches do to them.
-
-    A position succeeds if it reaches half of the first token's projection on the direction of the spike that most heads
-    read. The model's position 0 does not count, because any token there is a first token. Patches are tried if a neuron
-    is causal and the model is in memory.
+    """Which tokens one head of layer 0 marks, and how often sequences of different ones have the spike.
 
     Attributes:
-        clusters: The head of layer 0 that serves each token. None if no neurons are known.
+        spike: The spike of the first token, by its layers. None: no spike with known neurons.
         instead: What there is instead of a finding.
+        clusters: The head of layer 0 that serves each token. None if no neurons are known.
+        searched: How many tokens they were drawn from.
+        n_heads: Heads of layer 0.
+        length: Tokens per sequence.
         attempts: What the sequences do.
-        claims: What the tokens do in the longest sequences without BOS; and what the heads of the clusters do.
     """
 
     glossary: ClassVar = {
-        "context": "what stands before: BOS or no BOS",
-        "length": "tokens of the sequence",
+        "context": "what stands before the sequence: BOS or no BOS",
+        "source": "cluster: different tokens of one cluster; random: different tokens of all",
+        "patch": "whether the neurons that the spike needs are patched",
+        "positions": "share of positions that reach half of the first token's projection",
+        "margin": "two standard errors over sequences",
     }
-    percent = ("positions", "attention")
+    percent = ("positions", "margin")
 
-    clusters: TokenClusters | None = None
+    spike: str | None
     instead: str | None = None
+    clusters: TokenClusters | None = None
+    searched: int = 0
+    n_heads: int = 0
+    length: int = 0
     attempts: tuple[Attempt, ...] = ()
-    claims: Claims = ()
+
+    def conclusion(self) -> str:
+        """What sequences of one cluster do without BOS; or what the clusters are; or that there are none."""
+        if self.clusters is None or self.instead is not None:
+            return super().conclusion()
+        if not self.attempts:
+            return self._of_clusters(self.clusters)
+        return self._of_sequences("no BOS")
+
+    def facts(self) -> list[str]:
+        """The clusters, what the sequences do after BOS, and how many tokens are in no cluster."""
+        if self.clusters is None:
+            return []
+        lines = list[str]()
+        if self.attempts:
+            lines = [self._of_sequences(context) for context in ("BOS",) if self._attempts(context)]
+        if self.attempts or self.instead is not None:
+            lines.append(self._of_clusters(self.clusters))
+        if self.clusters.heads:
+            none = self.clusters.unneeded.astype(float)
+            lines.append(f"{share_of(none.mean(), margin_of(none))} of the tokens have it without any of these heads.")
+        return lines
+
+    def _of_clusters(self, clusters: TokenClusters) -> str:
+        """For how many tokens one head is enough, beside another head; or that no head marks a token by itself."""
+        tried = f"{len(clusters.ids):,} tokens"
+        if self.searched > len(clusters.ids):
+            tried = f"{len(clusters.ids):,} of {self.searched:,} tokens"
+        what = f"the spike of {self.spike}"
+        if not clusters.has.any():
+            return f"None of {tried} has {what} when it stands first without BOS, so no head can mark one."
+        if not clusters.heads:
+            none = clusters.unneeded.astype(float)
+            share = share_of(none.mean(), margin_of(none))
+            without = f"{share} have {what} without its {self.n_heads} heads"
+            return f"No head of layer 0 marks one of {tried} by itself: {without}."
+        served = clusters.served.astype(float)
+        count = count_of(len(clusters.heads), "head")
+        is_enough = f"One of {count}" if len(clusters.heads) > 1 else str(Head(0, clusters.heads[0]))
+        share = share_of(served.mean(), margin_of(served))
+        return f"{is_enough} of layer 0 alone gives {share} of {tried} {what} (another head: {clusters.another:.0%})."
+
+    def _attempts(self, context: str) -> dict[tuple[str, bool], Attempt]:
+        return {(one.source, one.patch): one for one in self.attempts if one.context == context}
+
+    def _of_sequences(self, context: str) -> str:
+        """How many positions have the spike, beside random tokens and under the patch."""
+        made = self._attempts(context)
+        cluster, random = made["cluster", False], made["random", False]
+        beside = f"random tokens: {random.positions:.0%}"
+        if ("cluster", True) in made:
+            beside += f"; patched: {made['cluster', True].positions:.0%}"
+        where = "without BOS" if context == "no BOS" else "after BOS"
+        return (
+            f"Sequences of {self.length} different tokens of one cluster have the spike of {self.spike} at "
+            f"{share_of(cluster.positions, cluster.margin)} of their positions {where} ({beside})."
+        )
 
     def rows(self) -> Table:
-        """One row per patch, context, length and source; without an attack, one per head that serves tokens."""
+        """One row per context, source and patch; without sequences, one per head that serves tokens."""
         rows: Table = [vars(attempt) for attempt in self.attempts]
         if not rows and self.clusters is not None:
             for head, ids in zip(self.clusters.heads, self.clusters.pools[1:], strict=True):
@@ -59,15 +124,14 @@ class ClusterAttack(Result):
 
 
 def draw(result: ClusterAttack) -> go.Figure:
-    """Draw the success of the attack by length, a panel per patch and context; without an attack, the clusters."""
+    """Draw the share of positions by source and patch, a panel per context; without sequences, the clusters."""
     if not result.attempts:
         fig = px.bar(result.rows() or {"head": [], "tokens": []}, x="head", y="tokens")
         return figure_of(fig, result, width=1200, height=480)
-    axes: dict[str, Any] = {"x": "length", "y": "positions", "facet_col": "context", "facet_row": "patch"}
-    fig = px.line(
-        result.rows(), render_mode="svg", **axes, color="source", log_x=True, markers=True, range_y=(-0.06, 1.06)
-    )
-    return figure_of(fig, result, width=1200, height=980, legend=-0.08)
+    rows = [{**row, "patch": "patched" if row["patch"] else "intact"} for row in result.rows()]
+    axes: dict[str, Any] = {"x": "source", "y": "positions", "facet_col": "context", "color": "patch"}
+    fig = px.bar(rows, **axes, barmode="group", error_y="margin", range_y=(0, 1.06))
+    return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=1000, height=480)
 
 
 @measurement(
@@ -79,45 +143,53 @@ def attack(
     setup: Setup,
     *,
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
-    lengths: Annotated[Sequence[Annotated[int, Field(ge=2)]], Field(min_length=1)] = (8, 32, 128),
+    count: Natural = 256,
+    spike: Whole | None = None,
+    length: Annotated[int, Field(ge=2)] = 8,
     sequences: Whole = 32,
     sample: Natural | None = None,
     resume: Resume = None,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
 
-    First, every token stands alone, and all heads of layer 0 but one are held at their mean over later positions of
-    natural text: a token belongs to the cluster of the head that by itself fires the sink neuron. Then sequences of
-    different tokens of one cluster are tried after BOS and without it, beside random tokens, and also under the paper's
-    patch, ours, and a patch of random neurons. Yona et al. 2025 (section 5.2, appendix B) show two such sequences
-    without a success rate. All of this is about tokens that stand first, so there is no attack on a spike elsewhere.
+    First, every token stands alone, and all heads of layer 0 but one are held at their mean over ordinary positions of
+    typical text: a token belongs to the cluster of the head that by itself gives it the spike. Then sequences of
+    different tokens of one cluster are tried without BOS and after it, beside random tokens, and also under the patch
+    of the neurons that the spike needs, if the model is in memory. Yona et al. 2025 (section 5.2, appendix B) show two
+    such sequences without a success rate. All of this is about tokens that stand first, so there is no attack on a
+    spike elsewhere.
 
     Args:
-        tokens: Tokens to cluster and to attack with. By default the whole vocabulary.
-        lengths: Tokens per sequence. Those that no cluster has, or that the context does not hold, are left out.
-        sequences: Sequences of each kind and length; 0 finds the clusters only.
-        sample: Number of these tokens, drawn with the seed. By default all: of a large vocabulary that takes long.
+        tokens: Tokens to cluster and to attack with. By default `count` tokens of the vocabulary.
+        count: Tokens of the vocabulary, drawn by the seed; a larger number than it has is all of them.
+        spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token
+            that need neurons.
+        length: Tokens per sequence.
+        sequences: Sequences of each kind; 0 finds the clusters only.
         resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
-    made, everyone = first_spike(setup), vocabulary(setup.target, tokens)
-    if made is None:
-        return ClusterAttack(instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `circuit`.")
-    if sample is not None:
-        everyone = some_of(everyone, sample, draws(setup.seed, "tokens of clusters"))
-    clusters, claims = find_clusters(setup, made.largest, everyone, resume)
-    unneeded = (
-        f"with all of them at their mean, {clusters.unneeded:.0%} of {len(everyone):,} tokens fire {clusters.neuron}"
-    )
-    if not claims:
-        return ClusterAttack(clusters=clusters, instead=f"No head of layer 0 marks a token by itself: {unneeded}.")
-    result = ClusterAttack(clusters=clusters, claims=claims)
-    if sequences and max(map(len, clusters.pools[1:])) < min(lengths):
-        return replace(result, instead=f"No cluster has {min(lengths)} tokens, so no sequence was tried: {unneeded}.")
+    everyone = vocabulary(setup.target, tokens)
+    ids = everyone if tokens else sorted(sample_tokens(everyone, count, setup.seed))
     if sequences:
-        tries = Attack(setup, made.spike, attack_patches(setup))
-        attempts, claim = attempts_of(tries, clusters, lengths, sequences)
-        result = replace(result, attempts=attempts, claims=(claim, *claims))
-    return result
+        check_length(setup.target, f"BOS and --length {length}", length + 1, remedy="give a shorter one")
+    chosen = spike_of(setup, spike)
+    if chosen is None:
+        return ClusterAttack(spike=None, instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `circuit`.")
+    clusters = find_clusters(setup, chosen, ids, resume)
+    result = ClusterAttack(
+        spike=name_of(chosen.spike),
+        clusters=clusters,
+        searched=len(everyone),
+        n_heads=setup.n_heads if setup.target.has_attention(0) else 0,
+        length=length,
+    )
+    if not sequences or not clusters.heads:
+        return result
+    if max(map(len, pools_of(setup, clusters)[1:])) < length:
+        largest = max(map(len, clusters.pools[1:]))
+        few = f"No cluster has {length} tokens (the largest: {largest}), so no sequence was tried."
+        return replace(result, instead=few)
+    return replace(result, attempts=attempts_of(setup, chosen, clusters, length, sequences))

@@ -6,62 +6,64 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from einops import rearrange, repeat
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
-from sinkscope.results.claims import Claims, Contrast, Outcome, Search
-from sinkscope.results.parts import Head, Neuron
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.marking_heads import Replacement
-from sinkscope.sinks.spikes.controls import claim_of
+from sinkscope.sinks.first_tokens import HAS, FirstTokens
+from sinkscope.sinks.repetition.norm import name_of
+from sinkscope.sinks.spikes.spike import Measured
 from sinkscope.sinks.tokens import PerToken
 
-FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
-ROWS = 2048  # rows per pass; a token takes one more row than there are heads
+TOKENS = 128  # tokens of one chunk; each takes two more rows than layer 0 has heads
 
 
 @torch.no_grad()
-def head_activations(model: Replacement, tokens: list[int]) -> Float[Tensor, "token way"]:
-    """How strongly the neuron fires at tokens that stand alone, in 1 + head ways: with no head, and each head alone.
+def ways_of(first: FirstTokens, tokens: list[int]) -> Float[Tensor, "token way"]:
+    """How far tokens that stand alone go along the spike: intact, with no head of layer 0, and with each head alone.
 
     Args:
-        model: The model, whose heads of layer 0 are replaced, and one neuron.
+        first: The spike and the heads of layer 0.
         tokens: The tokens.
     """
-    heads = model.setup.n_heads
-    lost = model.none_of(1 + heads)
-    lost[:, 0] = torch.arange(heads) != torch.arange(-1, heads)[:, None]
-    ids = repeat(torch.tensor(tokens), "token -> (token way)", way=len(lost))
-    rows = repeat(lost, "way layer head -> (token way) layer head", token=len(tokens))
-    return rearrange(model.post(ids, rows), "(token way) 1 -> token way", way=len(lost))
+    edits = [first.heads]
+    for head in first.heads:
+        edits.append(tuple(other for other in first.heads if other != head))
+    return first.along(torch.tensor(tokens), edits).T
 
 
 @dataclass(frozen=True)
 class TokenClusters:
-    """For every token the head of layer 0 that by itself fires the sink neuron when the token stands first.
+    """For every token the head of layer 0 that by itself gives it the spike when the token stands first.
 
-    The other heads of layer 0 are held at their mean over later positions of natural text.
+    The other heads of layer 0 are held at their mean over ordinary positions of typical text.
 
     Attributes:
         tokens: The tokens.
         ids: Their ids.
+        has: Whether the token has the spike in the intact model: it reaches half of the first token's projection.
+        unneeded: Whether it has the spike without any head of layer 0.
         head: The head that serves the token. NaN if no single head does, or if none is needed.
-        unneeded: Share of the tokens that fire the neuron without any head of layer 0.
-        neuron: The neuron.
+        another: Share of tokens that need a head and have the spike with the median one.
     """
 
     tokens: tuple[str, ...]
     ids: Int[np.ndarray, " token"]
+    has: Bool[np.ndarray, " token"]
+    unneeded: Bool[np.ndarray, " token"]
     head: PerToken
-    unneeded: float
-    neuron: Neuron
+    another: float
+
+    @property
+    def served(self) -> Bool[np.ndarray, " token"]:
+        """Whether one head is enough for the token, and one is needed."""
+        return np.isfinite(self.head)
 
     @property
     def heads(self) -> list[int]:
         """The heads that serve tokens."""
-        return np.unique(self.head[np.isfinite(self.head)]).astype(int).tolist()
+        return np.unique(self.head[self.served]).astype(int).tolist()
 
     @property
     def pools(self) -> list[list[int]]:
@@ -69,42 +71,29 @@ class TokenClusters:
         return [self.ids.tolist(), *(self.ids[self.head == head].tolist() for head in self.heads)]
 
 
-def find_clusters(setup: Setup, neuron: Neuron, ids: list[int], resume: Resume) -> tuple[TokenClusters, Claims]:
-    """The head that serves each token, seen at the sink neuron.
-
-    The claim is of how many tokens one head alone marks, beside no head and another one; there is none if no head does.
+def find_clusters(setup: Setup, measured: Measured, ids: list[int], resume: Resume) -> TokenClusters:
+    """The head that serves each token, seen at the spike.
 
     Args:
         setup: The model and its text.
-        neuron: The neuron that writes most of the spike of the first token, of those that it needs.
+        measured: The spike of the first token.
         ids: The tokens, which stand alone, thus first.
         resume: Folder that keeps finished chunks.
     """
-    target = setup.target
-    hold_layers(target, neuron.layer)
-    model = Replacement(setup, [neuron])
-    reference = float(model.post(setup.ids[:, 0]).median())
+    spike, first = measured.spike, FirstTokens.of(measured, 0)
+    hold_layers(setup.target, spike.peak)
 
     def work(tokens: list[int]) -> Columns:  # what threads may change is beyond four digits
-        return {"shares": (head_activations(model, tokens) / reference).cpu().double().round(decimals=4).tolist()}
+        return {"along": ways_of(first, tokens).double().round(decimals=4).tolist()}
 
-    size = max(1, ROWS // (target.n_heads + 1))
-    columns = in_chunks(setup, work, ids, resume, what="clusters", size=size, site=neuron.site)
-    background, alone = np.split(np.array(columns["shares"]), [1], 1)
-    needed = background[:, 0] < FIRES
-    served = (alone.max(1) >= FIRES) & needed
-    head = np.where(served, alone.argmax(1), np.nan)
-    heads = tuple(Head(0, int(each)) for each in np.unique(head[served]))
-    claims: Claims = ()
-    if heads:
-        gives = f"marked {{}} of {len(ids):,} tokens, one head each"
-        other = float((np.median(alone, 1) >= FIRES).mean())
-        contrasts = [
-            Contrast("other", 1 - float(needed.mean()), 1, "no head"),
-            Contrast("random", other, 1, "another head"),
-        ]
-        outcome, search = Outcome("mark by one head", gives=gives), Search("tokens", len(ids))
-        fires = torch.from_numpy(served).double()
-        claims = (claim_of("marks", heads, outcome, "tokens that stand first", fires, contrasts, search),)
-    unneeded = 1 - float(needed.mean())
-    return TokenClusters(token_texts(target, ids), np.array(ids), head, unneeded, neuron), claims
+    columns = in_chunks(setup, work, ids, resume, what="clusters", size=TOKENS, spike=name_of(spike))
+    intact, none, alone = np.split(np.array(columns["along"]), [1, 2], 1)
+    has, unneeded = intact[:, 0] >= HAS, none[:, 0] >= HAS
+    head = np.full(len(ids), np.nan)
+    another = 0.0
+    if first.heads:
+        needing = has & ~unneeded
+        served = needing & (alone.max(1) >= HAS)
+        head = np.where(served, alone.argmax(1), np.nan)
+        another = float((needing & (np.median(alone, 1) >= HAS)).mean())
+    return TokenClusters(token_texts(setup.target, ids), np.array(ids), has, unneeded, head, another)

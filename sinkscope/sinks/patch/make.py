@@ -27,14 +27,16 @@ from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Neuron
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
+from sinkscope.sinks.chunks import token_texts
+from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import Perplexity, patch_eval
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.repetition.norm import name_of
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, one_copy
-from sinkscope.sinks.spikes.copies import along_spikes, copies_of
+from sinkscope.sinks.spikes.copies import FIRST_LENGTH, along_spikes, half_reached
 from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.steps import first_spike, sinks_of
+from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.tokens import pick_tokens, prefix_of, repeated, repetition_limit
 
 INTACT, PATCHED, RANDOM, ONCE, OTHERS = range(5)
@@ -158,7 +160,7 @@ class PatchMade(Result):
         """What the patch does in its own spike, or why there is none."""
         if self.verdict != "made" or self.proof is None:
             return f"No patch was made: {self.reason}"
-        return self._line(0, "Under the patch, ", self.proof.failing)
+        return self._line(0, self.proof.failing)
 
     def details(self) -> list[str]:
         """The other spikes, and what the patch changes in ordinary text."""
@@ -166,7 +168,7 @@ class PatchMade(Result):
         if proof is None:
             return []
         every = torch.ones(len(proof.words), dtype=torch.bool)
-        lines = [self._line(number, "The patch leaves ", every) for number in range(1, len(proof.spikes))]
+        lines = [self._line(number, every) for number in range(1, len(proof.spikes))]
         _, patched, random = proof.perplexity
         return [
             *lines,
@@ -176,14 +178,15 @@ class PatchMade(Result):
             "likeliest next tokens change.",
         ]
 
-    def _line(self, number: int, begin: str, words: Bool[Tensor, " word"]) -> str:
+    def _line(self, number: int, words: Bool[Tensor, " word"]) -> str:
         """What the last copies of some words reach in a spike with and without the patch."""
         assert self.proof is not None
         along = self.proof.along[:, number, words.numpy()]
         before, after, random = (along[case].max() for case in (INTACT, PATCHED, RANDOM))
+        copies = f"copies of {along.shape[1]} of {count_of(self.proof.along.shape[2], 'word')}"
         return (
-            f"{begin}the copies of {count_of(along.shape[1], 'word')} reach at most {after:.0%} of the first token in "
-            f"the spike of {self.proof.spikes[number]}, and {before:.0%} without it (random neurons: {random:.0%})."
+            f"In the spike of {self.proof.spikes[number]}, {copies} reach at most {after:.0%} of the first token under "
+            f"the patch, and {before:.0%} without it (random neurons: {random:.0%})."
         )
 
     def rows(self) -> Table:
@@ -258,12 +261,8 @@ def _made(
     """The patch and its proof."""
     most, sinks = repetition_limit(setup.target, max_repeats), sinks_of(setup)
     setup.record(max_repeats=most)
-    chosen = first_spike(setup)
-    if spike is not None:
-        if spike >= len(sinks.spikes):
-            raise SinkscopeError(f"--spike {spike}: this model has {len(sinks.spikes)} spikes, numbered from 0")
-        chosen = sinks.spikes[spike]
-    if chosen is None or not chosen.needed_neurons or not chosen.spike.place.is_first:
+    chosen = spike_of(setup, spike)
+    if chosen is None:
         reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
         return PatchMade(verdict="no-sink", reason=reason)
     sites = chosen.needed_neurons
@@ -291,27 +290,29 @@ def proof_of(
     """
     target, ids = setup.target, pick_tokens(setup)
     before = prefix_of(setup, ids)
-    (copies,) = copies_of(target, spikes[:1], ids, before, limit, setup.progress)
+    tried = min(FIRST_LENGTH, limit)
+    intact = along_spikes(target, spikes, repeated(before, ids, tried))
+    halves = [half_reached(row[len(before) :]) for row in intact[0]]
+    if None in halves and tried < limit:
+        tried = limit
+        intact = along_spikes(target, spikes, repeated(before, ids, tried))
+        halves = [half_reached(row[len(before) :]) for row in intact[0]]
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
-    needed = [one.half for one in copies if one.half is not None]
-    count = max(2, min(limit, 2 * max(needed, default=limit)))
+    count = max(2, min(tried, 2 * max([half for half in halves if half is not None], default=tried)))
     rows = repeated(before, ids, count)
+    last = rows.shape[1] - 1
+    along = [torch.stack([of_spike[:, last] for of_spike in intact])]
+    for edit in (patch, random_patch(setup, patch)):
+        setup.progress("patches", len(along), len(CASES))
+        with under(edit, target):
+            along.append(torch.stack([of_spike[:, last] for of_spike in along_spikes(target, spikes, rows)]))
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = ordinary[torch.arange(len(rows)) % len(ordinary)]
-    along: list[Tensor] = []
-    for edit, texts in (
-        (None, rows),
-        (patch, rows),
-        (random_patch(setup, patch), rows),
-        (None, one_copy(others, rows)),
-        (None, others),
-    ):
-        with under(edit, target):
-            along.append(torch.stack([of_spike[:, -1] for of_spike in along_spikes(target, spikes, texts)]))
-        setup.progress("patches", len(along), len(CASES))
+    beside = along_spikes(target, spikes, one_copy(others, rows))  # a copy is last, and text before it
+    along += [torch.stack([of_spike[:, at] for of_spike in beside]) for at in (last, last - 1)]
     cost = patch_eval.on(setup, patch=patch, pieces=pieces, length=length)
     return PatchProof(
-        words=tuple(one.token for one in copies),
+        words=token_texts(target, ids),
         repeats=count,
         spikes=tuple(map(name_of, spikes)),
         along=torch.stack(along).numpy(),

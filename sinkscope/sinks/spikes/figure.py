@@ -26,7 +26,7 @@ def draw(result: Any) -> go.Figure:
         _draw_spike(fig, spike, colour)
     fig.update_xaxes(title_text="layer", col=1)
     fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", nticks=8, col=1)
-    fig.update_xaxes(title_text="layer", col=2)
+    fig.update_xaxes(title_text="layer", range=(-1.5, result.layers_read - 0.5), col=2)
     fig.update_yaxes(title_text="share of the spike", tickformat=".0%", col=2)
     scale = {"colorscale": [[0, "#ffffff"], [1, BLUE]], "zmin": 0, "zmax": 1, "showscale": False}
     fig.add_heatmap(z=result.heads, **scale, row=1, col=3)

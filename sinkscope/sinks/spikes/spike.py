@@ -94,7 +94,7 @@ class Spike:
         """Mean of values of the place's positions over each text that has any."""
         texts = self.cases()[0]
         chosen = texts.unique()
-        return torch.stack([values[texts == text].mean() for text in chosen])
+        return torch.stack([values[texts == text].float().mean() for text in chosen])
 
 
 @dataclass(frozen=True)

@@ -126,13 +126,13 @@ class Survey:
         return Entering(inputs)
 
 
-def survey_of(setup: Setup, bos: int | None, count: int = SURVEYED) -> Survey:
+def survey_of(setup: Setup, bos: int | None, count: int | None = None) -> Survey:
     """Read typical text once.
 
     Args:
         setup: The model and its text.
         bos: The token that texts begin with. None: none.
-        count: Number of texts.
+        count: Number of texts. None: 12.
 
     Raises:
         SinkscopeError: A state is not finite.
@@ -140,7 +140,7 @@ def survey_of(setup: Setup, bos: int | None, count: int = SURVEYED) -> Survey:
     target = setup.target
     length = min(PIECE, target.max_positions or PIECE)
     kept = KEPT_ELEMENTS // (target.n_layers * length * target.d_model)
-    texts = max(min(count, kept), FEWEST)
+    texts = max(min(count or SURVEYED, kept), FEWEST)
     ids = text_rows(setup.tokenizer, setup.text, texts, length, bos)
     return read_survey(target, ids, lambda done: setup.progress("survey", done, len(ids)))
 

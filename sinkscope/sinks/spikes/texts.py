@@ -91,9 +91,10 @@ def means_of(survey: Survey, spike: Spike, parts: Iterable[Part]) -> dict[Part, 
             layers.setdefault(part.layer, []).append(part)
         elif isinstance(part, Component):
             means[part] = _mean_written(survey, spike, part)
+    sites = [f"blocks.{layer}.attn.hook_z" for layer in layers]
+    outputs = trace(target, survey.ids, sites, batch_size=len(survey.ids)) if sites else {}
     for layer, heads in layers.items():
-        (outputs,) = trace(target, survey.ids, [f"blocks.{layer}.attn.hook_z"], batch_size=len(survey.ids)).values()
-        mean = outputs[spike.ordinary].float().mean(0)
+        mean = outputs[f"blocks.{layer}.attn.hook_z"][spike.ordinary].float().mean(0)
         for head in heads:
             means[head] = mean[head.head]
     return means

@@ -133,7 +133,7 @@ def _projection(target: Target, layer: int, direction: Tensor, view: object) -> 
     firing = post.any(0).nonzero().flatten()
     projection = torch.zeros(post.shape[1], device=post.device)
     for some in firing.split(1024):
-        projection[some] = columns(target, layer, some) @ onto
+        projection[some] = (columns(target, layer, some) @ onto).float()  # under autocast it is not
     return projection
 
 

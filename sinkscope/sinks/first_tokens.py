@@ -1,0 +1,103 @@
+"""Tokens that stand first, each alone: how far they go along a spike's direction, also with heads replaced.
+
+Such a token sees nothing but itself. A replaced head gives its mean output at ordinary positions of typical text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.measure import Setup
+from sinkscope.results.parts import Head
+from sinkscope.sinks.spikes.edited import Reading, Written, run_edits
+from sinkscope.sinks.spikes.marks import first_writer
+from sinkscope.sinks.spikes.spike import Measured, Parts
+from sinkscope.sinks.spikes.steps import first_spike, sinks_of
+from sinkscope.sinks.spikes.texts import means_of
+
+HAS = 0.5  # share of the first token's projection from which a token has the spike
+
+
+@dataclass(frozen=True, eq=False)
+class FirstTokens:
+    """A spike of the first token, and heads whose outputs at tokens that stand first can be replaced.
+
+    Attributes:
+        measured: The spike.
+        heads: The heads.
+    """
+
+    measured: Measured
+    heads: tuple[Head, ...]
+
+    @classmethod
+    def of(cls, measured: Measured, upto: int) -> FirstTokens:
+        """All heads up to a layer."""
+        target = measured.survey.target
+        layers = [layer for layer in target.attending if layer <= upto]
+        return cls(measured, tuple(Head(layer, head) for layer in layers for head in range(target.n_heads)))
+
+    @classmethod
+    def before_writers(cls, measured: Measured) -> FirstTokens:
+        """All heads up to the layer of the first neuron that the spike needs."""
+        return cls.of(measured, first_writer(measured.spike, measured.needs))
+
+    @cached_property
+    def _means(self) -> Written:
+        return means_of(self.measured.survey, self.measured.spike, self.heads)
+
+    def along(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "state token"]:
+        """Projection of each token on the spike's direction, as a share of the spike: intact, then under each edit.
+
+        Args:
+            tokens: The tokens.
+            edits: The heads that each edit replaces.
+        """
+        ids = tokens[:, None]
+        place = torch.ones_like(ids, dtype=torch.bool)
+        reading = Reading(ids, place, self.measured.spike, edits, self._means)
+        return run_edits(self.measured.survey.target, reading).along
+
+    def left(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "edit token"]:
+        """What is left of the tokens' projection under each edit."""
+        return left_of(self.along(tokens, edits))
+
+
+def left_of(along: Float[Tensor, "state token"]) -> Float[Tensor, "edit token"]:
+    """What is left under each edit, whose mean over tokens is a ratio of means, and how far each token moves it."""
+    intact, edited = along[:1], along[1:]
+    left = edited.mean(1, keepdim=True) / intact.mean()
+    return left + (edited - left * intact) / intact.mean()
+
+
+def share_of(value: float, margin: float | None) -> str:
+    """A share with its margin over tokens or sequences, if there is one."""
+    share = f"{value:.0%}".replace("-0%", "0%")
+    return share if margin is None else f"{share} (± {margin:.0%})"
+
+
+def spike_of(setup: Setup, number: int | None) -> Measured | None:
+    """The spike of the first token of this number, or that which most heads read. None: there is none with neurons.
+
+    Args:
+        setup: The model and its text.
+        number: Number of the spike in `find_sinks`.
+
+    Raises:
+        SinkscopeError: There is no spike of this number at the first token that needs neurons.
+    """
+    if number is None:
+        return first_spike(setup)
+    spikes = sinks_of(setup).spikes
+    fit = [n for n, one in enumerate(spikes) if one.spike.place.is_first and one.needed_neurons]
+    if number not in fit:
+        have = f"give one of {', '.join(map(str, fit))}" if fit else "this model has none"
+        raise SinkscopeError(f"--spike {number} is no spike at the first token that needs neurons: {have}")
+    return spikes[number]
