@@ -135,6 +135,10 @@ class LoopGuard(Intervention):
             settings.setdefault("cooldown", self.window)
         if self.variant == "repeats":  # a loop that goes on after the cut is met with more than a cut: no need to wait
             settings.setdefault("cooldown", 8)
+        unknown = sorted(set(settings) - set(MonitorSettings.__dataclass_fields__))
+        if unknown:
+            names = ", ".join(MonitorSettings.__dataclass_fields__)
+            raise SinkscopeError(f"LoopGuard: monitor has {unknown[0]!r}, no field of MonitorSettings: expected {names}")
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
 
     def summary(self, run: Run) -> str:
@@ -412,6 +416,7 @@ class Guarding:
         found = row.monitor.last.tail
         if found is not None and not found.exact:
             row.steering.is_number = row.monitor.is_number
+        row.monitor.looped = True
         level = row.steering.act(ids, taken_back, now, self.guard.window)
         end = length
         if taken_back:
