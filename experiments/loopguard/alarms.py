@@ -1,10 +1,11 @@
 """When an alarm comes: on loops that real models wrote, and on answers that repeat because they should.
 
-    python -m experiments.loopguard.alarms WORK [WORK ...] --tokenizer FOLDER [--out figures/loopguard_alarms.json]
+    python -m experiments.loopguard.alarms WORK [WORK ...] --model FOLDER [--out figures/loopguard_alarms.json]
 
 The loops are the outputs "full" of `experiments.loopguard.real`; the honest answers are in `honest_answers`. For each
 half and setting of the monitor: alarms on honest answers, and on outputs whose end is an exact loop that had gone on
-for 64 tokens behind its third copy; and the tokens between the end of the third copy and the alarm.
+for 64 tokens behind its third copy; and the tokens between the end of the third copy and the alarm. At last, the mean
+of the largest probability of the next token over these 64 tokens (the paper's p1), in loops and in honest answers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.loopguard.honest_answers import honest_answers
 from experiments.loopguard.real import FULL
@@ -25,14 +28,15 @@ from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import MonitorSettings, Tail, tail_period
-from sinkscope.loops.guard.detect import monitors
+from sinkscope.loops.guard.detect import largest_probability, monitors
 from sinkscope.loops.text.counters import asked_copies
 
 BEHIND = 64  # tokens behind the third copy within which an alarm should come
+COPIES = MonitorSettings(tail_beyond=0, counter_tokens=1 << 20)
 SETTINGS = {
-    "48 tokens, three copies": MonitorSettings(tail_beyond=0, counter_tokens=1 << 20),
+    "48 tokens, three copies": COPIES,
     **{
-        f"{beyond} tokens beyond": MonitorSettings(tail_beyond=beyond, counter_tokens=1 << 20)
+        f"{beyond} tokens beyond two copies": MonitorSettings(tail_beyond=beyond, counter_tokens=1 << 20)
         for beyond in (32, 64, 128)
     },
     **{f"64 beyond, counters of {least}": MonitorSettings(counter_tokens=least) for least in (128, 256, 384)},
@@ -84,28 +88,66 @@ def measured(settings: MonitorSettings, tokenizer: Any, half: str, outputs: Sequ
     }
 
 
-def main(works: Sequence[Path], *, tokenizer: Path, out: Path = Path("figures/loopguard_alarms.json")) -> None:
+def behind(tokenizer: Any, ids: Sequence[int], probabilities: Sequence[float]) -> float | None:
+    """The mean of the probabilities over 64 tokens behind the third copy of a repetition; None if there are fewer."""
+    alarm = first_alarm(COPIES, tokenizer, ids, "")
+    if alarm is None:
+        return None
+    number = alarm[0]
+    there = probabilities[number : number + BEHIND]
+    if len(there) < BEHIND:
+        return None
+    return statistics.fmean(there)
+
+
+@torch.no_grad()
+def of_honest(model: Any, tokenizer: Any, half: str) -> list[float]:
+    """What the model makes of honest answers behind their third copy."""
+    means: list[float] = []
+    for answer in honest_answers(half):
+        prompt, ids = tokenizer(answer.prompt)["input_ids"], tokenizer(answer.answer)["input_ids"]
+        logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        mean = behind(tokenizer, ids, largest_probability(logits).tolist())
+        if mean is not None:
+            means.append(mean)
+    return means
+
+
+def main(works: Sequence[Path], *, model: Path, out: Path = Path("figures/loopguard_alarms.json")) -> None:
     """Make what the module describes.
 
     Args:
         works: Folders with a runs.jsonl, of one model.
-        tokenizer: Folder of its tokenizer.
+        model: Its folder.
         out: The JSON.
     """
-    loaded: Any = AutoTokenizer.from_pretrained(tokenizer)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     outputs: list[Row] = []
     for work in works:
         for line in (work / "runs.jsonl").read_text().splitlines():
             one = json.loads(line)
-            if one["arm"] == FULL and one["model"] == tokenizer.name:
+            if one["arm"] == FULL and one["model"] == model.name:
                 outputs.append(one)
     result: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
         for half in HALVES:
             of_half = [one for one in outputs if one["half"] == half]
-            result[f"{name}, {half}"] = measured(settings, loaded, half, of_half)
+            result[f"{name}, {half}"] = measured(settings, tokenizer, half, of_half)
             print(name, half, json.dumps(result[f"{name}, {half}"]))
-    write_atomic(out, record("loopguard-alarms", result, {"model": tokenizer.name}))
+    sure: dict[str, list[float]] = {"honest": [], "loops": []}
+    for half in HALVES:
+        sure["honest"] += of_honest(loaded, tokenizer, half)
+    for one in outputs:
+        mean = behind(tokenizer, one["tokens"], one["largest"])
+        if mean is not None:
+            sure["loops"].append(mean)
+    result["largest probability"] = {}
+    for kind, means in sure.items():
+        tenth, half, ninth = np.quantile(means, [0.1, 0.5, 0.9]).round(4).tolist()
+        result["largest probability"][kind] = {"texts": len(means), "low": tenth, "median": half, "high": ninth}
+    print(json.dumps(result["largest probability"]))
+    write_atomic(out, record("loopguard-alarms", result, {"model": model.name}))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
     python -m experiments.loopguard.real WORK --model FILE [--halves choose report] [--new 400] [--only ARM ...]
 
 The outputs of each arm are appended to WORK/runs.jsonl; given again, the command goes on from there. "full" also keeps
-the largest probability of each step. `experiments.loopguard.real_table` makes the tables.
+the largest probability of each step. With `--alarmed`, a guard's outputs are made only where "full" is there and raises
+an alarm: before it a guard changes nothing, so the others equal "full" and are marked as "taken" from it.
+`experiments.loopguard.real_table` makes the tables.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from sinkscope.kv.pieces import generate_in_pieces
 from sinkscope.loops.dry import DRY
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops.guard.detect import monitors
+from sinkscope.loops.text.counters import asked_copies
 from sinkscope.models.checks import end_ids
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
@@ -130,6 +134,13 @@ class Largest(LogitsProcessor):
         return scores
 
 
+def raises_alarm(live: Any, guard: LoopGuard, tokens: Sequence[int], prompt: str) -> bool:
+    """Whether a guard would act on an output, by its monitor alone."""
+    monitor = monitors(guard.settings, live.tokenizer)()
+    monitor.asked = asked_copies(prompt)
+    return any(monitor.update(token).trigger for token in tokens)
+
+
 @torch.no_grad()
 def continued(live: Any, rows: list[list[int]], arm: Arm, new: int) -> list[Row]:
     """Continue prompts greedily under a remedy: new tokens, events and, without a remedy, largest probabilities."""
@@ -175,6 +186,7 @@ def main(
     count: int = 12,
     device: str = "cpu",
     only: Sequence[str] = (FULL,),
+    alarmed: bool = False,
 ) -> None:
     """Make what the module describes.
 
@@ -187,23 +199,35 @@ def main(
         count: Openings of each kind in each half.
         device: Where the model runs.
         only: Arms.
+        alarmed: Whether a guard that exact copies alarm continues only the prompts whose output "full" raises an alarm.
     """
     live: Any = load(model, device=device)
     work.mkdir(parents=True, exist_ok=True)
     file = work / "runs.jsonl"
     setting: Row = {"model": Path(model).stem, "new": new}
     done: set[tuple[str, str, int]] = set()
+    stock: dict[tuple[str, int], Row] = {}
     if file.is_file():
         for line in file.read_text().splitlines():
             row = json.loads(line)
             if all(row[key] == value for key, value in setting.items()):
                 done.add((row["arm"], row["half"], row["number"]))
+                if row["arm"] == FULL:
+                    stock[row["half"], row["number"]] = row
     places: list[tuple[str, int, str, str]] = []
     for half in halves:
         for number, (kind, text) in enumerate(openings_of(half, count)):
             places.append((half, number, kind, text))
     for name in only:
         missing = [place for place in places if (name, *place[:2]) not in done]
+        make = ARMS[name].guard
+        if alarmed and make is not None:
+            for place in list(missing):
+                one = stock[place[:2]]
+                if not raises_alarm(live, make(), one["tokens"], place[3]):
+                    missing.remove(place)
+                    with file.open("a") as out:
+                        out.write(json.dumps({**one, "arm": name, "largest": [], "taken": True}) + "\n")
         for begin in range(0, len(missing), batch):
             part = missing[begin : begin + batch]
             rows = [live.tokenizer(text, verbose=False)["input_ids"] for *_, text in part]

@@ -5,7 +5,8 @@
 A folder is named like the model in the outputs and holds its tokenizer. For each model, half and arm: outputs that end
 in an exact loop (three copies, 24 tokens) or nearly loop (of the last 8 sentences or lines, 6 resemble one of the 12
 before by 80 % of their letters, numbers apart), that say the same token again and again right behind the first act, the
-share of different 4-grams behind it, and outputs without an alarm that are those of the model alone.
+share of different 4-grams behind it and in the last 200 tokens, and outputs without an alarm that are those of the
+model alone. The cost is the number of tokens that were written over those that stay, of outputs with an act.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from experiments.loopguard.real import FULL
+from experiments.loopguard.real_openings import HALVES
 from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import tail_period
 
 LAST, NEARLY, BACK, ALIKE = 8, 6, 12, 0.8
+LATEST = 200
 BEHIND = 24  # tokens behind an act, of which a third are those before them where one token is said again and again
 
 
@@ -88,7 +91,10 @@ def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
         "acted": bool(output["acts"]),
         "same": False,
         "behind": None,
+        "distinct": different(tokens[-LATEST:]),
         "unchanged": tokens == stock["tokens"],
+        "taken": output.get("taken", False),
+        "cost": None,
     }
     if output["acts"]:
         first = output["acts"][0]
@@ -96,36 +102,38 @@ def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
         again = sum(one == other for one, other in pairwise(behind[: BEHIND + 1]))
         row["same"] = len(behind) >= BEHIND and again >= BEHIND // 3
         row["behind"] = different(behind)
+        back = sum(act["taken_back"] for act in output["acts"])
+        row["cost"] = (len(tokens) + back) / len(tokens)
     return row
 
 
-def table(outputs: list[Row], tokenizer: Any) -> list[Row]:
-    """A row for each arm and half of one model."""
+def table(outputs: list[Row], tokenizer: Any) -> dict[str, dict[str, Row]]:
+    """A row for each half and arm of one model, and what its healthy text is."""
     stock = {(one["half"], one["number"]): one for one in outputs if one["arm"] == FULL}
-    by_arm: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    judgements: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for one in outputs:
         place = one["half"], one["number"]
         if place in stock:
-            by_arm[one["arm"], one["half"]].append(judged(one, stock[place], tokenizer))
-    rows: list[Row] = []
-    for (arm, half), each in by_arm.items():
-        row: Row = {"arm": arm, "half": half, "outputs": len(each)}
+            judgements[one["half"], one["arm"]].append(judged(one, stock[place], tokenizer))
+    rows: dict[str, dict[str, Row]] = defaultdict(dict)
+    for (half, arm), each in judgements.items():
+        row: Row = {"outputs": len(each)}
         for name in ("exact", "near", "ended", "acted", "same"):
             row[name] = sum(one[name] for one in each)
         row["exact_interval"] = interval(row["exact"], len(each))
         row["near_interval"] = interval(row["near"], len(each))
-        row["behind"] = mean([one["behind"] for one in each])
-        quiet = [one for one in each if not one["acted"]]
+        for name in ("behind", "distinct", "cost"):
+            row[name] = mean([one[name] for one in each])
+        quiet = [one for one in each if not one["acted"] and not one["taken"]]
         row["quiet"] = len(quiet)
         row["quiet_unchanged"] = sum(one["unchanged"] for one in quiet)
-        rows.append(row)
+        row["taken"] = sum(one["taken"] for one in each)
+        rows[half][arm] = row
     healthy: list[float | None] = []
-    for one in stock.values():
-        told = judged(one, one, tokenizer)
-        if not told["exact"] and not told["near"]:
-            healthy.append(different(one["tokens"][-200:]))
-    rows.append({"arm": "healthy text of the model", "behind": mean(healthy), "outputs": len(healthy)})
-    return rows
+    for half in HALVES:
+        healthy += [one["distinct"] for one in judgements[half, FULL] if not one["exact"] and not one["near"]]
+    rows["healthy"]["text"] = {"distinct": mean(healthy), "outputs": len(healthy)}
+    return dict(rows)
 
 
 def main(works: Sequence[Path], *, models: Sequence[Path], out: Path = Path("figures/loopguard_real.json")) -> None:
@@ -143,10 +151,12 @@ def main(works: Sequence[Path], *, models: Sequence[Path], out: Path = Path("fig
             outputs[one["model"]][one["arm"], one["half"], one["number"]] = one
     result: Row = {}
     for folder in models:
+        name = folder.name.split("-")[0]
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        result[folder.name] = table(list(outputs[folder.name].values()), tokenizer)
-        for row in result[folder.name]:
-            print(json.dumps({"model": folder.name, **row}))
+        result[name] = table(list(outputs[folder.name].values()), tokenizer)
+        for half, rows in result[name].items():
+            for arm, row in rows.items():
+                print(json.dumps({"model": name, "half": half, "arm": arm, **row}))
     write_atomic(out, record("loopguard-real", result, {"new": 400}))
 
 

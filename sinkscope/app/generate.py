@@ -54,6 +54,7 @@ def print_generated(
         patch: The patch.json to run under.
         policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512.
         guard: Break repetition loops with LoopGuard, and remove them from the text, which is shown once it is complete.
+            The guard as published is --policy loopguard:paper.
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.

@@ -73,9 +73,10 @@ def adopt(cache: Any, target: Target, columns: Columns) -> None:
         return
     offloading = getattr(cache, "offloading", False)
     if not isinstance(cache, DynamicCache) or offloading:
-        kind = "an offloading cache" if offloading else type(cache).__name__
+        kind = "offloaded" if offloading else type(cache).__name__.removesuffix("Cache").lower()
         raise UnsupportedError(
-            f"the cache is {kind}: a cache policy needs a plain DynamicCache; pass `DynamicCache()` or nothing"
+            f"the cache is a {type(cache).__name__} (cache_implementation={kind!r}, if you named it): policies and "
+            "guards need a plain DynamicCache; leave cache_implementation and past_key_values out"
         )
     ours = _empty_layers(target)
     if cache.get_seq_length() > 0:

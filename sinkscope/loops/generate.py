@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -62,7 +62,7 @@ def generate(
     patch: SinkPatch | str | PathLike[str] | None = None,
     interventions: Any = None,
     policy: Policy | str | None = None,
-    guard: LoopGuard | bool = False,
+    guard: LoopGuard | bool | Literal["paper"] = False,
     tokenizer: Any = None,
     max_new_tokens: Natural = 100,
     temperature: Temperature = 0.0,
@@ -84,8 +84,8 @@ def generate(
         interventions: Further edits: an intervention, several joined by |, the name of a policy, the path of a patch,
             or a list of these. They act after the patch.
         policy: What the KV cache keeps: a policy, or a name that `policy_named` accepts, such as "h2o:512".
-        guard: Watch for repetition loops and cut the cache of rows that loop. True means `LoopGuard()`.
-            By default it also removes loops from the text.
+        guard: Watch for repetition loops and cut the cache of rows that loop. True means `LoopGuard()`, which also
+            removes loops from the text; "paper" means `LoopGuard.paper()`, which does not.
         tokenizer: Needed if the model carries no tokenizer.
         max_new_tokens: Maximum number of new tokens per prompt.
         temperature: Sampling temperature; 0 decodes greedily.

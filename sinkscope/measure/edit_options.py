@@ -27,17 +27,21 @@ def edit_from_options(
         patch: The patch.json to run under; from Python also a `SinkPatch`.
         policy: Which entries the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512; from
             Python also a policy.
-        guard: Break repetition loops with LoopGuard; from Python also a `LoopGuard`.
+        guard: Break repetition loops with LoopGuard; from Python also a `LoopGuard`, or "paper" (as published).
         interventions: Any other intervention, or several joined by |.
 
     Raises:
         SinkscopeError: The patch cannot be read, the policy does not exist, or something is not an intervention.
     """
+    if guard is True:
+        guard = policy_named("loopguard")
+    elif guard == "paper":
+        guard = policy_named("loopguard:paper")
     parts = [
         SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,
         interventions,
         policy_named(policy) if isinstance(policy, str) else policy,
-        policy_named("loopguard") if guard is True else guard or None,
+        guard or None,
     ]
     given = [part for part in parts if part is not None]
     for part in given:

@@ -68,6 +68,7 @@ class WatchedRow:
         self.monitor.asked = self._asked
         for token in self.tokens:
             self.monitor.update(token, 0.0)
+        self.monitor.looped = True
 
 
 @dataclass(eq=False)

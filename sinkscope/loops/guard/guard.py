@@ -38,10 +38,10 @@ ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
 class LoopGuard(Intervention):
     """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
 
-    The defaults are meant for everyday use. A repetition is found once it covers 48 tokens and three copies. Where the
-    caller can take tokens back (`sinkscope.loops.generate`, `Conversation`, the command line), the output is cut after
-    the first copy; a plain `model.generate` only loses the copies from its cache. For a while, a token that would
-    prolong a repetition is then less likely, the less the longer the repetition.
+    The defaults are meant for everyday use. A repetition is found once it has three copies and 64 tokens beyond two.
+    Where the caller can take tokens back (`sinkscope.loops.generate`, `Conversation`, the command line), the output is
+    cut after the first copy; a plain `model.generate` only loses the copies from its cache. For a while, a token that
+    would prolong a repetition is then less likely, the less the longer the repetition.
     `LoopGuard.paper()` is the guard as published.
 
     Only generated tokens are watched. A call with several tokens is a new turn, where monitors start again. Each row is
@@ -135,6 +135,12 @@ class LoopGuard(Intervention):
             settings.setdefault("cooldown", self.window)
         if self.variant == "repeats":  # a loop that goes on after the cut is met with more than a cut: no need to wait
             settings.setdefault("cooldown", 8)
+        unknown = sorted(set(settings) - set(MonitorSettings.__dataclass_fields__))
+        if unknown:
+            names = ", ".join(MonitorSettings.__dataclass_fields__)
+            raise SinkscopeError(
+                f"LoopGuard: monitor has {unknown[0]!r}, no field of MonitorSettings: expected {names}"
+            )
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
 
     def summary(self, run: Run) -> str:
@@ -412,6 +418,7 @@ class Guarding:
         found = row.monitor.last.tail
         if found is not None and not found.exact:
             row.steering.is_number = row.monitor.is_number
+        row.monitor.looped = True
         level = row.steering.act(ids, taken_back, now, self.guard.window)
         end = length
         if taken_back:

@@ -87,10 +87,10 @@ def check(
     """Check outputs for repetition loops; no model, no tokenizer and no torch are needed.
 
     A record loops or looped if the monitor triggers in it. By default this happens as soon as there are 3 exact copies
-    of anything that cover at least 48 tokens, or 384 tokens of numbers and signs. With `MonitorSettings.paper()`,
-    LoopGuard's monitor decides. Because there are no probabilities, its other two votes (type-token ratio and
-    compression ratio) must agree, and one of its gates (stalled novelty or tail repetition) must hold. A text in which
-    it does not trigger is suspicious if nearly all sentences or rows resemble earlier ones.
+    of anything, with 64 tokens beyond the first two, or 384 tokens of numbers and signs. With
+    `MonitorSettings.paper()`, LoopGuard's monitor decides. Because there are no probabilities, its other two votes
+    (type-token ratio and compression ratio) must agree, and one of its gates (stalled novelty or tail repetition) must
+    hold. A text in which it does not trigger is suspicious if nearly all sentences or rows resemble earlier ones.
 
     Args:
         outputs: A text, token ids, or several of either.

@@ -65,8 +65,8 @@ class MonitorSettings:
         tail_shortest: Minimum tokens of a tail repetition, so that a short ruler is not one; at least 6. `paper()`
             has 64.
         tail_longest: Largest period of a tail repetition. `paper()` has 64 ("short-period"), a quarter of the window.
-        tail_beyond: Number of tokens that a repetition needs beyond its copies under rule "repeats". Short pieces,
-            which honest texts repeat, then need more copies: a piece of one token 67, one of 64 tokens four.
+        tail_beyond: Number of tokens that a repetition needs beyond its first two copies under rule "repeats". Short
+            pieces, which honest texts repeat, then need more copies: a piece of one token 66, one of 64 tokens three.
         counter_copies: Number of copies of a repetition whose numbers change, under rule "repeats".
         counter_tokens: Minimum tokens of such a repetition.
         tail_hold: Number of consecutive steps with a tail repetition that open the tail gate. `paper()` has 4, as for a
@@ -176,6 +176,9 @@ class Monitor:
         is_number: Says whether the token that is added is a number or a part of one. By default no token is, and
             repetitions whose numbers change are not found.
         asked: Number of copies that the prompt asks for; so many are no loop.
+
+    Attributes:
+        looped: Whether a guard has acted on the row, which then needs none beyond the copies.
     """
 
     def __init__(
@@ -189,6 +192,7 @@ class Monitor:
         self.is_plain = is_plain
         self.is_number = is_number
         self.asked = asked
+        self.looped = False
         self.last = Step()
         self.ended = False
         self._window = LastItems(s.window)
@@ -250,8 +254,8 @@ class Monitor:
             counter = self._counter.add(token, self.is_number(token))
         if tail is not None:
             covered = step - tail.start
-            least = self.settings.tail_repeats * tail.period + self.settings.tail_beyond
-            if covered < least or self._may_be_table(tail, covered):
+            beyond = 2 * tail.period + self.settings.tail_beyond
+            if (covered < beyond and not self.looped) or self._may_be_table(tail, covered):
                 tail = None
         if tail is None and counter is not None and not self._is_plain(counter):  # tables count, too
             tail = counter
