@@ -84,7 +84,7 @@ def test_smollm2_has_two_spikes_of_which_two_and_three_neurons_are_needed(of_smo
 
 def test_gemma3_is_a_relay_of_which_the_first_neuron_is_needed(of_gemma3):
     relay, start = of_gemma3.first_spikes
-    assert relay.layers == (3, 17) and relay.dims == (163,)
+    assert relay.layers == (3, 16) and relay.dims == (163,)
     assert [str(one) for one in relay.needed.neurons] == ["L3.N1414"]
     written = {str(one.address): one.share for one in relay.neurons}
     for name in ("L4.N84", "L5.N584", "L6.N1824", "L7.N1455", "L8.N188"):
@@ -107,7 +107,7 @@ def test_what_is_said_of_smollm2(of_smollm2):
 def test_what_is_said_of_gemma3(of_gemma3):
     lines = [of_gemma3.conclusion(), *of_gemma3.details()]
     assert "(0 without <bos>)" in lines[0]
-    assert lines[1].startswith("Layers 3-17: L3.N1414 (12%), ") and "Without L3.N1414, " in lines[1]
+    assert lines[1].startswith("Layers 3-16: L3.N1414 (12%), ") and "Without L3.N1414, " in lines[1]
 
 
 @pytest.mark.parametrize("kind", ["code", "table", "license"])

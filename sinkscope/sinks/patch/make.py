@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -204,7 +205,8 @@ def draw(result: PatchMade) -> go.Figure:
     if result.proof is not None:
         rows: Table = []
         for row in result.rows():
-            rows += [{"spike": row["spike"], "token": row["token"], "case": case, "share": row[case]} for case in CASES]
+            names = {"spike": html.escape(row["spike"]), "token": html.escape(repr(row["token"]))}
+            rows += [{**names, "case": case, "share": row[case]} for case in CASES]
         axes: dict[str, Any] = {"x": "token", "y": "share", "color": "case", "facet_col": "spike", "barmode": "group"}
         fig = px.bar(rows, **axes, labels={"share": "of the first token's projection"})
         fig.update_yaxes(tickformat=".0%")
