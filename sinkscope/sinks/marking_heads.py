@@ -114,7 +114,17 @@ class MarkingHeads(Result):
         if self.every is not None and self.marking is not None:
             left = share_of(self.every.left, self.every.margin)
             lines.append(f"Without all {len(self.heads)} heads up to layer {self.heads[-1].layer}, {left} is left.")
-        return lines
+        return [*lines, *self._own_of_first()]
+
+    def _own_of_first(self) -> list[str]:
+        """The head of the token that comes first, which is BOS if there is one, if it is not one of the set."""
+        if self.left is None or self.marking is None:
+            return []
+        strongest, left = int(self.left[0].argmin()), float(self.left[0].min())
+        if left >= HAS or self.heads[strongest] in self.marking.heads:
+            return []
+        without = f"without {self.heads[strongest]}, {share_of(left, None)} of its spike is left"
+        return [f"{self.tokens[0]!r} has a head of its own: {without}."]
 
     def rows(self) -> Table:
         """One row per head, those that mark first."""
