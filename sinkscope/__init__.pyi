@@ -22,6 +22,7 @@ from .lines.shapes import AShape as AShape
 from .lines.shapes import MInference as MInference
 from .lines.shapes import TriShape as TriShape
 from .loops.barcode import barcode as barcode
+from .loops.dry import DRY as DRY
 from .loops.generate import generate as generate
 from .loops.guard.guard import LoopGuard as LoopGuard
 from .loops.why import why as why

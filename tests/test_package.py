@@ -44,6 +44,22 @@ def test_import_loads_nothing_heavy():
     assert python(f"import sys, sinkscope; print({heavy} & set(sys.modules))").stdout == "set()\n"
 
 
+def test_double_precision_is_on_the_cpu():
+    """Apple's GPUs have none. The choice of lines runs on CPUs and CUDA alone."""
+    found = []
+    for path in sorted((ROOT / "sinkscope").rglob("*.py")):
+        if "lines" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "double":
+                continue
+            made = node.func.value
+            name = made.func.attr if isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) else ""
+            if name not in ("cpu", "from_numpy"):
+                found.append(f"{path.name}:{node.lineno}")
+    assert not found
+
+
 def test_public_names_are_there():
     for name in sinkscope.__all__:
         assert getattr(sinkscope, name) is not None

@@ -172,6 +172,7 @@ def main(
     halves: Sequence[Literal[*HALVES]] = HALVES,
     new: int = 400,
     batch: int = 96,
+    count: int = 12,
     device: str = "cpu",
     only: Sequence[str] = (FULL,),
 ) -> None:
@@ -183,6 +184,7 @@ def main(
         halves: Openings for choosing, and those that are reported.
         new: Number of new tokens.
         batch: Prompts at once.
+        count: Openings of each kind in each half.
         device: Where the model runs.
         only: Arms.
     """
@@ -198,7 +200,7 @@ def main(
                 done.add((row["arm"], row["half"], row["number"]))
     places: list[tuple[str, int, str, str]] = []
     for half in halves:
-        for number, (kind, text) in enumerate(openings_of(half)):
+        for number, (kind, text) in enumerate(openings_of(half, count)):
             places.append((half, number, kind, text))
     for name in only:
         missing = [place for place in places if (name, *place[:2]) not in done]

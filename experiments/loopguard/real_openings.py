@@ -110,10 +110,10 @@ KINDS: dict[str, tuple[str, ...]] = {"prose": PROSE, "dialogue": DIALOGUE, "code
 HALVES = ("choose", "report")
 
 
-def openings_of(half: str) -> list[tuple[str, str]]:
-    """The openings of a half, each with its kind; the halves take turns within each kind."""
+def openings_of(half: str, count: int = 12) -> list[tuple[str, str]]:
+    """The openings of a half, so many of each kind, with their kinds; the halves take turns within each kind."""
     found: list[tuple[str, str]] = []
     for kind, texts in KINDS.items():
-        for text in texts[HALVES.index(half) :: len(HALVES)]:
+        for text in texts[HALVES.index(half) :: len(HALVES)][:count]:
             found.append((kind, text))
     return found

@@ -40,9 +40,9 @@ class RandomSlots(Policy):
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score a position by its hash, so that a slot that was kept stays."""
-        pos = at.kv.pos.cpu()
+        pos = at.kv.pos.cpu().double()
         heads = torch.arange(pos.shape[1])[:, None]
-        hashed = torch.sin(pos.double() * 12.9898 + heads * 78.233 + at.layer * 37.719)
+        hashed = torch.sin(pos * 12.9898 + heads * 78.233 + at.layer * 37.719)
         return hashed.mul(43758.5453).frac().abs().float().to(at.kv.pos.device)
 
 

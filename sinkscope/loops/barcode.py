@@ -300,7 +300,7 @@ def _means(tracks: dict[int, HeadTracks], late: int) -> Float[np.ndarray, "layer
 def _shown(tracks: dict[int, HeadTracks], heads: list[Head]) -> Float[np.ndarray, "shown row column"]:
     """The pictures of some heads, in thousandths."""
     pictures = torch.stack([torch.cat(tracks[layer].pictures, 1)[head] for layer, head in heads])
-    return np.round(pictures.double().numpy(), 3)
+    return np.round(pictures.cpu().double().numpy(), 3)
 
 
 def _most_changed(gain: Float[np.ndarray, "layer head"], layers: list[int]) -> list[Head]:

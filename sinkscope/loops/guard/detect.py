@@ -77,13 +77,15 @@ class GuardedRows:
     Attributes:
         rows: The rows.
         seen: Number of tokens in the cache after the last call.
-        ends: Ids that end a row.
+        ends: Ids that end a row, or pad it.
+        stops: Ids that end a row.
         count: Number of generated tokens of each row, with those after its end.
     """
 
     rows: list[WatchedRow]
     seen: int
     ends: Collection[int]
+    stops: Sequence[int] = ()
     count: int = 0
 
 

@@ -268,7 +268,7 @@ class Guarding:
             self._report(moment, rows, alarms)
             if self.guard.act == "stop":
                 logits[alarms] = -torch.inf
-                logits[alarms, min(rows.ends)] = 0
+                logits[alarms, rows.stops[0]] = 0
         elif alarms:
             self._cut(moment, rows, alarms)
         if self.guard.penalty:
@@ -346,10 +346,8 @@ class Guarding:
     def _new_rows(self, moment: Moment, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:
         prompt: list[int] = (moment.call.columns[:, :seen].amax(1) + 1).tolist()
         settings = self.session.generation.settings or getattr(self.run.target.hf, "generation_config", None)
-        ends: set[int] = set()
-        for ids in (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None)):
-            if ids is not None:
-                ends.update(torch.as_tensor(ids).reshape(-1).tolist())
+        stops = _ids_of(settings, "eos_token_id")
+        ends = {*stops, *_ids_of(settings, "pad_token_id")}
         tokenizer = self.run.target.available_tokenizer
         monitor = monitors(self.settings, tokenizer)
         rows: list[WatchedRow] = []
@@ -358,9 +356,9 @@ class Guarding:
             if tokenizer is not None and self.settings.rule == "repeats":
                 asked = asked_copies(tokenizer.decode(row_ids[-ASKED_WITHIN:]))
             rows.append(WatchedRow(monitor, length, row_ids, asked))
-        if self.guard.act == "stop" and not ends:
+        if self.guard.act == "stop" and not stops:
             raise UnsupportedError(f"LoopGuard(act='stop'): {self.run.target.name} has no end token; use act='report'")
-        return GuardedRows(rows, seen, ends)
+        return GuardedRows(rows, seen, ends, stops)
 
     def _cut(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
         """Cut the cache of the rows that loop, and do what else is set."""
@@ -448,6 +446,14 @@ class Guarding:
             return 0
         rewinder.allowance[number] -= count
         return count
+
+
+def _ids_of(settings: Any, name: str) -> list[int]:
+    """The token ids that a setting of the generation gives: none, one or several."""
+    given = getattr(settings, name, None)
+    if given is None:
+        return []
+    return torch.as_tensor(given).reshape(-1).tolist()
 
 
 def _repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | None]:

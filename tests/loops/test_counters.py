@@ -1,0 +1,112 @@
+"""Repetitions whose numbers change, and what prompts ask to be repeated."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinkscope.loops import Monitor, MonitorSettings, check
+from sinkscope.loops.text.counters import CounterRepetition, asked_copies
+
+
+def masked(ids: list[int]) -> tuple[list[int], list[int]]:
+    """The ids with runs of numbers (below 10) as one -1, and the places where they begin."""
+    tokens: list[int] = []
+    places: list[int] = []
+    for place, token in enumerate(ids):
+        shown = -1 if token < 10 else token
+        if shown == -1 and place and ids[place - 1] < 10:
+            continue
+        tokens.append(shown)
+        places.append(place)
+    return tokens, places
+
+
+def brute(ids: list[int], copies: int, least: int, longest: int) -> tuple[int, int] | None:
+    """Start and period of the masked repetition that reaches the end and covers most; of equals the shortest."""
+    tokens, places = masked(ids)
+    best = None
+    for period in range(1, longest + 1):
+        start = len(tokens)
+        while start - 1 >= 0 and (start - 1 + period >= len(tokens) or tokens[start - 1] == tokens[start - 1 + period]):
+            start -= 1
+        covered = len(tokens) - start
+        if covered < max(copies * period, 2 * copies):
+            continue
+        if best is None or start < best[0]:
+            best = start, period
+    if best is None or len(ids) - places[best[0]] < least:
+        return None
+    return places[best[0]], best[1]
+
+
+PIECES = st.lists(st.integers(0, 13), min_size=1, max_size=5)
+
+
+@given(st.lists(st.integers(0, 13), max_size=10), PIECES, st.integers(1, 9))
+def test_counters_against_every_period(head, piece, copies):
+    ids = head + piece * copies
+    repetition = CounterRepetition(longest=16, copies=3, tokens=8)
+    for end, token in enumerate(ids, 1):
+        tail = repetition.add(token, token < 10)
+        if token < 10 and end > 1 and ids[end - 2] < 10:
+            assert tail is None, "within a number nothing is said"
+            continue
+        expected = brute(ids[:end], 3, 8, 16)
+        assert (tail is None) == (expected is None)
+        if tail is not None and expected is not None:
+            assert not tail.exact and tail.start == expected[0]
+
+
+def numbered(count: int) -> list[int]:
+    """Lines of "<two digits> 50 51 52", which count up."""
+    ids: list[int] = []
+    for number in range(count):
+        ids += [number // 10 % 10, number % 10, 50, 51, 52]
+    return ids
+
+
+def test_a_counter_is_found_at_256_tokens_and_not_without_numbers():
+    ids = list(range(1000, 1300)) + numbered(80)
+    known = Monitor(is_number=lambda token: token < 10)
+    blind = Monitor()
+    alarms = [step for step in map(known.update, ids) if step.trigger]
+    assert alarms[0].step in range(300 + 256, 300 + 262) and alarms[0].tail.start == 300
+    assert not any(blind.update(token).trigger for token in ids)
+
+
+def test_fewer_than_12_copies_are_no_counter():
+    settings = MonitorSettings(counter_tokens=10)
+    monitor = Monitor(settings, is_number=lambda token: token < 10)
+    steps = [monitor.update(token) for token in numbered(20)]
+    first = next(step.step for step in steps if step.trigger)
+    assert first == 5 * 12
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked"),
+    [
+        ("Repeat the word 'apple' 40 times.", 40),
+        ("Write ten lines of it", 10),
+        ("a dozen times, please", 12),
+        ("Print 3 rows and 25 copies", 25),
+        ("In 1945, the city had 30 houses", 0),
+        ("", 0),
+    ],
+)
+def test_what_a_prompt_asks_for(prompt, asked):
+    assert asked_copies(prompt) == asked
+
+
+def test_what_was_asked_for_is_no_loop_and_one_more_is():
+    ids = [7, 8, 9] * 60
+    plain, asked = Monitor(), Monitor(asked=40)
+    found = [next(step.step for step in map(one.update, ids) if step.trigger) for one in (plain, asked)]
+    assert found == [9 + 64, 40 * 3 + 1]
+
+
+def test_a_text_of_counters_is_suspicious():
+    text = "".join(f"{number}. Ceres is the name of it\n" for number in range(9, 90))
+    (record,) = check(text).records
+    assert record.verdict == "suspicious" and record.onset is not None and record.onset < 12

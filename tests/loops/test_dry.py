@@ -1,0 +1,71 @@
+"""The DRY sampler against its definition, written out token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from refusals import refused
+
+import sinkscope as ss
+
+ROWS = st.integers(2, 40).flatmap(
+    lambda length: st.lists(st.lists(st.integers(0, 4), min_size=length, max_size=length), min_size=1, max_size=3)
+)
+
+
+def losses(ids: list[int], multiplier: float, base: float, allowed: int, broken: set[int]) -> dict[int, float]:
+    """Compare the end of the row with what stands before every earlier token."""
+    lost: dict[int, float] = {}
+    for place in range(1, len(ids)):
+        length = 0
+        while length < place and ids[place - 1 - length] == ids[-1 - length] not in broken:
+            length += 1
+        if length >= allowed:
+            lost[ids[place]] = max(lost.get(ids[place], 0.0), multiplier * base ** (length - allowed))
+    return lost
+
+
+@given(
+    ROWS,
+    st.sampled_from([0.8, 2.0]),
+    st.sampled_from([1.0, 1.75]),
+    st.integers(1, 4),
+    st.sets(st.integers(0, 4), max_size=2),
+)
+def test_dry_against_its_definition(rows, multiplier, base, allowed, broken):
+    scores = torch.zeros(len(rows), 6)
+    found = ss.DRY(multiplier, base, allowed, ignore=sorted(broken))(torch.tensor(rows), scores)
+    assert not scores.any(), "the scores of the caller stay"
+    for row, ids in enumerate(rows):
+        expected = torch.zeros(6)
+        for token, loss in losses(ids, multiplier, base, allowed, broken).items():
+            expected[token] = -loss
+        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dry_in_generate_ends_a_loop_and_breakers_hide_it():
+    model = ss.load()
+    inputs = model.tokenizer("One day, the bird sang the same song again and again:", return_tensors="pt")
+    ask = {**inputs, "max_new_tokens": 160, "do_sample": False}
+    plain = model.generate(**ask)[0].tolist()
+    with_dry = model.generate(**ask, logits_processor=[ss.DRY()])[0].tolist()
+    every = [chr(code) for code in range(32, 127)]
+    hidden = model.generate(**ask, logits_processor=[ss.DRY(breakers=every, tokenizer=model.tokenizer)])[0].tolist()
+    assert ss.loops.tail_period(plain, shortest=48) and not ss.loops.tail_period(with_dry, shortest=24)
+    assert hidden == plain, "every token breaks"
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [({"multiplier": 0.0}, "multiplier"), ({"base": 0.5}, "base"), ({"allowed_length": 0}, "allowed_length")],
+)
+def test_dry_refuses_numbers_out_of_range(given_, said):
+    with refused(said):
+        ss.DRY(**given_)
+
+
+def test_dry_refuses_breakers_without_a_tokenizer():
+    with refused("need a tokenizer"):
+        ss.DRY(breakers=[":"])
