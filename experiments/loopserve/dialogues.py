@@ -56,7 +56,7 @@ from sinkscope.results.style import COLOURS, figure_of
 DEFAULT = LoopServe()
 PRINTED, DRAWN = "as printed", "exact weights, rows drawn"
 DENSE = f"default: last {DEFAULT.dense_rows} rows dense"
-ALPHAS = (DEFAULT.alpha, 0.9, 0.955, *paper.ALPHAS)
+ALPHAS = (0.75, 0.9, 0.955, *paper.ALPHAS)
 SAMPLES, INTERVALS, FIXED = (12, 24, 48, 96), (8, 16, 32, 64), 128
 SMALL_BUDGETS = (32, 64, 128, *paper.BUDGETS)
 TEXT_BUDGETS = (64, 128, 256, 512, 1024)

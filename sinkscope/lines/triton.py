@@ -198,6 +198,53 @@ def _add(q, key, value, own, key_row, value_row, inside, seen, scaling, top, tot
     return new, total * fade + tl.sum(weights, 1), sums
 
 
+@triton.jit
+@no_type_check
+def _in_bands(bands, first, last, lead, is_dense, BAND: tl.constexpr, SIZE: tl.constexpr):
+    """Keys of the bands on the list from `first` on, or of these bands themselves where a tile is dense."""
+    few = tl.arange(0, SIZE)
+    own = few % BAND - lead
+    for piece in tl.static_range(SIZE // BAND):
+        band = tl.where(is_dense, first + piece, tl.load(bands + first + piece))
+        own += tl.where(few // BAND == piece, (last - band) * BAND, 0)
+    return own
+
+
+@triton.jit
+@no_type_check
+def _in_turn(
+    entry,
+    near,
+    whole,
+    band_keys,
+    column_keys,
+    bands,
+    columns,
+    on_band,
+    skipped,
+    last,
+    lead,
+    keys,
+    blocks,
+    is_dense,
+    BAND: tl.constexpr,
+):
+    """Keys of a tile itself (entries below 0), then of bands, then columns; and which exist and are not in a band."""
+    of_bands = entry + whole
+    is_band = (entry >= 0) & (of_bands < band_keys)
+    number = skipped + of_bands // BAND
+    from_list = tl.load(bands + number, mask=is_band & (number < blocks), other=0)
+    band = tl.where(is_dense, number, from_list)
+    of_columns = of_bands - band_keys
+    is_column = (entry >= 0) & (of_columns >= 0) & (of_columns < column_keys)
+    column = tl.load(columns + of_columns, mask=is_column, other=keys)
+    place = tl.where(is_band, (last - band) * BAND - lead + of_bands % BAND, column)
+    place = tl.where(entry < 0, near, place)
+    inside = (place >= 0) & (place < keys)
+    banded = tl.load(on_band + last - (place + lead) // BAND, mask=inside & is_column, other=0)
+    return place, inside & (banded == 0)
+
+
 # Lengths do not change what is compiled.
 @triton.jit(do_not_specialize=["queries", "keys", "lead", "before", "blocks", "sparse_tiles"])
 @no_type_check
@@ -263,33 +310,20 @@ def _attend(
     reached = tl.where(is_dense, last + 1, tl.load(band_count + last + 1))
     band_keys = (reached - skipped) * BAND
     whole = tl.maximum(band_keys - tl.where(lead > 0, 1, 0), 0) // SIZE * SIZE
-    few = tl.arange(0, SIZE)
     for i in range(0, whole, SIZE):
-        own = few % BAND - lead
-        for piece in tl.static_range(SIZE // BAND):
-            number = skipped + i // BAND + piece
-            band = tl.where(is_dense, number, tl.load(bands + number))
-            own += tl.where(few // BAND == piece, (last - band) * BAND, 0)
+        own = _in_bands(bands, skipped + i // BAND, last, lead, is_dense, BAND, SIZE)
         top, total, sums = _add(q, key, value, own, key_row, value_row, None, None, scaling, top, total, sums)
 
     # Its own tile, what is left of the bands, then columns; those in a chosen band are there already.
     begin = keys - queries + tile * TILE
     column_keys = tl.where(is_dense, 0, tl.load(column_count + before + tile * per))
     for i in range(0, TILE + band_keys - whole + column_keys, SIZE):
-        entry = i + few - TILE
-        of_bands = entry + whole
-        is_band = (entry >= 0) & (of_bands < band_keys)
-        number = skipped + of_bands // BAND
-        from_list = tl.load(bands + number, mask=is_band & (number < blocks), other=0)
-        band = tl.where(is_dense, number, from_list)
-        of_columns = of_bands - band_keys
-        is_column = (entry >= 0) & (of_columns >= 0) & (of_columns < column_keys)
-        column = tl.load(columns + of_columns, mask=is_column, other=keys)
-        place = tl.where(is_band, (last - band) * BAND - lead + of_bands % BAND, column)
-        place = tl.where(entry < 0, begin + TILE + entry, place)
-        inside = (place >= 0) & (place < keys)
-        banded = tl.load(on_band + last - (place + lead) // BAND, mask=inside & is_column, other=0)
-        visible = inside & (banded == 0)
+        entry = i + tl.arange(0, SIZE) - TILE
+        near = begin + TILE + entry
+        place, visible = _in_turn(
+            entry, near, whole, band_keys, column_keys, bands, columns, on_band, skipped, last, lead, keys, blocks,
+            is_dense, BAND,
+        )  # fmt: skip
         limit = tl.where(visible, place, keys)  # from which position on it is seen
         seen = limit[None, :] <= at[:, None]
         top, total, sums = _add(q, key, value, place, key_row, value_row, visible, seen, scaling, top, total, sums)

@@ -198,6 +198,12 @@ CASES = {
         lambda made: len(made["sources"]) == 3,
         "loopserve_longeval.json",
     ),
+    "loopserve.real": Case(
+        "bundled --lengths 300 --kinds tables --alphas 0.3 1 --positions 20 --out {out}/x.json",
+        lambda made: made["bundled, tables, 300, reported"]["0.3"]["kl"] > 0,
+        "x.json",
+        quick=True,
+    ),
     "loopserve.table1": Case("", lambda text: "| 46.82 / not run |" in text, quick=True),
     "bench_loopserve": Case(
         "--lengths 2100 --rounds 1 --parts model --out {out}/x.json",
