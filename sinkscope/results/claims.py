@@ -113,10 +113,9 @@ class Claim:
         contrasts: The same under other edits.
         draws: Number of independent draws: texts times swaps, not queries.
         search: What was searched.
-        margin: Two standard errors of the value over draws. None: too few draws to say.
+        margin: Two standard errors of the value over draws; 0 if the claim is about the texts that were read and no
+            others, as about copies of one token. None: too few draws to say.
         edit: How the subject was edited, such as "patched". Empty: it was zeroed or replaced, as its kind says.
-        exact: Whether it is about the texts that were read and no others, as about copies of one token; nothing was
-            drawn then, and there is no margin to have.
     """
 
     role: str
@@ -129,7 +128,6 @@ class Claim:
     search: Search
     margin: float | None = None
     edit: str = ""
-    exact: bool = False
 
     def __post_init__(self) -> None:
         if not self.subject or self.draws < 1 or len(self.contrasts) < 2:
@@ -138,7 +136,7 @@ class Claim:
     @property
     def verdict(self) -> Verdict:
         """What the values show, from the value with its margin against every contrast; nothing without a margin."""
-        slack = 0.0 if self.exact else self.margin
+        slack = self.margin
         if slack is None:
             return "undecided"
         gaps = [contrast.value - self.value for contrast in self.contrasts]

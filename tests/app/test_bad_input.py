@@ -46,7 +46,7 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     (lambda folder: (folder / "config.json").unlink(), ("m has no config.json", "give the folder")),
     (_written("config.json", "[1]"), ("config.json of m has no model_type", "give one")),
     ({"num_hidden_layers": "three"}, ("num_hidden_layers", "got str (value: 'three')", "config.json")),
-    ({"num_hidden_layers": 0}, ("no list of 0 layers",)),
+    ({"num_hidden_layers": 0}, ("m has no layers (num_hidden_layers is 0", "give a model")),
     ({"num_hidden_layers": 5}, ("m lacks ", "tensors")),
     ({"intermediate_size": 48}, ("m", "download both from one revision")),
     ({"model_type": "made-up"}, ("'made-up', which transformers", "install a version that does")),

@@ -149,7 +149,7 @@ def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_pa
     shown = typed("generate --prompt-file p.txt --patch patch.json --max-new-tokens 2 --no-bos")
     assert shown == ("one two\n", "It acted.\n")
     given = {"model": None, "prompt": "the prompt\n", "interventions": patch, "max_new_tokens": 2, "bos": False}
-    assert arguments == {**given, "temperature": 0.0, "seed": 0}
+    assert arguments == {**given, "temperature": 0.0, "seed": 0, "chat": "auto"}
 
 
 def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, typed):

@@ -29,8 +29,9 @@ def ids_of(length: int) -> list[int]:
 
 def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown():
     model, tokenizer = tiny_model("llama")
-    result = lines(model, [ids_of(40)], etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
-    assert result.inputs is None
+    single = lines(model, [ids_of(40)], etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
+    assert single.inputs is None and single.claims[0].draws == 1 and single.claims[0].verdict == "undecided"
+    result = lines(model, [ids_of(40)] * 3, etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
     shape = result.mass.shape[1:]
     result = replace(
         result,
@@ -39,7 +40,7 @@ def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown():
     )
     (claim,) = result.claims
     assert (claim.value, claim.control.value) == (pytest.approx(0.1), pytest.approx(0.8))
-    assert claim.verdict == "needed" and claim.draws == 1 and claim.place == "10% of all vertical and slash lines"
+    assert claim.verdict == "needed" and claim.draws == 3 and claim.place == "10% of all vertical and slash lines"
 
 
 def heaviest(weights: Tensor, share: float) -> dict[Line, float]:

@@ -31,7 +31,7 @@ def test_a_half_download_is_refused_in_one_line(refusal, smollm2, tmp_path, monk
 
 def test_generate_prints_what_plain_greedy_decoding_writes(typed, smollm2):
     prompt = "The capital of France is"
-    said = typed(["generate", prompt, "--model", str(smollm2.folder), "--max-new-tokens", "6"]).out
+    said = typed(["generate", prompt, "--model", str(smollm2.folder), "--no-chat", "--max-new-tokens", "6"]).out
     ids = torch.tensor([smollm2.tokenizer(prompt).input_ids])
     assert said.strip() == smollm2.tokenizer.decode(plain.greedy(smollm2.model, ids, 6)).strip()
 

@@ -215,8 +215,12 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
     text = config.get_text_config()
     if getattr(text, "attn_logit_softcapping", None) is not None:
         config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
+    n_layers = text.num_hidden_layers
+    if n_layers == 0:
+        raise SinkscopeError(
+            f"{name} has no layers (num_hidden_layers is 0 in its configuration): give a model that has"
+        )
     if layers is not None:
-        n_layers = text.num_hidden_layers
         if not 1 <= layers <= n_layers:
             raise SinkscopeError(f"layers={layers}: {name} has {n_layers} layers; expected 1 to {n_layers}")
         cut_depth(text, layers)

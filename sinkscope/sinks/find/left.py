@@ -29,7 +29,10 @@ def claim_of(
     edit: str = "",
     exact: bool = False,
 ) -> Claim:
-    """What an edit leaves of an outcome, mean over draws, beside its contrasts."""
+    """What an edit leaves of an outcome, mean over draws, beside its contrasts; `exact` if it is about these alone."""
+    margin = margin_of(left.numpy())
+    if margin is None and exact:
+        margin = 0.0
     return Claim(
         role=role,
         subject=subject,
@@ -39,9 +42,8 @@ def claim_of(
         contrasts=tuple(contrasts),
         draws=len(left),
         search=search,
-        margin=margin_of(left.numpy()),
+        margin=margin,
         edit=edit,
-        exact=exact,
     )
 
 

@@ -172,7 +172,7 @@ def repetition_spike(
     heights = torch.stack([intact[0], others[-1], others[-2]]) / scan.spike_norm[layer]
     outcome = Outcome("norm", layers=(layer,), gives="reach {} of the spike's norm at {}")
     by_copies = claim_of_copies(copies, outcome, heights[:, None], tried)
-    by_copies = replace(by_copies, role="repeats", place=repr(token.token), exact=True)
+    by_copies = replace(by_copies, role="repeats", place=repr(token.token), margin=0.0)
     claims = [by_copies]
     if neurons:
         left = edited[1:] / intact

@@ -49,7 +49,7 @@ def read_attention(sweep: Sweep, made: MadeSpike) -> Repeat:
     layer = next((one for one in target.attending if one > made.scan.layer), target.attending[-1])
     usual, copies, one = received[:, 1, layer].split(parts)
     outcome = Outcome("attention", (layer,), gives=f"get {{}} of the attention in layer {layer}")
-    claim = claim_of_copies(sweep.count, outcome, torch.stack([copies, one, usual.expand(count)]))
+    claim = claim_of_copies(sweep.count, outcome, torch.stack([copies, one, usual.expand(count)]), exact=sweep.named)
     return Repeat(
         read="attention",
         claims=(claim,),

@@ -41,11 +41,13 @@ class Sweep:
         setup: The model and its text.
         before: Number of tokens before the first repetition.
         rows: The sequences, each of which repeats a token.
+        named: Whether the caller named the tokens: claims are then about these, and else about words like those drawn.
     """
 
     setup: Setup
     before: int
     rows: TokenRows
+    named: bool = False
 
     @property
     def count(self) -> int:
@@ -80,7 +82,7 @@ class Sweep:
             read: Reads it in other sequences.
         """
         beside = [read(rows)[:, -1] for rows in beside_copies(self.setup, self.rows, self.before)]
-        return claim_of_copies(self.count, outcome, torch.stack([last, *beside]))
+        return claim_of_copies(self.count, outcome, torch.stack([last, *beside]), exact=self.named)
 
     def curves(
         self,
@@ -114,7 +116,7 @@ class Sweep:
             if outcome.unit == "intact":  # of the tokens that have the effect
                 last = (last / last[1])[:, np.isfinite(repeats[0])]
             if last.numel():
-                claims.insert(0, claim_of_cases(neurons, claims[0].place, outcome, last, edit=edit))
+                claims.insert(0, claim_of_cases(neurons, claims[0].place, outcome, last, edit=edit, exact=self.named))
         curves = {"claims": tuple(claims), "conditions": tuple(edits), "repeats": repeats}
         return {**self.fields(), **curves, "values": values[:, :, self.counts - 1].numpy()}
 
@@ -149,7 +151,7 @@ def sweep_of(
     before = [*beginning(setup.tokenizer, setup.bos), *leading] or prefix_of(setup, words)
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count)
-    return Sweep(setup, len(before), repeated(before, words, count))
+    return Sweep(setup, len(before), repeated(before, words, count), named=tokens is not None)
 
 
 def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows]:
@@ -179,6 +181,7 @@ def claim_of_cases(
     values: Float[Tensor, "kind case"],
     tried: int = 0,
     edit: str = "",
+    exact: bool = False,
 ) -> Claim:
     """What tokens or neurons do, mean over cases.
 
@@ -189,6 +192,7 @@ def claim_of_cases(
         values: The outcome, and that of the two contrasts.
         tried: Number of cases of which these were taken. 0: all of them.
         edit: How neurons were edited, if they were not zeroed.
+        exact: Whether the claim is about these cases and no others.
     """
     kinds: tuple[ContrastKind, ...] = ("one copy", "other tokens")
     if isinstance(subject[0], Neuron):
@@ -196,12 +200,16 @@ def claim_of_cases(
     contrasts = list(map(Contrast, kinds, values[1:].mean(1).tolist()))
     count = tried or values.shape[1]
     search = Search(word_form(count, "case", "cases"), count)
-    return claim_of("makes", subject, outcome, place, values[0], contrasts, search, edit)
+    return claim_of("makes", subject, outcome, place, values[0], contrasts, search, edit, exact)
 
 
-def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0) -> Claim:
+def claim_of_copies(
+    count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0, exact: bool = False
+) -> Claim:
     """What a number of copies does, beside one copy at the position of the last and other tokens there."""
-    return claim_of_cases((Tokens("copies", count),), f"the last of {count} copies", outcome, values, tried)
+    return claim_of_cases(
+        (Tokens("copies", count),), f"the last of {count} copies", outcome, values, tried, exact=exact
+    )
 
 
 @torch.no_grad()
