@@ -5,7 +5,7 @@
 The loops are the outputs "full" of `experiments.loopguard.real`; the honest answers are in `honest_answers`. For each
 half and setting of the monitor: alarms on honest answers, and on outputs whose end is an exact loop that had gone on
 for 64 tokens behind its third copy; and the tokens between the end of the third copy and the alarm. At last, the mean
-of the largest probability of the next token over these 64 tokens (the paper's p1), in loops and in honest answers.
+of the largest probability of the next token behind the third copy (the paper's p1), in loops and in honest answers.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from sinkscope.files.output import write_atomic
 from sinkscope.loops import MonitorSettings, Tail, tail_period
 from sinkscope.loops.guard.detect import largest_probability, monitors
 from sinkscope.loops.text.counters import asked_copies
+from sinkscope.loops.text.repetition import TailRepetition
 
 BEHIND = 64  # tokens behind the third copy within which an alarm should come
 COPIES = MonitorSettings(tail_beyond=0, counter_tokens=1 << 20)
@@ -88,16 +89,18 @@ def measured(settings: MonitorSettings, tokenizer: Any, half: str, outputs: Sequ
     }
 
 
-def behind(tokenizer: Any, ids: Sequence[int], probabilities: Sequence[float]) -> float | None:
-    """The mean of the probabilities over 64 tokens behind the third copy of a repetition; None if there are fewer."""
-    alarm = first_alarm(COPIES, tokenizer, ids, "")
-    if alarm is None:
-        return None
-    number = alarm[0]
-    there = probabilities[number : number + BEHIND]
-    if len(there) < BEHIND:
-        return None
-    return statistics.fmean(there)
+def behind(ids: Sequence[int], probabilities: Sequence[float]) -> float | None:
+    """The mean of the probabilities over up to 64 tokens behind the third copy of a repetition of 12 tokens or more.
+
+    Returns:
+        None if there is no repetition, or fewer than 16 tokens behind it.
+    """
+    repetition = TailRepetition(2048, 3, 12)
+    for number, token in enumerate(ids, 1):
+        if repetition.add(token) is not None:
+            there = probabilities[number : number + BEHIND]
+            return statistics.fmean(there) if len(there) >= 16 else None
+    return None
 
 
 @torch.no_grad()
@@ -107,7 +110,7 @@ def of_honest(model: Any, tokenizer: Any, half: str) -> list[float]:
     for answer in honest_answers(half):
         prompt, ids = tokenizer(answer.prompt)["input_ids"], tokenizer(answer.answer)["input_ids"]
         logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-        mean = behind(tokenizer, ids, largest_probability(logits).tolist())
+        mean = behind(ids, largest_probability(logits).tolist())
         if mean is not None:
             means.append(mean)
     return means
@@ -139,7 +142,9 @@ def main(works: Sequence[Path], *, model: Path, out: Path = Path("figures/loopgu
     for half in HALVES:
         sure["honest"] += of_honest(loaded, tokenizer, half)
     for one in outputs:
-        mean = behind(tokenizer, one["tokens"], one["largest"])
+        if tail_period(one["tokens"], repeats=3, shortest=24) is None:
+            continue
+        mean = behind(one["tokens"], one["largest"])
         if mean is not None:
             sure["loops"].append(mean)
     result["largest probability"] = {}

@@ -89,6 +89,7 @@ def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
         "near": not exact and nearly_loops(text),
         "ended": output["ended"],
         "acted": bool(output["acts"]),
+        "acts": len(output["acts"]) or None,
         "same": False,
         "behind": None,
         "distinct": different(tokens[-LATEST:]),
@@ -122,7 +123,7 @@ def table(outputs: list[Row], tokenizer: Any) -> dict[str, dict[str, Row]]:
             row[name] = sum(one[name] for one in each)
         row["exact_interval"] = interval(row["exact"], len(each))
         row["near_interval"] = interval(row["near"], len(each))
-        for name in ("behind", "distinct", "cost"):
+        for name in ("behind", "distinct", "cost", "acts"):
             row[name] = mean([one[name] for one in each])
         quiet = [one for one in each if not one["acted"] and not one["taken"]]
         row["quiet"] = len(quiet)

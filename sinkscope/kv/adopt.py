@@ -30,7 +30,7 @@ def used_cache(arguments: dict[str, Any], target: Target, *, is_seen: bool) -> A
         cache = new_cache(target)
     if is_seen and getattr(cache, "is_compileable", False):
         raise UnsupportedError(
-            f"the cache is {type(cache).__name__}, which holds room for tokens that are still to come: "
+            f"the cache is {_named(cache)}, which holds room for tokens that are still to come: "
             "attention is observed and replaced on a plain DynamicCache; pass `DynamicCache()` or nothing"
         )
     return cache
@@ -73,10 +73,9 @@ def adopt(cache: Any, target: Target, columns: Columns) -> None:
         return
     offloading = getattr(cache, "offloading", False)
     if not isinstance(cache, DynamicCache) or offloading:
-        kind = "offloaded" if offloading else type(cache).__name__.removesuffix("Cache").lower()
         raise UnsupportedError(
-            f"the cache is a {type(cache).__name__} (cache_implementation={kind!r}, if you named it): policies and "
-            "guards need a plain DynamicCache; leave cache_implementation and past_key_values out"
+            f"the cache is {_named(cache)}: a cache policy or guard needs a plain DynamicCache; pass `DynamicCache()` "
+            "or nothing"
         )
     ours = _empty_layers(target)
     if cache.get_seq_length() > 0:
@@ -97,6 +96,17 @@ def adopt(cache: Any, target: Target, columns: Columns) -> None:
     if hasattr(cache, "linear_cache"):  # MiniMax keeps states beside the layers, and takes this list for as long
         states: Any = cache
         states.linear_cache = [[] if isinstance(layer, CacheLayer) else None for layer in ours]
+
+
+def _named(cache: Any) -> str:
+    """The class of a cache, and how `generate` is asked for one."""
+    kind = type(cache).__name__
+    asked = {"StaticCache": "static", "QuantizedCache": "quantized"}.get(kind)
+    if getattr(cache, "offloading", False):
+        asked = "offloaded"
+    if asked is None:
+        return kind
+    return f"{kind} (cache_implementation={asked!r})"
 
 
 def new_cache(target: Target) -> Any:

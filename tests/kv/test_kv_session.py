@@ -230,7 +230,8 @@ def test_what_cannot_be_generated(edit, settings, said, model):
 @pytest.mark.parametrize("way", [STREAMING, LoopGuard(64), Observe(ignore), AShape(), LoopServe(decode=False)])
 def test_a_cache_with_room_for_tokens_to_come(way, model):
     static = StaticCache(config=model.config, max_cache_len=32)
-    with unchanged(model), way.on(model), refused("the cache is StaticCache.*pass `DynamicCache"):
+    said = "the cache is StaticCache .cache_implementation='static'.*pass `DynamicCache"
+    with unchanged(model), way.on(model), refused(said):
         model.generate(IDS, attention_mask=MASK, max_new_tokens=2, past_key_values=static)
 
 

@@ -12,14 +12,17 @@ from guard_kit import EAGER, SMALL, dense, feed
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_kit import prompts, shallow_of
+from organisms import tiny_model
 from organisms.decoders import decoder
 from refusals import refused
 from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.kv import H2O, StreamingLLM
+from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering, copies
+from sinkscope.measure.edit_options import edit_from_options
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
 TAIL = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
@@ -277,3 +280,13 @@ def test_a_row_without_an_end_cannot_be_stopped():
     prompt, mask = prompts([10])
     with eager_guard(act="stop").on(model), refused("no end token; use act='report'"):
         model.generate(prompt, attention_mask=mask, max_new_tokens=4)
+
+
+def test_the_names_of_a_guard_and_of_its_monitor():
+    assert edit_from_options(guard="paper") == LoopGuard.paper()
+    assert edit_from_options(guard=True) == LoopGuard()
+    with refused("LoopGuard: monitor has 'windw', no field of MonitorSettings: expected window, "):
+        LoopGuard(monitor={"windw": 3})
+    model, tokenizer = tiny_model("llama")
+    with refused("guard"):
+        generate(model, "x", guard="papers", tokenizer=tokenizer)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sinkscope.loops import Monitor, MonitorSettings, check
+from sinkscope.loops.guard.detect import WatchedRow, push
 from sinkscope.loops.text.counters import CounterRepetition, asked_copies
 
 
@@ -103,7 +105,19 @@ def test_what_was_asked_for_is_no_loop_and_one_more_is():
     ids = [7, 8, 9] * 60
     plain, asked = Monitor(), Monitor(asked=40)
     found = [next(step.step for step in map(one.update, ids) if step.trigger) for one in (plain, asked)]
-    assert found == [9 + 64, 40 * 3 + 1]
+    assert found == [6 + 64, 40 * 3 + 1]
+
+
+def test_after_an_act_three_copies_and_48_tokens_are_enough():
+    """Also where tokens were taken back, after which a new monitor reads the others again."""
+    row = WatchedRow(Monitor)
+    ids = [*range(100, 400), *[7, 8, 9] * 30]
+    rows = [row]
+    alarms = [number for number, token in enumerate(ids, 1) if push(rows, torch.tensor([token]), None, ())]
+    assert alarms[0] == 300 + 6 + 64
+    row.take_back(len(ids) - 306)
+    again = [number for number, token in enumerate(ids[306:], 307) if push(rows, torch.tensor([token]), None, ())]
+    assert again[0] == 300 + 48
 
 
 def test_a_text_of_counters_is_suspicious():

@@ -237,7 +237,7 @@ def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     Path("runs.jsonl").write_text(lines([{"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}]))
     said = typed("loops runs.jsonl --json x.json", 3).err
-    assert said.startswith("loop in line 2 at token 370: period 2, ")
+    assert said.startswith("loop in line 2 at token 368: period 2, ")
     found = Result.load("x.json")
     assert isinstance(found, LoopCheck)
     assert found.model.name == "runs.jsonl" and [r.verdict for r in found.records] == ["clean", "loops"]

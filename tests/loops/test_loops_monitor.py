@@ -90,7 +90,7 @@ def test_what_is_no_token_is_refused_in_a_line(wrong):
 
 
 def test_numbers_wait_for_more_than_words():
-    """What is plain is asked for two copies; the words of the same loop are found 64 tokens after the third copy."""
+    """What is plain is asked for two copies; the words of the same loop are found 64 tokens after the second copy."""
     asked = []
 
     def is_plain(ids):
@@ -100,7 +100,7 @@ def test_numbers_wait_for_more_than_words():
     ids = [*range(100, 400), *[1, 2, 3] * 200]
     plain, words = Monitor(is_plain=is_plain), Monitor()
     found = [next(s.step for s in map(one.update, ids) if s.trigger) for one in (plain, words)]
-    assert found == [300 + 384, 300 + 9 + 64] and len(asked[0]) == 8 and {*asked[0]} == {1, 2, 3}
+    assert found == [300 + 384, 300 + 6 + 64] and len(asked[0]) == 8 and {*asked[0]} == {1, 2, 3}
 
 
 def test_without_probabilities_the_other_two_vote():

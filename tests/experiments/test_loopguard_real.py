@@ -1,0 +1,79 @@
+"""What counts as a loop in the tables of real models, and what the page of outputs shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.loopguard.alarms import behind
+from experiments.loopguard.real_openings import KINDS, openings_of
+from experiments.loopguard.real_table import different, interval, judged, nearly_loops
+from experiments.loopguard.side_by_side import excerpt
+
+
+class Words:
+    """A tokenizer whose tokens are numbers, with a full stop after every fifth."""
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return " ".join(f"w{token}." if token % 5 == 4 else f"w{token}" for token in tokens)
+
+
+def output(tokens, **changed):
+    return {"tokens": list(tokens), "ended": False, "acts": [], **changed}
+
+
+def test_three_copies_at_the_end_are_a_loop_and_one_that_ended_is_none():
+    loop = output([*range(50), *list(range(60, 70)) * 4])
+    assert judged(loop, loop, Words())["exact"]
+    assert not judged({**loop, "ended": True}, loop, Words())["exact"]
+    short = output([*range(50), *[7, 8, 9] * 7])
+    assert not judged(short, short, Words())["exact"], "fewer than 24 tokens"
+
+
+def test_lines_that_differ_in_numbers_and_little_else_nearly_loop():
+    counted = "".join(f"The year {year} was good for the town.\n" for year in range(1900, 1912))
+    told = "".join(f"{first} went home and {first[::-1]} ate {first * 2} there.\n" for first in "abcdefghijklm")
+    assert nearly_loops(counted)
+    assert not nearly_loops("One line.\nAnother here.\n" + told[:40])
+    assert not nearly_loops(
+        "The cat sat. " * 3 + " ".join(f"{w} is {w * 3}." for w in "quick brown foxes jump over".split())
+    )
+
+
+def test_what_is_behind_the_first_act():
+    act = {"generated": 60, "taken_back": 20, "period": 5}
+    stock = output(range(400))
+    salad = output([*range(40), *[7] * 30, *range(100, 200)], acts=[act])
+    row = judged(salad, stock, Words())
+    assert row["same"] and row["cost"] == pytest.approx((170 + 20) / 170)
+    assert row["behind"] == pytest.approx(different(salad["tokens"][40:]))
+    sense = output([*range(40), *range(300, 400)], acts=[act])
+    row = judged(sense, stock, Words())
+    assert not row["same"] and row["behind"] == 1.0 and not row["unchanged"]
+    assert judged(stock, stock, Words())["unchanged"]
+
+
+def test_wilson():
+    low, high = interval(2, 48)
+    assert (low, high) == pytest.approx((0.0115, 0.1398), abs=1e-4)
+    assert interval(0, 12)[0] == 0.0
+
+
+def test_probabilities_count_from_behind_the_third_copy():
+    ids = [*range(100, 120), *[1, 2, 3, 4] * 10]
+    probabilities = [0.1] * (20 + 12) + [0.9] * 28
+    assert behind(ids, probabilities) == pytest.approx(0.9)
+    assert behind(ids[:40], probabilities[:40]) is None, "fewer than 16 tokens behind it"
+    assert behind(list(range(100)), [0.5] * 100) is None
+
+
+def test_halves_share_no_opening_and_have_as_many_of_each_kind():
+    choose, report = openings_of("choose"), openings_of("report")
+    assert not {text for _, text in choose} & {text for _, text in report}
+    for half in (choose, report):
+        assert [sum(kind == one for kind, _ in half) for one in KINDS] == [12] * 4
+
+
+def test_an_excerpt_begins_before_the_seam_and_says_where_the_text_ends():
+    ended = output(range(30), ended=True)
+    assert excerpt(ended, 20, Words()).startswith("```text\nw8 w9.") and "(the end)" in excerpt(ended, 20, Words())
+    assert "(the end)" not in excerpt(output(range(300)), 20, Words())
