@@ -71,6 +71,7 @@ class PatchEvaluation(Result):
         neurons: Neurons of the patch.
         largest_change: Largest change of a logit under the patch, in a few of the pieces.
         flips: Share of next tokens there whose likeliest prediction changes.
+        largest_at: The token after which that logit is read.
     """
 
     page = "measure/patch"
@@ -81,6 +82,7 @@ class PatchEvaluation(Result):
     neurons: tuple[Neuron, ...]
     largest_change: float
     flips: float
+    largest_at: str = ""
 
     def conclusion(self) -> str:
         """The change by the patch, beside a random patch."""
@@ -93,8 +95,8 @@ class PatchEvaluation(Result):
     def details(self) -> list[str]:
         """What changes beside the mean loss."""
         return [
-            f"The largest change of a logit is {self.largest_change:.2g}, and {self.flips:.2%} of the likeliest next "
-            "tokens change."
+            f"The largest change of a logit is {self.largest_change:.2g} (after {self.largest_at!r}), and "
+            f"{self.flips:.2%} of the likeliest next tokens change."
         ]
 
 
@@ -154,9 +156,11 @@ def patch_eval(
     intact = logits_of(setup.target, ids[:COMPARED])
     with edit.on(setup.target):
         patched = logits_of(setup.target, ids[:COMPARED])
+    change_at = (patched - intact).abs().amax(-1).flatten().cpu()
     return PatchEvaluation(
         read=tuple(Perplexity(*row) for row in rows),
         neurons=edit.checked_sites,
-        largest_change=float((patched - intact).abs().max()),
+        largest_change=float(change_at.max()),
+        largest_at=setup.tokenizer.decode([int(ids[:COMPARED].flatten()[change_at.argmax()])]),
         flips=float((patched.argmax(-1) != intact.argmax(-1)).float().mean()),
     )

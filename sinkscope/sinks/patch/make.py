@@ -61,6 +61,7 @@ class PatchProof:
         perplexity: Of held-out text in the first three cases.
         largest_change: Largest change of a logit of held-out text under the patch.
         flips: Share of its next tokens whose likeliest prediction changes.
+        largest_at: The token after which that logit is read.
     """
 
     words: tuple[str, ...]
@@ -70,6 +71,7 @@ class PatchProof:
     perplexity: tuple[Perplexity, ...]
     largest_change: float
     flips: float
+    largest_at: str = ""
 
     @property
     def has_spike(self) -> Bool[Tensor, "case spike word"]:
@@ -175,8 +177,8 @@ class PatchMade(Result):
             *lines,
             f"The perplexity of held-out text changes by {patched.change:+.3%} (± {patched.two_errors:.3%}; random "
             f"neurons: {random.change:+.3%}).",
-            f"The largest change of a logit there is {proof.largest_change:.2g}, and {proof.flips:.2%} of the "
-            "likeliest next tokens change.",
+            f"The largest change of a logit there is {proof.largest_change:.2g} (after {proof.largest_at!r}), and "
+            f"{proof.flips:.2%} of the likeliest next tokens change.",
         ]
 
     def _line(self, number: int, words: Bool[Tensor, " word"]) -> str:
@@ -321,4 +323,5 @@ def proof_of(
         perplexity=tuple(cost.read),
         largest_change=cost.largest_change,
         flips=cost.flips,
+        largest_at=cost.largest_at,
     )
