@@ -235,8 +235,10 @@ def main(
             outputs = continued(live, rows, ARMS[name], new)
             with file.open("a") as out:
                 for (half, number, kind, _), output in zip(part, outputs, strict=True):
-                    place = {"arm": name, "half": half, "number": number, "kind": kind}
-                    out.write(json.dumps({**setting, **place, **output}) + "\n")
+                    row = {**setting, "arm": name, "half": half, "number": number, "kind": kind, **output}
+                    if name == FULL:
+                        stock[half, number] = row
+                    out.write(json.dumps(row) + "\n")
             print(f"{setting['model']} {name}: {time.perf_counter() - started:.0f} s", flush=True)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
+import pytest
+from repository import ROOT
+
+from experiments.loopguard import real
 from experiments.loopguard.alarms import behind
 from experiments.loopguard.real_openings import KINDS, openings_of
 from experiments.loopguard.real_table import different, interval, judged, nearly_loops
@@ -77,3 +81,21 @@ def test_an_excerpt_begins_before_the_seam_and_says_where_the_text_ends():
     ended = output(range(30), ended=True)
     assert excerpt(ended, 20, Words()).startswith("```text\nw8 w9.") and "(the end)" in excerpt(ended, 20, Words())
     assert "(the end)" not in excerpt(output(range(300)), 20, Words())
+
+
+def test_outputs_without_an_alarm_need_not_be_made_again(tmp_path):
+    """What is taken from the model alone is what the guard would have written; the others are written."""
+    setting = {"model": str(ROOT / "sinkscope/models/bundled"), "halves": ["choose"], "count": 2, "new": 130}
+    real.main(tmp_path / "taken", **setting, only=["full", "rewind"], alarmed=True)
+    real.main(tmp_path / "made", **setting, only=["rewind"])
+    rows = {}
+    for work in ("taken", "made"):
+        for line in (tmp_path / work / "runs.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            if row["arm"] == "rewind":
+                rows.setdefault(row["number"], []).append(row)
+    assert len(rows) == 8
+    for taken, made in rows.values():
+        assert taken["tokens"] == made["tokens"] and taken["acts"] == made["acts"]
+        assert taken.get("taken", False) == (not made["acts"])
+    assert 0 < sum(bool(made["acts"]) for _, made in rows.values()) < 8
