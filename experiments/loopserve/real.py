@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -110,11 +111,11 @@ def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple
     with LoopServe(alpha=alpha, decode=False, shortest=0).on(target) as told:
         found, seconds = next_tokens(target, ids, at)
     attended: list[float] = []
-    full, held = 0, list[float]()
+    dense_heads, held = list[int](), list[float]()
     for event in told.events:
         if event.kind == "prefill":
             attended.append(event.data.get("attended", 1.0))
-            full += event.data.get("dense_heads", target.n_heads)
+            dense_heads.append(event.data.get("dense_heads", target.n_heads))
             held += event.data.get("recovered", ())
     following = ids[0, at + 1][:, None]
     row: Row = {
@@ -122,8 +123,8 @@ def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple
         "nll": float(-found.gather(1, following).mean()),
         "dense_nll": float(-wanted.gather(1, following).mean()),
         "same": float((wanted.argmax(1) == found.argmax(1)).float().mean()),
-        "attended": sum(attended) / len(attended),
-        "dense_heads": full / (len(attended) * target.n_heads),
+        "attended": fmean(attended or [1.0]),  # with alpha 1 nothing is done
+        "dense_heads": fmean(dense_heads or [target.n_heads]) / target.n_heads,
         "least_held": min(held, default=None),
         "time": seconds / dense_seconds,
     }

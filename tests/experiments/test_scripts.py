@@ -199,8 +199,8 @@ CASES = {
         "loopserve_longeval.json",
     ),
     "loopserve.real": Case(
-        "bundled --lengths 300 --kinds tables --alphas 0.3 1 --positions 20 --out {out}/x.json",
-        lambda made: made["bundled, tables, 300, reported"]["0.3"]["kl"] > 0,
+        "bundled --lengths 900 --kinds tables --alphas 0.3 1 --positions 20 --out {out}/x.json",
+        lambda made: made["bundled, tables, 900, reported"]["0.3"]["kl"] > 0,
         "x.json",
         quick=True,
     ),
