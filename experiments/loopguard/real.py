@@ -21,7 +21,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, NoRepeatNGramLogitsProcessor
 from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 
-from experiments.loopguard.real_openings import HALVES, openings_of
+from experiments.loopguard.real_openings import openings_of
 from experiments.record import Row
 from experiments.script import run
 from sinkscope.hooks.edit.base import under
@@ -180,7 +180,7 @@ def main(
     work: Path,
     *,
     model: str,
-    halves: Sequence[Literal[*HALVES]] = HALVES,
+    halves: Sequence[Literal["choose", "report"]] = ("choose", "report"),
     new: int = 400,
     batch: int = 96,
     count: int = 12,
