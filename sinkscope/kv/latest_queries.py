@@ -55,8 +55,8 @@ class LatestQueries:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the queries and their positions."""
-        return self.query.nbytes + self.pos.nbytes
+        """Bytes of the queries; their positions, which every process of a split model has, are few."""
+        return self.query.nbytes
 
     def of_rows(self, rows: Int[Tensor, " row"]) -> LatestQueries:
         """The queries of other rows of the batch, by their numbers."""

@@ -89,9 +89,9 @@ def dims_of(spike: Spike, survey: Survey) -> tuple[int, ...]:
     """The fewest dimensions without which a spike no longer stands out at its peak, the largest first."""
     typical = float(survey.norms[spike.peak].median())
     order = spike.direction.abs().argsort(descending=True, stable=True)
-    squares = (spike.direction[order].double() * spike.size).square()
+    squares = (spike.direction[order].cpu().double() * spike.size).square()
     left = squares.flip(0).cumsum(0).flip(0).sqrt()  # what is left without those before each
-    return tuple(order[left > FACTOR * typical].tolist())
+    return tuple(order.cpu()[left > FACTOR * typical].tolist())
 
 
 def _of_row(target: Target, ids: TokenRows) -> Mask:

@@ -37,7 +37,7 @@ PLAIN = "eta layer head neuron token tokens text model name method seed prompt k
 """Names of columns that need no explanation."""
 WORDS = "the of and a in to is that it was he for on as with his at be this from".split()
 QUICK = {  # arguments with which a measurement takes about a second
-    "attack": {"lengths": [4], "sequences": 4, "tokens": WORDS},
+    "attack": {"length": 4, "sequences": 4, "tokens": WORDS},
     "barcode": {"max_new_tokens": 8, "heads": ["L0.H0"]},
     "circuit": {"max_repeats": 16, "texts": 1},
     "find_sinks": {"max_repeats": 64},
@@ -154,17 +154,17 @@ def test_columns_have_the_meaning_of_their_own_records(measured):
     """And not that of a field of the same name elsewhere in the result."""
     (find,) = [command for command in ALL if command.name == "find_sinks"]
     said = measured(find).text(None)
-    assert "share: Contribution norm divided by the norm of the MLP's output at this place." in said
+    assert "share: What it adds along the spike's direction, as a share of the spike." in said
 
 
 def test_what_follows_the_layers_has_its_share_of_the_bar(tmp_path):
-    """Parts are removed after all layers were read, and a caller sees how many of these passes are done."""
+    """Parts are removed after the survey, and a caller sees how many of these passes are done."""
     calls: list[tuple[str, int, int]] = []
     o = organism("llama", 2)
     text = text_file(o, tmp_path, 6)
     ss.find_sinks(o.model, tokenizer=o.tokenizer, text=text, max_repeats=8, progress=lambda *call: calls.append(call))
     stages = [what for what, _, _ in calls]
-    assert stages.index("removals") > stages.index("layers")
+    assert stages.index("removals") > stages.index("survey")
     assert all(0 < done <= total for what, done, total in calls if what == "removals")
 
 

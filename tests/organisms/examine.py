@@ -27,7 +27,6 @@ from .decoders import byte_tokenizer, decoder
 from .products import products_of
 from .site_check import check_sites
 from .tiny import attention_names
-from .views import filled
 
 NEURON = 7
 LENGTH = 81  # more than every window and top-k of the tiny configurations
@@ -119,7 +118,7 @@ def _check_folder(report: TypeReport, model, tokenizer, planted: Planted):
         tokenizer.save_pretrained(where)
         found = report.attempt("folder", lambda: ss.find_sinks(where, max_repeats=4))
     if found is not None:
-        first = found.neurons[0].site if found.neurons else None
+        first = next((one.neurons[0].site for one in found.spikes if one.neurons), None)
         report.must(first == planted.site, f"by folder, the first neuron is {first}, planted is {planted.site}")
 
 
@@ -264,35 +263,15 @@ def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: in
 
 
 def _check_neurons(report: TypeReport, target: Target, planted: Planted, found):
-    """What is found is what was planted, and contributes what is missing when it is zeroed."""
-    first = found.neurons[0] if found.neurons else None
-    site = first and first.site
-    report.must(site == planted.site, f"the first neuron is {site}, planted is {planted.site}")
-    if first is not None and site == planted.site:
-        off = abs(first.contribution_norm / _removed(target, planted) - 1)
-        report.must(off < 1e-3, f"its contribution is off by {off:.2g} of an independent ablation")
-    report.must(first is not None and first.causal, "it is not called causal")
-
-
-def _removed(target: Target, planted: Planted) -> float:
-    """Norm of what leaves the residual stream at the first token when the neuron is zeroed, by hooks of our own.
-
-    After a norm, or where the layer does more than add, it is what leaves the output of the down projection.
-    """
-    where = target.layers[planted.layer]
-    if target.has_part(planted.layer, "post_mlp_norm") or not target.adapter.adds:
-        where = planted.module
-    outputs = []
-
-    def keep(_module, _args, _kwargs, output):
-        outputs.append(first_tensor(output).reshape(-1, target.d_model)[0].clone())
-
-    ids = torch.tensor([[0, *range(20, 40)]])
-    with target.hooks((where, "post", keep)):
-        target.forward(ids)
-        with filled([planted.column]):
-            target.forward(ids)
-    return float((outputs[0] - outputs[1]).norm())
+    """What is found is what was planted, writes the spike, and is needed."""
+    spike = next((one for one in found.spikes if one.neurons), None)
+    first = None if spike is None else spike.neurons[0]
+    report.must(first is not None and first.site == planted.site, f"the first neuron is {first}, planted is {planted}")
+    if spike is None or first is None or first.site != planted.site:
+        return
+    report.must(first.share > 0.5, f"it writes {first.share:.2f} of the spike")
+    needed = spike.needed
+    report.must(needed is not None and first.address in needed.neurons, "it is not called needed")
 
 
 # -- attention and the cache ---------------------------------------------------------------------------------------

@@ -147,7 +147,6 @@ def attack(
     spike: Whole | None = None,
     length: Annotated[int, Field(ge=2)] = 8,
     sequences: Whole = 32,
-    sample: Natural | None = None,
     resume: Resume = None,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.

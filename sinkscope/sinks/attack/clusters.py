@@ -84,7 +84,7 @@ def find_clusters(setup: Setup, measured: Measured, ids: list[int], resume: Resu
     hold_layers(setup.target, spike.peak)
 
     def work(tokens: list[int]) -> Columns:  # what threads may change is beyond four digits
-        return {"along": ways_of(first, tokens).double().round(decimals=4).tolist()}
+        return {"along": ways_of(first, tokens).cpu().double().round(decimals=4).tolist()}
 
     columns = in_chunks(setup, work, ids, resume, what="clusters", size=TOKENS, spike=name_of(spike))
     intact, none, alone = np.split(np.array(columns["along"]), [1, 2], 1)

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import signature
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from sinkscope.files.progress import report
 from sinkscope.hooks.edit.places import neurons_place
 from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.models.hooks import Hook, first_tensor, on_output
@@ -246,9 +247,10 @@ def run_edits(target: Target, reading: Reading) -> Effects:
     lasts = range(depth - 1, depth)
     if not target.resident and target.skips_layers:
         lasts = range(reading.begin, depth)
-    for last in lasts:
-        for batch in batches:
-            batch.run(last)
+    total = len(lasts) * len(batches)
+    for step, (last, batch) in enumerate(product(lasts, batches), 1):
+        batch.run(last)
+        report("removals", step, total)
     kept = [slice(None)] + [slice(1, None)] * (len(batches) - 1)  # the intact texts once
     return Effects(
         along=torch.cat([batch.along[some] for batch, some in zip(batches, kept, strict=True)]),

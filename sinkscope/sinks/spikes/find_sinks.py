@@ -40,7 +40,9 @@ LATER = 16  # later queries that a place needs to be judged by its attention
     loading="fits",
     figure=draw,
 )
-def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: Natural = FEW_COPIES) -> FindSinks:
+def find_sinks(
+    setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: Natural | None = None
+) -> FindSinks:
     """Find the norm spikes of a model, what writes them, what they need, and the heads that attend to their places.
 
     A spike is a place, a direction in the residual stream and a run of layers. Typical text is read once; what each
@@ -49,12 +51,15 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
 
     Args:
         tokens: Words to repeat, one token each. By default five words of the text.
-        max_repeats: Number of copies of each; `circuit` and `repeat` try more.
+        max_repeats: Number of copies of each. By default 64, or what the
+            context holds.
 
     Example:
         sinkscope find-sinks --model llama-2-7b --json sinks.json
     """
-    limit = min(max_repeats, repetition_limit(setup.target, None))
+    limit = repetition_limit(setup.target, max_repeats)
+    if max_repeats is None:
+        limit = min(FEW_COPIES, limit)
     sinks = with_copies(setup, with_marks(sinks_of(setup)), tokens, limit)
     setup.record(max_repeats=limit)
     return FindSinks(**fields_of(setup, sinks))
