@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sinkscope.app.view.page import view_page
-from sinkscope.app.view.result import ModelView
+from sinkscope.app.view.result import CircuitPart, ModelView
 from sinkscope.app.view.server import serve
 from sinkscope.app.view.writing import writings
 from sinkscope.results.result import Result
@@ -46,25 +46,43 @@ def opened(view, tmp_path, chrome):
 
 def test_the_heads_that_read_each_place_stand_apart_and_many_are_folded(view, opened):
     """A head that reads two places is counted in each, and in no sum."""
-    first = [
-        {"role": "reads", "subject": f"L{n // 8}.H{n % 8}", "place": "the first token", "left": 0.1} for n in range(20)
-    ]
-    second = [{**row, "place": "'.'"} for row in first[:3]]
-    others = [one for one in view.circuit if one["role"] != "reads"]
-    chrome = opened(shown=replace(view, circuit=(*others, *first, *second)))
+    heads = tuple(CircuitPart(f"L{n // 8}.H{n % 8}", share=0.9) for n in range(20))
+    first = replace(view.circuit[0], marks=(), readers=heads)
+    second = replace(first, place="'.'", readers=heads[:3])
+    chrome = opened(shown=replace(view, circuit=(first, second)))
+    assert chrome.texts(".circuit h3") == ["Spike at the first token", "Spike at '.'"]
     steps = chrome.texts(".circuit .step > p")
-    assert [step.partition(";")[0] for step in steps[-2:]] == [
+    assert [step.partition(";")[0] for step in steps if " read " in step] == [
         "The 20 heads that read the first token",
         "The 3 heads that read '.'",
     ]
     assert chrome.texts(".circuit summary") == ["8 more"]
     ids = chrome.run("[...document.querySelectorAll('.circuit .part')].map((part) => part.id)")
     assert len(ids) == len(set(ids)) >= 23
+    names = chrome.run("[...document.querySelectorAll('.circuit .part')].map((part) => part.firstChild.textContent)")
+    assert [names.count(part.name) for part in heads] == [2] * 3 + [1] * 17
     chrome.click("#variant-1")
     chrome.click("#tab-generation")  # a page holds what the intact model writes, and does not show it as another's
     assert chrome.text("#panel-generation") == "This page holds only what the intact model writes."
     chrome.click("#variant-0")
     assert len(chrome.texts(".written")) == 2
+
+
+def test_the_circuit_has_of_each_spike_what_the_results_say(bundled, view, opened):
+    chrome = opened()
+    for spike, found in zip(view.circuit, bundled.sink.circuit.spikes, strict=True):
+        assert (spike.place, spike.layers, spike.peak) == (found.place.words, found.layers, found.peak)
+        assert [part.left for part in spike.marks] == [mark.left for mark in found.marks]
+        shares = {str(one.address): one.share for one in found.neurons}
+        assert spike.writers and all(part.share == shares[part.name] for part in spike.writers)
+        assert {str(one) for one in found.needed.neurons} <= {part.name for part in spike.writers}
+        assert len({part.name for part in spike.readers}) == len(spike.readers) == found.heads > 0
+    parts = chrome.run("[...document.querySelectorAll('.circuit .part')].map((part) => part.firstChild.textContent)")
+    shown = [(*one.marks, *one.writers, CircuitPart("spike"), *one.readers) for one in view.circuit]
+    assert parts == [part.name for some in shown for part in some]
+    first = view.circuit[0]
+    chrome.run("[...document.querySelectorAll('.part')].find((part) => part.firstChild.textContent === 'spike').click()")
+    assert int(chrome.run("document.querySelector('#layer').value")) == first.peak
 
 
 def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_path):
@@ -227,7 +245,7 @@ def test_the_live_page_in_a_browser(bundled, chrome):
         chrome.wait(f"document.querySelector('#sentence').textContent.startsWith({json.dumps(beginning)})")
 
     chrome.click("#off-L1\\.N338")
-    said("Without L1.N338: after layer 1, the norm changes most at token 0")
+    said(f"Without L1.N338: after layer {bundled.sink.layer}, the norm changes most at token 0")
     chrome.click("#off-L1\\.N338")
     said(intact)
     chrome.run("document.querySelector('#other').value = 'l2.h0'; document.querySelector('form').requestSubmit()")

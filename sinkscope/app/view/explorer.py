@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import BaseModel
 
+from sinkscope.app.view.column import column_of
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.readings import Reading, heads_that_fit, norms_at, read_text, spikes_of
@@ -100,7 +101,7 @@ class Explorer:
             switches=tuple(switch.name for switch in switches_of(sink)),
             control=RANDOM,
             texts=(text,),
-            circuit=tuple(sink.circuit.rows()),
+            circuit=column_of(sink),
             circuit_sentence=sink.circuit.conclusion(),
         )
 

@@ -12,52 +12,48 @@ function tourSteps(data) {
   ];
   if (made) steps.push([".heads", made, `The tour pressed "${made}": the neurons that give the sink its norm are set to 0. The squares are paler: these heads look elsewhere, and the line at the top counts them.`]);
   if (made && random) steps.push([".heads", random, `Now "${random}": as many random neurons are set to 0, and the squares are dark again. This is the control: not any neurons make the sink, but these.`]);
-  steps.push([".circuit", "intact", "The circuit: a head marks the first token, a neuron turns the mark into the large norm, and heads of later layers read it."]);
+  steps.push([".circuit", "intact", "The circuit of each spike: what marks the place, the neurons that write the large norm, and the heads of later layers that read it."]);
   return steps;
 }
 
 const FOLDED = 12; // parts of a step that are shown at once
 
-const counted = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
-
-/** The parts of each step of a circuit, from the heads that mark to the heads that read. */
-function circuitSteps({ circuit, layer }) {
-  const of = (role) => circuit.filter((row) => row.role === role);
-  const lost = (left) => percent(Math.max(0, 1 - left));
-  const without = (row) => `${lost(row.left)} lost without it${row.control === undefined ? "" : ` (${row.contrast}: ${lost(row.control)})`}`;
-  const part = (row, what) => ({ name: row.subject, words: [what, without(row)] });
-  const spike = of("makes");
-  const others = of("carries").filter((row) => !spike.some((made) => made.subject === row.subject));
-  const marks = [...of("marks"), ...others].slice(0, 4).map((row) => part(row, row.place));
-  const copies = of("marks copies").slice(0, 3).map((row) => part(row, "many copies of a token"));
-  const readers = of("reads");
-  const read = [...new Set(readers.map((row) => row.place))].map((place) => readers.filter((row) => row.place === place));
+/** The steps of a spike's circuit, from what marks the place to the heads that read it: a title and parts. */
+function circuitSteps({ place, layers, peak, ratio, marks, writers, readers, sentence }) {
+  const left = (part) => part.left === null ? null : `${percent(Math.max(0, part.left))} left without it`;
+  const run = layers[0] === layers[1] ? `layer ${layers[0]}` : `layers ${layers[0]}-${layers[1]}`;
+  const spike = { name: "spike", words: [`a large norm in ${run}:`, `${Number(ratio.toPrecision(2))} times the typical one after layer ${peak}`] };
+  const heads = readers.length === 1 ? `The head that reads ${place}` : `The ${readers.length} heads that read ${place}`;
   const steps = [
-    [copies.length ? "Heads that mark the first token, or copies of one token; and what is lost of the spike if each is replaced" : "Heads that mark the sink; and what is lost of the spike if each is replaced", [...marks, ...copies]],
-    ["Neurons that make the spike; and what is lost of it if they are set to 0", spike.map((row) => part(row, row.place))],
-    ["", spike.length ? [{ name: "spike", words: [`a large norm after layer ${layer}`] }] : []],
-    ...read.map((rows, number) => [`The ${counted(rows.length, "head")} that read ${rows[0].place}; and what is lost of this attention, over many texts, without what these heads need`, rows.map((row) => ({ name: row.subject, words: [`${lost(row.left)} lost`] })), number > 0]),
+    ["What marks the place; and what is left of the spike if it is replaced there", marks.map((part) => ({ name: part.name, words: [left(part)] }))],
+    [`What writes the spike, with its share. ${sentence}`, writers.map((part) => ({ name: part.name, words: [`${percent(part.share)} of it`, left(part)] }))],
+    ["", [spike]],
+    [`${heads}; and the attention that it gets from each`, readers.map((part) => ({ name: part.name, words: [percent(part.share)] }))],
   ];
   return steps.filter(([, parts]) => parts.length);
 }
 
-/** Draw the circuit of a view into its panel; a line leads from each step to the next. */
+/** Draw the circuit of a view into its panel, one spike below the other; a line leads from each step to the next. */
 function drawCircuit(view, panel) {
   const children = [];
-  circuitSteps(view.data).forEach(([title, parts, beside], number) => {
-    if (number && !beside) children.push(element("div", { class: "arrow", "aria-hidden": "true" }, "↓"));
-    const step = element("div", { class: "step", role: "group", "aria-label": title || "spike" }, title ? element("p", { class: "soft" }, title) : null, ...parts.slice(0, FOLDED).map((part) => circuitPart(view, part, number)));
-    if (parts.length > FOLDED) step.append(element("details", {}, element("summary", {}, `${parts.length - FOLDED} more`), ...parts.slice(FOLDED).map((part) => circuitPart(view, part, number))));
-    roving(step)();
-    children.push(step);
+  view.data.circuit.forEach((spike, place) => {
+    children.push(element("h3", {}, `Spike at ${spike.place}`));
+    circuitSteps(spike).forEach(([title, parts], number) => {
+      if (number) children.push(element("div", { class: "arrow", "aria-hidden": "true" }, "↓"));
+      const buttons = parts.map((part) => circuitPart(view, spike, part, `part-${place}-${number}-${part.name.replaceAll(" ", "-")}`));
+      const step = element("div", { class: "step", role: "group", "aria-label": title || "spike" }, title ? element("p", { class: "soft" }, title) : null, ...buttons.slice(0, FOLDED));
+      if (parts.length > FOLDED) step.append(element("details", {}, element("summary", {}, `${parts.length - FOLDED} more`), ...buttons.slice(FOLDED)));
+      roving(step)();
+      children.push(step);
+    });
   });
   panel.replaceChildren(...children, element("p", { class: "soft" }, view.data.circuit_sentence));
 }
 
-function circuitPart(view, { name, words }, step) {
+function circuitPart(view, spike, { name, words }, id) {
   const chosen = headName(view.head) === name ? " chosen" : "";
   const lines = words.filter(Boolean).map((line) => element("small", {}, line));
-  return element("button", { class: `part${chosen}`, type: "button", id: `part-${step}-${name}`, onclick: () => view.pickPart(name) }, name, ...lines);
+  return element("button", { class: `part${chosen}`, type: "button", id, onclick: () => view.pickPart(name, spike.peak) }, name, ...lines);
 }
 
 /** What a variant of the model wrote without the guard and with it, with a mark where the guard took copies back. */

@@ -71,6 +71,46 @@ class Writing:
     summary: str
 
 
+@dataclass(frozen=True)
+class CircuitPart:
+    """A part of the circuit of a spike.
+
+    Attributes:
+        name: The part, such as "L2.N412", "L0.H4" or "the MLP of layer 2".
+        share: Of a part that writes the spike, its share of it; of a head that reads it, its attention to the place.
+        left: Share of the spike that is left without the part. None: it was not measured alone.
+    """
+
+    name: str
+    share: float | None = None
+    left: float | None = None
+
+
+@dataclass(frozen=True)
+class CircuitSpike:
+    """A spike in the column of the circuit.
+
+    Attributes:
+        place: Where it is.
+        layers: First and last layer in which it stands out.
+        peak: The layer after which it is largest.
+        ratio: Norm there over the typical one.
+        marks: What marks the place.
+        writers: What writes it, and what it needs.
+        readers: The heads that attend to the place, each once, the strongest first.
+        sentence: What is left without what it needs, beside random parts. Empty: nothing is known that it needs.
+    """
+
+    place: str
+    layers: tuple[int, int]
+    peak: int
+    ratio: float
+    marks: tuple[CircuitPart, ...]
+    writers: tuple[CircuitPart, ...]
+    readers: tuple[CircuitPart, ...]
+    sentence: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelView(Result):
     """A model on texts that can be explored with the mouse or the keys.
@@ -83,7 +123,7 @@ class ModelView(Result):
         switches: The edits that can be switched on.
         control: Name of the switch that is the control of the sink neurons, if there is one.
         texts: The texts.
-        circuit: Rows of the claims of `Circuit`, and of what each head keeps.
+        circuit: The spikes, those that most heads read first.
         circuit_sentence: The conclusion about the circuit.
         generation: What the model writes without the guard and with it; empty if it was not asked.
     """
@@ -98,7 +138,7 @@ class ModelView(Result):
     switches: tuple[str, ...]
     control: str = ""
     texts: tuple[ViewedText, ...]
-    circuit: tuple[dict[str, Any], ...] = ()
+    circuit: tuple[CircuitSpike, ...] = ()
     circuit_sentence: str = ""
     generation: tuple[Writing, ...] = ()
 

@@ -383,18 +383,12 @@ class View {
     this.draw();
   }
 
-  /** A part of the circuit was chosen: show the head, the neuron or the norm. */
-  pickPart(name) {
-    const head = headOf(name);
-    const neuron = this.data.neurons.indexOf(name);
-    if (head) this.pickHead(head);
-    else if (neuron >= 0) this.pickColour(`neuron ${neuron}`);
-    else if (this.data.neurons.length && name !== "spike") this.pickColour("neuron 0");
-    else {
-      this.layer = this.data.layer;
-      this.slider.value = this.layer;
-      this.pickColour("norm");
-    }
+  /** A part of the circuit was chosen: show the head, or the norm after the spike's peak. */
+  pickPart(name, peak) {
+    if (headOf(name)) return this.pickHead(headOf(name));
+    this.layer = peak;
+    this.slider.value = peak;
+    this.pickColour("norm");
   }
 
   // Requests to Python

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.parts import Neuron
+from sinkscope.results.parts import Head, Neuron
 from sinkscope.sinks.spikes.components import components
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.edited import Effects
@@ -256,6 +256,15 @@ def _removal(spike: Spike, parts: Parts, left: Float[Tensor, " text"], effects: 
 
 def _layers(spike: Spike, depth: int) -> list[int]:
     return [layer for layer in spike.reading_layers if layer < depth]
+
+
+def reading_heads(survey: Survey, spike: Spike) -> dict[Head, float]:
+    """The heads that `readers_of` counts, with their mean attention to the place, the strongest first."""
+    received = survey.received(spike.mask)[:, :, SpikeTexts.of(survey, spike).rows].mean(-1)
+    found: dict[Head, float] = {}
+    for layer in _layers(spike, survey.target.n_layers):
+        found |= {Head(layer, head): share for head, share in enumerate(received[layer].tolist()) if share > READS}
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
 def readers_of(survey: Survey, spike: Spike, texts: SpikeTexts) -> tuple[int, float | None]:

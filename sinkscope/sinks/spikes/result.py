@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope.measure import Number, Result
-from sinkscope.results.claims import Claims
+from sinkscope.results.claims import Claim, Claims
 from sinkscope.results.parts import Neuron, in_words
+from sinkscope.results.result import number_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes import sentences
 from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, Readers, SinkRate, SpikeResult
@@ -107,7 +108,7 @@ class SpikesFound(Result):
         return rows
 
     def numbers(self) -> list[Number]:
-        """The heads, the spike's ratio, its neurons, and what is left without them."""
+        """The heads, the spike's ratio, its neurons, and what is lost without them."""
         share = self.readers.heads / max(self.readers.total, 1)
         margin = None if self.readers.margin is None else self.readers.margin / max(self.readers.total, 1)
         numbers = [Number("heads", "share of heads that attend to the sink", share, margin=margin, share=True)]
@@ -117,13 +118,16 @@ class SpikesFound(Result):
                 Number("layers", "layers in which it stands out", sentences.run(*self.spike.layers)[1:].strip())
             )
             numbers.append(Number("ratio", "norm of the spike over the typical one", self.spike.ratio))
-        if self.spike is not None and self.spike.needed is not None:
-            needed = self.spike.needed
-            chance = None if needed.random is None else needed.random.left
-            numbers.append(Number("neurons", "neurons that the spike needs", in_words(needed.neurons)))
-            left = Number("left", "share of the spike left without them", needed.left, chance, needed.left_margin, True)
-            numbers.append(left)
+            if self.needed:
+                numbers.append(Number("neurons", "neurons that the spike needs", in_words(self.needed)))
+            numbers += [number_of(claim) for claim in self.claims if about(claim, self.spike)]
         return numbers
+
+
+def about(claim: Claim, spike: SpikeResult) -> bool:
+    """Whether a claim is about this spike: its place, and its layers with the heads that read them."""
+    first, last = spike.layers
+    return claim.place == spike.place.words and set(claim.outcome.layers) <= set(range(first, last + 2))
 
 
 def spike_rows(spike: SpikeResult) -> Table:
