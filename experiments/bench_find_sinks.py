@@ -10,8 +10,7 @@ Rows:
   typical text, the copies, a row of other tokens with one copy at its end, and 22 short rows under edits.
   Each arm is a process of its own on one thread; time runs from load to result, imports are excluded; memory is the
   growth of resident memory from there.
-- `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, and that no tensor of an unread layer is read;
-  with `all_layers`, too.
+- `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, all of whose layers are read.
 - `cold_start`: `sinkscope find-sinks` on the bundled model, from a cold process to the printed table, against
   `python -c "import torch, transformers, transformer_lens"`.
 
@@ -40,7 +39,7 @@ from sinkscope.files.output import write_atomic
 
 REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
 ROWS = ("shallow", "deep", "seven_b", "cold_start")
-ARMS = ("notebook", "plain", "sinkscope", "sinkscope-all")
+ARMS = ("notebook", "plain", "sinkscope")
 
 
 def notebook_arm(folder: str) -> Row:
@@ -198,14 +197,10 @@ def seven_b(folder: Path) -> Row:
     apparent = 0
     for f in folder.iterdir():
         apparent += f.stat().st_size
-    shallow = arm_of("sinkscope", folder)
-    whole = arm_of("sinkscope-all", folder)
     return {
         "apparent_bytes": apparent,
         "planted": planted(folder),
-        "no_unread_layer_touched": shallow["deepest_tensor_read"] < shallow["layers_read"],
-        "default": shallow,
-        "all_layers": whole,
+        "default": arm_of("sinkscope", folder),
     }
 
 
@@ -235,8 +230,8 @@ def main(
         arm: Only run this on the checkpoint in `folder`, as the script does itself in processes of their own.
     """
     if arm is not None:
-        alone = {"notebook": notebook_arm, "plain": plain_arm}.get(arm)
-        print(json.dumps(alone(folder) if alone else sinkscope_arm(folder, "all" in arm)))
+        alone = {"notebook": notebook_arm, "plain": plain_arm, "sinkscope": sinkscope_arm}
+        print(json.dumps(alone[arm](str(folder))))
         return
     rows: dict[str, Callable[[Path], Row]] = {
         "shallow": lambda f: pair(f, 1, rounds),
