@@ -35,7 +35,7 @@ Examples:
 Documentation: {page}"""
 WIDEST_HELP = 120
 """Characters of a line of help where the terminal has room for them."""
-NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
+NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, or a smaller --max-repeats"
 DEBUG = "SINKSCOPE_DEBUG"
 """Variable of the environment that makes unforeseen errors end in their traceback."""
 

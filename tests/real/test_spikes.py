@@ -66,6 +66,7 @@ def test_smollm2_has_the_numbers_of_plain_hooks(smollm2, of_smollm2):
     compare(smollm2, of_smollm2, 1)
 
 
+@pytest.mark.slow
 def test_gemma3_has_the_numbers_of_plain_hooks(gemma3, of_gemma3):
     compare(gemma3, of_gemma3, 4)
 
@@ -82,6 +83,7 @@ def test_smollm2_has_two_spikes_of_which_two_and_three_neurons_are_needed(of_smo
     assert of_smollm2.bos.heads >= 0.9 * of_smollm2.readers.heads  # the sink does not need the token
 
 
+@pytest.mark.slow
 def test_gemma3_is_a_relay_of_which_the_first_neuron_is_needed(of_gemma3):
     relay, start = of_gemma3.first_spikes
     assert relay.layers == (3, 16) and relay.dims == (163,)
@@ -104,12 +106,14 @@ def test_what_is_said_of_smollm2(of_smollm2):
     assert "Either one is enough" in lines[1] and "gone" not in " ".join(lines)
 
 
+@pytest.mark.slow
 def test_what_is_said_of_gemma3(of_gemma3):
     lines = [of_gemma3.conclusion(), *of_gemma3.details()]
     assert "(0 without <bos>)" in lines[0]
     assert lines[1].startswith("Layers 3-16: L3.N1414 (12%), ") and "Without L3.N1414, " in lines[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["code", "table", "license"])
 def test_smollm2_needs_the_same_neurons_on_other_texts_and_seeds(smollm2, kind, tmp_path):
     texts = {

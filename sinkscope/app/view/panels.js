@@ -20,13 +20,13 @@ const FOLDED = 12; // parts of a step that are shown at once
 
 /** The steps of a spike's circuit, from what marks the place to the heads that read it: a title and parts. */
 function circuitSteps({ place, layers, peak, ratio, marks, writers, readers, sentence }) {
-  const left = (part) => part.left === null ? null : `${percent(Math.max(0, part.left))} left without it`;
+  const left = (part, then) => part.left === null ? null : `${percent(Math.max(0, part.left))} left${then}`;
   const run = layers[0] === layers[1] ? `layer ${layers[0]}` : `layers ${layers[0]}-${layers[1]}`;
   const spike = { name: "spike", words: [`a large norm in ${run}:`, `${Number(ratio.toPrecision(2))} times the typical one after layer ${peak}`] };
   const heads = readers.length === 1 ? `The head that reads ${place}` : `The ${readers.length} heads that read ${place}`;
   const steps = [
-    ["What marks the place; and what is left of the spike if it is replaced there", marks.map((part) => ({ name: part.name, words: [left(part)] }))],
-    [`What writes the spike, with its share. ${sentence}`, writers.map((part) => ({ name: part.name, words: [`${percent(part.share)} of it`, left(part)] }))],
+    ["What marks the place; and what is left of the spike if it is replaced there", marks.map((part) => ({ name: part.name, words: [left(part, "")] }))],
+    [`What writes the spike, with its share. ${sentence}`, writers.map((part) => ({ name: part.name, words: [`${percent(part.share)} of it`, left(part, " without it")] }))],
     ["", [spike]],
     [`${heads}; and the attention that it gets from each`, readers.map((part) => ({ name: part.name, words: [percent(part.share)] }))],
   ];

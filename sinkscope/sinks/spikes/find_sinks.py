@@ -40,9 +40,7 @@ LATER = 16  # later queries that a place needs to be judged by its attention
     loading="fits",
     figure=draw,
 )
-def find_sinks(
-    setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: Natural | None = None
-) -> FindSinks:
+def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: Natural | None = None) -> FindSinks:
     """Find the norm spikes of a model, what writes them, what they need, and the heads that attend to their places.
 
     A spike is a place, a direction in the residual stream and a run of layers. Typical text is read once; what each

@@ -120,7 +120,9 @@ class SpikesFound(Result):
             numbers.append(Number("ratio", "norm of the spike over the typical one", self.spike.ratio))
             if self.needed:
                 numbers.append(Number("neurons", "neurons that the spike needs", in_words(self.needed)))
-            numbers += [number_of(claim) for claim in self.claims if about(claim, self.spike)]
+            own = [claim for claim in self.claims if about(claim, self.spike)]
+            own.sort(key=lambda claim: claim.outcome.kind != "attention")  # what the conclusion is about comes first
+            numbers += map(number_of, own)
         return numbers
 
 
