@@ -21,7 +21,6 @@ from sinkscope.models.modules.linear import brought
 from sinkscope.models.norms import norms_of
 from sinkscope.models.target import NOT_READ, Entering, Target
 
-NEUTRAL_ELEMENTS = 1 << 24  # most activations of typical text that are kept: 64 MB
 COLUMNS_AT_ONCE = 1024  # columns of a down projection that are read together
 
 
@@ -170,21 +169,6 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
             numbers = (neurons[own] - expert * target.d_mlp).tolist()
             written[own] = w_out(target, layer, numbers, None if expert == count else expert).to(neurons.device)
     return written
-
-
-def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"], entering: Entering = NOT_READ) -> LayerView:
-    """The layer on typical text without first tokens, at as many positions as 64 MB of activations allow.
-
-    Args:
-        target: The model.
-        layer: The layer.
-        ids: The text.
-        entering: What entered each layer when the text was read.
-    """
-    where = torch.ones_like(ids, dtype=torch.bool)
-    where[:, 0] = False
-    rows = max(1, NEUTRAL_ELEMENTS // (target.d_mlp * max(1, target.n_experts(layer)) * ids.shape[1]))
-    return view_layer(target, layer, ids[:rows], where[:rows], entering)
 
 
 def neutral_post(target: Target, text: LayerView, number: int) -> float:

@@ -90,6 +90,14 @@ class GuardedRows:
     count: int = 0
 
 
+def ids_of_setting(settings: Any, name: str) -> list[int]:
+    """The token ids that a setting of the generation gives: none, one or several."""
+    given = getattr(settings, name, None)
+    if given is None:
+        return []
+    return torch.as_tensor(given).reshape(-1).tolist()
+
+
 def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[[], Monitor]:
     """Return a function that makes monitors, which tell numbers and signs from words if there is a tokenizer."""
     if tokenizer is None:

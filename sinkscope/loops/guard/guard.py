@@ -21,7 +21,8 @@ from sinkscope.kv.cache import CacheLayer, check_order
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.pieces import Rewinder
 from sinkscope.kv.session import Session
-from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, largest_probability, monitors, push
+from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting
+from sinkscope.loops.guard.detect import largest_probability, monitors, push
 from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.guard.words import Words, words_of
@@ -352,8 +353,8 @@ class Guarding:
     def _new_rows(self, moment: Moment, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:
         prompt: list[int] = (moment.call.columns[:, :seen].amax(1) + 1).tolist()
         settings = self.session.generation.settings or getattr(self.run.target.hf, "generation_config", None)
-        stops = _ids_of(settings, "eos_token_id")
-        ends = {*stops, *_ids_of(settings, "pad_token_id")}
+        stops = ids_of_setting(settings, "eos_token_id")
+        ends = {*stops, *ids_of_setting(settings, "pad_token_id")}
         tokenizer = self.run.target.available_tokenizer
         monitor = monitors(self.settings, tokenizer)
         rows: list[WatchedRow] = []
@@ -453,14 +454,6 @@ class Guarding:
             return 0
         rewinder.allowance[number] -= count
         return count
-
-
-def _ids_of(settings: Any, name: str) -> list[int]:
-    """The token ids that a setting of the generation gives: none, one or several."""
-    given = getattr(settings, name, None)
-    if given is None:
-        return []
-    return torch.as_tensor(given).reshape(-1).tolist()
 
 
 def _repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | None]:
