@@ -21,8 +21,7 @@ from sinkscope.kv.cache import CacheLayer, check_order
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.pieces import Rewinder
 from sinkscope.kv.session import Session
-from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting
-from sinkscope.loops.guard.detect import largest_probability, monitors, push
+from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors, push
 from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.guard.words import Words, words_of
