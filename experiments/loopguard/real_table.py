@@ -28,6 +28,7 @@ from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import tail_period
+from sinkscope.measure.rate import mean_known, wilson
 
 LAST, NEARLY, BACK, ALIKE = 8, 6, 12, 0.8
 LATEST = 200
@@ -61,22 +62,11 @@ def different(tokens: Sequence[int], size: int = 4) -> float | None:
 
 
 def interval(hits: int, cases: int) -> list[float]:
-    """Wilson's interval of 95 %."""
+    """Wilson's interval of 95 %; everything of no cases."""
     if not cases:
         return [0.0, 1.0]
-    z, share = 1.96, hits / cases
-    centre = share + z * z / (2 * cases)
-    spread = z * ((share * (1 - share) + z * z / (4 * cases)) / cases) ** 0.5
-    scale = 1 + z * z / cases
-    return [round((centre - spread) / scale, 4), round((centre + spread) / scale, 4)]
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    """The mean of those that are there."""
-    there = [value for value in values if value is not None]
-    if not there:
-        return None
-    return sum(there) / len(there)
+    rate = wilson(hits, cases)
+    return [round(rate.low, 4), round(rate.high, 4)]
 
 
 def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
@@ -124,7 +114,7 @@ def table(outputs: list[Row], tokenizer: Any) -> dict[str, dict[str, Row]]:
         row["exact_interval"] = interval(row["exact"], len(each))
         row["near_interval"] = interval(row["near"], len(each))
         for name in ("behind", "distinct", "cost", "acts"):
-            row[name] = mean([one[name] for one in each])
+            row[name] = mean_known([one[name] for one in each])
         quiet = [one for one in each if not one["acted"] and not one["taken"]]
         row["quiet"] = len(quiet)
         row["quiet_unchanged"] = sum(one["unchanged"] for one in quiet)
@@ -133,7 +123,7 @@ def table(outputs: list[Row], tokenizer: Any) -> dict[str, dict[str, Row]]:
     healthy: list[float | None] = []
     for half in HALVES:
         healthy += [one["distinct"] for one in judgements[half, FULL] if not one["exact"] and not one["near"]]
-    rows["healthy"]["text"] = {"distinct": mean(healthy), "outputs": len(healthy)}
+    rows["healthy"]["text"] = {"distinct": mean_known(healthy), "outputs": len(healthy)}
     return dict(rows)
 
 

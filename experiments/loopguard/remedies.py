@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from experiments.loopguard.openings import FORMS, openings
 from experiments.record import Row, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.loops import first_alarm
+from sinkscope.loops.dry import DRY
 from sinkscope.loops.generate import generate, padded
 from sinkscope.loops.guard import LoopGuard, LoopReporter, Retention
 from sinkscope.opening.load import load
@@ -31,33 +32,6 @@ UNALARMED = 48
 READ, CONFIDENT = 400, 0.9
 BUDGET = 256
 """Of the printed guard: it is as far below the length of these outputs as the paper's is below that of its own."""
-
-
-class DryProcessor(LogitsProcessor):
-    """DRY (p-e-w 2024): a token that prolongs a repetition of n tokens loses `strength * base ** (n - allowed)`."""
-
-    def __init__(self, strength: float = 0.8, base: float = 1.75, allowed: int = 2, longest: int = 64) -> None:
-        self._strength = strength
-        self._base = base
-        self._allowed = allowed
-        self._longest = longest
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Scores with the penalties."""
-        scores = scores.clone()
-        for row, ids in enumerate(input_ids.tolist()):
-            lengths: dict[int, int] = {}
-            for end in range(len(ids) - 1):
-                if ids[end] != ids[-1]:
-                    continue
-                length = 1
-                while length < min(end + 1, self._longest) and ids[end - length] == ids[-1 - length]:
-                    length += 1
-                lengths[ids[end + 1]] = max(length, lengths.get(ids[end + 1], 0))
-            for token, length in lengths.items():
-                if length >= self._allowed:
-                    scores[row, token] -= self._strength * self._base ** (length - self._allowed)
-        return scores
 
 
 class WideGuard(LoopGuard):
@@ -112,7 +86,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "temperature 0.7": lambda: {"do_sample": True, "temperature": 0.7, "top_k": 0},
     "repetition penalty 1.1": lambda: {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.1)]},
     "no-repeat-6": lambda: {"logits_processor": [NoRepeatNGramLogitsProcessor(6)]},
-    "DRY": lambda: {"logits_processor": [DryProcessor()]},
+    "DRY": lambda: {"logits_processor": [DRY()]},
     "stop": dict,
 }
 
