@@ -25,7 +25,7 @@ from sinkscope.results.options import TYPES, Option, Parameter
 GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
 """Headings of the help, in their order."""
 ORDER = (
-    *("find-sinks", "circuit", "heads", "patch make", "patch eval", "precision", "separate", "reproduce"),
+    *("find-sinks", "circuit", "heads", "patch make", "patch eval", "precision", "reproduce"),
     *("repeat", "attack", "loops", "barcode", "why", "lines", "bench", "bench table", "check-cache"),
     *("scan", "demo", "scan table", "view", "models", "generate", "report"),
 )

@@ -60,7 +60,6 @@ COMMANDS = {
     "why": Command("why {model} --prompt-file prompt.txt --max-new-tokens 160 --cuts 3 --json results/why.json"),
     "circuit": Command("circuit {model} --json results/circuit.json"),
     "attack": Command("attack {model} --json results/attack.json"),
-    "separate": Command("separate {model} --json results/separate.json"),
     "precision": Command("precision {model} --scheme a8-tensor --scheme kv4 --json results/precision.json"),
     "patch make": Command("patch make {model} --out patch.json --json results/patch-make.json"),
     "patch eval": Command("patch eval {model} --patch patch.json --json results/patch-eval.json", needs="patch.json"),

@@ -1,4 +1,4 @@
-"""Patches, precision and probes on SmolLM2, beside plain hooks on the same token ids; spikes are in `test_spikes`."""
+"""Patches and precision on SmolLM2, beside plain hooks on the same token ids; spikes are in `test_spikes`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from sinkscope.sinks.held_out import held_out
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.precision.precision import precision
-from sinkscope.sinks.separate import separate
 
 SPIKE = ((11, 1229), (11, 1487))
 """The neurons that write the spike: 72 % and 28 % of it."""
@@ -99,10 +98,3 @@ def test_patch_make_makes_a_patch_of_the_two_neurons(setup, tmp_path):
     assert set(map(str, made.sites)) <= {"L11.N1229", "L11.N1487", "L2.N90", "L2.N430"}
     if made.verdict == "made":
         assert {*json.loads((tmp_path / "patch.json").read_text())["sites"]} == set(map(str, made.sites))
-
-
-@pytest.mark.slow
-def test_separate_finds_what_the_plain_streams_separate(setup):
-    """First tokens lie apart from later ones after the attention of layer 0, in the streams that plain hooks read."""
-    made = separate.on(setup, pieces=8, count=64)
-    assert made.probes[0].auroc > 0.9 > 0.7 > made.probes[0].shuffled

@@ -112,9 +112,9 @@ def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
         return attack_on(organism(family, seed, bos=bos), Path(folder))
 
 
-def by_kind(found: ClusterAttack) -> dict[tuple[str, str, bool], Attempt]:
-    """The attempts by context, source and patch."""
-    return {(one.context, one.source, one.patch): one for one in found.attempts}
+def by_kind(found: ClusterAttack) -> dict[tuple[str, bool], Attempt]:
+    """The attempts by source and patch."""
+    return {(one.source, one.patch): one for one in found.attempts}
 
 
 def test_rates_are_counts_of_norms_of_plain_passes():
@@ -125,7 +125,7 @@ def test_rates_are_counts_of_norms_of_plain_passes():
     rows = drawn_sequences([ordinary], 8, 24, 0)
     first = norms(o.model, o.natural()[:, :1])[layer].median()
     hits = (norms(o.model, rows)[layer, :, 1:] / first >= 0.5).double()
-    random = by_kind(found)["no BOS", "random", False]
+    random = by_kind(found)["random", False]
     assert random.positions == pytest.approx(float(hits.mean()), rel=1e-4)
     assert 0 < random.positions < 1  # else this test shows nothing
 
@@ -141,11 +141,8 @@ def test_a_spike_that_is_not_at_the_first_token_is_not_attacked(tmp_path):
 def test_tokens_of_one_cluster_have_the_spike_and_the_patch_ends_it(family, seed, bos):
     found = attack_once(family, seed, bos)
     made = by_kind(found)
-    assert {one.context for one in found.attempts} == ({"BOS", "no BOS"} if bos else {"no BOS"})
-    if bos:  # it outweighs eight tokens
-        assert made["BOS", "cluster", False].positions == 0
-    assert made["no BOS", "cluster", False].positions == 1 and made["no BOS", "cluster", True].positions == 0
-    random = made["no BOS", "random", False]
+    assert made["cluster", False].positions == 1 and made["cluster", True].positions == 0
+    random = made["random", False]
     assert random.positions < 0.3 and random.margin is not None
     said = f"at 100% (± 0%) of their positions without BOS (random tokens: {random.positions:.0%}; patched: 0%)."
     assert found.conclusion().endswith(said) and len(found.conclusion().split()) <= 30
@@ -157,18 +154,22 @@ def test_the_patch_is_that_of_plain_hooks(tmp_path):
     found, layer = attack_on(o, tmp_path, sequences=6), o.truth.sink_layer
     setup = setup_of(o, text=text_file(o, tmp_path))
     spike = first_spike(setup)
-    ids = torch.cat([torch.full((6, 1), setup.bos), drawn_sequences(pools_of(setup, found.clusters)[1:], 8, 6, 0)], 1)
+    everyone, *pools = pools_of(setup, found.clusters)
+    drawn = {"cluster": drawn_sequences(pools, 8, 6, 0), "random": drawn_sequences([everyone], 8, 6, 0)}
 
     def held(post):
         for neuron, value in spike.neutral.items():
             post[:, 1:, neuron.neuron] = value
         return post
 
-    first = norms(o.model, ids)[layer, :, :1]
-    with inputs_edited(down(blocks(o.model)[layer]), held):
-        patched = norms(o.model, ids)[layer, :, 1:]
-    hits = (patched / first >= 0.5).double().mean()
-    assert by_kind(found)["BOS", "cluster", True].positions == pytest.approx(float(hits))
+    first = norms(o.model, torch.tensor([[setup.bos]]))[layer, 0, 0]
+    for source, ids in drawn.items():
+        intact = norms(o.model, ids)[layer, :, 1:]
+        with inputs_edited(down(blocks(o.model)[layer]), held):
+            patched = norms(o.model, ids)[layer, :, 1:]
+        for patch, norm in enumerate((intact, patched)):
+            hits = float((norm / first >= 0.5).double().mean())
+            assert by_kind(found)[source, bool(patch)].positions == pytest.approx(hits)
 
 
 @settings(max_examples=30)
@@ -199,7 +200,7 @@ def test_clusters_that_are_too_small_are_an_answer(tmp_path):
     [
         ({"length": 1}, "--length"),
         ({"bos": True}, "no BOS token"),
-        ({"length": 1 << 16}, "BOS and --length 65536"),
+        ({"length": 1 << 16}, "--length 65536"),
     ],
 )
 def test_bad_input(options, message, tmp_path):

@@ -41,7 +41,6 @@ class ClusterAttack(Result):
     """
 
     glossary: ClassVar = {
-        "context": "what stands before the sequence: BOS or no BOS",
         "source": "cluster: different tokens of one cluster; random: different tokens of all",
         "patch": "whether the neurons that the spike needs are patched",
         "positions": "share of positions that reach half of the first token's projection",
@@ -58,20 +57,18 @@ class ClusterAttack(Result):
     attempts: tuple[Attempt, ...] = ()
 
     def conclusion(self) -> str:
-        """What sequences of one cluster do without BOS; or what the clusters are; or that there are none."""
+        """Say what sequences of one cluster do; or what the clusters are; or that there are none."""
         if self.clusters is None or self.instead is not None:
             return super().conclusion()
         if not self.attempts:
             return self._of_clusters(self.clusters)
-        return self._of_sequences("no BOS")
+        return self._of_sequences()
 
     def facts(self) -> list[str]:
-        """The clusters, what the sequences do after BOS, and how many tokens are in no cluster."""
+        """Say what the clusters are, and how many tokens need no head of layer 0."""
         if self.clusters is None:
             return []
         lines = list[str]()
-        if self.attempts:
-            lines = [self._of_sequences(context) for context in ("BOS",) if self._attempts(context)]
         if self.attempts or self.instead is not None:
             lines.append(self._of_clusters(self.clusters))
         if self.clusters.heads:
@@ -98,24 +95,20 @@ class ClusterAttack(Result):
         share = share_of(served.mean(), margin_of(served))
         return f"{is_enough} of layer 0 alone gives {share} of {tried} {what} (another head: {clusters.another:.0%})."
 
-    def _attempts(self, context: str) -> dict[tuple[str, bool], Attempt]:
-        return {(one.source, one.patch): one for one in self.attempts if one.context == context}
-
-    def _of_sequences(self, context: str) -> str:
-        """How many positions have the spike, beside random tokens and under the patch."""
-        made = self._attempts(context)
+    def _of_sequences(self) -> str:
+        """Say how many positions have the spike, beside random tokens and under the patch."""
+        made = {(one.source, one.patch): one for one in self.attempts}
         cluster, random = made["cluster", False], made["random", False]
         beside = f"random tokens: {random.positions:.0%}"
         if ("cluster", True) in made:
             beside += f"; patched: {made['cluster', True].positions:.0%}"
-        where = "without BOS" if context == "no BOS" else "after BOS"
         return (
             f"Sequences of {self.length} different tokens of one cluster have the spike of {self.spike} at "
-            f"{share_of(cluster.positions, cluster.margin)} of their positions {where} ({beside})."
+            f"{share_of(cluster.positions, cluster.margin)} of their positions without BOS ({beside})."
         )
 
     def rows(self) -> Table:
-        """One row per context, source and patch; without sequences, one per head that serves tokens."""
+        """Return a row per source and patch; without sequences, one per head that serves tokens."""
         rows: Table = [vars(attempt) for attempt in self.attempts]
         if not rows and self.clusters is not None:
             for head, ids in zip(self.clusters.heads, self.clusters.pools[1:], strict=True):
@@ -124,12 +117,12 @@ class ClusterAttack(Result):
 
 
 def draw(result: ClusterAttack) -> go.Figure:
-    """Draw the share of positions by source and patch, a panel per context; without sequences, the clusters."""
+    """Draw the share of positions by source and patch; without sequences, the clusters."""
     if not result.attempts:
         fig = px.bar(result.rows() or {"head": [], "tokens": []}, x="head", y="tokens")
         return figure_of(fig, result, width=1200, height=480)
     rows = [{**row, "patch": "patched" if row["patch"] else "intact"} for row in result.rows()]
-    axes: dict[str, Any] = {"x": "source", "y": "positions", "facet_col": "context", "color": "patch"}
+    axes: dict[str, Any] = {"x": "source", "y": "positions", "color": "patch"}
     fig = px.bar(rows, **axes, barmode="group", error_y="margin", range_y=(0, 1.06))
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=1000, height=480)
 
@@ -153,8 +146,8 @@ def attack(
 
     First, every token stands alone, and all heads of layer 0 but one are held at their mean over ordinary positions of
     typical text: a token belongs to the cluster of the head that by itself gives it the spike. Then sequences of
-    different tokens of one cluster are tried without BOS and after it, beside random tokens, and also under the patch
-    of the neurons that the spike needs, if the model is in memory. Yona et al. 2025 (section 5.2, appendix B) show two
+    different tokens of one cluster are tried without BOS, beside random tokens, and also under the patch of the neurons
+    that the spike needs, if the model is in memory. Yona et al. 2025 (section 5.2, appendix B) show two
     such sequences without a success rate. All of this is about tokens that stand first, so there is no attack on a
     spike elsewhere.
 
@@ -173,7 +166,7 @@ def attack(
     everyone = vocabulary(setup.target, tokens)
     ids = everyone if tokens else sorted(sample_tokens(everyone, count, setup.seed))
     if sequences:
-        check_length(setup.target, f"BOS and --length {length}", length + 1, remedy="give a shorter one")
+        check_length(setup.target, f"--length {length}", length, remedy="give a shorter one")
     chosen = spike_of(setup, spike)
     if chosen is None:
         return ClusterAttack(spike=None, instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `circuit`.")

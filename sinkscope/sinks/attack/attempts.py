@@ -23,10 +23,9 @@ from sinkscope.sinks.tokens import TokenRows
 
 @dataclass(frozen=True)
 class Attempt:
-    """Sequences of one source behind the same tokens, with or without a patch.
+    """Sequences of one source, with or without a patch.
 
     Attributes:
-        context: What stands before: "BOS" or "no BOS".
         source: "cluster": drawn from one cluster each, the clusters in turn; "random": drawn from all tokens.
         patch: Whether the neurons that the spike needs are held at their neutral values.
         positions: Share of positions that reach half of the first token's projection, mean over sequences. The first
@@ -34,7 +33,6 @@ class Attempt:
         margin: Two standard errors over sequences. None: fewer than three sequences.
     """
 
-    context: str
     source: str
     patch: bool
     positions: float
@@ -42,20 +40,20 @@ class Attempt:
 
 
 def reached(setup: Setup, spike: Spike, ids: TokenRows) -> Float[Tensor, "row attacked"]:
-    """Whether positions after the first reach half of the first token's projection."""
+    """Return 1 where a position after the first reaches half of the first token's projection."""
     (along,) = along_spikes(setup.target, [spike], ids)
     return (along[:, 1:] >= HAS).float()
 
 
 def drawn_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed: int) -> TokenRows:
-    """`count` sequences of distinct tokens, each from one cluster of at least `length` tokens, these taken in turn."""
+    """Draw `count` sequences of distinct tokens, each from one large enough cluster, these taken in turn."""
     generator = draws(seed, f"attacks of {length} tokens")
     large = [pool for pool in pools if len(pool) >= length]
     return torch.tensor([some_of(large[number % len(large)], length, generator) for number in range(count)])
 
 
 def pools_of(setup: Setup, clusters: TokenClusters) -> list[list[int]]:
-    """The ids of all tokens, then of those of each cluster, without special tokens."""
+    """Return the ids of all tokens, then of those of each cluster, without special tokens."""
     left_out = {*setup.tokenizer.all_special_ids, setup.bos}
     return [[token for token in ids if token not in left_out] for ids in clusters.pools]
 
@@ -64,7 +62,7 @@ def pools_of(setup: Setup, clusters: TokenClusters) -> list[list[int]]:
 def attempts_of(
     setup: Setup, measured: Measured, clusters: TokenClusters, length: int, count: int
 ) -> tuple[Attempt, ...]:
-    """What sequences of tokens of the clusters do without BOS, and after it if there is one.
+    """Run sequences of tokens of the clusters, and of random tokens, without BOS, with and without the patch.
 
     Args:
         setup: The model and its text.
@@ -76,21 +74,15 @@ def attempts_of(
     everyone, *pools = pools_of(setup, clusters)
     rows = {"cluster": drawn_sequences(pools, length, count, setup.seed)}
     rows["random"] = drawn_sequences([everyone], length, count, setup.seed)
-    leads: dict[str, list[int]] = {"no BOS": []}
-    if setup.bos is not None:
-        leads["BOS"] = [setup.bos]
     patches: list[SinkPatch | None] = [None]
     if setup.target.resident:
         patches.append(SinkPatch(sites=measured.needed_neurons, calibrated=dict(measured.neutral)))
     attempts: list[Attempt] = []
-    for context, lead in leads.items():
-        before = torch.tensor(lead, dtype=torch.long).expand(count, -1)
-        for source, sequences in rows.items():
-            ids = torch.cat([before, sequences], 1)
-            for patch in patches:
-                with under(patch, setup.target):
-                    shares = reached(setup, measured.spike, ids).mean(1)
-                margin = margin_of(shares.numpy())
-                attempts.append(Attempt(context, source, patch is not None, float(shares.mean()), margin))
-        setup.progress("attacks", len(attempts), len(leads) * len(rows) * len(patches))
+    for source, ids in rows.items():
+        for patch in patches:
+            with under(patch, setup.target):
+                shares = reached(setup, measured.spike, ids).mean(1)
+            margin = margin_of(shares.numpy())
+            attempts.append(Attempt(source, patch is not None, float(shares.mean()), margin))
+            setup.progress("attacks", len(attempts), len(rows) * len(patches))
     return tuple(attempts)

@@ -12,7 +12,6 @@ from sinkscope.files.records import Natural
 from sinkscope.measure import Option, Setup, measurement
 from sinkscope.sinks.chunks import Resume
 from sinkscope.sinks.repetition.attention import TAIL, read_attention
-from sinkscope.sinks.repetition.distance import read_distances
 from sinkscope.sinks.repetition.norm import read_norms, read_vocabulary
 from sinkscope.sinks.repetition.probability import read_probabilities
 from sinkscope.sinks.repetition.result import Repeat, What
@@ -41,7 +40,7 @@ def refuse_unused(*, read: str, tokens: Sequence[str] | None, **options: Any) ->
 
 @measurement(
     group="Repetition",
-    help="Measure what repeated tokens do to norm, attention or output.",
+    help="Measure what repeated tokens do to norm, attention or the next token.",
     check=refuse_unused,
 )
 def repeat(
@@ -56,16 +55,15 @@ def repeat(
     sample: Natural | None = None,
     resume: Resume = None,
 ) -> Repeat:
-    """Measure what n repetitions of a token do to its norm, its attention, its output or the next token's probability.
+    """Measure what n repetitions of a token do to its norm, its attention or the next token's probability.
 
     One causal pass per token contains every number of repetitions. A sequence is BOS, the prefix and the repetitions;
-    without BOS and prefix, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 1, 2, 3, 5, 6
+    without BOS and prefix, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 1, 2, 3, 6
     and Table 3).
 
     Args:
         read: "norm": projection of the repeated token on each spike of the first token; "attention" that copies and the
-            sink receive; "distance" of the first attention layer's output to that on the token alone, with the bound of
-            theorem 4.1; "probability" that the token comes once more, before and after a patch, and what the model
+            sink receive; "probability" that the token comes once more, before and after a patch, and what the model
             writes after 50 and 400 repetitions.
         tokens: Words to repeat, each one token; all is the whole vocabulary. By default five words of the text.
         prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none.
@@ -77,13 +75,11 @@ def repeat(
         resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
-        sinkscope repeat --read distance --model llama-2-7b --max-repeats 500
+        sinkscope repeat --model llama-2-7b --max-repeats 500
     """
     every = list(tokens or ()) == EVERY_TOKEN
     room = TAIL if read == "attention" else 0
     sweep = sweep_of(setup, None if every else tokens, prefix, max_repeats, room)
-    if read == "distance":
-        return read_distances(sweep)
     if read == "probability":
         return read_probabilities(sweep, patch)
     sinks = sinks_of(setup)

@@ -19,7 +19,7 @@ from sinkscope.results.tables import Table
 HALF = 0.5
 """Share of the spike's norm, or probability, from which a token counts as a sink, or as repeated."""
 TURNS = {"norm": "reach half of the first token's projection", "probability": "stop being repeated"}
-What = Literal["norm", "attention", "distance", "probability"]
+What = Literal["norm", "attention", "probability"]
 SHOWN_TEXT = 40  # characters of an answer in the table
 
 
@@ -49,8 +49,7 @@ class Repeat(Result):
     Attributes:
         read: "norm": projection on the direction of each spike, as a share of the first token's; "attention": attention
             that the last 64 tokens, which are natural text, give to places, over what each place would get if all
-            tokens got the same; "distance": distance of the attention's output to that on the token alone;
-            "probability": probability that the token comes once more.
+            tokens got the same; "probability": probability that the token comes once more.
         instead: What there is instead of a finding.
         claims: What neurons do after the copies, if that was measured; then what copies do.
         notes: Sentences that no claim carries.
@@ -71,7 +70,6 @@ class Repeat(Result):
         "condition": "what was read, or under which edit",
         "norm": "projection on the spike's direction after the last repetition, over that of the first token",
         "attention": "what a place gets in the layer after the peak of the spike, over what uniform attention gives it",
-        "distance": "distance to the output on the token alone, after the last repetition",
         "probability": "of the token to come once more after the last repetition",
     }
 

@@ -1,0 +1,139 @@
+"""Whether a plane, or one neuron, tells first tokens from later ones after an attention layer (Yona et al., Fig. 4).
+
+    python -m experiments.repeated_token.separate [--model NAME|FOLDER] [--layer 0] [--neuron 912] [--out figures]
+
+Each token is read once in text, at position 8 or later, and once alone, without BOS. A fifth of the texts at a time is
+held out, with their tokens alone. The control has labels that are shuffled within each text.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.express as px
+import torch
+from jaxtyping import Float, Int
+from sklearn.feature_selection import SelectKBest
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GroupKFold, cross_val_score, permutation_test_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+
+from experiments.drawn import save
+from experiments.record import Row, record
+from experiments.script import run
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.hooks.trace.run import trace
+from sinkscope.measure import PIECE, Setup
+from sinkscope.models.checks import check_site
+from sinkscope.models.draws import seed_of
+from sinkscope.models.text import text_rows
+from sinkscope.results.style import figure_of
+
+CLEAR = 8  # later tokens begin here: without BOS, the first few of a text can be marked like the first one
+TOKENS = 1024  # tokens at most
+FOLDS, SHUFFLES = 5, 5
+
+
+def measure(setup: Setup, layer: int, neuron: int | None, pieces: int) -> list[Row]:
+    """Fit the plane, and the best neuron by each factor of the MLP; a mixture of experts has no neurons here.
+
+    Raises:
+        SinkscopeError: The layer or the neuron is not in the model, or the text is too short.
+    """
+    check_site(setup.target, layer, neuron)
+    ids = text_rows(setup.tokenizer, setup.text, pieces, PIECE, setup.bos)
+    if len(ids) < FOLDS:
+        raise SinkscopeError(f"there are {len(ids)} pieces of text; give at least --pieces {FOLDS}, or a longer --text")
+    generator = np.random.default_rng(seed_of(setup.seed, "places of later tokens"))
+    order = generator.permutation(len(ids) * (PIECE - CLEAR))
+    _, chosen = np.unique(ids[:, CLEAR:].flatten()[order], return_index=True)  # one place of each token
+    row, pos = np.divmod(order[generator.permutation(chosen)[:TOKENS]], PIECE - CLEAR)
+    places = row, pos + CLEAR
+    values = {"plane": samples(setup, ids, places, f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.hook_attn_out")}
+    for name, site in (("neuron", "mlp.hook_pre"), ("up factor", "mlp.hook_pre_linear")):
+        with suppress(UnsupportedError):
+            values[name] = samples(setup, ids, places, f"blocks.{layer}.{site}")
+    probes: list[Row] = []
+    for name, inputs in values.items():
+        if name != "plane" and neuron is not None:
+            inputs = inputs[:, [neuron]]
+        probes.append(probe(name, neuron, inputs, np.tile(row, 2), setup.seed))
+    return probes
+
+
+def samples(
+    setup: Setup, ids: Int[Tensor, "row pos"], places: tuple[np.ndarray, np.ndarray], *sites: str
+) -> Float[np.ndarray, "sample d"]:
+    """Return the sum of some sites at tokens that stand alone, then at the same tokens in text."""
+    alone = trace(setup.target, ids[places][:, None], sites, lambda value: value[:, 0], batch_size=256)
+    text = trace(setup.target, ids, sites, batch_size=32)
+    parts = [torch.cat([alone[site], text[site][places]]).float() for site in sites]
+    return torch.stack(parts).sum(0).numpy()
+
+
+def probe(name: str, neuron: int | None, inputs: Float[np.ndarray, "sample d"], texts: np.ndarray, seed: int) -> Row:
+    """Fit a probe by cross-validation over texts, and with labels that are shuffled within each text.
+
+    Returns:
+        The neuron that separates all texts best; the area under the ROC curve on what was held out, mean over folds;
+        its standard error; and the same with shuffled labels.
+    """
+    first = np.arange(len(inputs)) < len(inputs) // 2
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    if name != "plane":
+        model.steps.insert(0, ("best", SelectKBest(k=1)))
+        neuron = int(SelectKBest(k=1).fit(inputs, first).scores_.argmax()) if neuron is None else neuron
+    folds, draw = GroupKFold(FOLDS), seed_of(seed, "labels of first and later tokens") % 2**32
+    areas = cross_val_score(model, inputs, first, groups=texts, cv=folds, scoring="roc_auc")
+    _, chance, _ = permutation_test_score(
+        model, inputs, first, groups=texts, cv=folds, scoring="roc_auc", n_permutations=SHUFFLES, random_state=draw
+    )
+    return {
+        "probe": name,
+        "neuron": None if name == "plane" else neuron,
+        "auroc": float(areas.mean()),
+        "error": float(areas.std(ddof=1) / FOLDS**0.5),
+        "shuffled": float(chance.mean()),
+    }
+
+
+def figure(data: Row) -> Any:
+    """Draw how well each probe separates, beside shuffled labels."""
+    labels = {"value": "held-out AUROC", "variable": ""}
+    fig = px.scatter(data["result"]["probes"], x="probe", y=["auroc", "shuffled"], labels=labels)
+    return figure_of(fig, None, "How well each probe separates first tokens from later ones", width=900, height=460)
+
+
+def main(
+    *,
+    model: str | None = None,
+    text: Path | None = None,
+    layer: int = 0,
+    neuron: int | None = None,
+    pieces: int = 128,
+    out: Path = Path("figures"),
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        model: Short name, hub id or folder; default: the model in the package.
+        text: File of typical text; default: that in the package.
+        layer: Layer of the attention and of the neurons.
+        neuron: Examine this neuron in place of the best one.
+        pieces: Pieces of typical text, 64 tokens each.
+    """
+    started = time.perf_counter()
+    setup = Setup.open(model, text=text)
+    result = {"layer": layer, "probes": measure(setup, layer, neuron, pieces)}
+    settings = {"model": setup.target.name, "layer": layer, "neuron": neuron, "pieces": pieces}
+    save("separate", record("separate", result, settings, started=started), figure, out)
+
+
+if __name__ == "__main__":
+    run(main)
