@@ -30,6 +30,7 @@ from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 
 CONTROL_DRAWS = 3  # random sets of as many heads
 NAMED = 6  # heads that a sentence names
+RAISED = 1.1  # of the spike, from which random heads are said to work against it
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class MarkingHeads(Result):
     random: float | None = None
 
     def conclusion(self) -> str:
-        """The heads that mark, or that none does, with what is left without them."""
+        """Say which heads mark, or that none does, with what is left without them."""
         if self.every is None:
             return super().conclusion()
         tokens = count_of(len(self.tokens), "token")
@@ -106,7 +107,7 @@ class MarkingHeads(Result):
         return f"the spike of {self.spike}"
 
     def facts(self) -> list[str]:
-        """How many tokens were tried, and what is left without all heads."""
+        """Say how many tokens were tried, what is left without all heads, and which heads work against the spike."""
         if self.spike is None:
             return []
         tried = count_of(len(self.tokens) + len(self.silent), "token")
@@ -114,10 +115,10 @@ class MarkingHeads(Result):
         if self.every is not None and self.marking is not None:
             left = share_of(self.every.left, self.every.margin)
             lines.append(f"Without all {len(self.heads)} heads up to layer {self.heads[-1].layer}, {left} is left.")
-        return [*lines, *self._own_of_first()]
+        return [*lines, *self._own_of_first(), *self._against()]
 
     def _own_of_first(self) -> list[str]:
-        """The head of the token that comes first, which is BOS if there is one, if it is not one of the set."""
+        """Name the head of the token that comes first (BOS if there is one), if it is not one of the set."""
         if self.left is None or self.marking is None:
             return []
         strongest, left = int(self.left[0].argmin()), float(self.left[0].min())
@@ -126,8 +127,19 @@ class MarkingHeads(Result):
         without = f"without {self.heads[strongest]}, {share_of(left, None)} of its spike is left"
         return [f"{self.tokens[0]!r} has a head of its own: {without}."]
 
+    def _against(self) -> list[str]:
+        """Name the head without which the spike rises most, where random heads raise it."""
+        if self.left is None or self.random is None or self.random < RAISED:
+            return []
+        left = self.left.mean(0)
+        most = int(left.argmax())
+        return [
+            f"The other heads work against the spike: without as many of them it rises to {self.random:.0%}, without "
+            f"{self.heads[most]} alone to {left[most]:.0%}."
+        ]
+
     def rows(self) -> Table:
-        """One row per head, those that mark first."""
+        """Return a row per head, those that mark first."""
         rows: Table = []
         if self.left is None:
             return rows
@@ -139,7 +151,7 @@ class MarkingHeads(Result):
 
 
 def draw(result: MarkingHeads) -> go.Figure:
-    """What is left at each token without each head."""
+    """Draw what is left at each token without each head."""
     fig = go.Figure()
     if result.left is not None:
         order = np.lexsort(result.left.T)  # tokens that share a head lie beside each other
@@ -189,7 +201,7 @@ def heads(
 
 
 def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> Int[Tensor, " token"]:
-    """The tokens that are put first, with BOS before the others if there is one."""
+    """Return the tokens that are put first, BOS before the others if there is one."""
     if tokens:
         words = vocabulary(setup.target, tokens)
     else:
@@ -200,7 +212,7 @@ def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> Int
 
 
 def _with_heads(setup: Setup, found: MarkingHeads, first: FirstTokens, tokens: Int[Tensor, " token"]) -> MarkingHeads:
-    """The result with what is left without each head, the set that marks, and its control."""
+    """Measure what is left without each head, the set that marks, and its control."""
     along = first.along(tokens, [(head,) for head in first.heads])
     marked = marking_heads(first.heads, left_of(along), partial(first.left, tokens))
     every = Without(first.heads, marked.all.left, marked.all.margin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -71,6 +72,16 @@ def test_where_no_head_of_layer_0_marks_it_is_an_answer():
     assert found.conclusion().startswith(
         f"No head of layer 0 marks one of {tried} by itself: 100% (± 0%) have the spike "
     )
+
+
+def test_conclusion_says_tokens_that_need_no_head_where_they_are_most():
+    """As on SmolLM2: 91 % of the tokens need no head of layer 0, so what one head does for the others comes later."""
+    found = attack_once("llama", 1, False)
+    few = np.arange(len(found.clusters.ids)) < 20
+    clusters = replace(found.clusters, unneeded=~few, head=np.where(few, found.clusters.head, np.nan))
+    mostly = replace(found, clusters=clusters)
+    assert " without any head of layer 0." in mostly.conclusion() and found.conclusion().startswith("Sequences of ")
+    assert sum(line.startswith("Sequences of ") for line in mostly.facts()) == 1
 
 
 def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeypatch):

@@ -17,13 +17,15 @@ from attack_kit import setup_of, text_file
 from covering import slow
 from organisms import Organism
 from organisms import organism as new_organism
-from raw_kit import residuals
+from raw_kit import attention, residuals
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
+from sinkscope.models.text import text_rows
 from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Result
 from sinkscope.sinks.patch.evaluate import patch_eval
+from sinkscope.sinks.patch.following import AFTER
 from sinkscope.sinks.patch.make import PatchMade, Verdict, patch_make
 from sinkscope.sinks.spikes.steps import first_spike
 
@@ -63,7 +65,7 @@ def test_patch_is_the_planted_neurons(family, kind, seed):
     neurons, copies = made.claims
     assert (copies.verdict, neurons.verdict) == ("sufficient", "needed")
     assert neurons.value < 0.1 and neurons.control.value > 0.95 and neurons.draws == len(proof.words)
-    assert len(made.conclusion().split()) <= 36
+    assert all(len(said.split()) <= 30 for said in (made.conclusion(), *made.details()))
 
 
 def test_the_proof_is_what_the_saved_patch_does(tmp_path):
@@ -79,6 +81,15 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
         with nullcontext() if edit is None else edit.on(o.model):
             last = residuals(o.model, rows)[spike.peak, :, -1]
         assert proof.along[condition, 0] == pytest.approx(spike.along(last).numpy(), rel=1e-3, abs=1e-4)
+    ordinary = text_rows(o.tokenizer, setup.text, 1, AFTER, None)
+    after = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
+    end, layers = rows.shape[1], slice(spike.first + 1, spike.last + 2)
+    for condition, edit in enumerate((None, patch)):
+        with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():
+            given = attention(o.model, after)[layers, :, :, end:, 1:end].sum(-1).mean()
+            chances = o.model(after).logits[range(len(rows)), end - 1].softmax(-1)[range(len(rows)), ids]
+        assert proof.following.attention[condition, 0] == pytest.approx(float(given), rel=1e-3, abs=1e-5)
+        assert proof.following.repeats[condition] == pytest.approx(float(chances.mean()), rel=1e-3, abs=1e-6)
     few = {"pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
     again = patch_eval(o.model, patch, tokenizer=o.tokenizer, **few)
     assert [one.perplexity for one in proof.perplexity] == pytest.approx([one.perplexity for one in again.read])
@@ -130,7 +141,7 @@ def test_make_then_eval(here, typed):
     text_file(o, here, 16)
     few = "--model model --text words.txt --pieces 4 --length 24"
     out, err = typed(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json")
-    assert err == "JSON: made.json\n" and "of the first token under the patch, and" in " ".join(out.split())
+    assert err == "JSON: made.json\n" and "words reach at most 0% of the spike" in " ".join(out.split())
     made = Result.load("made.json")
     assert isinstance(made, PatchMade)
     sites = SinkPatch.load("out/patch.json").checked_sites

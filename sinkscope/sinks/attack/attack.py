@@ -57,30 +57,43 @@ class ClusterAttack(Result):
     attempts: tuple[Attempt, ...] = ()
 
     def conclusion(self) -> str:
-        """Say what sequences of one cluster do; or what the clusters are; or that there are none."""
+        """Say what sequences of one cluster do, if most tokens are in one; or what the clusters are."""
         if self.clusters is None or self.instead is not None:
             return super().conclusion()
-        if not self.attempts:
-            return self._of_clusters(self.clusters)
-        return self._of_sequences()
+        return self._lines(self.clusters)[0]
 
     def facts(self) -> list[str]:
-        """Say what the clusters are, and how many tokens need no head of layer 0."""
+        """Say what the conclusion does not say."""
         if self.clusters is None:
             return []
-        lines = list[str]()
-        if self.attempts or self.instead is not None:
-            lines.append(self._of_clusters(self.clusters))
-        if self.clusters.heads:
-            none = self.clusters.unneeded.astype(float)
-            lines.append(f"{share_of(none.mean(), margin_of(none))} of the tokens have it without any of these heads.")
-        return lines
+        lines = self._lines(self.clusters)
+        return lines[1:] if self.instead is None else lines
+
+    def _lines(self, clusters: TokenClusters) -> list[str]:
+        """Say how many tokens have the spike by one head, in sequences, and without any; the most telling first."""
+        lines = [self._of_clusters(clusters)]
+        if self.attempts:
+            lines.append(self._of_sequences())
+        if not clusters.heads:
+            return lines
+        none = clusters.unneeded.astype(float)
+        share = share_of(none.mean(), margin_of(none))
+        unneeded = f"{share} of {self._tried} have the spike of {self.spike} without any head of layer 0."
+        if none.mean() > clusters.served.mean():
+            return [unneeded, *lines]
+        return [*lines[::-1], unneeded]
+
+    @property
+    def _tried(self) -> str:
+        assert self.clusters is not None
+        count = len(self.clusters.ids)
+        if self.searched > count:
+            return f"{count:,} of {self.searched:,} tokens"
+        return f"{count:,} tokens"
 
     def _of_clusters(self, clusters: TokenClusters) -> str:
-        """For how many tokens one head is enough, beside another head; or that no head marks a token by itself."""
-        tried = f"{len(clusters.ids):,} tokens"
-        if self.searched > len(clusters.ids):
-            tried = f"{len(clusters.ids):,} of {self.searched:,} tokens"
+        """Say for how many tokens one head is enough, beside another head; or that no head is."""
+        tried = self._tried
         what = f"the spike of {self.spike}"
         if not clusters.has.any():
             return f"None of {tried} has {what} when it stands first without BOS, so no head can mark one."

@@ -85,19 +85,24 @@ class PatchEvaluation(Result):
     largest_at: str = ""
 
     def conclusion(self) -> str:
-        """The change by the patch, beside a random patch."""
-        _, patched, random = (f"{one.change:+.2%}" for one in self.read)
+        """Say how the patch changes the perplexity, beside random neurons."""
+        _, patched, random = self.read
+        texts = f"{self.settings['pieces']} held-out texts of {self.settings['length']} tokens"
         return (
-            f"The patch of {in_words(self.neurons, 3)} changes the perplexity of held-out text by {patched} "
-            f"(random neurons: {random})."
+            f"The patch of {in_words(self.neurons, 3)} changes the perplexity of {texts} by {patched.change:+.2%} "
+            f"(± {patched.two_errors:.2%}; random neurons: {random.change:+.2%})."
         )
 
     def details(self) -> list[str]:
-        """What changes beside the mean loss."""
-        return [
-            f"The largest change of a logit is {self.largest_change:.2g} (after {self.largest_at!r}), and "
-            f"{self.flips:.2%} of the likeliest next tokens change."
-        ]
+        """Say what changes beside the mean loss."""
+        return [changed_logits(self.largest_change, self.largest_at, self.flips)]
+
+
+def changed_logits(largest: float, after: str, flips: float) -> str:
+    """Say how much a patch changes logits."""
+    return (
+        f"The largest change of a logit is {largest:.2g} (after {after!r}); {flips:.2%} of the likeliest tokens change."
+    )
 
 
 def draw(result: PatchEvaluation) -> go.Figure:
@@ -120,7 +125,7 @@ def patch_eval(
     patch: Annotated[Any, Option(metavar="FILE", required=True)] = None,
     *,
     pieces: Pieces = 32,
-    length: Length = 256,
+    length: Length = 64,
 ) -> PatchEvaluation:
     """Measure the perplexity without a patch, with it, and with a patch of as many random neurons of the same layers.
 

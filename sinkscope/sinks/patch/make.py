@@ -1,4 +1,11 @@
-"""A patch of the neurons that a spike needs, and the proof of what it does to repetition and to ordinary text."""
+"""A patch of the neurons that a spike needs, and the proof of what it does to repetition and to ordinary text:
+
+1. The spikes of the first token, and the neutral values of the neurons that one of them needs.
+2. Copies of words: how far the last one goes along each spike, without the patch, with it, and with random neurons.
+3. Text after copies of the words that need repair: the attention that it gives to them; and whether the model repeats
+   the word.
+4. Held-out text: its perplexity and its logits.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +38,8 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.held_out import Length, Pieces
-from sinkscope.sinks.patch.evaluate import Perplexity, patch_eval
+from sinkscope.sinks.patch.evaluate import Perplexity, changed_logits, patch_eval
+from sinkscope.sinks.patch.following import AfterCopies, after_copies
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.repetition.norm import name_of
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, one_copy
@@ -58,6 +66,7 @@ class PatchProof:
         repeats: How often each is repeated.
         spikes: The spikes of the first token, by their layers; that whose neurons are patched comes first.
         along: Projection on the direction of each spike, as a share of the first token's.
+        following: What follows copies of the words that need repair. None: no word does.
         perplexity: Of held-out text in the first three cases.
         largest_change: Largest change of a logit of held-out text under the patch.
         flips: Share of its next tokens whose likeliest prediction changes.
@@ -68,6 +77,7 @@ class PatchProof:
     repeats: int
     spikes: tuple[str, ...]
     along: Float[np.ndarray, "case spike word"]
+    following: AfterCopies | None
     perplexity: tuple[Perplexity, ...]
     largest_change: float
     flips: float
@@ -166,19 +176,21 @@ class PatchMade(Result):
         return self._line(0, self.proof.failing)
 
     def details(self) -> list[str]:
-        """The other spikes, and what the patch changes in ordinary text."""
+        """Say what is so in the other spikes, in attention and output, and in ordinary text."""
         proof = self.proof
         if proof is None:
             return []
         every = torch.ones(len(proof.words), dtype=torch.bool)
         lines = [self._line(number, every) for number in range(1, len(proof.spikes))]
+        if proof.following is not None:
+            lines += proof.following.sentences(proof.spikes)
         _, patched, random = proof.perplexity
+        texts = f"{self.settings['pieces']} held-out texts of {self.settings['length']} tokens"
         return [
             *lines,
-            f"The perplexity of held-out text changes by {patched.change:+.3%} (± {patched.two_errors:.3%}; random "
-            f"neurons: {random.change:+.3%}).",
-            f"The largest change of a logit there is {proof.largest_change:.2g} (after {proof.largest_at!r}), and "
-            f"{proof.flips:.2%} of the likeliest next tokens change.",
+            f"The perplexity of {texts} changes by {patched.change:+.3%} (± {patched.two_errors:.3%}; random neurons: "
+            f"{random.change:+.3%}).",
+            changed_logits(proof.largest_change, proof.largest_at, proof.flips),
         ]
 
     def _line(self, number: int, words: Bool[Tensor, " word"]) -> str:
@@ -188,8 +200,8 @@ class PatchMade(Result):
         before, after, random = (along[case].max() for case in (INTACT, PATCHED, RANDOM))
         copies = f"copies of {along.shape[1]} of {count_of(self.proof.along.shape[2], 'word')}"
         return (
-            f"In the spike of {self.proof.spikes[number]}, {copies} reach at most {after:.0%} of the first token under "
-            f"the patch, and {before:.0%} without it (random neurons: {random:.0%})."
+            f"Under the patch, {copies} reach at most {after:.0%} of the spike of {self.proof.spikes[number]} (without "
+            f"it: {before:.0%}; random neurons: {random:.0%})."
         )
 
     def rows(self) -> Table:
@@ -306,7 +318,8 @@ def proof_of(
     rows = repeated(before, ids, count)
     last = rows.shape[1] - 1
     along = [torch.stack([of_spike[:, last] for of_spike in intact])]
-    for edit in (patch, random_patch(setup, patch)):
+    edits = (None, patch, random_patch(setup, patch))
+    for edit in edits[1:]:
         setup.progress("patches", len(along), len(CASES))
         with under(edit, target):
             along.append(torch.stack([of_spike[:, last] for of_spike in along_spikes(target, spikes, rows)]))
@@ -315,13 +328,17 @@ def proof_of(
     beside = along_spikes(target, spikes, one_copy(others, rows))  # a copy is last, and text before it
     along += [torch.stack([of_spike[:, at] for of_spike in beside]) for at in (last, last - 1)]
     cost = patch_eval.on(setup, patch=patch, pieces=pieces, length=length)
-    return PatchProof(
+    proof = PatchProof(
         words=token_texts(target, ids),
         repeats=count,
         spikes=tuple(map(name_of, spikes)),
         along=torch.stack(along).numpy(),
+        following=None,
         perplexity=tuple(cost.read),
         largest_change=cost.largest_change,
         flips=cost.flips,
         largest_at=cost.largest_at,
     )
+    if not bool(proof.failing.any()):
+        return proof
+    return replace(proof, following=after_copies(setup, spikes, edits, rows[proof.failing], len(before)))

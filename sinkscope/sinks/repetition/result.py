@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from sinkscope.measure import Result
 from sinkscope.results.claims import Claims
-from sinkscope.results.notation import word_list
+from sinkscope.results.notation import word_form, word_list
 from sinkscope.results.style import GREY, figure_of, long_table
 from sinkscope.results.tables import Table
 
@@ -111,7 +111,7 @@ class Repeat(Result):
                 turned = repeats[np.isfinite(repeats)]
                 line = f"{len(turned)} of {len(repeats)} tokens {TURNS[self.read]} ({condition}"
                 if len(turned):
-                    line += f"; after {turned.min():.0f} to {turned.max():.0f} copies"
+                    line += f"; {_after(int(turned.min()), int(turned.max()))}"
                 lines.append(f"{line}).")
         return lines
 
@@ -123,6 +123,13 @@ class Repeat(Result):
         if self.values is not None:
             columns = {self.read: self.values[:, :, self.shown], **columns}
         return long_table(columns, condition=self.conditions, token=self.tokens)
+
+
+def _after(least: int, most: int) -> str:
+    """Say after how many copies tokens turn."""
+    if least == most:
+        return f"after {least} {word_form(least, 'copy', 'copies')}"
+    return f"after {least} to {most} copies"
 
 
 def draw(result: Repeat) -> go.Figure:
