@@ -10,10 +10,13 @@ import torch
 
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Setup
+from sinkscope.models.text import text_rows
 from sinkscope.sinks.held_out import held_out
 from sinkscope.sinks.patch.evaluate import patch_eval
+from sinkscope.sinks.patch.following import AFTER, after_copies
 from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.precision.precision import precision
+from sinkscope.sinks.spikes.steps import sinks_of
 
 SPIKE = ((11, 1229), (11, 1487))
 """The neurons that write the spike: 72 % and 28 % of it."""
@@ -50,6 +53,26 @@ def test_the_patch_keeps_copies_from_becoming_sinks(setup):
     assert intact[-1] > 0.5 * intact[0] > 10 * patched[-1]
     assert patched[0] == intact[0]
     assert torch.equal(plain.norms(model, ids)[11, 0], intact)  # nothing is left on the model
+
+
+@pytest.mark.slow
+def test_attention_and_output_after_copies_are_those_of_plain_hooks(setup):
+    """The patch of the late spike ends attention to copies in its layers, and not in the early ones."""
+    (word,) = setup.tokenizer(" company", add_special_tokens=False).input_ids
+    rows, values = torch.tensor([[setup.bos] + 400 * [word]]), dict.fromkeys(SPIKE, 0.05)
+    spikes = [one.spike for one in sinks_of(setup).at_first]
+    read = after_copies(setup, spikes, (None, SinkPatch(sites=SPIKE, calibrated=values)), rows, 1)
+    ids, model = torch.cat([rows, text_rows(setup.tokenizer, setup.text, 1, AFTER, None)], 1), setup.target.hf
+    for case, held in enumerate(({}, values)):
+        with plain.held(model, held):
+            given = torch.stack([probs[0, :, 401:, 1:401].sum(-1).mean() for probs in plain.attentions(model, ids)])
+            chance = model(ids).logits[0, 400].softmax(-1)[word]
+        layers = [given[spike.first + 1 : spike.last + 2].mean().item() for spike in spikes]
+        assert read.attention[case].tolist() == pytest.approx(layers, rel=1e-3)
+        assert read.repeats[case] == pytest.approx(chance.item(), rel=1e-2)
+    late = next(number for number, spike in enumerate(spikes) if spike.peak >= 11)
+    assert read.attention[0].min() > 0.9 and read.attention[1, late] < 0.2 < 0.9 < read.attention[1, 1 - late]
+    assert read.repeats.max() < 0.1
 
 
 def rounded(values: torch.Tensor, bits: int, dims: tuple[int, ...]) -> torch.Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.decode import decode
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.trace.run import trace
@@ -16,7 +18,7 @@ from sinkscope.results.claims import Outcome
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.patch.patches import PatchArgument, Patches, chosen_patch, random_patch
 from sinkscope.sinks.repetition.result import HALF, Repeat, RepeatAnswer
-from sinkscope.sinks.repetition.sweep import Sweep
+from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases
 from sinkscope.sinks.tokens import TokenRows
 
 ANSWER_AFTER = (50, 400)  # repetitions
@@ -50,13 +52,30 @@ def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
         return probability[:, sweep.before :].diagonal(dim1=0, dim2=2).T
 
     outcome = Outcome("probability of the token", unit="cases", gives="give the token a probability of {}")
-    curves = sweep.curves(outcome, read, stopped_after, edits, neurons, edit="patched")
+    read_so_far: list[Tensor] = []
+    for act in edits.values():
+        with under(act, setup.target):
+            read_so_far.append(read(sweep.rows))
+        setup.progress("repetitions", len(read_so_far), len(edits))
+    values = torch.stack(read_so_far)  # condition token n
+    claims = [sweep.claim(outcome, values[0, :, -1], read)]
+    if neurons:
+        last = values[[1, 0, 2], :, -1]
+        claims.insert(0, claim_of_cases(neurons, claims[0].place, outcome, last, edit="patched", exact=sweep.named))
     longest, answers = setup.target.max_positions or 1 << 30, list[RepeatAnswer]()
     for name, act in edits.items():
         for copies in ANSWER_AFTER:
             if name != "random neurons" and sweep.before + copies + NEW_TOKENS <= longest:
                 answers += answers_after(sweep, copies, act)
-    return Repeat(read="probability", answers=tuple(answers), **curves)
+    return Repeat(
+        read="probability",
+        claims=tuple(claims),
+        conditions=tuple(edits),
+        repeats=np.array([[stopped_after(row) for row in rows] for rows in values]),
+        values=values[:, :, sweep.counts - 1].numpy(),
+        answers=tuple(answers),
+        **sweep.fields(),
+    )
 
 
 def answers_after(sweep: Sweep, copies: int, patch: SinkPatch | None) -> list[RepeatAnswer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws
 from sinkscope.models.text import beginning
@@ -79,42 +78,6 @@ class Sweep:
         """
         beside = [read(rows)[:, -1] for rows in beside_copies(self.setup, self.rows, self.before)]
         return claim_of_copies(self.count, outcome, torch.stack([last, *beside]), exact=self.named)
-
-    def curves(
-        self,
-        outcome: Outcome,
-        read: Read,
-        turned: Callable[[Float[Tensor, " n"]], float | None],
-        edits: Mapping[str, Intervention | None],
-        neurons: Parts,
-        edit: str = "",
-    ) -> dict[str, Any]:
-        """The fields of a result that is read after each number of repetitions, in the intact model and under edits.
-
-        Args:
-            outcome: What is read.
-            read: Reads it in sequences.
-            turned: The number of repetitions at which a curve turns.
-            edits: No edit; and if there are neurons, an edit of these, and of random ones.
-            neurons: The neurons.
-            edit: How they are edited, if they are not zeroed.
-        """
-        read_so_far: list[Tensor] = []
-        for act in edits.values():
-            with under(act, self.setup.target):
-                read_so_far.append(read(self.rows))
-            self.setup.progress("repetitions", len(read_so_far), len(edits))
-        values = torch.stack(read_so_far)  # condition token n
-        claims = [self.claim(outcome, values[0, :, -1], read)]
-        repeats = np.array([[turned(row) for row in rows] for rows in values], dtype=float)
-        if neurons:
-            last = values[[1, 0, 2], :, -1]
-            if outcome.unit == "intact":  # of the tokens that have the effect
-                last = (last / last[1])[:, np.isfinite(repeats[0])]
-            if last.numel():
-                claims.insert(0, claim_of_cases(neurons, claims[0].place, outcome, last, edit=edit, exact=self.named))
-        curves = {"claims": tuple(claims), "conditions": tuple(edits), "repeats": repeats}
-        return {**self.fields(), **curves, "values": values[:, :, self.counts - 1].numpy()}
 
 
 def sweep_of(
