@@ -1,4 +1,13 @@
-"""LoopServe (Li et al. 2025, section 5): sparse attention for a new turn's prompt, progressive selection after it."""
+"""LoopServe (Li et al. 2025, section 5): sparse attention for a new turn's prompt, progressive selection after it.
+
+Algorithm 4, whose turns are those of `Conversation`:
+
+1. Join the turn's prompt, after the previous answer, to everything before it (line 3).
+2. In every layer, for every head, choose lines from a sample of the new queries (line 5: `LoopServe.lines`).
+3. Compute the new queries' attention along these lines (line 6: `SparsePrompts.read`).
+4. Decode; from step 16 on, select `budget` tokens for each head from the latest queries' attention (line 7:
+   `Progressive`).
+"""
 
 from __future__ import annotations
 
