@@ -2,8 +2,8 @@
 
     python -m experiments.loopserve.layer --page docs/serve.md
 
-The layer has 9 heads of width 64 with 3 kv heads. Queries, keys and values are random numbers; bands are drawn, so that each head computes about `--shares` of the cells.
-Times are medians of processor time over `--rounds`, on one thread.
+The layer has 9 heads of width 64 with 3 kv heads. Queries, keys and values are random numbers; bands are drawn, so that
+each head computes about `--shares` of the cells. Times are medians of processor time over `--rounds`, on one thread.
 """
 
 from __future__ import annotations
