@@ -1,6 +1,6 @@
 """What LoopServe's bands cost a real model: cells, KL, loss and time by alpha, kind of text and length.
 
-    python -m experiments.loopserve.real MODEL ... [--dialogue FILE ...] [--page docs/papers/loopserve.md]
+    python -m experiments.loopserve.real MODEL ... [--dialogue-files FILE ...] [--page docs/serve.md]
 
 Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters and functions as CSV), and,
 where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between). Each kind and
@@ -187,7 +187,7 @@ def main(
     steps = Steps(
         "loopserve-real",
         out,
-        {"positions": positions, "alphas": list(alphas), "dense_above": LoopServe.dense_above},
+        {"positions": positions, "dense_above": LoopServe.dense_above},
         "cpu",
         "float32",
     )

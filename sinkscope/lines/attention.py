@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.grouped_heads import kv_head_of
 from sinkscope.tap.rows import attention_probs
 
 _ROWS = 64  # queries whose attention is built at a time
@@ -73,10 +72,6 @@ class Scores:
     def part(self, start: int, stop: int) -> Scores:
         """The scores of the queries at positions `start` to `stop` and of all keys that these see."""
         return replace(self, query=self.query[:, start - self.past : stop - self.past], key=self.key[:, :stop])
-
-    def of_heads(self, heads: Int[Tensor, " some"]) -> Scores:
-        """The scores of some heads, each of which has its keys for itself."""
-        return replace(self, query=self.query[heads], key=self.key[kv_head_of(heads, self.heads, len(self.key))])
 
 
 def causal_cells(queries: int, keys: int) -> int:

@@ -13,7 +13,7 @@ from bench_kit import dialogues as prompts
 from repository import ROOT
 
 from experiments.drawn import put_table
-from experiments.loopserve import dialogues, longeval, runs, table1
+from experiments.loopserve import dialogues, layer, longeval, real, runs, table1
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import open_run
 from sinkscope.bench.run import run_bench
@@ -61,6 +61,13 @@ def test_the_page_shows_the_committed_numbers(tmp_path):
     before = page.read_text()
     record = json.loads((ROOT / "figures/loopserve_longeval.json").read_text())
     put_table(page, "loopserve.longeval", longeval.table(record["result"]["sources"]))
+    assert page.read_text() == before
+    page.write_text((ROOT / "docs/serve.md").read_text())
+    before = page.read_text()
+    record = json.loads((ROOT / "figures/loopserve_real.json").read_text())
+    put_table(page, "loopserve.real", real.table(record["result"], "reported"))
+    record = json.loads((ROOT / "figures/loopserve_layer.json").read_text())
+    put_table(page, "loopserve.layer", layer.table(record["result"]))
     assert page.read_text() == before
 
 

@@ -193,6 +193,12 @@ CASES = {
         lambda made: made["heads"][0]["shared"] < made["mean"] < made["heads"][1]["shared"],
         "loopserve_fig2a.json",
     ),
+    "loopserve.layer": Case(
+        "--lengths 256 --rounds 1 --out {out}/x.json",
+        lambda made: made[0]["attended"]["15%"] < made[0]["attended"]["50%"] <= 1,
+        "x.json",
+        quick=True,
+    ),
     "loopserve.longeval": Case(
         "--topics {out}/t.jsonl --lines {out}/l.jsonl --count 2 --length 96 --new 16 --out {out}",
         lambda made: len(made["sources"]) == 3,

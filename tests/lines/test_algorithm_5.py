@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pkgutil import resolve_name
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lines_kit import dense, lines_of, on_lines
+from repository import ROOT
 from torch import Tensor
 
 from sinkscope.lines.attention import Scores, recovered
 from sinkscope.lines.choice import select_lines
+from sinkscope.lines.faithful import faithful_lines
 from sinkscope.lines.sample import sample_queries
 from sinkscope.lines.votes import minference_lines
 
@@ -109,3 +115,18 @@ def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without():
     scores.key[0, 3] = torch.nan
     lines = select_lines(scores, 0.3)
     assert (lines.density()[:2] == 1).all() and (lines.density()[2:] < 1).all()
+
+
+def test_the_page_names_a_function_for_lines_of_each_algorithm():
+    text = (ROOT / "docs/papers/loopserve.md").read_text()
+    rows = re.findall(r"^\| ([456]), [^|]+ \| `([\w.]+)` \|$", text, re.MULTILINE)
+    assert {number for number, _ in rows} == {"4", "5", "6"}
+    for _, name in rows:
+        assert resolve_name(name) is not None
+
+
+def test_comments_name_lines_5_to_18_of_the_algorithm():
+    source = inspect.getsource(faithful_lines)
+    comments = re.findall(r"# (\d+(?:, \d+)*)(?=$|:)", source, re.MULTILINE)
+    named = {int(number) for comment in comments for number in comment.split(", ")}
+    assert named == set(range(5, 19)) - {15}  # 15 is "else"
