@@ -26,7 +26,7 @@ from experiments.record import Row
 from experiments.script import run
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.decode import decoding, to_end
-from sinkscope.kv.pieces import generate_in_pieces
+from sinkscope.kv.pieces import generate_with_rewind
 from sinkscope.loops.dry import DRY
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard import LoopGuard
@@ -158,7 +158,7 @@ def continued(live: Any, rows: list[list[int]], arm: Arm, new: int) -> list[Row]
     options["logits_processor"] = LogitsProcessorList(processors)
     guard = None if arm.guard is None else arm.guard()
     with under(guard, target) as acting:
-        output = generate_in_pieces(acting, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
+        output = generate_with_rewind(acting, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     outputs: list[Row] = []
     probabilities: list[list[float]] = [[] for _ in rows]
     if largest.steps:

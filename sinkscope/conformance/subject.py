@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.registry import imported, policies
+from sinkscope.kv.registry import import_object, policies
 from sinkscope.results.console import note
 
 Factory = Callable[..., Any]
@@ -38,7 +38,7 @@ def factory_named(place: str) -> Factory:
         if budget:
             note(f"note: the checks set the budget themselves; {budget} is not used")
         return policies()[name]
-    factory = imported(place, place, f"; {EXPECTED}") if ":" in place else None
+    factory = import_object(place, place, f"; {EXPECTED}") if ":" in place else None
     if not callable(factory):
         raise SinkscopeError(f"{place} is no policy and no module:function: {EXPECTED}")
     for name, one in parameters(factory).items():

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.edit.positions import Call, Columns
+from sinkscope.hooks.edit.positions import Call, TokenPositions
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.scope import cache_layers
 from sinkscope.kv.windows import check_mask
@@ -57,7 +57,7 @@ def taken_over(
     return own_layers(cache)
 
 
-def adopt(cache: Any, target: Target, columns: Columns) -> None:
+def adopt(cache: Any, target: Target, columns: TokenPositions) -> None:
     """Replace the layers of a stock cache by ours in place, so that the caller's object works over several turns.
 
     Args:

@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.edit.positions import Columns
+from sinkscope.hooks.edit.positions import TokenPositions
 from sinkscope.kv.growing_tensor import appended
 from sinkscope.kv.slots import Slots
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
 
-COLUMNS: ContextVar[Columns | None] = ContextVar("sinkscope_columns", default=None)
+COLUMNS: ContextVar[TokenPositions | None] = ContextVar("sinkscope_columns", default=None)
 """All tokens so far in the current forward call; None outside of a session."""
 
 
@@ -31,7 +31,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
     Attributes:
         reordered: Whether rows were reordered (by beam search) since the last prompt.
         rows_from: Which rows the rows were before the last call of the model; None if they are the same.
-        aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
+        whole_layer: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -39,7 +39,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         Slots.__init__(self, number)
         self.reordered = False
         self.rows_from: Int[Tensor, " row"] | None = None
-        self.aside: CacheLayer | None = None
+        self.whole_layer: CacheLayer | None = None
 
     # What sinkscope calls ------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
 
         Every operation except appending does this first.
         """
-        whole = self.aside
+        whole = self.whole_layer
         if whole is None:
             return
         new = self.seen - whole.seen
@@ -164,7 +164,7 @@ def check_order(layers: Sequence[CacheLayer], name: str) -> None:
         raise UnsupportedError(f"beam search lets rows change places, and {name} follows each row: use num_beams=1")
 
 
-def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> Columns:
+def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> TokenPositions:
     """The tokens before and the new ones outside of a session, where all tokens count as real.
 
     Raises:
@@ -177,5 +177,5 @@ def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_he
         )
     earlier = layer.columns
     if earlier is None:
-        earlier = Columns.of(torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device))
+        earlier = TokenPositions.of(torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device))
     return earlier.read(keys.shape[-2], None)

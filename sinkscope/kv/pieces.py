@@ -27,46 +27,46 @@ class Rewinder(StoppingCriteria):
 
     Attributes:
         allowance: Number of tokens of each row that may still be removed. None if generation does not run in pieces.
-        read: Tokens in the cache after a removal, by row: False at padding and at removed tokens. None if nothing has
+        kept_mask: Tokens in the cache after a removal, by row: False at padding and at removed tokens. None if nothing has
             to be removed.
-        again: The last token that stays of each row that lost some; it is read again.
+        reread_tokens: The last token that stays of each row that lost some; it is read again.
         ended: Rows that have ended, as the guard knows it.
-        full_at: Length at which each row of this piece has all its tokens; 0 for a row that has ended. Empty if
+        end_lengths: Length at which each row of this piece has all its tokens; 0 for a row that has ended. Empty if
             generation does not run in pieces.
     """
 
     allowance: list[int] | None = None
-    read: Bool[Tensor, "row pos"] | None = None
-    again: dict[int, int] = field(default_factory=dict)
+    kept_mask: Bool[Tensor, "row pos"] | None = None
+    reread_tokens: dict[int, int] = field(default_factory=dict)
     ended: list[bool] = field(default_factory=list)
-    full_at: list[int] = field(default_factory=list)
+    end_lengths: list[int] = field(default_factory=list)
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
         """Say which rows of this piece end: bool `[row]`."""
-        if self.read is not None:
+        if self.kept_mask is not None:
             return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        return torch.tensor(self.full_at, device=input_ids.device) <= input_ids.shape[1]
+        return torch.tensor(self.end_lengths, device=input_ids.device) <= input_ids.shape[1]
 
     def limit(self, written: Sequence[int], most: int) -> None:
-        """Set where rows are full, which have `written` so many new tokens of a length of at most `most`."""
-        self.full_at = []
+        """Set the length at which each row ends: `most` new tokens, of which it has `written` so many."""
+        self.end_lengths = []
         for count, has_ended in zip(written, self.ended, strict=True):
-            self.full_at.append(0 if has_ended else most - count)
+            self.end_lengths.append(0 if has_ended else most - count)
 
     def continued(
         self, ids: Int[Tensor, "row pos"], mask: Int[Tensor, "row pos"]
     ) -> tuple[Int[Tensor, "row next"], Int[Tensor, "row next"]]:
-        """What the cache holds, with the token with which each row goes on, and which tokens are real."""
-        assert self.read is not None
-        read, self.read = self.read.to(mask), None
+        """Return what the cache holds with the token with which each row goes on, and which tokens are real."""
+        assert self.kept_mask is not None
+        read, self.kept_mask = self.kept_mask.to(mask), None
         seen = read.shape[1]
-        newest = ids[:, min(seen, ids.shape[1] - 1)].clone()  # the next one, or that in `again`
-        for row, token in self.again.items():
+        newest = ids[:, min(seen, ids.shape[1] - 1)].clone()  # the next one, or that in `reread_tokens`
+        for row, token in self.reread_tokens.items():
             newest[row] = token
         return torch.cat([ids[:, :seen], newest[:, None]], 1), torch.nn.functional.pad(read, (0, 1), value=1)
 
 
-def generate_in_pieces(
+def generate_with_rewind(
     run: Run | None,
     model: Any,
     ids: Int[Tensor, "row pos"],
@@ -114,7 +114,7 @@ def generate_in_pieces(
         return _pieces(session.generation, rewinder, model, ids, attention_mask, max_new_tokens, cache, options)
     finally:
         rewinder.allowance = None
-        rewinder.full_at = []
+        rewinder.end_lengths = []
         session.generation.resuming = False
 
 
@@ -136,7 +136,7 @@ def _pieces(
     while True:
         written: list[int] = mask[:, width:].sum(1).tolist()
         rewinder.limit(written, ids.shape[1] + max_new_tokens)
-        left = max(rewinder.full_at) - ids.shape[1]
+        left = max(rewinder.end_lengths) - ids.shape[1]
         if left <= 0:
             break
         if least:
@@ -144,7 +144,7 @@ def _pieces(
         output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=left, **options)
         ids = getattr(output, "sequences", output)
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-        if rewinder.read is None:
+        if rewinder.kept_mask is None:
             break
         ids, mask = rewinder.continued(ids, mask)
         ids[:, width:].masked_fill_(mask[:, width:] == 0, pad)  # what was removed is no repetition to be penalised

@@ -19,7 +19,7 @@ from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.joined_layers import JoinedLayers, alike
-from sinkscope.kv.policy_checks import check_kept, check_layer_room, check_room, check_scores
+from sinkscope.kv.policy_checks import check_kept, check_layer_room, check_room, check_scores, unseen_queries
 from sinkscope.kv.session import Session
 from sinkscope.kv.slots import Slots
 from sinkscope.kv.usage import held_summary
@@ -77,6 +77,17 @@ class LayerMoment:
         """Number of real tokens of each row so far, evicted or not."""
         length = self.moment.call.before.to(self.kv.keys.device)
         return length.repeat(self.kv.pos.shape[0] // length.shape[0])  # more than once where layers are joined
+
+    def window_rows(self, last: int) -> Float[Tensor, "batch head query slot"]:
+        """Recompute, in float32, the attention of the `last` queries to everything in the cache; 0 at padding.
+
+        Raises:
+            UnsupportedError: No query was seen. `Session.window_queries`, called in `watch`, has them kept.
+        """
+        state = self.moment.state
+        if self.layer not in state.queries:
+            raise unseen_queries()
+        return state.queries[self.layer].rows(self.moment.cache.layers[self.layer], self.moment.call, last)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,7 @@ def _budget_option(text: str, budget: str) -> dict[str, Any]:
     return {"budget": read_setting(budget, Budget, f"policy {text!r}: budget=")}
 
 
-def imported(path: str, what: str, remedy: str = "") -> Any:
+def import_object(path: str, what: str, remedy: str = "") -> Any:
     """The object at "package.module:name"; the current folder is searched, too.
 
     Args:
@@ -135,7 +135,7 @@ def imported(path: str, what: str, remedy: str = "") -> Any:
 
 def _import_policy(path: str) -> type[Intervention]:
     """The class at "package.module:Class"."""
-    policy = imported(path, f"policy {path!r}")
+    policy = import_object(path, f"policy {path!r}")
     if not isinstance(policy, type) or not issubclass(policy, Intervention):
         raise SinkscopeError(f"policy {path!r} is no cache policy: expected a subclass of sinkscope.kv.Policy")
     return policy

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
@@ -24,12 +23,12 @@ from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
 from sinkscope.kv.generation import Generation
 from sinkscope.kv.owners import own_model
-from sinkscope.kv.policy_checks import unseen_queries, warn_of_idle
+from sinkscope.kv.policy_checks import warn_of_idle
 from sinkscope.kv.scope import stock_windows
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_attention, check_servable
 from sinkscope.models.call_cache import with_cache
-from sinkscope.models.following import Following
+from sinkscope.models.following import AroundCall
 from sinkscope.models.hooks import Kwargs
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import following_generate
@@ -143,16 +142,10 @@ class Session:
         self.watching.replacement = compute
 
     def window_queries(self, last: int, decoding: bool = False) -> None:
-        """Keep the `last` queries of prompts for `window_rows`; with `decoding`, also those of generated tokens."""
+        """Keep the `last` queries of prompts for `LayerMoment.window_rows`; with `decoding`, also those of generated tokens."""
         watching = self.watching
         watching.queries_kept = max(watching.queries_kept, last)
         watching.keeps_decoding_queries = watching.keeps_decoding_queries or decoding
-
-    def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
-        """Recompute, in float32, the attention of the last queries to everything in the cache; 0 at padding."""
-        if layer not in moment.state.queries:
-            raise unseen_queries()
-        return moment.state.queries[layer].rows(moment.cache.layers[layer], moment.call, last)
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` before every call that reads a single generated token."""
@@ -191,7 +184,7 @@ class Session:
 
     # What the model calls ---------------------------------------------------------------------------------------
 
-    def follow(self, call: Call, module: nn.Module, kwargs: Kwargs) -> Following:
+    def follow(self, call: Call, module: nn.Module, kwargs: Kwargs) -> AroundCall:
         """Follow a forward call, in the order in which all come to act; its arguments are given by name.
 
         The cache is taken over; policies and guards act on it (`before_decode`); the model runs, in every layer of

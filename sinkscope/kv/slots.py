@@ -14,7 +14,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from sinkscope.hooks.edit.positions import Columns
+from sinkscope.hooks.edit.positions import TokenPositions
 from sinkscope.kv.growing_tensor import Grown
 
 
@@ -39,7 +39,7 @@ class Slots:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.columns: Columns | None = None
+        self.columns: TokenPositions | None = None
         self.known: Int[Tensor, "batch kv_head known"] | None = None
         self.gapless = False
         self._holes: Float[Tensor, " batch"] | None = None

@@ -71,7 +71,7 @@ class SnapKV(Policy):
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by pooled votes; tokens of the window get none."""
         windows = torch.tensor([self.window_at(budget) for budget in at.rows.total])
-        rows = at.session.window_rows(at.moment, at.layer, int(windows.max()))
+        rows = at.window_rows(int(windows.max()))
         votes_here = torch.arange(rows.shape[2], 0, -1) <= windows[:, None]
         # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head slot".
         votes = (votes_here.to(rows)[:, None, None] @ rows)[:, :, 0]

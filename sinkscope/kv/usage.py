@@ -73,8 +73,8 @@ class HeldTokens(NamedTuple):
         for kv in layers:
             here = _held(kv, first)
             read = read + here
-            if kv.aside is not None:  # the layer is a copy of a part
-                here = _held(kv.aside, first) + kv.seen - kv.aside.seen
+            if kv.whole_layer is not None:  # the layer is a copy of a part
+                here = _held(kv.whole_layer, first) + kv.seen - kv.whole_layer.seen
             held = held + here
         return cls(first.keys.shape[0], len(layers), held, read)
 
@@ -166,8 +166,8 @@ class Meter:
         allocated = 0
         for kv in layers:
             slots = allocated_slots(kv)
-            if kv.aside is not None:
-                slots += allocated_slots(kv.aside)
+            if kv.whole_layer is not None:
+                slots += allocated_slots(kv.whole_layer)
             allocated += slots * self._slot_bytes[kv.number]
         tokens = HeldTokens.by(layers)
         held = tokens.rows * allocated + beside

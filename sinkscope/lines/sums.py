@@ -18,7 +18,7 @@ from sinkscope.lines.attention import Scores, attention_of, slash_sums
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
-from sinkscope.tap.observers import refuse_opaque
+from sinkscope.tap.observers import check_attention_visible
 from sinkscope.tap.tap import listening
 
 ROWS = 64  # queries whose attention is computed at a time
@@ -38,7 +38,7 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
             attention interface (Falcon); attention is neither causal nor a sliding window; or tokens were evicted from
             the cache.
     """
-    refuse_opaque(target)
+    check_attention_visible(target)
 
     def see(call: Attention) -> None:
         if call.layer not in layers or call.is_repeated:

@@ -20,7 +20,7 @@ from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe
 from sinkscope.loops.text.signals import end_loop
-from sinkscope.loops.written import written
+from sinkscope.loops.written import prompt_and_continuation
 from sinkscope.measure import Natural, Number, Option, Result, Setup, measurement
 from sinkscope.models.checks import attending_layers, check_site
 from sinkscope.models.inputs import read_row
@@ -277,7 +277,7 @@ def _sequence(
         raise SinkscopeError("a prompt and ids are given: expected one of them")
     if ids is not None:
         return read_row(setup.target, ids), 1
-    return written(setup, prompt, new)
+    return prompt_and_continuation(setup, prompt, new)
 
 
 def _record(setup: Setup, ids: list[int], prompt: int, tracks: dict[int, HeadTracks]) -> None:

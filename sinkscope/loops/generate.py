@@ -20,7 +20,7 @@ from sinkscope.hooks.edit.base import Event, Intervention, Run, under
 from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
-from sinkscope.kv.pieces import Rewinder, generate_in_pieces
+from sinkscope.kv.pieces import Rewinder, generate_with_rewind
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.models.checks import check_length, end_ids, tokenizer_of
@@ -182,7 +182,7 @@ def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], r
     ends = end_ids(target)
     pad = max(0, min(ends, default=0))
     ids, mask = padded(rows, pad, target.device)
-    output = generate_in_pieces(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
+    output = generate_with_rewind(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     return [to_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
 
 

@@ -18,7 +18,7 @@ from sinkscope.hooks.edit.decode import decode
 from sinkscope.kv.windows import check_servable
 from sinkscope.kv.without import Without
 from sinkscope.loops.text.signals import Tail, end_loop
-from sinkscope.loops.written import written
+from sinkscope.loops.written import prompt_and_continuation
 from sinkscope.measure import Natural, Number, Option, Result, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.checks import check_length
@@ -257,7 +257,7 @@ def why(
     target = setup.target
     check_servable(target)
     if answer is None:
-        ids, prompt_tokens = written(setup, prompt, max_new_tokens, CONTINUED)
+        ids, prompt_tokens = prompt_and_continuation(setup, prompt, max_new_tokens, CONTINUED)
     else:
         if isinstance(answer, str):
             answer = answer.removesuffix("\n")  # which a file ends with that `generate` has written

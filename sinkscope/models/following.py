@@ -11,9 +11,9 @@ from torch import nn
 
 from sinkscope.models.hooks import Args, Kwargs
 
-Following = Generator[tuple[Args, Kwargs], Any]
+AroundCall = Generator[tuple[Args, Kwargs], Any]
 """Yields once: gives the arguments with which a module is to run, and takes its output."""
-Follow = Callable[[nn.Module, Args, Kwargs], Following]
+Follow = Callable[[nn.Module, Args, Kwargs], AroundCall]
 """Called with a module and the arguments of its call."""
 
 

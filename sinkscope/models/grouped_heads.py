@@ -71,7 +71,7 @@ def in_groups(
     return by_head.reshape(by_head.shape[0], kv_heads, -1, by_head.shape[-1])
 
 
-def beside_keys(
+def fold_groups_into_queries(
     by_head: Shaped[Tensor, "batch head query width"], kv_heads: int
 ) -> Shaped[Tensor, "kv_head_of_batch query_of_group width"]:
     """As `in_groups`, for a batched matrix product with the keys or values of the kv heads."""
@@ -81,5 +81,5 @@ def beside_keys(
 def by_query_head(
     products: Shaped[Tensor, "kv_head_of_batch query_of_group width"], batch: int, heads: int
 ) -> Shaped[Tensor, "batch head query width"]:
-    """The inverse of `beside_keys`: what a product gives, by query head."""
+    """The inverse of `fold_groups_into_queries`: what a product gives, by query head."""
     return products.reshape(batch, heads, -1, products.shape[-1])

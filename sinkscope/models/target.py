@@ -54,7 +54,7 @@ class LayerInput:
 
 
 @dataclass(frozen=True, eq=False)
-class Entering:
+class LayerInputs:
     """What entered the layers when some texts were read. Later passes over these texts begin where they differ.
 
     Attributes:
@@ -63,12 +63,12 @@ class Entering:
 
     inputs: dict[int, LayerInput] = field(default_factory=dict)
 
-    def part(self, rows: slice, length: int) -> Entering:
+    def part(self, rows: slice, length: int) -> LayerInputs:
         """The same of some rows up to a length; later tokens do not change earlier ones."""
         parts = {}
         for layer, entered in self.inputs.items():
             parts[layer] = replace(entered, hidden=entered.hidden[rows, :length])
-        return Entering(parts)
+        return LayerInputs(parts)
 
     def latest(self, layer: int) -> int:
         """The last layer up to this one at which a pass can begin; 0 is the embedding."""
@@ -82,7 +82,7 @@ class Entering:
         return replace(entered, hidden=entered.hidden.clone())  # some layers add to it in place
 
 
-NOT_READ = Entering()
+NO_INPUTS = LayerInputs()
 
 
 class Target(Parts):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.following import Following, following
+from sinkscope.models.following import AroundCall, following
 from sinkscope.models.hooks import Args, Kwargs, hidden_of
 from sinkscope.tap.own_attention import OwnAttention
 
@@ -136,7 +136,7 @@ def reading(
     """
     layers = {module: layer for layer, module in modules.items()}
 
-    def follow(module: nn.Module, args: Args, kwargs: Kwargs) -> Following:
+    def follow(module: nn.Module, args: Args, kwargs: Kwargs) -> AroundCall:
         sees, unmasks = wanted()
         if not sees or _READS.get():  # a model may be tapped several times
             return

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from sinkscope.models.grouped_heads import beside_keys, by_query_head, per_query_head
+from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries, per_query_head
 from sinkscope.tap.internals import eager_attention, sdpa_attention
 from sinkscope.tap.rows import Rows, additive, attention_probs, rows_by_view, shown
 from sinkscope.tap.stock import stock_attention, stock_name
@@ -33,7 +33,7 @@ class _RowRange(NamedTuple):
 
     first: int
     chunk: int | None
-    by_mask: bool
+    needs_mask: bool
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Attention:
         mask: The model's mask, in the form that its attention takes. None means causal, or that a handler determines
             what is seen.
         settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
-        by_mask: Whether some handler needs rows under the mask.
+        needs_mask: Whether some handler needs rows under the mask.
         viewed: Says what is seen, by true positions, if a handler knows it.
         complete: Whether a handler knows that the only query sees every key, so that no mask is needed.
         evicted: Whether `view` differs from the mask because tokens are missing in the cache.
@@ -66,7 +66,7 @@ class Attention:
     value: Float[Tensor, "batch kv_head key d_value"]
     mask: Any
     settings: dict[str, Any]
-    by_mask: bool = False
+    needs_mask: bool = False
     viewed: Callable[[Attention], View] | None = None
     complete: bool = False
     evicted: bool = False
@@ -171,18 +171,18 @@ class Attention:
         """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
         return partial(rows_by_view, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks, bias=self.bias)
 
-    def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int | None = None) -> None:
+    def show(self, fn: RowsFunction, *, needs_mask: bool = False, first: int = 0, chunk: int | None = None) -> None:
         """Show rows to `fn`, one chunk of queries at a time.
 
         Args:
             fn: Called with the index of the first query, and rows.
-            by_mask: Compute rows under the mask; otherwise by `view`. If tokens were evicted, always by `view`.
+            needs_mask: Compute rows under the mask; otherwise by `view`. If tokens were evicted, always by `view`.
             first: Index of the first query to show.
             chunk: Number of queries at a time; None for what is fast.
         """
         if self.is_repeated:  # these rows were shown just before
             return
-        rows = _RowRange(first, chunk, by_mask and not self.evicted)
+        rows = _RowRange(first, chunk, needs_mask and not self.evicted)
         self._listeners.setdefault(rows, []).append(fn)
 
     def stock(self, mask: Tensor | None) -> Output:
@@ -207,18 +207,18 @@ class Attention:
 
     def finish(self) -> Output:
         """The output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
-        if not self._listeners and self.compute is None and not self.by_mask:
+        if not self._listeners and self.compute is None and not self.needs_mask:
             return self.stock(self.mask)
         output, weights = self._attended()
         for rows_range, listeners in self._listeners.items():
             for part in self._parts(rows_range):
-                _tell(listeners, part.start, self._rows(part, rows_range.by_mask))
+                _tell(listeners, part.start, self._rows(part, rows_range.needs_mask))
         self._listeners.clear()  # they hold this object, and it holds queries, keys and values
         return output, weights
 
     def _attended(self) -> Output:
         """Output and weights; where rows are needed for it, they are shown at once."""
-        by_view = [rows_range for rows_range in self._listeners if not rows_range.by_mask]
+        by_view = [rows_range for rows_range in self._listeners if not rows_range.needs_mask]
         if by_view and self.queries == 1:  # the rows are built anyway: the output comes from them
             rows = self._rows(slice(0, 1), False)
             for rows_range in by_view:
@@ -228,11 +228,11 @@ class Attention:
             replaced = self.compute(self)
             if replaced is not None:
                 return replaced
-        if not self.by_mask:
+        if not self.needs_mask:
             return self.stock(self.mask)
         if not self._needs_eager:
             return self._by(sdpa_attention(), self.query, self.mask)[0], None
-        from_first = [rows_range for rows_range in self._listeners if rows_range.first == 0 and rows_range.by_mask]
+        from_first = [rows_range for rows_range in self._listeners if rows_range.first == 0 and rows_range.needs_mask]
         whole = next(iter(from_first), _RowRange(0, None, True))
         listeners = self._listeners.pop(whole, [])
         outputs = list[Tensor]()
@@ -259,15 +259,15 @@ class Attention:
         """The values, weighted by attention rows."""
         batch, heads, _, keys = rows.shape
         kv_heads = self.value.shape[1]
-        probs = beside_keys(rows.to(self.value.dtype), kv_heads)
+        probs = fold_groups_into_queries(rows.to(self.value.dtype), kv_heads)
         output = torch.bmm(probs, self.value.reshape(batch * kv_heads, keys, -1))
         return by_query_head(output, batch, heads).transpose(1, 2).contiguous()
 
-    def _rows(self, part: slice, by_mask: bool) -> Rows:
+    def _rows(self, part: slice, needs_mask: bool) -> Rows:
         query = self.query
         if self.queries > 1:
             query = query[:, :, part]
-        if by_mask:
+        if needs_mask:
             return attention_probs(
                 query,
                 self.key,

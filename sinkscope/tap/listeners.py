@@ -16,14 +16,14 @@ class Handler:
     Attributes:
         see: Called with the attention of every layer.
         configs: Ids of the configurations of the model it listens to.
-        by_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
+        needs_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
         masks: Whether it determines what is seen, so that no mask is needed.
         idle: Whether it has nothing to do unless others listen too. The model then computes attention alone.
     """
 
     see: Callable[[Attention], None]
     configs: frozenset[int]
-    by_mask: bool = False
+    needs_mask: bool = False
     masks: bool = False
     idle: bool = False
 

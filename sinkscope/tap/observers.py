@@ -81,7 +81,7 @@ def visible_rows(
             observer(layer, first, rows, lambda: call.visible(slice(first, first + rows.shape[2])))
 
         if layer in wanted:
-            call.show(tell, by_mask=True, chunk=rows_per_chunk)
+            call.show(tell, needs_mask=True, chunk=rows_per_chunk)
 
     if target.kind != "bridge":
         with listening(target, see):
@@ -99,7 +99,7 @@ def visible_rows(
         yield
 
 
-def refuse_opaque(target: Target) -> None:
+def check_attention_visible(target: Target) -> None:
     """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
     if not target.adapter.attention_interface or target.kind == "bridge":
         raise UnsupportedError(

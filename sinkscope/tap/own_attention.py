@@ -98,13 +98,13 @@ class OwnAttention(Attention):
             )
         return super().row_function()
 
-    def _rows(self, part: slice, by_mask: bool) -> Rows:
+    def _rows(self, part: slice, needs_mask: bool) -> Rows:
         scores = self.scores[:, :, part].float()
         if self.lacks_bias:
             bias = self._key_bias()
             assert bias is not None
             scores = scores + bias
-        if not by_mask:
+        if not needs_mask:
             assert self.view is not None
             sees = per_query_head(self.view.section(part, slice(None)).sees(), scores.shape[1])
             scores = scores.masked_fill(~sees, torch.finfo(torch.float32).min)

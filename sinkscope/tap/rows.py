@@ -9,7 +9,7 @@ from einops import repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.models.grouped_heads import beside_keys, by_query_head, per_query_head
+from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries, per_query_head
 from sinkscope.tap.view import View
 
 Rows = Float[Tensor, "batch head query key"]
@@ -80,7 +80,7 @@ def attention_probs(
     """
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
-    grouped = beside_keys(query, kv_heads)
+    grouped = fold_groups_into_queries(query, kv_heads)
     shared = key.reshape(batch * kv_heads, keys, width).mT
     is_half = query.is_cuda and query.dtype == key.dtype and query.dtype.itemsize == 2
     exact = nullcontext()

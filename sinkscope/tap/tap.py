@@ -38,8 +38,8 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None]:
-    """Context manager: `see` is called with every layer's attention; `by_mask` if it needs rows under the mask."""
-    with tapped(target) as configs, Handler(see, configs, by_mask=True):
+    """Context manager: `see` is called with every layer's attention; `needs_mask` if it needs rows under the mask."""
+    with tapped(target) as configs, Handler(see, configs, needs_mask=True):
         yield
 
 
@@ -104,12 +104,12 @@ def _attend(
     """The attention function that transformers calls in every layer."""
     config = id(module.config)
     listeners: list[Handler] = []
-    idle, by_mask = True, False
+    idle, needs_mask = True, False
     for handler in HANDLERS.get():  # a plain loop: every layer comes here
         if config in handler.configs:
             listeners.append(handler)
             idle = idle and handler.idle
-            by_mask = by_mask or handler.by_mask
+            needs_mask = needs_mask or handler.needs_mask
     chosen = None
     indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
     if indices is not None:
@@ -133,7 +133,7 @@ def _attend(
         value,
         attention_mask,
         kwargs,
-        by_mask,
+        needs_mask,
         is_repeated=is_repeated,
     )
     for handler in listeners:
@@ -167,6 +167,6 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     for handler in listeners_to([id(config)]):
         if handler.masks:
             return None
-        if handler.by_mask:
+        if handler.needs_mask:
             name = "sdpa"
     return AttentionMaskInterface()[name](config=config, **kwargs)

@@ -18,7 +18,7 @@ from refusals import refused
 from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from sinkscope.hooks.edit.positions import Columns
+from sinkscope.hooks.edit.positions import TokenPositions
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.usage import Meter, allocated_slots
@@ -45,7 +45,7 @@ FOLLOWS = transitions()
 
 
 def state_of(layer: CacheLayer) -> str:
-    if layer.aside is not None:
+    if layer.whole_layer is not None:
         return "part"
     if layer.edited:
         return "edited"
@@ -61,7 +61,7 @@ class Slow:
 
     def update(self, layer: CacheLayer, random: Random):
         """New tokens, with padding at the left of each row; a single one is real."""
-        new = 1 if layer.aside else random.randint(1, 4)
+        new = 1 if layer.whole_layer else random.randint(1, 4)
         keys = torch.rand(len(self.real), HEADS, new, 1)
         for row, real in enumerate(self.real):
             padding = random.randint(0, new) if new > 1 else 0
@@ -71,7 +71,7 @@ class Slow:
                     if real[-1]:
                         self.held[row][head][sum(real) - 1] = [float(keys[row, head, column]), 0]
         columns = torch.tensor(self.real)
-        token = COLUMNS.set(Columns.of(torch.where(columns, columns.long().cumsum(1) - 1, -1)))
+        token = COLUMNS.set(TokenPositions.of(torch.where(columns, columns.long().cumsum(1) - 1, -1)))
         layer.update(keys, -keys)
         COLUMNS.reset(token)
 
@@ -88,7 +88,7 @@ class Slow:
             layer.reset()
             return self.__init__(random.randint(1, 3))
         # While a layer works on a copy, what is noted of the tokens in the copy is lost with it.
-        lost = 0 if layer.aside is None else layer.slots - layer.seen + layer.aside.seen
+        lost = 0 if layer.whole_layer is None else layer.slots - layer.seen + layer.whole_layer.seen
         numbers = torch.randint(0, 10, layer.pos.shape)
         share = random.choice([0, 3, 7, 10])
         crop = min(random.randint(0, len(self.real[0]) + 2), len(self.real[0]))
@@ -129,7 +129,7 @@ class Slow:
             self.real = [list(self.real[row]) for row in index]
 
     def check(self, layer: CacheLayer):
-        if layer.aside is not None:
+        if layer.whole_layer is not None:
             layer = layer.copy()
             layer.settle()
         assert layer.seen == layer.get_seq_length() == len(self.real[0])

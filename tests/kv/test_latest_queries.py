@@ -51,7 +51,7 @@ def test_only_the_latest_queries_stay_and_they_are_counted(name, family):
         stored = sum(one.untyped_storage().nbytes() for latest in queries for one in (latest.query, latest.pos))
         assert len(queries) == 2 and kept == stored
         assert all(latest.query.shape[2] <= 64 for latest in queries)
-        layers = [part for layer in cache.layers for part in (layer, layer.aside) if part is not None]
+        layers = [part for layer in cache.layers for part in (layer, layer.whole_layer) if part is not None]
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         assert run.usage[0].decoding_bytes >= held + sum(latest.query.nbytes for latest in queries)
 

@@ -115,5 +115,5 @@ def test_a_row_that_has_ended_is_full_and_the_others_have_what_is_left():
     rewinder = Rewinder()
     rewinder.ended = [True, False, False]
     rewinder.limit([3, 5, 0], 40)
-    assert rewinder.full_at == [0, 35, 40]
+    assert rewinder.end_lengths == [0, 35, 40]
     assert rewinder(torch.zeros(3, 36, dtype=torch.long), None).tolist() == [True, True, False]

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, TextStreamer
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.hooks.edit import Event
-from sinkscope.kv.pieces import generate_in_pieces
+from sinkscope.kv.pieces import generate_with_rewind
 from sinkscope.lines.serve.conversation import Conversation
 from sinkscope.loops import tail_period
 from sinkscope.loops.generate import generate, padded
@@ -133,7 +133,7 @@ def test_what_was_taken_back_is_not_seen_by_penalties():
     seen = LastSeen()
     ask = {"attention_mask": mask, "pad_token_id": 0, "do_sample": False, "logits_processor": [seen]}
     with guard.on(model) as run, torch.no_grad():
-        written = generate_in_pieces(run, model, ids, max_new_tokens=48, stopping_criteria=None, **ask)
+        written = generate_with_rewind(run, model, ids, max_new_tokens=48, stopping_criteria=None, **ask)
     assert any(event.data["taken_back"] for event in run.events)
     for whole, row in zip(written, seen.ids, strict=True):
         last = row[ids.shape[1] :]

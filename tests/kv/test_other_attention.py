@@ -91,7 +91,7 @@ class Voting(Drawn):
         session.window_queries(4)
 
     def scores(self, at: LayerMoment):
-        rows = at.session.window_rows(at.moment, at.layer, 4)
+        rows = at.window_rows(4)
         self.off[at.layer] = float((rows[0] - self.known[at.layer][:, -4:]).abs().max())
         return super().scores(at)
 

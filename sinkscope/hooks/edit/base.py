@@ -16,7 +16,7 @@ from torch import nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.positions import Call, Tracker
 from sinkscope.models.call_cache import bridge_hooks, by_name, cache_in
-from sinkscope.models.following import Following, following
+from sinkscope.models.following import AroundCall, following
 from sinkscope.models.hooks import Args, Hook, Kwargs
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -170,7 +170,7 @@ class Run:
             self.hook(*bridge_hooks(self.target.hf))
         self.stack.enter_context(following([self.target.base], self._follow))
 
-    def _follow(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Following:
+    def _follow(self, module: nn.Module, args: Args, kwargs: Kwargs) -> AroundCall:
         """Follow a forward call: `call` is set while it runs, and a session acts on its cache."""
         if not _acts(self):
             return

@@ -41,7 +41,7 @@ class Memory(dict[str, Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class TokenPositions:
     """True positions of the tokens of a batch, computed where they are asked for: most generated tokens need none.
 
     Attributes:
@@ -55,26 +55,26 @@ class Columns:
     seen: int
 
     @classmethod
-    def of(cls, pos: Int[Tensor, "batch seen"]) -> Columns:
+    def of(cls, pos: Int[Tensor, "batch seen"]) -> TokenPositions:
         """Tokens at these positions."""
         return cls(pos, (pos >= 0).sum(1, keepdim=True), pos.shape[1])
 
-    def read(self, new: int, real: Bool[Tensor, "batch new"] | None) -> Columns:
+    def read(self, new: int, real: Bool[Tensor, "batch new"] | None) -> TokenPositions:
         """These tokens and `new` others, all of them real if `real` is None."""
         if real is None:
-            return Columns(self.known, self.real, self.seen + new)
+            return TokenPositions(self.known, self.real, self.seen + new)
         later = torch.where(real, self.length[:, None] + real.cumsum(1) - 1, -1)
-        return Columns.of(torch.cat([self.pos, later], 1))
+        return TokenPositions.of(torch.cat([self.pos, later], 1))
 
-    def first(self, count: int) -> Columns:
+    def first(self, count: int) -> TokenPositions:
         """The first tokens alone."""
         if count >= self.known.shape[1]:
-            return Columns(self.known, self.real, count)
-        return Columns.of(self.known[:, :count])
+            return TokenPositions(self.known, self.real, count)
+        return TokenPositions.of(self.known[:, :count])
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Columns:
+    def moved(self, move: Callable[[Tensor], Tensor]) -> TokenPositions:
         """The tokens of other rows, as a function takes rows."""
-        return Columns(move(self.known), move(self.real), self.seen)
+        return TokenPositions(move(self.known), move(self.real), self.seen)
 
     @cached_property
     def pos(self) -> Int[Tensor, "batch seen"]:
@@ -115,7 +115,7 @@ class Sequence:
         memory: What each edit stores, by the edit's key.
     """
 
-    columns: Columns
+    columns: TokenPositions
     partial: bool = False
     memory: dict[Hashable, Memory] = field(default_factory=dict)
 
@@ -154,8 +154,8 @@ class Call:
     rows: int
     past: int
     new: int
-    earlier: Columns
-    tokens: Columns
+    earlier: TokenPositions
+    tokens: TokenPositions
     sequence: Sequence
 
     @cached_property
@@ -247,7 +247,7 @@ class Tracker:
             if rest == 0:
                 return sequence
         columns = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-        sequence = Sequence(Columns.of(columns), past > 0)
+        sequence = Sequence(TokenPositions.of(columns), past > 0)
         if cache is not None:
             self._sequences[cache] = sequence
         return sequence

@@ -19,7 +19,7 @@ from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.modules.experts import Experts, Routed
 from sinkscope.models.modules.linear import brought
 from sinkscope.models.norms import norms_of
-from sinkscope.models.target import NOT_READ, Entering, Target
+from sinkscope.models.target import NO_INPUTS, LayerInputs, Target
 
 COLUMNS_AT_ONCE = 1024  # columns of a down projection that are read together
 
@@ -48,7 +48,7 @@ def view_layer(
     layer: int,
     ids: Int[Tensor, "row pos"],
     where: Bool[Tensor, "row pos"],
-    entering: Entering = NOT_READ,
+    entering: LayerInputs = NO_INPUTS,
 ) -> LayerView:
     """The layer at the positions marked in `where`, from a pass that ends at this layer.
 

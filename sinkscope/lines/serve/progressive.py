@@ -70,7 +70,7 @@ class Progressive(Policy):
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Attention of the latest queries; padding does not vote."""
-        votes = at.session.window_rows(at.moment, at.layer, self.interval).sum(2)
+        votes = at.window_rows(self.interval).sum(2)
         return in_groups(votes, at.kv.pos.shape[1]).mean(2)
 
     def pays(self, layer: CacheLayer) -> bool:
@@ -85,7 +85,7 @@ class Progressive(Policy):
         steps = state.decoded - self.after
         due = steps >= 0 and steps % self.interval == 0
         # A guard may have cut the cache, for which it had to be whole.
-        copy_lost = state.memory["copied"] and all(kv.aside is None for kv in moment.layers)
+        copy_lost = state.memory["copied"] and all(kv.whole_layer is None for kv in moment.layers)
         if not due and not copy_lost:
             return
         rows: RowBudgets = state.memory[RowBudgets]
@@ -113,7 +113,7 @@ def work_on_copy(kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> No
     kv.settle()
     whole = kv.copy()
     kv.evict(keep)
-    kv.aside = whole
+    kv.whole_layer = whole
 
 
 def steps_summary(name: str, run: Run) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.hooks.edit.positions import Columns
+from sinkscope.hooks.edit.positions import TokenPositions
 from sinkscope.kv.cache import CacheLayer, check_order
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.pieces import Rewinder
@@ -201,9 +201,9 @@ class LoopGuard(Intervention):
         session.before_decode(lambda moment: check_order(moment.layers, "LoopGuard"))
         if self.act == "rewind" and self.penalty:  # without a penalty the loop would be written again
             session.guests[Rewinder] = Rewinder()
-        guarding = Guarding(self, self.settings, run, session, key)
+        guarding = GuardRun(self, self.settings, run, session, key)
         session.after_call(guarding.note)
-        run.hook((run.target.hf, "post", guarding.decide))
+        run.hook((run.target.hf, "post", guarding.on_logits))
 
 
 def in_words(event: Event) -> str:
@@ -217,7 +217,7 @@ def in_words(event: Event) -> str:
 
 
 @dataclass(eq=False)
-class Guarding:
+class GuardRun:
     """One guard at work in one run.
 
     Attributes:
@@ -252,14 +252,14 @@ class Guarding:
             return None
         return words_of(self.run.target.available_tokenizer)
 
-    def decide(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def on_logits(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
         moment: Moment | None = vars(self.here).pop("ended", None)
         ids = kwargs.get("input_ids", args[0] if args else None)
         if moment is None or ids is None:
             return
         rewinder, rows = self.rewinder, None
-        if rewinder is None or rewinder.read is None:  # else this piece of the generation has ended
+        if rewinder is None or rewinder.kept_mask is None:  # else this piece of the generation has ended
             rows = self._rows_of(moment, ids)
         if rows is None:
             return
@@ -268,8 +268,8 @@ class Guarding:
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         largest = None if self.settings.rule == "repeats" else largest_probability(logits)
         alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
-        if rewinder is not None and rewinder.full_at:  # a full row goes on as padding
-            alarms = [number for number in alarms if rows.seen < rewinder.full_at[number]]
+        if rewinder is not None and rewinder.end_lengths:  # a full row goes on as padding
+            alarms = [number for number in alarms if rows.seen < rewinder.end_lengths[number]]
         if alarms and self.guard.act in ("report", "stop"):
             self._report(moment, rows, alarms)
             if self.guard.act == "stop":
@@ -389,22 +389,22 @@ class Guarding:
         rewinder, sequence = self.rewinder, moment.call.sequence
         assert rewinder is not None  # because it has an allowance
         columns = sequence.columns.pos.clone()
-        rewinder.again = {}
+        rewinder.reread_tokens = {}
         for number, count in taken_back.items():
             if not count:
                 continue
             row = rows.rows[number]
-            rewinder.again[number] = row.ids[-count - 1]
+            rewinder.reread_tokens[number] = row.ids[-count - 1]
             row.take_back(count + 1)
             columns[number] = torch.where(columns[number] < row.length, columns[number], -1)
         used = int((columns >= 0).any(0).nonzero().max()) + 1
         dropped = columns.shape[1] - used
-        sequence.columns = Columns.of(columns[:, :used])
+        sequence.columns = TokenPositions.of(columns[:, :used])
         for kv in moment.layers:
             kv.crop(-dropped)
         rows.seen -= dropped
         rewinder.ended = [row.monitor.ended for row in rows.rows]
-        rewinder.read = columns[:, :used] >= 0
+        rewinder.kept_mask = columns[:, :used] >= 0
 
     def _respond(
         self, row: WatchedRow, cached: list[int], taken_back: int, now: int

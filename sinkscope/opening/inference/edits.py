@@ -27,7 +27,7 @@ _ONE = 5e-3  # largest distance of a measured constant from 1 that rounding expl
 
 
 @dataclass(eq=False)
-class Passing:
+class Recorder:
     """What passed a module, by row of the batch and position, in float32.
 
     Attributes:
@@ -93,7 +93,7 @@ class MlpEdits:
         self.errors = list[float]()
         self.factors = dict[str, float]()
         self.is_mixture = target.is_mixture(layer)
-        self.post, self.experts, self.mlp, self.up, self.shared_gate = (Passing() for _ in range(5))
+        self.post, self.experts, self.mlp, self.up, self.shared_gate = (Recorder() for _ in range(5))
         neuron: int | None = 0
         if target.has_part(layer, "down"):
             neuron = typical_neuron(target, layer)

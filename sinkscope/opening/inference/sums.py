@@ -25,7 +25,7 @@ from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
-from sinkscope.opening.inference.edits import ROWS, MlpEdits, Passing, rounded
+from sinkscope.opening.inference.edits import ROWS, MlpEdits, Recorder, rounded
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import listening
 
@@ -75,8 +75,8 @@ class LayerSums:
         self.tolerance = max(_EXACT, _IN_HALF * torch.finfo(target.dtype).eps)
         self.problems = dict[str, str]()
         self.factors = {"attn_factor": target.adapter.attn_factor, "write_factor": target.adapter.write_factor}
-        self.pre, self.attn, self.mid, self.mlp = (Passing() for _ in range(4))
-        self.own_attn, self.projected, self.heads = (Passing() for _ in range(3))  # what attention itself gives
+        self.pre, self.attn, self.mid, self.mlp = (Recorder() for _ in range(4))
+        self.own_attn, self.projected, self.heads = (Recorder() for _ in range(3))  # what attention itself gives
         self.edits = MlpEdits(target, layer)
         self._generator = torch.Generator().manual_seed(layer)
         self._turned = dict[str, tuple[int, ...]]()  # how many heads a site has, and how wide
@@ -168,7 +168,7 @@ class LayerSums:
 
     def _finish(self, output: Any) -> None:
         """Compare at the end of the layer."""
-        post = Passing()
+        post = Recorder()
         post.keep(output)
         adapter, pre = self.target.adapter, self.pre.rows
         self.edits.finish()
@@ -206,7 +206,7 @@ class LayerSums:
             start, parts = self.mid.rows, {}
         self._fit(post - start, {**parts, "write_factor": self.mlp})
 
-    def _fit(self, total: Rows, parts: dict[str, Passing]) -> None:
+    def _fit(self, total: Rows, parts: dict[str, Recorder]) -> None:
         ran = {name: part.rows[:, :-1].flatten() for name, part in parts.items() if part.rows.shape == total.shape}
         if ran:
             columns = torch.stack([*ran.values()], 1).cpu().double()

@@ -24,7 +24,7 @@ from sinkscope.files.progress import report
 from sinkscope.hooks.edit.places import neurons_place
 from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.models.hooks import Hook, first_tensor, on_output
-from sinkscope.models.target import NOT_READ, Entering, LayerInput, Target
+from sinkscope.models.target import NO_INPUTS, LayerInput, LayerInputs, Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import places_of
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
@@ -58,7 +58,7 @@ class Reading:
     spike: Spike
     edits: Sequence[Parts]
     means: Written = field(default_factory=dict)
-    entering: Entering = NOT_READ
+    entering: LayerInputs = NO_INPUTS
     whole: bool = False
     every_loss: bool = False
 

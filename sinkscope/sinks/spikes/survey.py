@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.modules.layer_call import keep_call
-from sinkscope.models.target import Entering, LayerInput, Target
+from sinkscope.models.target import LayerInput, LayerInputs, Target
 from sinkscope.models.text import text_rows
 from sinkscope.tap.observers import visible_rows
 
@@ -116,14 +116,14 @@ class Survey:
         whole = (self.attention * self.seen[:, None, None] + self.own) / (self.seen[:, None, None] + 1)
         return (whole[self.target.attending][..., 0] > READS).float().mean((0, 1))
 
-    def entering(self, texts: slice | Tensor = slice(None), length: int | None = None) -> Entering:
+    def entering(self, texts: slice | Tensor = slice(None), length: int | None = None) -> LayerInputs:
         """Where a later pass over these texts, or their beginnings, may start."""
         inputs: dict[int, LayerInput] = {}
         if self.target.skips_layers:
             for layer in range(1, len(self.entered) - 1):
                 hidden = self.entered[layer, texts, :length]
                 inputs[layer] = LayerInput(layer, hidden.to(self.target.device, self.target.dtype), self.wrapped)
-        return Entering(inputs)
+        return LayerInputs(inputs)
 
 
 def survey_of(setup: Setup, bos: int | None, count: int | None = None) -> Survey:

@@ -17,7 +17,7 @@ from sinkscope.hooks.trace.layer_view import (
     view_layer,
 )
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.target import NOT_READ, Entering, Target
+from sinkscope.models.target import NO_INPUTS, LayerInputs, Target
 from sinkscope.results.parts import Component, Neuron
 from sinkscope.sinks.spikes.components import mixing
 from sinkscope.sinks.spikes.spike import Share, Spike
@@ -75,7 +75,7 @@ def neurons_of(survey: Survey, spike: Spike, writers: tuple[Share, ...]) -> tupl
 
 
 def of_layer(
-    survey: Survey, spike: Spike, layer: int, entering: Entering = NOT_READ, count: int = OF_A_LAYER
+    survey: Survey, spike: Spike, layer: int, entering: LayerInputs = NO_INPUTS, count: int = OF_A_LAYER
 ) -> list[Share]:
     """The neurons of a layer that write most along the direction; under an ablation, those that do so then."""
     target = survey.target
