@@ -141,7 +141,7 @@ class LoopServe(SparsePrompts):
 
     @classmethod
     def paper(cls, budget: int | float = 1024, **changed: Any) -> LoopServe:
-        """The paper's algorithm 5 with the paper's settings; values given here override them.
+        """Make the paper's algorithm 5 with the paper's settings; values given here override them.
 
         Every head is computed along its lines, however many these are, under a mask. Of what algorithm 5 chooses, only
         the main diagonal is added, so that each query has a key.
