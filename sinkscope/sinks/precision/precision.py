@@ -76,11 +76,11 @@ class Precision(Result):
     claims: Claims = ()
 
     def rows(self) -> Table:
-        """A row for each claim."""
+        """Return a row for each claim."""
         return [claim.row() for claim in self.claims]
 
     def facts(self) -> list[str]:
-        """The costs."""
+        """Say what each rounding costs."""
         costs = [f"{cost:.2g} ({WORDS[scheme]})" for scheme, cost in self.costs.items()]
         return [f"Rounding costs {word_list(costs)} nats."]
 
@@ -138,7 +138,7 @@ def precision(
     ids = held_out(setup, pieces, length)
     setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
-    at_places = places_beside(setup, places, ids)
+    at_places = random_places(setup, places, ids)
     costs = {name: texts.divergence(SCHEMES[name]) for name in names}
     names.sort(key=lambda name: -float(costs[name].mean()))
     claims: list[Claim] = []
@@ -147,7 +147,7 @@ def precision(
         scheme, cost = SCHEMES[name], costs[name]
         if float(cost.mean()) <= 0:
             continue
-        kept = {"costliest layer": layers_beside(setup, other_texts.costliest_layer(scheme))}
+        kept = {"costliest layer": random_layers(setup, other_texts.costliest_layer(scheme))}
         if places:
             kept = {"sink places": at_places, **kept}
         if neurons and "activations" in scheme:
@@ -158,8 +158,8 @@ def precision(
     return Precision(costs={name: float(costs[name].mean()) for name in names}, claims=tuple(claims))
 
 
-def places_beside(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept:
-    """The places of norm spikes, and as many other tokens of each text."""
+def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept:
+    """Return the places of norm spikes, and draw as many other tokens of each text."""
     there = torch.zeros_like(ids, dtype=torch.bool)
     for place in places:
         there |= place.means(ids)
@@ -169,8 +169,8 @@ def places_beside(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept
     return (Tokens("sink places"),), "places", [one.nonzero().tolist() for one in (there, *random)]
 
 
-def layers_beside(setup: Setup, layer: int) -> Kept:
-    """A layer, and others."""
+def random_layers(setup: Setup, layer: int) -> Kept:
+    """Return a layer, and draw others."""
     others = [other for other in range(setup.n_layers) if other != layer]
     random = some_of(others, DRAWS, draws(setup.seed, f"layers beside {layer}"))
     return (Component("layer", layer),), "layers", [[layer], *([other] for other in random)]
@@ -196,7 +196,7 @@ class Texts:
         return cls(target, ids, logits_of(target, ids).log_softmax(-1))
 
     def divergence(self, scheme: dict[str, Any], **exact: Any) -> Float[Tensor, " text"]:
-        """Mean divergence of the rounded model's next tokens from those of the exact one, in nats.
+        """Measure the mean divergence of the rounded model's next tokens from those of the exact one, in nats.
 
         Args:
             scheme: Fields of `Quantize` that say what is rounded.
@@ -207,7 +207,7 @@ class Texts:
         return (self.logs.exp() * (self.logs - logs)).sum(-1)[:, 1:].mean(1).cpu()
 
     def costliest_layer(self, scheme: dict[str, Any]) -> int:
-        """The layer whose exactness leaves the smallest divergence."""
+        """Find the layer whose exactness leaves the smallest divergence."""
         left: list[float] = []
         for layer in range(self.target.n_layers):
             report("precision, layers", layer, self.target.n_layers)
@@ -217,7 +217,7 @@ class Texts:
     def claim(
         self, name: str, exact: str, cost: Float[Tensor, " text"], subject: Parts, field: str, values: Sequence[Any]
     ) -> Claim:
-        """What is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
+        """Measure what is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
         divergences: list[Tensor] = []
         for value in values:
             report(f"precision, {name}, {exact}", len(divergences), len(values))
