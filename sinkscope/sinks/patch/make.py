@@ -36,7 +36,7 @@ from sinkscope.results.parts import Neuron
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.first_tokens import spike_of
+from sinkscope.sinks.first_tokens import HAS, spike_of
 from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import Perplexity, changed_logits, patch_eval
 from sinkscope.sinks.patch.following import AfterCopies, after_copies
@@ -50,7 +50,6 @@ from sinkscope.sinks.tokens import pick_tokens, prefix_of, repeated, repetition_
 
 INTACT, PATCHED, RANDOM, ONCE, OTHERS = range(5)
 CASES = ("intact", "patched", "random", "one copy", "other tokens")
-HALF = 0.5  # share of the first token's projection from which a position has the spike
 Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
 
 
@@ -86,7 +85,7 @@ class PatchProof:
     @property
     def has_spike(self) -> Bool[Tensor, "case spike word"]:
         """Return whether a position reaches half of the first token's projection."""
-        return torch.from_numpy(self.along >= HALF)
+        return torch.from_numpy(self.along >= HAS)
 
     @property
     def failing(self) -> Bool[Tensor, " word"]:

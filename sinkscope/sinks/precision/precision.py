@@ -26,6 +26,7 @@ from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Component, Parts, Tokens
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
+from sinkscope.sinks.first_tokens import left_of
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
 from sinkscope.sinks.spikes.controls import INTACT, claim_of, random_neurons
 from sinkscope.sinks.spikes.places import Place
@@ -223,9 +224,9 @@ class Texts:
             report(f"precision, {name}, {exact}", len(divergences), len(values))
             divergences.append(self.divergence(SCHEMES[name], **{field: value}))
         read = torch.stack(divergences)
-        left, *random = (read.mean(1) / cost.mean()).tolist()
-        by_text = left + (read[0] - left * cost) / cost.mean()  # its mean is the ratio of means
+        by_text, *others = left_of(torch.cat([cost[None], read]))
+        random = [float(other.mean()) for other in others]
         outcome = Outcome(name, effect=f"most of what rounding {WORDS[name]} costs")
-        contrasts = INTACT, Contrast("random", min(random, default=left), DRAWS, "random ones")
+        contrasts = INTACT, Contrast("random", min(random, default=float(by_text.mean())), DRAWS, "random ones")
         search = Search("random ones", DRAWS)
         return claim_of("protects", subject, outcome, exact, by_text, contrasts, search, "exact")
