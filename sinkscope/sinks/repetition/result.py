@@ -52,7 +52,6 @@ class Repeat(Result):
             tokens got the same; "probability": probability that the token comes once more.
         instead: What there is instead of a finding.
         claims: What neurons do after the copies, if that was measured; then what copies do.
-        notes: Sentences that no claim carries.
         ids: Ids of the repeated tokens.
         conditions: What was read, or under which edit.
         tokens: The repeated tokens; with "attention" the places.
@@ -76,7 +75,6 @@ class Repeat(Result):
     read: What
     instead: str | None = None
     claims: Claims = ()
-    notes: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
     conditions: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
@@ -104,8 +102,8 @@ class Repeat(Result):
         return self.facts() if self.read == "norm" else super().details()
 
     def facts(self) -> list[str]:
-        """Say the notes, and how many tokens turn under each condition."""
-        lines = list(self.notes)
+        """Say how many tokens turn under each condition."""
+        lines: list[str] = []
         if self.repeats is not None:
             for condition, repeats in zip(self.conditions, self.repeats, strict=True):
                 turned = repeats[np.isfinite(repeats)]

@@ -138,7 +138,6 @@ def claim_of_cases(
     place: str,
     outcome: Outcome,
     values: Float[Tensor, "kind case"],
-    tried: int = 0,
     edit: str = "",
     exact: bool = False,
 ) -> Claim:
@@ -149,7 +148,6 @@ def claim_of_cases(
         place: Where it was read.
         outcome: What was read.
         values: The outcome, and that of the two contrasts.
-        tried: Number of cases of which these were taken. 0: all of them.
         edit: How neurons were edited, if they were not zeroed.
         exact: Whether the claim is about these cases and no others.
     """
@@ -157,15 +155,11 @@ def claim_of_cases(
     if isinstance(subject[0], Neuron):
         kinds = ("intact", "random")
     contrasts = list(map(Contrast, kinds, values[1:].mean(1).tolist()))
-    count = tried or values.shape[1]
+    count = values.shape[1]
     search = Search(word_form(count, "case", "cases"), count)
     return claim_of("makes", subject, outcome, place, values[0], contrasts, search, edit, exact)
 
 
-def claim_of_copies(
-    count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0, exact: bool = False
-) -> Claim:
+def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], exact: bool = False) -> Claim:
     """Make the claim about a number of copies, beside one copy at the position of the last and other tokens there."""
-    return claim_of_cases(
-        (Tokens("copies", count),), f"the last of {count} copies", outcome, values, tried, exact=exact
-    )
+    return claim_of_cases((Tokens("copies", count),), f"the last of {count} copies", outcome, values, exact=exact)
