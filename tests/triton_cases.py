@@ -64,7 +64,8 @@ def case(queries: int, past: int, width: int, kv: int, dtype: str) -> dict[str, 
         least = torch.rand(4, 32)
         found["held"] = off(ours.held(*densities, least), plain.held(*densities, least))
         picked = select_bands(scores, 0.8, sample=70)
-        same = choose_bands(plain, chosen.grid, 4, 0.8, 4, 9.0, 0, value.device)
+        stored = StoredRows(scores, sampled_rows(chosen.grid, 70, 0, 0))  # the sample that `select_bands` draws
+        same = choose_bands(stored, chosen.grid, 4, 0.8, 4, 9.0, 0, value.device)
         found["cells"] = float((picked.attended() - same.attended()).abs().max())
     return found
 

@@ -70,17 +70,17 @@ class Scores:
             )
 
     def part(self, start: int, stop: int) -> Scores:
-        """The scores of the queries at positions `start` to `stop` and of all keys that these see."""
+        """Take the scores of the queries at positions `start` to `stop` and of all keys that these see."""
         return replace(self, query=self.query[:, start - self.past : stop - self.past], key=self.key[:, :stop])
 
 
 def causal_cells(queries: int, keys: int) -> int:
-    """Number of causal cells if the queries are at the last positions: each sees one key more than the one before."""
+    """Count the causal cells if the queries are at the last positions: each sees one key more than the one before."""
     return queries * (2 * keys - queries + 1) // 2
 
 
 def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor, "head row key"]:
-    """Causal attention of some queries, of all heads or each, in float32.
+    """Compute causal attention of some queries, of all heads or each, in float32.
 
     Args:
         scores: The scores of a layer.
@@ -112,7 +112,7 @@ class SeenRows(Protocol):
 
 
 def recovered(scores: Scores, lines: SeenRows, rows: Int[Tensor, " row"] | None = None) -> Float[Tensor, " head"]:
-    """Share of the attention matrix's weight that lies on the lines; every cell is counted once.
+    """Measure the share of attention that lies on the lines; every cell is counted once.
 
     Args:
         scores: As for `select_lines`.

@@ -311,7 +311,7 @@ def choose_bands(
     dense_rows: int,
     device: torch.device,
 ) -> Bands:
-    """The columns and bands that hold `alpha` of the sample; all bands where these fill more than `dense_above`.
+    """Choose columns and bands that hold `alpha` of the sample; all bands where these fill more than `dense_above`.
 
     Args:
         sample: The sampled attention.

@@ -71,12 +71,12 @@ def select_bands(
 
 
 def sampled_rows(grid: BlockGrid, sample: int, seed: int, dense_rows: int) -> Int[Tensor, " row"]:
-    """The queries from which columns and bands are chosen: none of those that see everything."""
+    """Draw the queries from which columns and bands are chosen: none of those that see everything."""
     return sample_queries(grid.sparse_queries(dense_rows), sample, seed)
 
 
 def sums_over(scores: Scores, rows: Int[Tensor, " row"]) -> SampleSums:
-    """Sums over some rows of attention, by Triton where it computes, else from rows in memory."""
+    """Make sums over some rows of attention: by Triton where it computes, else from rows in memory."""
     module = triton_module(scores.key.device, "triton_sums")
     if module is not None:
         return module.ComputedRows(scores, rows)

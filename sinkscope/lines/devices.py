@@ -13,7 +13,7 @@ from sinkscope.errors import UnsupportedError, warn
 
 
 def lack_of_library(device: torch.device) -> str | None:
-    """Why attention on columns and bands cannot be computed on a device; None if it can."""
+    """Say why attention on columns and bands cannot be computed on a device; None if it can."""
     if device.type not in ("cpu", "cuda"):
         return "only CPUs and CUDA do that"
     if _by_kernel(device) and _module("triton") is None:
@@ -22,7 +22,7 @@ def lack_of_library(device: torch.device) -> str | None:
 
 
 def triton_module(device: torch.device, name: str) -> ModuleType | None:
-    """The module of kernels of this name; None where PyTorch computes.
+    """Find the module of kernels of this name; None where PyTorch computes.
 
     Raises:
         UnsupportedError: The device is neither a CPU nor CUDA, or triton is not installed.

@@ -91,7 +91,7 @@ class HeadLines:
 
 
 def crossing_counts(lines: Shaped[Tensor, "*n line"], past: int) -> Shaped[Tensor, "*n line"]:
-    """For each line of the other kind, how many of these cross it, if the first query is at position `past`."""
+    """Count, for each line of the other kind, how many of these cross it, if the first query is at position `past`."""
     # Lines j and o meet in row j + o, if that row is a query: o runs from past - j to keys - 1 - j.
     count = lines.cumsum(-1).flip(-1)
     count[..., :past] -= lines[..., :past].cumsum(-1).flip(-1)

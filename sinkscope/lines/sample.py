@@ -13,18 +13,18 @@ HELD_OUT = 16
 
 
 def sample_queries(queries: int, sample: int, seed: int = 0) -> Int[Tensor, " row"]:
-    """Indices of the sampled queries, ascending."""
+    """Draw indices of the sampled queries, ascending."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(queries, generator=generator)[:sample].sort().values
 
 
 def draw_of(seed: int, layer: int, queries: int, keys: int) -> int:
-    """Seed of the sample of one prompt in one layer: draws differ by seed, by layer, and by turn of a conversation."""
+    """Make the seed of one prompt in one layer: draws differ by seed, by layer, and by turn of a conversation."""
     return random.Random(f"{seed} {layer} {queries} {keys}").getrandbits(62)
 
 
 def held_out(queries: int, sample: int, seed: int = 0, count: int = HELD_OUT) -> Int[Tensor, " row"]:
-    """Indices of some queries outside a sample; if the sample has all queries, indices from the sample."""
+    """Draw indices of some queries outside a sample; if the sample has all queries, indices from the sample."""
     sampled = sample_queries(queries, sample, seed)
     outside = torch.ones(queries, dtype=torch.bool).index_fill_(0, sampled, False).nonzero().flatten()
     if not len(outside):

@@ -149,7 +149,7 @@ class ShapeShare(Shape):
 
 
 def shape_at(share: float, keys: int) -> AShape:
-    """Numbers of first and local tokens for a share of a context."""
+    """Compute the numbers of first and local tokens for a share of a context."""
     tokens = max(1, share_of(share, keys))
     first = tokens * _TABLE_7.first // (_TABLE_7.first + _TABLE_7.local)
     first = max(first, min(_LEAST_FIRST, tokens - 1))
@@ -157,7 +157,7 @@ def shape_at(share: float, keys: int) -> AShape:
 
 
 def share_lines(scores: Scores, share: float) -> HeadLines:
-    """Like `minference_lines`, with both numbers of lines scaled so that their cells take up the given share.
+    """Choose lines like `minference_lines`, both numbers scaled so that their cells take up the given share.
 
     As many of the first positions and nearest offsets are always among them: 30 of 1,000 and 100 of 6,096.
 

@@ -33,7 +33,7 @@ Attended = Float[Tensor, "head query d_value"]
 
 
 def band_attention(scores: Scores, value: Values, chosen: Bands) -> Attended:
-    """Causal attention on the columns and bands of every head; the queries are at the last positions.
+    """Compute causal attention on the columns and bands of every head; the queries are at the last positions.
 
     Args:
         scores: The scores of a layer without window, soft cap and learned sinks.
@@ -63,7 +63,7 @@ def band_attention(scores: Scores, value: Values, chosen: Bands) -> Attended:
 
 
 def line_attention(scores: Scores, value: Values, lines: HeadLines, dense_rows: int = 0) -> Attended:
-    """Causal attention on single lines of every head, under a mask: as slow as dense attention or slower.
+    """Compute causal attention on single lines of every head, under a mask: as slow as dense attention or slower.
 
     Args:
         scores: As for `band_attention`.
@@ -99,7 +99,7 @@ def line_attention(scores: Scores, value: Values, lines: HeadLines, dense_rows: 
 
 
 def dense_attention(scores: Scores, value: Values) -> Attended:
-    """Plain causal attention of all heads, in the dtype of the values."""
+    """Compute plain causal attention of all heads, in the dtype of the values."""
     out = value.new_empty(scores.heads, scores.queries, value.shape[-1])
     _dense(scores, value, list(range(scores.heads)), out)
     return out

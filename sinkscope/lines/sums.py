@@ -26,7 +26,7 @@ ROWS = 64  # queries whose attention is computed at a time
 
 @contextmanager
 def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: list[int]) -> Iterator[None]:
-    """Context manager: every forward pass of one sequence shows the parts of its scores to `observer`.
+    """Show, as a context manager, the parts of the scores of every forward pass of one sequence to `observer`.
 
     Args:
         target: The model; plain or nnsight.
@@ -100,7 +100,7 @@ def line_sums(scores: Scores, *, since: int = 0) -> Float[Tensor, "head kind key
 
 
 def weight_on(scores: Scores, lines: HeadLines) -> Float[Tensor, "choice head"]:
-    """Attention weight of the cells on the lines, for several choices; cells where lines cross count once."""
+    """Sum the attention of the cells on the lines, for several choices; cells where lines cross count once."""
     weights = torch.zeros(lines.chosen.shape[:2], device=scores.query.device)
     for at, probs in _in_blocks(scores):
         for number, chosen in enumerate(lines.chosen):

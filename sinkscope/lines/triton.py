@@ -30,7 +30,7 @@ LOG2_E = 1.4426950408889634  # kernels compute powers of two
 
 
 def fitting(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of this dtype whose width is a power of two from 16 on and contiguous; the same one if it is so."""
+    """Make a tensor of this dtype whose width is a power of two from 16 on and contiguous; the same one if it is so."""
     part = part.to(dtype)
     missing = max(16, triton.next_power_of_2(part.shape[2])) - part.shape[2]
     if missing:
@@ -102,7 +102,7 @@ def _index(
 
 
 def index_of(chosen: Bands) -> BandIndex:
-    """The index of these bands and columns."""
+    """Make the index of these bands and columns."""
     grid = chosen.grid
     heads, keys = chosen.columns.shape
 
@@ -134,7 +134,7 @@ class Tiling:
 def attention_on(
     scores: Scores, value: Float[Tensor, "kv_head key d_value"], chosen: Bands, tiling: Tiling | None = None
 ) -> Float[Tensor, "query head d_value"]:
-    """Attention of all heads on columns and bands, in the dtype of the values."""
+    """Compute attention of all heads on columns and bands, in the dtype of the values."""
     grid, index = chosen.grid, index_of(chosen)
     query, key, values = (fitting(part, value.dtype) for part in (scores.query, scores.key, value))
     out = torch.empty(scores.queries, scores.heads, values.shape[2], device=value.device, dtype=value.dtype)

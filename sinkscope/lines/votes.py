@@ -29,7 +29,7 @@ def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], le
 
 
 def last_votes(scores: Scores, last: int) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
-    """Attention of the last queries, summed along vertical lines and along slash lines."""
+    """Sum the attention of the last queries along vertical lines and along slash lines."""
     scores.check_plain()
     rows = torch.arange(max(0, scores.queries - last), scores.queries, device=scores.key.device)
     probs = attention_of(scores, rows)
@@ -46,7 +46,7 @@ def minference_lines(
     first: int = 30,
     local: int = 100,
 ) -> HeadLines:
-    """MInference's vertical-slash pattern (Jiang et al. 2024): fixed numbers of lines, voted for by the last queries.
+    """Choose fixed numbers of lines by the votes of the last queries: MInference's pattern (Jiang et al. 2024).
 
     The authors' kernel computes whole blocks around the slash lines; here only the lines themselves are kept.
 
@@ -70,7 +70,7 @@ def minference_lines(
 def heaviest(
     weights: Float[Tensor, "head line"], count: int | Int[Tensor, "*choice _ 1"], always: int | Int[Tensor, "head 1"]
 ) -> Bool[Tensor, "*choice head line"]:
-    """The first lines of each head, `always` of them, and the heaviest others, `count` together; for several counts."""
+    """Choose the first `always` lines of each head, and the heaviest others, `count` together; for several counts."""
     index = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
     weights = weights.masked_fill(index < always, torch.inf)
     rank = weights.argsort(dim=1, descending=True, stable=True).argsort(dim=1)

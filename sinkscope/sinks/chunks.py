@@ -74,7 +74,7 @@ def in_chunks(
 
 
 def digest_of(text: str) -> str:
-    """A short digest that changes with the text."""
+    """Return a short digest that changes with the text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -85,7 +85,7 @@ def hold_layers(target: Target, layer: int) -> None:
 
 
 def token_texts(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
-    """Each token as text, or as the tokenizer spells it if it is no text by itself (part of a character)."""
+    """Decode each token, or spell it as the tokenizer does if it is no text by itself (part of a character)."""
     texts = []
     for token in ids:
         text = str(target.tokenizer.decode([token]))

@@ -39,14 +39,14 @@ class FirstTokens:
 
     @classmethod
     def of(cls, measured: Measured, upto: int) -> FirstTokens:
-        """All heads up to a layer."""
+        """Take all heads up to a layer."""
         target = measured.survey.target
         layers = [layer for layer in target.attending if layer <= upto]
         return cls(measured, tuple(Head(layer, head) for layer in layers for head in range(target.n_heads)))
 
     @classmethod
     def before_writers(cls, measured: Measured) -> FirstTokens:
-        """All heads up to the layer of the first neuron that the spike needs."""
+        """Take all heads up to the layer of the first neuron that the spike needs."""
         return cls.of(measured, first_writer(measured.spike, measured.needs))
 
     @cached_property
@@ -54,7 +54,7 @@ class FirstTokens:
         return means_of(self.measured.survey, self.measured.spike, self.heads)
 
     def along(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "state token"]:
-        """Projection of each token on the spike's direction, as a share of the spike: intact, then under each edit.
+        """Project each token on the spike's direction, as a share of the spike: intact, then under each edit.
 
         Args:
             tokens: The tokens.
@@ -66,25 +66,25 @@ class FirstTokens:
         return run_edits(self.measured.survey.target, reading).along
 
     def left(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "edit token"]:
-        """What is left of the tokens' projection under each edit."""
+        """Measure what is left of the tokens' projection under each edit."""
         return left_of(self.along(tokens, edits))
 
 
 def left_of(along: Float[Tensor, "state token"]) -> Float[Tensor, "edit token"]:
-    """What is left under each edit, whose mean over tokens is a ratio of means, and how far each token moves it."""
+    """Divide the mean over tokens under each edit by the intact one, and add how far each token moves that ratio."""
     intact, edited = along[:1], along[1:]
     left = edited.mean(1, keepdim=True) / intact.mean()
     return left + (edited - left * intact) / intact.mean()
 
 
 def share_of(value: float, margin: float | None) -> str:
-    """A share with its margin over tokens or sequences, if there is one."""
+    """Write a share with its margin over tokens or sequences, if there is one."""
     share = f"{value:.0%}".replace("-0%", "0%")
     return share if margin is None else f"{share} (± {margin:.0%})"
 
 
 def spike_of(setup: Setup, number: int | None) -> Measured | None:
-    """The spike of the first token of this number, or that which most heads read. None: there is none with neurons.
+    """Return the spike of this number, or that which most heads read. None: there is none.
 
     Args:
         setup: The model and its text.

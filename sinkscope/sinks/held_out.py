@@ -23,7 +23,7 @@ NEUTRAL_CHARACTERS = 8 * 4 * PIECE  # of the text that neutral values are taken 
 
 
 def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
-    """Pieces of the typical text after the part that neutral values are taken from.
+    """Cut pieces of the typical text after the part that neutral values are taken from.
 
     Raises:
         SinkscopeError: The rest is too short for two pieces.
@@ -37,5 +37,5 @@ def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
 
 @torch.no_grad()
 def logits_of(target: Target, ids: TokenRows) -> Float[Tensor, "row pos vocab"]:
-    """Logits of what follows each token, float32."""
+    """Return the logits of what follows each token, float32."""
     return target.hf(input_ids=ids.to(target.device), use_cache=False).logits.float()

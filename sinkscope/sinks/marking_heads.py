@@ -58,7 +58,7 @@ class MarkingHeads(Result):
         neurons: The neurons that the spike needs.
         tokens: The tokens that have the spike when they stand first, each alone: they reach half of the first token's
             projection. BOS comes first, if there is one.
-        silent: The tokens that do not.
+        unmarked: The tokens that do not.
         heads: The heads of all layers up to that of the first of the neurons that have softmax attention.
         left: What is left of each token's projection with one head replaced.
         marking: The fewest heads found that take away nine tenths of what all heads take, as one set. None: without
@@ -79,7 +79,7 @@ class MarkingHeads(Result):
     instead: str | None = None
     neurons: tuple[Neuron, ...] = ()
     tokens: tuple[str, ...] = ()
-    silent: tuple[str, ...] = ()
+    unmarked: tuple[str, ...] = ()
     heads: tuple[Head, ...] = ()
     left: Float[np.ndarray, "token head"] | None = None
     marking: Without | None = None
@@ -110,7 +110,7 @@ class MarkingHeads(Result):
         """Say how many tokens were tried, what is left without all heads, and which heads work against the spike."""
         if self.spike is None:
             return []
-        tried = count_of(len(self.tokens) + len(self.silent), "token")
+        tried = count_of(len(self.tokens) + len(self.unmarked), "token")
         lines = [f"{len(self.tokens)} of {tried}, each alone in first place, have {self._what}."]
         if self.every is not None and self.marking is not None:
             left = share_of(self.every.left, self.every.margin)
@@ -190,9 +190,9 @@ def heads(
         return MarkingHeads(spike=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
     first = FirstTokens.before_writers(chosen)
     has = first.along(words, [])[0] >= HAS
-    having, silent = (token_texts(setup.target, some.tolist()) for some in (words[has], words[~has]))
+    having, unmarked = (token_texts(setup.target, some.tolist()) for some in (words[has], words[~has]))
     name = name_of(chosen.spike)
-    found = MarkingHeads(spike=name, neurons=chosen.needed_neurons, tokens=having, silent=silent, heads=first.heads)
+    found = MarkingHeads(spike=name, neurons=chosen.needed_neurons, tokens=having, unmarked=unmarked, heads=first.heads)
     if not having:
         return replace(found, instead=f"No token that was tried has the spike of {name} when it stands first.")
     if not first.heads:

@@ -29,7 +29,7 @@ Mask = Bool[Tensor, "batch pos"]
 
 @torch.no_grad()
 def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tokenizer: Any = None) -> Mask:
-    """The positions of these ids with a norm spike, or that heads attend to as a sink, in one pass over each row.
+    """Mark the positions of these ids with a norm spike, or that heads attend to as a sink, in one pass over each row.
 
     Nothing is assumed of a token or of a position. A position is in the mask if its norm is more than three
     times the typical one of its row after some layer (Sun et al. 2024), or if a twentieth of
@@ -64,7 +64,7 @@ def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tok
 
 
 def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
-    """The residual dimensions that carry norm spikes: the fewest without which no spike stands out any more.
+    """Return the residual dimensions that carry norm spikes: the fewest without which no spike stands out any more.
 
     Typical text is read as by `find_sinks`. Of each spike the largest dimensions are taken, after its peak.
 
@@ -86,7 +86,7 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
 
 
 def dims_of(spike: Spike, survey: Survey) -> tuple[int, ...]:
-    """The fewest dimensions without which a spike no longer stands out at its peak, the largest first."""
+    """Return the fewest dimensions without which a spike no longer stands out at its peak, the largest first."""
     typical = float(survey.norms[spike.peak].median())
     order = spike.direction.abs().argsort(descending=True, stable=True)
     squares = (spike.direction[order].cpu().double() * spike.size).square()
@@ -95,7 +95,7 @@ def dims_of(spike: Spike, survey: Survey) -> tuple[int, ...]:
 
 
 def _of_row(target: Target, ids: TokenRows) -> Mask:
-    """The sinks of a row without padding."""
+    """Mark the sinks of a row without padding."""
     there = torch.zeros_like(ids, dtype=torch.bool)
     if ids.shape[1] < 2:
         return there

@@ -29,7 +29,7 @@ Mask = Bool[Tensor, "text pos"]
 
 
 def single_token(tokenizer: Any, string: str) -> int:
-    """The id of a string that is a single token, either as written or with a space before it.
+    """Return the id of a string that is a single token, either as written or with a space before it.
 
     Raises:
         SinkscopeError: The string is several tokens (the message lists them), no token, or unknown to the tokenizer.
@@ -47,7 +47,7 @@ def single_token(tokenizer: Any, string: str) -> int:
 
 
 def pick_tokens(setup: Setup, strings: Sequence[str] | None = None) -> list[int]:
-    """Ids of the strings. Without strings, five words of the text, drawn with the seed.
+    """Return the ids of the strings. Without strings, draw five words of the text with the seed.
 
     Args:
         setup: The model and its text.
@@ -62,18 +62,18 @@ def pick_tokens(setup: Setup, strings: Sequence[str] | None = None) -> list[int]
 
 
 def tokens_of_text(setup: Setup) -> list[int]:
-    """The different tokens of the text, without special ones and the first of each piece."""
+    """Return the different tokens of the text, without special ones and the first of each piece."""
     special = set(setup.tokenizer.all_special_ids)
     return [token for token in setup.ids[:, 1:].unique().tolist() if token not in special]
 
 
 def sample_tokens(ids: list[int], count: int, seed: int) -> list[int]:
-    """Some of `ids`, in random order, which the seed alone decides: all measurements name the same words."""
+    """Draw some of `ids`, in random order, which the seed alone decides: all measurements name the same words."""
     return some_of(ids, count, torch.Generator().manual_seed(seed))
 
 
 def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int]:
-    """Ids of the strings. Without strings, every id that both the tokenizer and the embedding know.
+    """Return the ids of the strings. Without strings, every id that both the tokenizer and the embedding know.
 
     Raises:
         SinkscopeError: A string is not a single token.
@@ -84,19 +84,19 @@ def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int
 
 
 def prefix_of(setup: Setup, tokens: Sequence[int]) -> list[int]:
-    """What stands before repeated tokens: BOS or, without BOS, a token of the text that is not repeated."""
+    """Return what stands before repeated tokens: BOS or, without BOS, a token of the text that is not repeated."""
     if setup.bos is not None:
         return [setup.bos]
     return [next((token for token in setup.ids.flatten().tolist() if token not in tokens), 0)]
 
 
 def repeated(before: Sequence[int], tokens: Sequence[int], count: int) -> TokenRows:
-    """A row for each token: what stands before it, and so many copies."""
+    """Make a row for each token: what stands before it, and so many copies."""
     return torch.tensor([[*before, *[token] * count] for token in tokens])
 
 
 def repetition_limit(target: Target, requested: int | None, around: int = 1) -> int:
-    """The number of repetitions: the number requested, or else 1,024 or what the context holds.
+    """Return the number of repetitions: the number requested, or else 1,024 or what the context holds.
 
     Args:
         target: The model.

@@ -109,7 +109,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def read_sinks(setup: Setup) -> dict[str, float]:
-    """What the sink of a model is, by the names under which it is logged.
+    """Measure what the sink of a model is, by the names under which it is logged.
 
     The neuron is not verified by ablation, as `find_sinks` does it.
 

@@ -22,8 +22,8 @@ from refusals import refused
 from sinkscope.errors import SinkscopeError
 from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
-from sinkscope.sinks.attack.attempts import Attempt, drawn_sequences, pools_of
-from sinkscope.sinks.attack.clusters import ways_of
+from sinkscope.sinks.attack.attempts import Attempt, draw_sequences, pools_of
+from sinkscope.sinks.attack.clusters import along_single_heads
 from sinkscope.sinks.spikes.steps import first_spike
 
 pytestmark = pytest.mark.few_texts
@@ -95,9 +95,9 @@ def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeyp
         asked.append(args[-1])
         if len(asked) == 4:
             raise KeyboardInterrupt
-        return ways_of(*args)
+        return along_single_heads(*args)
 
-    monkeypatch.setattr(module, "ways_of", breaking)
+    monkeypatch.setattr(module, "along_single_heads", breaking)
     with pytest.raises(KeyboardInterrupt):
         measured(resume=tmp_path)
     assert measured(resume=tmp_path).to_dict()["result"] == whole
@@ -133,7 +133,7 @@ def test_rates_are_counts_of_norms_of_plain_passes():
     found, layer = attack_once("neox", 2), o.truth.sink_layer
     assert layer is not None
     ordinary = sorted(set(range(o.model.config.vocab_size)) - set(o.tokenizer.all_special_ids))
-    rows = drawn_sequences([ordinary], 8, 24, 0)
+    rows = draw_sequences([ordinary], 8, 24, 0)
     first = norms(o.model, o.natural()[:, :1])[layer].median()
     hits = (norms(o.model, rows)[layer, :, 1:] / first >= 0.5).double()
     random = by_kind(found)["random", False]
@@ -166,7 +166,7 @@ def test_the_patch_is_that_of_plain_hooks(tmp_path):
     setup = setup_of(o, text=text_file(o, tmp_path))
     spike = first_spike(setup)
     everyone, *pools = pools_of(setup, found.clusters)
-    drawn = {"cluster": drawn_sequences(pools, 8, 6, 0), "random": drawn_sequences([everyone], 8, 6, 0)}
+    drawn = {"cluster": draw_sequences(pools, 8, 6, 0), "random": draw_sequences([everyone], 8, 6, 0)}
 
     def held(post):
         for neuron, value in spike.neutral.items():
@@ -195,7 +195,7 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count
     ends = np.cumsum(sizes).tolist()
     pools = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
     large = [set(pool) for pool in pools if len(pool) >= length]
-    drawn = drawn_sequences(pools, length, count, seed)
+    drawn = draw_sequences(pools, length, count, seed)
     assert drawn.shape == (count, length)
     for number, row in enumerate(drawn.tolist()):
         assert len(set(row)) == length and set(row) <= large[number % len(large)]

@@ -48,7 +48,7 @@ def check(o: Organism, found: MarkingHeads):
         serving = tuple(head for head, value in zip(found.heads, left, strict=True) if value < 0.5)
         assert serving == tuple(Head(truth.marking_layer, head) for head in truth.group_heads[group])
         assert left.min() < 0.05 and np.sort(left)[len(serving)] > 0.85
-    assert all(group < 0 for group in groups_of(o, found.silent))
+    assert all(group < 0 for group in groups_of(o, found.unmarked))
     assert len(found.conclusion().split()) <= 30 and " the first token: without them, " in found.conclusion()
 
 
@@ -147,8 +147,8 @@ def test_tokens_that_are_given(tmp_path):
 
 def test_of_tokens_that_do_not_have_the_spike_nothing_is_said(tmp_path):
     o = organism("llama", 0)
-    silent = next(token for token, group in o.truth.groups.items() if group < 0 and token > 3)
-    none = measured(o, tmp_path, tokens=[o.tokenizer.decode([silent])], bos=False)
+    unmarked = next(token for token, group in o.truth.groups.items() if group < 0 and token > 3)
+    none = measured(o, tmp_path, tokens=[o.tokenizer.decode([unmarked])], bos=False)
     assert none.conclusion().startswith("No token that was tried has the spike") and none.left is None
 
 

@@ -76,9 +76,9 @@ class LoopServe(SparsePrompts):
     output does not change.
 
     The defaults were chosen by what real models lose (docs/serve.md has the table). With alpha 0.995 the loss of
-    SmolLM2 rose by at most 0.004 nats a token on four kinds of text of 2,048 and 4,096 tokens, and 97.7 % or more of
-    the likeliest tokens stayed, for 60 to 81 % of the cells. With 0.99 one text lost 0.016 nats. `LoopServe.paper()`
-    uses the paper's settings.
+    SmolLM2 rose by at most 0.004 nats a token on one text of each of four kinds and of 2,048 and 4,096 tokens, and
+    97.7 % or more of the likeliest tokens stayed, for 60 to 81 % of the cells. With 0.99 one text lost 0.016 nats.
+    `LoopServe.paper()` uses the paper's settings.
 
     Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
     (the reason why the model's own attention read it) or shares of the causal cells, mean over heads: "attended" (what
@@ -141,7 +141,7 @@ class LoopServe(SparsePrompts):
 
     @classmethod
     def paper(cls, budget: int | float = 1024, **changed: Any) -> LoopServe:
-        """The paper's algorithm 5 with the paper's settings; values given here override them.
+        """Make the paper's algorithm 5 with the paper's settings; values given here override them.
 
         Every head is computed along its lines, however many these are, under a mask. Of what algorithm 5 chooses, only
         the main diagonal is added, so that each query has a key.

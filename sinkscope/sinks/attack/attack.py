@@ -17,7 +17,7 @@ from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.attack.attempts import Attempt, attempts_of, pools_of
+from sinkscope.sinks.attack.attempts import Attempt, pools_of, run_attempts
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume
 from sinkscope.sinks.first_tokens import share_of, spike_of
@@ -197,4 +197,4 @@ def attack(
         largest = max(map(len, clusters.pools[1:]))
         few = f"No cluster has {length} tokens (the largest: {largest}), so no sequence was tried."
         return replace(result, instead=few)
-    return replace(result, attempts=attempts_of(setup, chosen, clusters, length, sequences))
+    return replace(result, attempts=run_attempts(setup, chosen, clusters, length, sequences))

@@ -45,7 +45,7 @@ def reached(setup: Setup, spike: Spike, ids: TokenRows) -> Float[Tensor, "row at
     return (along[:, 1:] >= HAS).float()
 
 
-def drawn_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed: int) -> TokenRows:
+def draw_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed: int) -> TokenRows:
     """Draw `count` sequences of distinct tokens, each from one large enough cluster, these taken in turn."""
     generator = draws(seed, f"attacks of {length} tokens")
     large = [pool for pool in pools if len(pool) >= length]
@@ -59,7 +59,7 @@ def pools_of(setup: Setup, clusters: TokenClusters) -> list[list[int]]:
 
 
 @torch.no_grad()
-def attempts_of(
+def run_attempts(
     setup: Setup, measured: Measured, clusters: TokenClusters, length: int, count: int
 ) -> tuple[Attempt, ...]:
     """Run sequences of tokens of the clusters, and of random tokens, without BOS, with and without the patch.
@@ -72,8 +72,8 @@ def attempts_of(
         count: Sequences of each kind.
     """
     everyone, *pools = pools_of(setup, clusters)
-    rows = {"cluster": drawn_sequences(pools, length, count, setup.seed)}
-    rows["random"] = drawn_sequences([everyone], length, count, setup.seed)
+    rows = {"cluster": draw_sequences(pools, length, count, setup.seed)}
+    rows["random"] = draw_sequences([everyone], length, count, setup.seed)
     patches: list[SinkPatch | None] = [None]
     if setup.target.resident:
         patches.append(SinkPatch(sites=measured.needed_neurons, calibrated=dict(measured.neutral)))

@@ -20,8 +20,8 @@ TOKENS = 128  # tokens of one chunk; each takes two more rows than layer 0 has h
 
 
 @torch.no_grad()
-def ways_of(first: FirstTokens, tokens: list[int]) -> Float[Tensor, "token way"]:
-    """How far tokens that stand alone go along the spike: intact, with no head of layer 0, and with each head alone.
+def along_single_heads(first: FirstTokens, tokens: list[int]) -> Float[Tensor, "token way"]:
+    """Measure how far tokens that stand alone go along the spike: intact, with no head of layer 0, and with each alone.
 
     Args:
         first: The spike and the heads of layer 0.
@@ -57,22 +57,22 @@ class TokenClusters:
 
     @property
     def served(self) -> Bool[np.ndarray, " token"]:
-        """Whether one head is enough for the token, and one is needed."""
+        """Return whether one head is enough for the token, and one is needed."""
         return np.isfinite(self.head)
 
     @property
     def heads(self) -> list[int]:
-        """The heads that serve tokens."""
+        """Return the heads that serve tokens."""
         return np.unique(self.head[self.served]).astype(int).tolist()
 
     @property
     def pools(self) -> list[list[int]]:
-        """The ids of all tokens, then of those that each head serves."""
+        """Return the ids of all tokens, then of those that each head serves."""
         return [self.ids.tolist(), *(self.ids[self.head == head].tolist() for head in self.heads)]
 
 
 def find_clusters(setup: Setup, measured: Measured, ids: list[int], resume: Resume) -> TokenClusters:
-    """The head that serves each token, seen at the spike.
+    """Find the head of layer 0 that serves each token, by the spike.
 
     Args:
         setup: The model and its text.
@@ -84,7 +84,7 @@ def find_clusters(setup: Setup, measured: Measured, ids: list[int], resume: Resu
     hold_layers(setup.target, spike.peak)
 
     def work(tokens: list[int]) -> Columns:  # what threads may change is beyond four digits
-        return {"along": ways_of(first, tokens).cpu().double().round(decimals=4).tolist()}
+        return {"along": along_single_heads(first, tokens).cpu().double().round(decimals=4).tolist()}
 
     columns = in_chunks(setup, work, ids, resume, what="clusters", size=TOKENS, spike=name_of(spike))
     intact, none, alone = np.split(np.array(columns["along"]), [1, 2], 1)

@@ -29,7 +29,7 @@ COMPARED = 4  # pieces of which every logit is compared
 
 
 def losses(target: Target, ids: TokenRows) -> Float[Tensor, " row"]:
-    """Mean next-token loss of each piece in nats, without the first token's prediction: texts begin alike."""
+    """Measure the mean loss of each piece in nats, without the first token's prediction: texts begin alike."""
     read = []
     for rows in ids.split(PIECES):
         # One row of logits after the other: along another axis torch adds float32 up less exactly (4e-4 of 262k tokens)
@@ -41,7 +41,7 @@ def losses(target: Target, ids: TokenRows) -> Float[Tensor, " row"]:
 
 
 def errors_of(samples: Float[Tensor, "condition sample"]) -> Float[Tensor, " edit"]:
-    """Standard error of the mean difference to the first condition, over paired samples."""
+    """Return the standard error of the mean difference to the first condition, over paired samples."""
     return (samples[1:] - samples[0]).std(1) / math.sqrt(samples.shape[1])
 
 

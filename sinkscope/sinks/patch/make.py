@@ -36,13 +36,13 @@ from sinkscope.results.parts import Neuron
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.first_tokens import spike_of
+from sinkscope.sinks.first_tokens import HAS, spike_of
 from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import Perplexity, changed_logits, patch_eval
 from sinkscope.sinks.patch.following import AfterCopies, after_copies
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.repetition.norm import name_of
-from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies, one_copy
+from sinkscope.sinks.repetition.sweep import append_copy, claim_of_cases, claim_of_copies
 from sinkscope.sinks.spikes.copies import FIRST_LENGTH, along_spikes, half_reached
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.steps import sinks_of
@@ -50,7 +50,6 @@ from sinkscope.sinks.tokens import pick_tokens, prefix_of, repeated, repetition_
 
 INTACT, PATCHED, RANDOM, ONCE, OTHERS = range(5)
 CASES = ("intact", "patched", "random", "one copy", "other tokens")
-HALF = 0.5  # share of the first token's projection from which a position has the spike
 Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
 
 
@@ -85,16 +84,16 @@ class PatchProof:
 
     @property
     def has_spike(self) -> Bool[Tensor, "case spike word"]:
-        """Whether a position reaches half of the first token's projection."""
-        return torch.from_numpy(self.along >= HALF)
+        """Return whether a position reaches half of the first token's projection."""
+        return torch.from_numpy(self.along >= HAS)
 
     @property
     def failing(self) -> Bool[Tensor, " word"]:
-        """The words that need repair: copies reach the patched spike in the intact model, and one does not."""
+        """Return the words that need repair: copies reach the patched spike in the intact model, and one does not."""
         return self.has_spike[INTACT, 0] & ~self.has_spike[ONCE, 0]
 
     def judged(self, limit: float) -> tuple[Verdict, str]:
-        """The verdict and its reason."""
+        """Return the verdict and its reason."""
         if not self.failing.any():
             tried = f"{self.repeats:,} copies of {count_of(len(self.words), 'word')}"
             return "no-repeats", f"{tried} do not reach half of the first token in the spike of {self.spikes[0]}."
@@ -142,12 +141,12 @@ class PatchMade(Result):
 
     @property
     def exit_code(self) -> int:
-        """1 if there is no patch, whatever the reason: a script that goes on with the file must stop."""
+        """Return 1 if there is no patch, whatever the reason: a script that goes on with the file must stop."""
         return int(self.verdict != "made")
 
     @property
     def patch(self) -> SinkPatch:
-        """The patch.
+        """Return the patch.
 
         Raises:
             SinkscopeError: No patch was made.
@@ -159,7 +158,7 @@ class PatchMade(Result):
 
     @property
     def claims(self) -> Claims:
-        """What copies of the words that need repair reach in each spike under the patch, beside random neurons."""
+        """Make the claims about copies of the words that need repair, beside random neurons."""
         proof = self.proof
         if proof is None or not bool(proof.failing.any()):
             return ()
@@ -170,7 +169,7 @@ class PatchMade(Result):
         return claim_of_cases(self.sites, copies.place, outcome, left, edit="patched"), copies
 
     def conclusion(self) -> str:
-        """What the patch does in its own spike, or why there is none."""
+        """Say what the patch does in its own spike, or why there is none."""
         if self.verdict != "made" or self.proof is None:
             return f"No patch was made: {self.reason}"
         return self._line(0, self.proof.failing)
@@ -194,7 +193,7 @@ class PatchMade(Result):
         ]
 
     def _line(self, number: int, words: Bool[Tensor, " word"]) -> str:
-        """What the last copies of some words reach in a spike with and without the patch."""
+        """Say what the last copies of some words reach in a spike with and without the patch."""
         assert self.proof is not None
         along = self.proof.along[:, number, words.numpy()]
         before, after, random = (along[case].max() for case in (INTACT, PATCHED, RANDOM))
@@ -205,7 +204,7 @@ class PatchMade(Result):
         )
 
     def rows(self) -> Table:
-        """One row per spike and word: what the last copy reaches in each case."""
+        """Return a row per spike and word: what the last copy reaches in each case."""
         if self.proof is None:
             return []
         return long_table(
@@ -274,7 +273,7 @@ def patch_make(
 def _made(
     setup: Setup, spike: int | None, max_repeats: int | None, limit: float, pieces: int, length: int
 ) -> PatchMade:
-    """The patch and its proof."""
+    """Make the patch and its proof."""
     most, sinks = repetition_limit(setup.target, max_repeats), sinks_of(setup)
     setup.record(max_repeats=most)
     chosen = spike_of(setup, spike)
@@ -294,7 +293,7 @@ def _made(
 def proof_of(
     setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int, pieces: int, length: int
 ) -> PatchProof:
-    """What a patch does to repeated words and to ordinary text.
+    """Measure what a patch does to repeated words and to ordinary text.
 
     Args:
         setup: The model and its text.
@@ -325,7 +324,7 @@ def proof_of(
             along.append(torch.stack([of_spike[:, last] for of_spike in along_spikes(target, spikes, rows)]))
     ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = ordinary[torch.arange(len(rows)) % len(ordinary)]
-    beside = along_spikes(target, spikes, one_copy(others, rows))  # a copy is last, and text before it
+    beside = along_spikes(target, spikes, append_copy(others, rows))  # a copy is last, and text before it
     along += [torch.stack([of_spike[:, at] for of_spike in beside]) for at in (last, last - 1)]
     cost = patch_eval.on(setup, patch=patch, pieces=pieces, length=length)
     proof = PatchProof(

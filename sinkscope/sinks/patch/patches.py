@@ -18,7 +18,7 @@ Patches = dict[str, SinkPatch | None]
 
 
 def read_patch_argument(patch: PatchArgument, **_: object) -> SinkPatch:
-    """The patch itself, or the one in the file; it is read before a model is loaded.
+    """Return the patch itself, or load the one in the file; it is read before a model is loaded.
 
     Raises:
         SinkscopeError: There is none, or the file is not a patch.
@@ -31,7 +31,7 @@ def read_patch_argument(patch: PatchArgument, **_: object) -> SinkPatch:
 
 
 def chosen_patch(setup: Setup, patch: PatchArgument) -> SinkPatch | None:
-    """The given patch, or that of `find_sinks`; None if there is none for this model."""
+    """Return the given patch, or that of `find_sinks`; None if there is none for this model."""
     if patch is not None:
         return read_patch_argument(patch)
     with suppress(SinkscopeError):
@@ -39,6 +39,6 @@ def chosen_patch(setup: Setup, patch: PatchArgument) -> SinkPatch | None:
 
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
-    """A patch of as many random neurons of the same layers and experts, held at their values at the second token."""
+    """Make a patch of as many random neurons of the same layers and experts, held at their second token's values."""
     sites = patch.checked_sites
     return SinkPatch(sites=random_neurons(setup.target, sites, setup.seed), site=patch.site)

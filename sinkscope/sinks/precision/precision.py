@@ -26,6 +26,7 @@ from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Component, Parts, Tokens
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
+from sinkscope.sinks.first_tokens import left_of
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
 from sinkscope.sinks.spikes.controls import INTACT, claim_of, random_neurons
 from sinkscope.sinks.spikes.places import Place
@@ -76,11 +77,11 @@ class Precision(Result):
     claims: Claims = ()
 
     def rows(self) -> Table:
-        """A row for each claim."""
+        """Return a row for each claim."""
         return [claim.row() for claim in self.claims]
 
     def facts(self) -> list[str]:
-        """The costs."""
+        """Say what each rounding costs."""
         costs = [f"{cost:.2g} ({WORDS[scheme]})" for scheme, cost in self.costs.items()]
         return [f"Rounding costs {word_list(costs)} nats."]
 
@@ -138,7 +139,7 @@ def precision(
     ids = held_out(setup, pieces, length)
     setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
-    at_places = places_beside(setup, places, ids)
+    at_places = random_places(setup, places, ids)
     costs = {name: texts.divergence(SCHEMES[name]) for name in names}
     names.sort(key=lambda name: -float(costs[name].mean()))
     claims: list[Claim] = []
@@ -147,7 +148,7 @@ def precision(
         scheme, cost = SCHEMES[name], costs[name]
         if float(cost.mean()) <= 0:
             continue
-        kept = {"costliest layer": layers_beside(setup, other_texts.costliest_layer(scheme))}
+        kept = {"costliest layer": random_layers(setup, other_texts.costliest_layer(scheme))}
         if places:
             kept = {"sink places": at_places, **kept}
         if neurons and "activations" in scheme:
@@ -158,8 +159,8 @@ def precision(
     return Precision(costs={name: float(costs[name].mean()) for name in names}, claims=tuple(claims))
 
 
-def places_beside(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept:
-    """The places of norm spikes, and as many other tokens of each text."""
+def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept:
+    """Return the places of norm spikes, and draw as many other tokens of each text."""
     there = torch.zeros_like(ids, dtype=torch.bool)
     for place in places:
         there |= place.means(ids)
@@ -169,8 +170,8 @@ def places_beside(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept
     return (Tokens("sink places"),), "places", [one.nonzero().tolist() for one in (there, *random)]
 
 
-def layers_beside(setup: Setup, layer: int) -> Kept:
-    """A layer, and others."""
+def random_layers(setup: Setup, layer: int) -> Kept:
+    """Return a layer, and draw others."""
     others = [other for other in range(setup.n_layers) if other != layer]
     random = some_of(others, DRAWS, draws(setup.seed, f"layers beside {layer}"))
     return (Component("layer", layer),), "layers", [[layer], *([other] for other in random)]
@@ -196,7 +197,7 @@ class Texts:
         return cls(target, ids, logits_of(target, ids).log_softmax(-1))
 
     def divergence(self, scheme: dict[str, Any], **exact: Any) -> Float[Tensor, " text"]:
-        """Mean divergence of the rounded model's next tokens from those of the exact one, in nats.
+        """Measure the mean divergence of the rounded model's next tokens from those of the exact one, in nats.
 
         Args:
             scheme: Fields of `Quantize` that say what is rounded.
@@ -207,7 +208,7 @@ class Texts:
         return (self.logs.exp() * (self.logs - logs)).sum(-1)[:, 1:].mean(1).cpu()
 
     def costliest_layer(self, scheme: dict[str, Any]) -> int:
-        """The layer whose exactness leaves the smallest divergence."""
+        """Find the layer whose exactness leaves the smallest divergence."""
         left: list[float] = []
         for layer in range(self.target.n_layers):
             report("precision, layers", layer, self.target.n_layers)
@@ -217,15 +218,15 @@ class Texts:
     def claim(
         self, name: str, exact: str, cost: Float[Tensor, " text"], subject: Parts, field: str, values: Sequence[Any]
     ) -> Claim:
-        """What is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
+        """Measure what is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
         divergences: list[Tensor] = []
         for value in values:
             report(f"precision, {name}, {exact}", len(divergences), len(values))
             divergences.append(self.divergence(SCHEMES[name], **{field: value}))
         read = torch.stack(divergences)
-        left, *random = (read.mean(1) / cost.mean()).tolist()
-        by_text = left + (read[0] - left * cost) / cost.mean()  # its mean is the ratio of means
+        by_text, *others = left_of(torch.cat([cost[None], read]))
+        random = [float(other.mean()) for other in others]
         outcome = Outcome(name, effect=f"most of what rounding {WORDS[name]} costs")
-        contrasts = INTACT, Contrast("random", min(random, default=left), DRAWS, "random ones")
+        contrasts = INTACT, Contrast("random", min(random, default=float(by_text.mean())), DRAWS, "random ones")
         search = Search("random ones", DRAWS)
         return claim_of("protects", subject, outcome, exact, by_text, contrasts, search, "exact")

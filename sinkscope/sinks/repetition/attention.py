@@ -12,7 +12,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Outcome
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import SEQUENCES, Sweep, beside_copies, claim_of_copies
+from sinkscope.sinks.repetition.sweep import SEQUENCES, Sweep, claim_of_copies, contrast_rows
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
@@ -22,7 +22,7 @@ TAIL = 64  # tokens of natural text after the repetitions; their attention is re
 
 
 def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
-    """The attention that natural text gives to the place of the spike, and to what is before it.
+    """Measure the attention that natural text gives to the place of the spike, and to the copies before it.
 
     The claim is of the share of all attention that the copies get together in the first layer whose heads can read the
     spike, beside that of the same positions with one copy and in natural text.
@@ -35,7 +35,7 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     place = spike.place
     natural = text_rows(target.tokenizer, setup.text, 1, sweep.rows.shape[1] + TAIL, setup.bos)
     natural[:, :before] = sweep.rows[:1, :before]
-    single, _ = beside_copies(setup, sweep.rows, before)
+    single, _ = contrast_rows(setup, sweep.rows, before)
     ids = torch.cat([natural[:, :-TAIL], sweep.rows, single])
     ids = torch.cat([ids, natural[:, -TAIL:].expand(len(ids), -1)], 1)
     there = torch.zeros_like(ids, dtype=torch.bool)
@@ -69,7 +69,7 @@ def attention_from(
     keys: Float[Tensor, "row pos kind"],
     begin: int,
 ) -> Float[Tensor, "row kind layer"]:
-    """Attention from the positions from `begin` on to kinds of keys, summed over these queries, mean over heads.
+    """Sum attention from the positions from `begin` on to kinds of keys over these queries, mean over heads.
 
     NaN in layers without softmax attention.
 

@@ -16,7 +16,7 @@ from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import Sweep, beside_copies, claim_of_cases, claim_of_copies
+from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases, claim_of_copies, contrast_rows
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import along_spikes, copies_of, half_reached
 from sinkscope.sinks.spikes.sentences import run
@@ -27,7 +27,7 @@ TOKENS = 64  # tokens of a vocabulary in one chunk
 
 
 def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat:
-    """The projections of repeated tokens on the spikes of the first token.
+    """Project repeated tokens on the spikes of the first token.
 
     Args:
         sweep: What is repeated.
@@ -38,7 +38,7 @@ def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat
     directions = [one.spike for one in spikes]
     conditions = [name_of(one.spike) for one in spikes]
     values = [row[:, sweep.before :] for row in along_spikes(target, directions, sweep.rows)]
-    beside = [along_spikes(target, directions, rows) for rows in beside_copies(setup, sweep.rows, sweep.before)]
+    beside = [along_spikes(target, directions, rows) for rows in contrast_rows(setup, sweep.rows, sweep.before)]
     claims: list[Claim] = []
     for number, spike in enumerate(directions):
         outcome = Outcome(
@@ -72,12 +72,12 @@ def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat
 
 
 def name_of(spike: Spike) -> str:
-    """A spike of the first token by its layers."""
+    """Name a spike of the first token by its layers."""
     return f"layer{run(spike.first, spike.last)}"
 
 
 def read_vocabulary(setup: Setup, spikes: Sequence[Measured], limit: int, sample: int | None, resume: Resume) -> Repeat:
-    """The repetitions that every token needs to reach half of the first token in each spike."""
+    """Find the number of repetitions with which every token reaches half of the first token in each spike."""
     target, directions = setup.target, [one.spike for one in spikes]
     ids = vocabulary(target, None)
     if sample is not None:

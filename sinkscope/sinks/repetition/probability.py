@@ -79,7 +79,7 @@ def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
 
 
 def answers_after(sweep: Sweep, copies: int, patch: SinkPatch | None) -> list[RepeatAnswer]:
-    """What the model writes after so many repetitions of each token, under a patch if there is one."""
+    """Let the model answer after so many repetitions of each token, under a patch if there is one."""
     before, words, setup = sweep.rows[:, : sweep.before], sweep.rows[:, -1:], sweep.setup
     prompts = torch.cat([before, words.expand(-1, copies)], 1)
     answers: list[RepeatAnswer] = []
@@ -91,7 +91,7 @@ def answers_after(sweep: Sweep, copies: int, patch: SinkPatch | None) -> list[Re
 
 
 def stopped_after(probability: Float[Tensor, " n"]) -> float:
-    """The first n from which on the probability stays below a half; NaN if it is not at the last, or never was."""
+    """Return the first n from which on the probability stays below a half; NaN if it does not, or never was above."""
     likely = (probability >= HALF).nonzero().flatten().tolist()
     if not likely or likely[-1] == len(probability) - 1:
         return float("nan")

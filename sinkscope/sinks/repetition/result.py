@@ -52,7 +52,6 @@ class Repeat(Result):
             tokens got the same; "probability": probability that the token comes once more.
         instead: What there is instead of a finding.
         claims: What neurons do after the copies, if that was measured; then what copies do.
-        notes: Sentences that no claim carries.
         ids: Ids of the repeated tokens.
         conditions: What was read, or under which edit.
         tokens: The repeated tokens; with "attention" the places.
@@ -76,7 +75,6 @@ class Repeat(Result):
     read: What
     instead: str | None = None
     claims: Claims = ()
-    notes: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
     conditions: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
@@ -87,7 +85,7 @@ class Repeat(Result):
     answers: tuple[RepeatAnswer, ...] = ()
 
     def conclusion(self) -> str:
-        """How many words converge in each spike; of other readings, the first claim."""
+        """Say how many words converge in each spike; of other readings, the first claim."""
         if self.read != "norm" or self.repeats is None or self.instead is not None:
             return super().conclusion()
         said: list[str] = []
@@ -100,12 +98,12 @@ class Repeat(Result):
         )
 
     def details(self) -> list[str]:
-        """The facts; of a reading of spikes, no mean over words of which some converge and others do not."""
+        """Say the facts; of a reading of spikes, no mean over words of which some converge and others do not."""
         return self.facts() if self.read == "norm" else super().details()
 
     def facts(self) -> list[str]:
-        """The notes, and how many tokens turn under each condition."""
-        lines = list(self.notes)
+        """Say how many tokens turn under each condition."""
+        lines: list[str] = []
         if self.repeats is not None:
             for condition, repeats in zip(self.conditions, self.repeats, strict=True):
                 turned = repeats[np.isfinite(repeats)]
@@ -116,7 +114,7 @@ class Repeat(Result):
         return lines
 
     def rows(self) -> Table:
-        """One row per answer; without answers, one per condition and token."""
+        """Return a row per answer; without answers, one per condition and token."""
         if self.answers:
             return [{**vars(answer), "follows": answer.follows[:SHOWN_TEXT]} for answer in self.answers]
         columns: dict[str, Any] = {"repeats": self.repeats}

@@ -46,21 +46,21 @@ class Sweep:
 
     @property
     def count(self) -> int:
-        """Number of repetitions in each sequence."""
+        """Return the number of repetitions in each sequence."""
         return self.rows.shape[1] - self.before
 
     @property
     def counts(self) -> Int[np.ndarray, " n"]:
-        """The numbers of repetitions at which curves are given."""
+        """Return the numbers of repetitions at which curves are given."""
         return np.unique(np.geomspace(1, self.count, CURVE_POINTS).round().astype(int))
 
     @property
     def words(self) -> list[int]:
-        """The repeated tokens."""
+        """Return the repeated tokens."""
         return self.rows[:, -1].tolist()
 
     def fields(self) -> dict[str, Any]:
-        """What is said of the sequences in a result."""
+        """Return the fields of a result that describe the sequences."""
         target = self.setup.target
         return {
             "ids": tuple(self.words),
@@ -69,14 +69,14 @@ class Sweep:
         }
 
     def claim(self, outcome: Outcome, last: Float[Tensor, " token"], read: Read) -> Claim:
-        """What the copies do, beside one copy at the position of the last, and other tokens there.
+        """Make the claim about copies, beside one copy at the position of the last, and other tokens there.
 
         Args:
             outcome: What was read.
             last: What it is at the last copy.
             read: Reads it in other sequences.
         """
-        beside = [read(rows)[:, -1] for rows in beside_copies(self.setup, self.rows, self.before)]
+        beside = [read(rows)[:, -1] for rows in contrast_rows(self.setup, self.rows, self.before)]
         return claim_of_copies(self.count, outcome, torch.stack([last, *beside]), exact=self.named)
 
 
@@ -113,8 +113,8 @@ def sweep_of(
     return Sweep(setup, len(before), repeated(before, words, count), named=tokens is not None)
 
 
-def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows]:
-    """What stands beside rows of copies: one copy behind other tokens at the last position; and other tokens alone.
+def contrast_rows(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows]:
+    """Make the contrasts of rows of copies: one copy after other tokens at the last position; and other tokens alone.
 
     Args:
         setup: The model and its text, from which the other tokens are drawn.
@@ -125,11 +125,11 @@ def beside_copies(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows
     ordinary, places = ids[~torch.isin(ids, rows[:, -1])], others[:, before:]
     generator = draws(setup.seed, "tokens beside copies")
     places[:] = ordinary[torch.randint(len(ordinary), places.shape, generator=generator)]
-    return one_copy(others, rows), others
+    return append_copy(others, rows), others
 
 
-def one_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
-    """Other tokens, with one copy where the last copy of each row stands."""
+def append_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
+    """Put one copy after other tokens, where the last copy of each row stands."""
     return torch.cat([others[:, :-1], rows[:, -1:]], 1)
 
 
@@ -138,18 +138,16 @@ def claim_of_cases(
     place: str,
     outcome: Outcome,
     values: Float[Tensor, "kind case"],
-    tried: int = 0,
     edit: str = "",
     exact: bool = False,
 ) -> Claim:
-    """What tokens or neurons do, mean over cases.
+    """Make the claim about what tokens or neurons do, mean over cases.
 
     Args:
         subject: The tokens or neurons.
         place: Where it was read.
         outcome: What was read.
         values: The outcome, and that of the two contrasts.
-        tried: Number of cases of which these were taken. 0: all of them.
         edit: How neurons were edited, if they were not zeroed.
         exact: Whether the claim is about these cases and no others.
     """
@@ -157,15 +155,11 @@ def claim_of_cases(
     if isinstance(subject[0], Neuron):
         kinds = ("intact", "random")
     contrasts = list(map(Contrast, kinds, values[1:].mean(1).tolist()))
-    count = tried or values.shape[1]
+    count = values.shape[1]
     search = Search(word_form(count, "case", "cases"), count)
     return claim_of("makes", subject, outcome, place, values[0], contrasts, search, edit, exact)
 
 
-def claim_of_copies(
-    count: int, outcome: Outcome, values: Float[Tensor, "kind case"], tried: int = 0, exact: bool = False
-) -> Claim:
-    """What a number of copies does, beside one copy at the position of the last and other tokens there."""
-    return claim_of_cases(
-        (Tokens("copies", count),), f"the last of {count} copies", outcome, values, tried, exact=exact
-    )
+def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], exact: bool = False) -> Claim:
+    """Make the claim about a number of copies, beside one copy at the position of the last and other tokens there."""
+    return claim_of_cases((Tokens("copies", count),), f"the last of {count} copies", outcome, values, exact=exact)

@@ -39,13 +39,13 @@ Protocol = Callable[[Setup, Survey, Published], Any]
 
 
 def highest(survey: Survey, tokenizer: Any) -> Spike | None:
-    """The spike of the first token with the largest departure; None if there is none."""
+    """Return the spike of the first token with the largest departure; None if there is none."""
     spikes = [spike for spike in find_spikes(survey, tokenizer)[0] if spike.place.is_first]
     return max(spikes, key=lambda spike: spike.size, default=None)
 
 
 def layers(setup: Setup, survey: Survey, __: Published) -> list[int | None]:
-    """The layer whose MLP adds most to the first token along the direction of its highest spike."""
+    """Find the layer whose MLP adds most to the first token along the direction of its highest spike."""
     spike = highest(survey, setup.tokenizer)
     if spike is None:
         return [None]
@@ -54,7 +54,7 @@ def layers(setup: Setup, survey: Survey, __: Published) -> list[int | None]:
 
 
 def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
-    """Of the ten neurons of each layer that write most at the first token, those without which its spike falls."""
+    """Of the ten neurons of each layer that write most at the first token, find those without which its spike falls."""
     spike, found = highest(survey, setup.tokenizer), list[str]()
     for layer in sorted({read_neuron(name)[0] for name in record.value}):
         check_site(survey.target, layer)
@@ -73,7 +73,7 @@ def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
 
 
 def massive(_: Setup, survey: Survey, record: Published) -> list[Any]:
-    """Values at position 0 with |a| > 100 and > 1000 x the median |hidden state| of later positions, mean over texts.
+    """Find values at position 0 above 100 and 1000 x the median |hidden state| of later positions, mean over texts.
 
     The dimensions that have one after any layer; or the first and the last layer after which there is one.
     """
@@ -87,7 +87,7 @@ def massive(_: Setup, survey: Survey, record: Published) -> list[Any]:
 
 
 def repeats(setup: Setup, survey: Survey, record: Published) -> float:
-    """Copies of "cat", "dog" or "the" that reach half of the first token's projection; median over these words."""
+    """Count copies of "cat", "dog" or "the" until half of the first token's projection; median over these words."""
     spike = highest(survey, setup.tokenizer)
     if spike is None:
         return inf
@@ -98,7 +98,7 @@ def repeats(setup: Setup, survey: Survey, record: Published) -> float:
 
 
 def sink_rate(setup: Setup, survey: Survey, __: Published) -> float:
-    """Share of heads with mean attention to position 0 above 0.3: 100 texts, 64 long."""
+    """Measure the share of heads with mean attention to position 0 above 0.3: 100 texts, 64 long."""
     ids = text_rows(setup.tokenizer, setup.text, RATE_TEXTS, PIECE, setup.bos)
     rates = [read_survey(survey.target, some).sink_rate for some in ids.split(AT_ONCE)]
     return float(torch.cat(rates).mean())

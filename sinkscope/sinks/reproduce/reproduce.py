@@ -36,7 +36,7 @@ class Compared(Published):
 
     @classmethod
     def of(cls, record: Published, setup: Setup, survey: Survey) -> Compared:
-        """A published result beside what is measured now."""
+        """Measure a published result again."""
         if record.quantity not in PROTOCOLS:
             return cls(**vars(record), remark="no protocol here")
         try:
@@ -61,23 +61,23 @@ class Reproduction(Result):
 
     @property
     def exit_code(self) -> int:
-        """1 if a result does not agree."""
+        """Return 1 if a result does not agree."""
         return int(any(one.agrees is False for one in self.records))
 
     def conclusion(self) -> str:
-        """How many agree."""
+        """Say how many agree."""
         agree = [one.agrees for one in self.records]
         said = f"{agree.count(True)} agree, {agree.count(False)} do not, {agree.count(None)} were not measured"
         return f"Of {count_of(len(self.records), 'published result')}, {said}."
 
     def details(self) -> list[str]:
-        """What is remarked of each result."""
+        """Say what is remarked of each result."""
         remarked = [one for one in self.records if one.remark is not None]
         return [f"{one.quantity} {cell(one.value)} ({one.source}): {one.remark}." for one in remarked]
 
 
 def known_as(name: str) -> str:
-    """The short name of a model; of another one the last part of its name."""
+    """Return the short name of a model; of another one the last part of its name."""
     entry = find(name)
     return name.rpartition("/")[2].lower() if entry is None else entry.name
 
