@@ -27,8 +27,8 @@ class Rewinder(StoppingCriteria):
 
     Attributes:
         allowance: Number of tokens of each row that may still be removed. None if generation does not run in pieces.
-        kept_mask: Tokens in the cache after a removal, by row: False at padding and at removed tokens. None if nothing has
-            to be removed.
+        kept_mask: Tokens in the cache after a removal, by row: False at padding and at removed tokens. None if nothing
+            has to be removed.
         reread_tokens: The last token that stays of each row that lost some; it is read again.
         ended: Rows that have ended, as the guard knows it.
         end_lengths: Length at which each row of this piece has all its tokens; 0 for a row that has ended. Empty if
