@@ -142,7 +142,7 @@ class Session:
         self.watching.replacement = compute
 
     def window_queries(self, last: int, decoding: bool = False) -> None:
-        """Keep the `last` queries of prompts, with `decoding` also of generated tokens, for `LayerMoment.window_rows`."""
+        """Keep the `last` queries of prompts for `LayerMoment.window_rows`; with `decoding`, generated tokens too."""
         watching = self.watching
         watching.queries_kept = max(watching.queries_kept, last)
         watching.keeps_decoding_queries = watching.keeps_decoding_queries or decoding
