@@ -12,6 +12,7 @@ import sys
 from contextlib import redirect_stdout
 from functools import cache, partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 
 import pytest
@@ -109,6 +110,14 @@ HOLDS = {
 @pytest.mark.parametrize(("page", "holds"), HOLDS.items())
 def test_the_python_of_a_page_runs_and_does_what_it_says(run, page, holds):
     assert holds(**run(page))
+
+
+def test_the_life_of_a_policy_names_functions_and_its_policy_halves_later_layers(run):
+    rows = re.findall(r"^\| (\d) \| .+ \| `(.+)` \|$", (ROOT / "docs/life_of_a_policy.md").read_text(), re.M)
+    assert [int(number) for number, _ in rows] == [*range(1, 9), *range(1, 9)]
+    for _, name in rows:
+        assert resolve_name(name) is not None
+    assert run("docs/life_of_a_policy.md")["held"] == [41, 21, 21, 21, 21, 21]
 
 
 def test_the_sinks_do_to_other_pipelines_what_the_page_says(run):
