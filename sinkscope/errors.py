@@ -24,7 +24,7 @@ class SinkscopeError(ValueError):
 
 
 def one_line(message: str) -> str:
-    """A message in one line; of a long value that it repeats, the middle is left out."""
+    """Return a message in one line; of a long value that it repeats, the middle is left out."""
     line = " ".join(message.split())
     if len(line) > LONGEST:
         line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 3 :]}"
@@ -69,5 +69,5 @@ _NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, torch, CUDA or the dynamic linker ran out of memory; each says so in its own way."""
+    """Return whether Python, torch, CUDA or the dynamic linker ran out of memory; each says so in its own way."""
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)

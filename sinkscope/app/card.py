@@ -91,7 +91,7 @@ class SinkCard(Result):
     changes: tuple[CardChange, ...] = ()
 
     def conclusion(self) -> str:
-        """What changed since the other card; without another card, the first part's conclusion."""
+        """Return what changed since the other card; without another card, the first part's conclusion."""
         if self.against is None:
             return self.parts[0].conclusion
         judged = [change for change in self.changes if change.changed is not None]
@@ -102,26 +102,29 @@ class SinkCard(Result):
         return f"{finding}."
 
     def details(self) -> list[str]:
-        """What every part says."""
+        """Return what every part says."""
         lines = [f"{part.command}: {part.conclusion}" for part in self.parts]
         if self.quick:
             lines.append("With --quick, most parts rest on fewer samples.")
         return lines
 
     def first_screen(self) -> str:
-        """A tile for each topic (number, control, conclusion) as escaped HTML; in a comparison, what changed first."""
+        """Return a tile for each topic (number, control, conclusion) as escaped HTML.
+
+        In a comparison, what changed first.
+        """
         tiles = "".join(_tile(part) for part in self.parts if part.name in TOPICS)
         changed = f"<p><b>{_html(self.conclusion())}</b></p>" if self.against else ""
         return f'{changed}<div class="tiles">{tiles}</div>'
 
     def rows(self) -> Table:
-        """One row per number and word; in a comparison, beside those of the other card."""
+        """Return one row per number and word; in a comparison, beside those of the other card."""
         if self.against is not None:
             return [asdict(change) for change in self.changes]
         return [{"part": part.name, **asdict(number)} for part in self.parts for number in part.numbers]
 
     def grids(self) -> list[Grid]:
-        """What changed, and the numbers with their controls."""
+        """Return what changed, and the numbers with their controls."""
         grids: list[Grid] = []
         if self.changes:
             important = ("label", "before", "after")

@@ -44,11 +44,11 @@ class CommandLine(click.Group):
     """All commands of the table; each is imported when it is typed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The words of every command."""
+        """Return the words of every command."""
         return list(commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of words in the table; the function is imported when it runs."""
+        """Return the command of words in the table; the function is imported when it runs."""
         if cmd_name not in commands():
             return None
         from sinkscope.app.command_run import click_command  # loads what the list of commands need not wait for

@@ -65,7 +65,7 @@ OUTPUTS = (
 
 
 def click_command(command: Command) -> click.Command:
-    """The click command of a line of the table. Only the function of another package is imported for it."""
+    """Return the click command of a line of the table. Only the function of another package is imported for it."""
     run = CommandRun.from_data(command)
     end = ["\b"]
     if run.examples:
@@ -102,7 +102,7 @@ class CommandRun:
 
     @classmethod
     def of(cls, command: Command) -> CommandRun:
-        """What the function of a command says, which this imports."""
+        """Return what the function of a command says, which this imports."""
         function = command.load()
         doc = inspect.getdoc(getattr(function, "function", function)) or ""
         parameters = function.all_parameters
@@ -112,7 +112,7 @@ class CommandRun:
 
     @classmethod
     def from_data(cls, command: Command) -> CommandRun:
-        """What `tools.commands` wrote of it; a function of another package is imported."""
+        """Return what `tools.commands` wrote of it; a function of another package is imported."""
         data = command.outline
         if data is None:
             return cls.of(command)
@@ -120,7 +120,7 @@ class CommandRun:
         return cls(command, data["text"], data["examples"], {one.name: one for one in parameters}, data["kinds"])
 
     def click_parameters(self) -> list[click.Parameter]:
-        """The options of the command: those of the function, and files."""
+        """Return the options of the command: those of the function, and files."""
         params = [click_parameter(one) for one in self.parameters.values() if not one.option.hidden]
         if self.command.measures:
             params.append(click.Argument([MODEL_WORD], required=False, metavar="[MODEL]"))
@@ -195,7 +195,7 @@ class CommandRun:
 
 
 def click_parameter(one: Parameter) -> click.Parameter:
-    """The option or argument of a parameter. None stands for its default, which the function knows."""
+    """Return the option or argument of a parameter. None stands for its default, which the function knows."""
     kind = click_type(one)
     if one.option.argument:
         number = -1 if one.many else 1
@@ -219,7 +219,7 @@ def click_parameter(one: Parameter) -> click.Parameter:
 
 
 def click_type(one: Parameter) -> Any:
-    """The type to which click converts; what it does not know is read as text."""
+    """Return the type to which click converts; what it does not know is read as text."""
     if isinstance(one.default, bool) or one.type is bool:
         return click.BOOL
     if one.option.reads == "commas":
@@ -231,7 +231,7 @@ def click_type(one: Parameter) -> Any:
 
 
 def read_words(one: Parameter, words: Any) -> Any:
-    """What the words of an option mean: the text of a file, or a list with commas."""
+    """Return what the words of an option mean: the text of a file, or a list with commas."""
     if one.option.reads == "text":
         return _prompt(words)
     if one.option.reads == "commas":

@@ -72,14 +72,14 @@ class Part:
 
 
 def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
-    """How often greedy text loops, without a guard and with it."""
+    """Return how often greedy text loops, without a guard and with it."""
     task = f"loops:source=text:count={count}"
     run = run_bench(setup.target, task, ["full", "loopguard"], max_new_tokens=max_new_tokens, seed=setup.seed)
     return tabulate_records([run])
 
 
 def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
-    """How far each cache policy diverges from full attention at a quarter of the prompt."""
+    """Return how far each cache policy diverges from full attention at a quarter of the prompt."""
     methods = ["full", "random:0.25", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25"]
     return tabulate_records([run_bench(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)])
 
@@ -285,7 +285,7 @@ def _measured(part: Part, setup: Setup, seconds: float | None) -> Result | str:
 
 
 def card_part(part: Part, outcome: Result | str) -> CardPart:
-    """A part of the card: its conclusion and numbers, or why it has no result."""
+    """Return a part of the card: its conclusion and numbers, or why it has no result."""
     if isinstance(outcome, str):
         missing = f"not measured, because {outcome.rstrip('.')}."
         return CardPart(part.name, part.command, missing)
@@ -298,7 +298,7 @@ def card_part(part: Part, outcome: Result | str) -> CardPart:
 
 
 def weight_bytes(target: Target) -> int:
-    """Size of the weights in memory, in the dtype of the checkpoint."""
+    """Return the size of the weights in memory, in the dtype of the checkpoint."""
     dtype = getattr(target.config, "dtype", None)
     if not isinstance(dtype, torch.dtype):
         dtype = target.dtype
@@ -306,7 +306,7 @@ def weight_bytes(target: Target) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device."""
+    """Return bytes that are free on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available

@@ -60,17 +60,17 @@ class ScanTable(Result):
         return int(any(row["problem"] for row in self.scans))
 
     def rows(self) -> Table:
-        """One row per scan."""
+        """Return one row per scan."""
         return list(self.scans)
 
     def conclusion(self) -> str:
-        """How many of the models have an attention sink."""
+        """Return how many of the models have an attention sink."""
         measured = [row["heads"] for row in self.scans if not row["problem"]]
         having = [heads for heads in measured if heads]
         return f"{len(having)} of {len(measured)} models have an attention sink."
 
     def details(self) -> list[str]:
-        """What has no card."""
+        """Return what has no card."""
         return [f"{row['scan']} has no card: {row['problem']}" for row in self.scans if row["problem"]]
 
 

@@ -32,7 +32,7 @@ from sinkscope.models.text.chat import chat_text
 
 
 def answering_settings(target: Target) -> dict[str, Any]:
-    """What determines the answers of a model, whatever is done with it."""
+    """Return what determines the answers of a model, whatever is done with it."""
     with noted_decoding() as used:
         decoding(target, do_sample=False)
     return {
@@ -100,7 +100,7 @@ class Batch:
         return tuple(keys)
 
     def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
-        """The record of an answer."""
+        """Return the record of an answer."""
         settings = {"set": prompt.set, "part": prompt.part, "temperature": self.temperature, **prompt.about}
         return BenchRecord(
             model=self.model,
@@ -152,7 +152,7 @@ Measure = Callable[[Logits], RowNumbers]
 
 
 def top_probability(logits: Logits) -> RowNumbers:
-    """The probability of the top prediction."""
+    """Return the probability of the top prediction."""
     return {"top1": largest_probability(logits).cpu().double().round(decimals=4)}
 
 
@@ -236,7 +236,10 @@ def _generated(
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:
-    """Share of a prompt's causal cells that attention covers, mean over layers and heads; None: it is unchanged."""
+    """Return the share of a prompt's causal cells that attention covers, mean over layers and heads.
+
+    None: it is unchanged.
+    """
     return mean_known(
         float(event.data.get("attended", 1.0)) for event in events if (event.kind, event.row) == ("prefill", row)
     )

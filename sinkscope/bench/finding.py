@@ -14,7 +14,7 @@ CONTROLS = (FULL, "random", "sampling")
 
 
 def ranked(groups: Sequence[BenchGroup]) -> list[BenchGroup]:
-    """The groups of one place without controls, the best first."""
+    """Return the groups of one place without controls, the best first."""
     compared = [group for group in groups if name_of(group.method) not in CONTROLS]
     if not compared:
         return []
@@ -22,7 +22,7 @@ def ranked(groups: Sequence[BenchGroup]) -> list[BenchGroup]:
 
 
 def control_of(groups: Sequence[BenchGroup]) -> BenchGroup | None:
-    """The control among the groups of one place; of several, the one with the budget of the best method."""
+    """Return the control among the groups of one place; of several, the one with the budget of the best method."""
     task, best = task_class(groups[0].task), ranked(groups)
     controls = [group for group in groups if name_of(group.method) == task.control]
     for group in controls:
@@ -32,7 +32,7 @@ def control_of(groups: Sequence[BenchGroup]) -> BenchGroup | None:
 
 
 def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
-    """What a method other than the full cache reads and computes, as shares of all, in words."""
+    """Return what a method other than the full cache reads and computes, as shares of all, in words."""
     found: list[str] = []
     if group.method == FULL:
         return found
@@ -47,7 +47,7 @@ def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
 
 
 def finding(groups: Sequence[BenchGroup]) -> str:
-    """The best method of one place where its interval and that of the next one part, beside the control.
+    """Return the best method of one place where its interval and that of the next one part, beside the control.
 
     Args:
         groups: All groups of one set and one model.

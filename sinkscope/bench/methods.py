@@ -61,14 +61,17 @@ of that name. "-0": without steps that read everything first; "-p", "-d": one ha
 
 
 def method_classes() -> dict[str, Any]:
-    """The class of every method by its name: registered policies, variants, the guard; None's class applies nothing."""
+    """Return the class of every method by its name: registered policies, variants, the guard.
+
+    None's class applies nothing.
+    """
     variants = {name: cls for name, (cls, _) in VARIANTS.items()}
     own = {FULL: NoneType, "random": RandomSlots, GUARD: LoopGuard, SAMPLING: NoneType}
     return own | policies() | variants | own
 
 
 def class_of(name: str) -> Any:
-    """The class after a name: of a method, or `package.module:Class`.
+    """Return the class after a name: of a method, or `package.module:Class`.
 
     Raises:
         SinkscopeError: There is no such method.
@@ -84,7 +87,7 @@ def class_of(name: str) -> Any:
 
 
 def name_of(spec: str) -> str:
-    """A method's name without its settings."""
+    """Return a method's name without its settings."""
     name, _, rest = spec.partition(":")
     first = rest.partition(":")[0]
     if name not in method_classes() and first.isidentifier() and first != PAPER:
@@ -149,7 +152,7 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
 
 
 def setting_types(cls: Any) -> dict[str, Any]:
-    """The type of each field of a dataclass, by name; another class has none."""
+    """Return the type of each field of a dataclass, by name; another class has none."""
     if not is_dataclass(cls):
         return {}
     hints = get_type_hints(cls, include_extras=True)
@@ -157,7 +160,7 @@ def setting_types(cls: Any) -> dict[str, Any]:
 
 
 def read_methods(specs: Sequence[str], budget: Budget | None = None) -> tuple[Method, ...]:
-    """The methods without duplicates.
+    """Return the methods without duplicates.
 
     Raises:
         SinkscopeError: There are none, and as for `read_method`.

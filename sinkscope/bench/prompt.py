@@ -53,7 +53,10 @@ class Prompt:
 
 
 def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts; each turn also gets the correct answers of the previous prompt, for the score expected by chance."""
+    """Return the prompts.
+
+    Each turn also gets the correct answers of the previous prompt, for the score expected by chance.
+    """
     controlled: list[Prompt] = []
     for index, prompt in enumerate(prompts):
         other = prompts[index - 1]

@@ -19,7 +19,7 @@ PERCENT = frozenset("loop loop_paper eos chance prefix score agree cells".split(
 
 
 def score(metric: str, text: str, answers: Sequence[str]) -> float:
-    """The score of an output.
+    """Return the score of an output.
 
     Args:
         metric: A name in `METRICS`, or `package.module:function`; the function gets the output and the answers.
@@ -42,7 +42,7 @@ def score(metric: str, text: str, answers: Sequence[str]) -> float:
 
 
 def normalised(text: str) -> list[str]:
-    """The words in lower case, without ASCII punctuation, then without articles (SQuAD's normalisation)."""
+    """Return the words in lower case, without ASCII punctuation, then without articles (SQuAD's normalisation)."""
     return _ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
@@ -66,7 +66,7 @@ def contains(text: str, answers: Sequence[str]) -> float:
 
 
 def share(text: str, answers: Sequence[str]) -> float:
-    """Share of the answers that occur in the output, ignoring case (RULER's `string_match_all`)."""
+    """Return the share of the answers that occur in the output, ignoring case (RULER's `string_match_all`)."""
     return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
 
 

@@ -48,7 +48,7 @@ class BenchTable(Result):
     groups: tuple[BenchGroup, ...]
 
     def rows(self) -> Table:
-        """One row per group."""
+        """Return one row per group."""
         rows: Table = []
         for group in self.groups:
             row = {
@@ -68,7 +68,7 @@ class BenchTable(Result):
         return rows
 
     def grids(self) -> list[Grid]:
-        """A table for each task."""
+        """Return a table for each task."""
         grids: list[Grid] = []
         for task in dict.fromkeys(group.task for group in self.groups):
             rows = [row for row in self.rows() if row["task"] == task]
@@ -79,24 +79,24 @@ class BenchTable(Result):
         return grids
 
     def places(self) -> list[list[BenchGroup]]:
-        """The groups of each task, set and model."""
+        """Return the groups of each task, set and model."""
         places: dict[tuple[str, str, str], list[BenchGroup]] = {}
         for group in self.groups:
             places.setdefault((group.task, group.set, group.model), []).append(group)
         return list(places.values())
 
     def conclusion(self) -> str:
-        """What the first set says of its best method, with its cost."""
+        """Return what the first set says of its best method, with its cost."""
         if not self.groups:
             return "Nothing was answered."
         return finding(self.places()[0])
 
     def details(self) -> list[str]:
-        """What the other sets say."""
+        """Return what the other sets say."""
         return [finding(groups) for groups in self.places()[1:]]
 
     def numbers(self) -> list[Number]:
-        """The score of each method beside that of the control, the best one of each set first."""
+        """Return the score of each method beside that of the control, the best one of each set first."""
         numbers: list[Number] = []
         for groups in self.places():
             control, best = control_of(groups), ranked(groups)[:1]

@@ -62,7 +62,7 @@ class Task(ABC):
 
     @abstractmethod
     def prompts(self, target: Target) -> list[Prompt]:
-        """The prompts for a model."""
+        """Return the prompts for a model."""
 
     def new_tokens(self, target: Target) -> int:
         """Maximum length of an answer, if the user gives none."""
@@ -115,7 +115,7 @@ class PromptFile(Task):
     new: Size = 64
 
     def prompts(self, target: Target) -> list[Prompt]:
-        """The prompts of the file."""
+        """Return the prompts of the file."""
         return with_controls(self.given or read_prompts(self.file))
 
     def new_tokens(self, target: Target) -> int:
@@ -138,7 +138,7 @@ def register_task(task: TaskClass) -> TaskClass:
 
 
 def tasks() -> dict[str, type[Task]]:
-    """Every registered task, by name."""
+    """Return every registered task, by name."""
     return dict(sorted(_REGISTERED.items()))
 
 
@@ -165,5 +165,5 @@ def read_task(spec: str) -> Task:
 
 
 def task_class(name: str) -> type[Task]:
-    """The class of a task by the name in its records; those without a name are files of prompts."""
+    """Return the class of a task by the name in its records; those without a name are files of prompts."""
     return _REGISTERED.get(name, PromptFile)

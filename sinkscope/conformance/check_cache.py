@@ -38,7 +38,7 @@ class CacheCheck(Result):
     checks: tuple[CheckedBehaviour, ...]
 
     def rows(self) -> Table:
-        """One row per check; those that fail stand first."""
+        """Return one row per check; those that fail stand first."""
         return sorted(super().rows(), key=lambda row: row["verdict"] != "fails")
 
     def _with(self, verdict: str) -> list[CheckedBehaviour]:
@@ -50,7 +50,7 @@ class CacheCheck(Result):
         return int(bool(self._with("fails")) or not self._with("passes"))
 
     def conclusion(self) -> str:
-        """How many checks pass, and which fail."""
+        """Return how many checks pass, and which fail."""
         failed, apart = self._with("fails"), self._with("does not apply")
         applied = len(self.checks) - len(apart)
         name = self.cache.rpartition(":")[2]
@@ -61,7 +61,7 @@ class CacheCheck(Result):
         return f"{name} passes {count_of(applied, 'check')} (not applicable: {len(apart)})."
 
     def details(self) -> list[str]:
-        """What each failed check expected and saw, and how to reproduce it."""
+        """Return what each failed check expected and saw, and how to reproduce it."""
         lines: list[str] = []
         for one in self._with("fails"):
             lines += [f"\nFails: {one.check}.", f"  Expected: {one.expected}.", f"  Seen: {one.seen}."]

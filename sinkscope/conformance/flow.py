@@ -56,7 +56,7 @@ class Flow:
         return max(self.lengths)
 
     def tokens(self) -> tuple[Int[Tensor, "row column"], Int[Tensor, "row column"]]:
-        """All tokens of the rows as they begin, and a mask that is 0 at padding."""
+        """Return all tokens of the rows as they begin, and a mask that is 0 at padding."""
         more = 2 * self.steps + self.turn if self.turn else self.steps
         ids = kit_ids(self.model, self.lengths, more, self.seed)
         mask = torch.arange(ids.shape[1]) >= self.prompt - torch.tensor(self.lengths)[:, None]
@@ -99,7 +99,7 @@ def outcome_of(factory: Factory, flow: Flow) -> Outcome:
         recorder = Recorder(used)
 
         def call(ids: Tensor, mask: Tensor, start: int, end: int, notes: bool = True) -> Tensor:
-            """Logits of the columns from `start` to `end`."""
+            """Return logits of the columns from `start` to `end`."""
             given = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, start:end]}
             with torch.set_grad_enabled(watched):
                 given.update(cache_argument(model, used))
@@ -149,7 +149,7 @@ def _crop(used: Any, tokens: int) -> None:
 
 
 def right_logits(flow: Flow, sees: dict[int, Tensor] | None = None) -> Logits:
-    """What is right: the logits of a plain pass.
+    """Return what is right: the logits of a plain pass.
 
     Args:
         flow: The use.
@@ -170,6 +170,6 @@ def _dense(flow: Flow, sees: dict[int, Tensor] | None) -> Logits:
 
 
 def error_of(seen: Logits, right: Logits) -> float:
-    """The largest difference of two logits, divided by the standard deviation of the right ones."""
+    """Return the largest difference of two logits, divided by the standard deviation of the right ones."""
     difference = (seen.float() - right.float()).abs().max()
     return float(difference / right.float().std())

@@ -81,7 +81,7 @@ class Kit:
     tolerance: float = TOLERANCE
 
     def checked(self, check: Check) -> CheckedBehaviour:
-        """What a check finds."""
+        """Return what a check finds."""
         words = check.__name__.replace("_", " ")
         try:
             return CheckedBehaviour(words, "passes", inspect.getdoc(check) or "", check(self))
@@ -115,7 +115,7 @@ class Kit:
         return isinstance(self.subject(), Cache | Intervention)
 
     def subject(self) -> Any:
-        """What the factory gives for the smallest model.
+        """Return what the factory gives for the smallest model.
 
         Raises:
             SinkscopeError: It gives nothing.
@@ -165,7 +165,7 @@ class Kit:
             raise refusals[-1]
 
     def close(self, seen: Logits, right: Logits, flow: Flow, whose: str = "") -> float:
-        """The error of logits, which has to be within the tolerance.
+        """Return the error of logits, which has to be within the tolerance.
 
         Args:
             seen: The logits of a flow.
@@ -183,7 +183,7 @@ class Kit:
         return error
 
     def outcome(self, flow: Flow) -> Outcome:
-        """What a flow gives.
+        """Return what a flow gives.
 
         Raises:
             ApartError: The cache refuses, or keeps everything and is asked for less.

@@ -38,7 +38,7 @@ def attending(model: Any, sees: Mapping[int, Bool[Tensor, "batch kv_head query k
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """The window of a layer by its configuration."""
+    """Return the window of a layer by its configuration."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if kinds is None or kinds[layer] == "sliding_attention":
         return window
@@ -52,7 +52,7 @@ def plain_logits(
     mask: Int[Tensor, "row column"],
     sees: Mapping[int, Bool[Tensor, "row kv_head query key"]] | None = None,
 ) -> Float[Tensor, "row column vocab"]:
-    """Logits of one pass without a cache.
+    """Return logits of one pass without a cache.
 
     Args:
         model: The model.
@@ -75,5 +75,5 @@ def plain_logits(
 
 
 def positions_of(mask: Int[Tensor, "row column"]) -> Int[Tensor, "row column"]:
-    """The position of each token among those of its row that are no padding."""
+    """Return the position of each token among those of its row that are no padding."""
     return (mask.cumsum(1) - 1).clamp(min=0)

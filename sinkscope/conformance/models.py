@@ -127,7 +127,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @cache
 def kit_model(name: str, dtype: str = "float32") -> Any:
-    """The model of that name, without gradients."""
+    """Return the model of that name, without gradients."""
     model = MODELS[name]()
     model.generation_config.eos_token_id = None
     model = model.to(getattr(torch, dtype)).eval().requires_grad_(False)

@@ -98,7 +98,10 @@ def _distance(
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes of all memory that is reachable from a cache; what is only a view counts with all that it keeps alive."""
+    """Return bytes of all memory that is reachable from a cache.
+
+    What is only a view counts with all that it keeps alive.
+    """
     storages: dict[int, int] = {}
     seen: set[int] = set()
     waiting: list[Any] = [value for name, value in vars(cache).items() if name != "update"]

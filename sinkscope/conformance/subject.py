@@ -48,12 +48,12 @@ def factory_named(place: str) -> Factory:
 
 
 def parameters(factory: Factory) -> dict[str, inspect.Parameter]:
-    """The parameters of a factory by name."""
+    """Return the parameters of a factory by name."""
     return dict(inspect.signature(factory).parameters)
 
 
 def made(factory: Factory, model: Any, prompt: int, budget: int | None) -> Any:
-    """What a factory gives.
+    """Return what a factory gives.
 
     Args:
         factory: The factory.

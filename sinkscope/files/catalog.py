@@ -66,7 +66,7 @@ def _written() -> dict[str, Any]:
 
 @cache
 def commands() -> dict[str, Command]:
-    """Every command by its words: those of sinkscope by their groups, then those of other packages.
+    """Return every command by its words: those of sinkscope by their groups, then those of other packages.
 
     Raises:
         SinkscopeError: A function of another package has words or a name that are taken.
@@ -86,7 +86,7 @@ def commands() -> dict[str, Command]:
 
 @cache
 def kind_modules() -> dict[str, str]:
-    """Each kind of result that can be read, with the module that defines it."""
+    """Return each kind of result that can be read, with the module that defines it."""
     kinds: dict[str, str] = {}
     for one in commands().values():
         if one.outline is None:

@@ -63,11 +63,14 @@ class Envelope:
         object.__setattr__(self, "settings", plain(self.settings, scrub=True))
 
     def own_fields(self) -> dict[str, Any]:
-        """The fields of the subclass and their values."""
+        """Return the fields of the subclass and their values."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ENVELOPE_FIELDS}
 
     def to_dict(self) -> dict[str, Any]:
-        """The envelope: schema, kind, model, result, settings, provenance. Plain JSON: NaN and inf become None."""
+        """Return the envelope: schema, kind, model, result, settings, provenance.
+
+        Plain JSON: NaN and inf become None.
+        """
         return {
             "schema": SCHEMA,
             "kind": self.kind,
@@ -100,7 +103,7 @@ class Envelope:
 
     @classmethod
     def from_dict(cls: type[E], data: Any, name: str = "data") -> E:
-        """The result whose `to_dict` is `data`. Error messages refer to it as `name`.
+        """Return the result whose `to_dict` is `data`. Error messages refer to it as `name`.
 
         Raises:
             SinkscopeError: `data` is not such an envelope.
@@ -120,7 +123,7 @@ class Envelope:
 
 
 def class_of(kind: str, name: str = "data") -> type[Envelope]:
-    """The class of a kind of result; its module is imported if it was not yet.
+    """Return the class of a kind of result; its module is imported if it was not yet.
 
     Args:
         kind: The kind, as JSON states it.

@@ -66,7 +66,7 @@ def check_output(path: PathName, kinds: Sequence[str | None]) -> Path:
 
 
 def kind_of(content: bytes) -> str | None:
-    """The kind that a file of sinkscope says it is of; None for any other content."""
+    """Return the kind that a file of sinkscope says it is of; None for any other content."""
     for mark in MARKS:
         match = mark.match(content)
         if match is not None:
@@ -106,7 +106,7 @@ def check_writable(path: PathName, *, folder: bool = False) -> Path:
 
 
 def is_device(target: Path) -> bool:
-    """Whether it is a device or pipe such as /dev/null, which is written in place and never replaced."""
+    """Return whether it is a device or pipe such as /dev/null, which is written in place and never replaced."""
     return target.exists() and not target.is_file() and not target.is_dir()
 
 
@@ -149,12 +149,12 @@ def _cannot_write(name: str, error: OSError) -> SinkscopeError:
 
 
 def reason_of(error: Exception) -> str:
-    """What the file system reported, in lower case."""
+    """Return what the file system reported, in lower case."""
     return (getattr(error, "strerror", None) or str(error)).lower().rstrip(".")
 
 
 def path_of(name: PathName, remedy: str = "give the path of a file or folder") -> Path:
-    """The path of a file or folder to read, with ~ as the home folder.
+    """Return the path of a file or folder to read, with ~ as the home folder.
 
     Raises:
         SinkscopeError: No file or folder can have this name.
@@ -169,7 +169,7 @@ def path_of(name: PathName, remedy: str = "give the path of a file or folder") -
 
 
 def read_bytes(path: PathName, remedy: str) -> bytes:
-    """The content of a file, or of standard input for "-".
+    """Return the content of a file, or of standard input for "-".
 
     Args:
         path: The file.
@@ -190,7 +190,7 @@ def read_bytes(path: PathName, remedy: str) -> bytes:
 
 
 def read_text(path: PathName, remedy: str = "give the path of a text file") -> str:
-    """Text of a file, or of standard input for "-", in UTF-8; the arguments are those of `read_bytes`.
+    """Return text of a file, or of standard input for "-", in UTF-8; the arguments are those of `read_bytes`.
 
     Raises:
         SinkscopeError: As for `read_bytes`, or it is not UTF-8.
@@ -204,7 +204,7 @@ def read_text(path: PathName, remedy: str = "give the path of a text file") -> s
 
 
 def read_json(path: PathName, remedy: str = "expected a file that sinkscope wrote") -> Any:
-    """The content of a JSON file; the arguments are those of `read_bytes`.
+    """Return the content of a JSON file; the arguments are those of `read_bytes`.
 
     Raises:
         SinkscopeError: As for `read_text`, or it is not JSON.

@@ -6,10 +6,10 @@ import os
 
 
 def world_size() -> int:
-    """Number of processes that torchrun started together; 1 without it."""
+    """Return the number of processes that torchrun started together; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:
-    """Whether this is the process that prints and writes."""
+    """Return whether this is the process that prints and writes."""
     return os.environ.get("RANK", "0") == "0"

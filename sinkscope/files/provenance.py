@@ -146,7 +146,7 @@ def versions() -> dict[str, str]:
 
 
 def documented_at(page: str, section: str = "") -> str:
-    """The file of the repository in which something is documented.
+    """Return the file of the repository in which something is documented.
 
     Args:
         page: Path below docs/, without .md.

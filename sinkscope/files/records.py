@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 def share_of(share: float, count: int) -> int:
-    """A share of a count, rounded down: 0.29 of 100 is 29, of which floating point numbers make 28."""
+    """Return a share of a count, rounded down: 0.29 of 100 is 29, of which floating point numbers make 28."""
     return int(share * count + 1e-6)
 
 
@@ -114,7 +114,7 @@ def checked_value(kind: Any, value: Any, name: str, *, strict: bool | None = Non
 
 @cache
 def between(kind: Any, low: int | float | None, high: int | float | None) -> Any:
-    """The type of a number within a range."""
+    """Return the type of a number within a range."""
     return Annotated[kind, Field(ge=low, le=high, allow_inf_nan=False)]
 
 
@@ -291,7 +291,7 @@ def _array(dtype: Any, value: Any) -> Any:
 
 
 def read_records(path: PathName, type_: type[T], expected: str) -> list[T]:
-    """The records of a file, each checked against a type.
+    """Return the records of a file, each checked against a type.
 
     Args:
         path: JSON lines, or one JSON array.
@@ -307,7 +307,7 @@ def read_records(path: PathName, type_: type[T], expected: str) -> list[T]:
 
 
 def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
-    """Each row of a file and its location, such as "chat.jsonl line 3".
+    """Return each row of a file and its location, such as "chat.jsonl line 3".
 
     Args:
         path: One JSON array, or one JSON value per line.
@@ -324,7 +324,7 @@ def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:
 
 
 def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
-    """Each row of a text: one JSON array, or one JSON value per line.
+    """Yield each row of a text: one JSON array, or one JSON value per line.
 
     Raises:
         SinkscopeError: A line is not JSON.

@@ -17,7 +17,7 @@ from sinkscope.models.target import Target
 
 
 def used_cache(arguments: dict[str, Any], target: Target, *, is_seen: bool) -> Any:
-    """The cache that a call with these arguments is to use, a new one if it brings none; None if it uses none.
+    """Return the cache that a call with these arguments is to use, a new one if it brings none; None if it uses none.
 
     Raises:
         UnsupportedError: It holds room for tokens that are still to come, and attention is seen by others.
@@ -39,7 +39,7 @@ def used_cache(arguments: dict[str, Any], target: Target, *, is_seen: bool) -> A
 def taken_over(
     cache: Any, call: Call, arguments: dict[str, Any], target: Target, *, is_known: bool
 ) -> list[CacheLayer]:
-    """The layers of the cache of a call, which are ours from now on.
+    """Return the layers of the cache of a call, which are ours from now on.
 
     Args:
         cache: The cache.
@@ -110,7 +110,7 @@ def _named(cache: Any) -> str:
 
 
 def new_cache(target: Target) -> Any:
-    """An empty cache, of the class that the model asks for."""
+    """Return an empty cache, of the class that the model asks for."""
     asked = cache_parameter(target.base.forward)
     for kind in get_args(getattr(asked, "annotation", None)):
         if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
@@ -119,7 +119,10 @@ def new_cache(target: Target) -> Any:
 
 
 def own_layers(cache: Any) -> list[CacheLayer]:
-    """The layers of a cache that are ours; others, such as the state of linear attention, are left as they are."""
+    """Return the layers of a cache that are ours.
+
+    Others, such as the state of linear attention, are left as they are.
+    """
     return [layer for layer in getattr(cache, "layers", None) or [] if isinstance(layer, CacheLayer)]
 
 

@@ -49,7 +49,7 @@ class AttentionRows:
         return index.repeat(len(self.probs) // len(index), 1)  # more than once where layers are joined
 
     def by_position(self, length: int) -> Float[Tensor, "batch head query pos"]:
-        """The rows over the positions of a text of a length; a position that no slot holds gets nothing."""
+        """Return the rows over the positions of a text of a length; a position that no slot holds gets nothing."""
         pos = per_query_head(self.pos, self.probs.shape[1])[:, :, None]
         by_position = self.probs.new_zeros(*self.probs.shape[:3], length)
         return by_position.scatter_add_(3, pos.clamp(min=0).expand_as(self.probs), self.probs * (pos >= 0))
@@ -72,7 +72,7 @@ class Watcher:
     joins: bool
 
     def first_query(self, queries: int) -> int:
-        """Index of the first of so many queries that it sees."""
+        """Return the index of the first of so many queries that it sees."""
         if self.last is None:
             return 0
         return max(0, queries - self.last)

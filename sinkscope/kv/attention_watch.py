@@ -53,7 +53,7 @@ class AttentionWatch:
         return bool(self.watchers) or self.replacement is not None
 
     def handler(self, call: Call, layers: Sequence[CacheLayer], configs: frozenset[int]) -> Handler:
-        """What handles the attention of a call.
+        """Return what handles the attention of a call.
 
         Args:
             call: The call.

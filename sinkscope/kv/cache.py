@@ -93,11 +93,14 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Number of tokens seen, including evicted ones; it determines the positions of new tokens."""
+        """Return the number of tokens seen, including evicted ones; it determines the positions of new tokens."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys that a mask covers, and the offset of the first; an offset of 0 would show the future."""
+        """Return the number of keys that a mask covers, and the offset of the first.
+
+        An offset of 0 would show the future.
+        """
         return self.slots + int(query_length), self.seen - self.slots
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:

@@ -34,17 +34,17 @@ class Buffer:
         return self.slots.shape[-2]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is everything in it."""
+        """Return whether a tensor is everything in it."""
         return self.filled == tensor.shape[-2] and tensor.data_ptr() == self.slots.data_ptr()
 
     def takes(self, more: int) -> bool:
-        """Whether so many more may be written: a gradient needs what it was computed with as it was."""
+        """Return whether so many more may be written: a gradient needs what it was computed with as it was."""
         if torch.is_grad_enabled() or self.slots.is_inference() != torch.is_inference_mode_enabled():
             return False
         return self.filled + more <= self.allocated
 
     def append(self, new: Tensor) -> Tensor:
-        """Everything in it, with `new` at the end."""
+        """Return everything in it, with `new` at the end."""
         more = new.shape[-2]
         self.slots.narrow(-2, self.filled, more).copy_(new)
         self.filled += more

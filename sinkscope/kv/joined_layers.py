@@ -73,12 +73,12 @@ class JoinedLayers(Slots):
 
 
 def is_small(layer: Tensor) -> bool:
-    """Whether copying the keys or values of a layer once more costs less than calls of torch for each layer."""
+    """Return whether copying the keys or values of a layer once more costs less than calls of torch for each layer."""
     return layer.nbytes <= SMALL
 
 
 def alike(layers: Sequence[Slots]) -> bool:
-    """Whether layers may be joined: they have one shape, device and dtype, no holes, and the same slots."""
+    """Return whether layers may be joined: they have one shape, device and dtype, no holes, and the same slots."""
     forms: list[Any] = []
     for kv in layers:
         shapes = {name: numbers.shape for name, numbers in kv.numbers.items()}

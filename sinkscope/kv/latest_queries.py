@@ -38,7 +38,7 @@ class LatestQueries:
     def of(
         cls, attention: Attention, call: Call, window: int | None, earlier: LatestQueries | None, count: int
     ) -> LatestQueries:
-        """The latest `count` queries after an attention; `earlier`: those before it.
+        """Return the latest `count` queries after an attention; `earlier`: those before it.
 
         They are copies: a part of the queries of a prompt would keep all of them in memory.
         """
@@ -59,12 +59,12 @@ class LatestQueries:
         return self.query.nbytes
 
     def of_rows(self, rows: Int[Tensor, " row"]) -> LatestQueries:
-        """The queries of other rows of the batch, by their numbers."""
+        """Return the queries of other rows of the batch, by their numbers."""
         rows = rows.to(self.query.device)
         return replace(self, query=self.query[rows], pos=self.pos[rows])
 
     def rows(self, kv: CacheLayer, call: Call, last: int) -> Float[Tensor, "batch head query slot"]:
-        """The attention of the `last` ones, in float32, to what a layer holds before a call; 0 at padding."""
+        """Return the attention of the `last` ones, in float32, to what a layer holds before a call; 0 at padding."""
         keys, pos = kv.keys, self.pos[:, -last:]
         if hasattr(self.module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = self.module.expand_kv(kv.keys, kv.values)[0]

@@ -48,7 +48,7 @@ class RowBudgets:
         return _number_or_rows(self.total)
 
     def of_rows(self, rows: Int[Tensor, " row"]) -> RowBudgets:
-        """What is kept of other rows of the batch, by their numbers."""
+        """Return what is kept of other rows of the batch, by their numbers."""
         numbers: list[int] = rows.tolist()
         parts = [tuple([kept[row] for row in numbers]) for kept in (self.total, self.first, self.latest)]
         return RowBudgets(*parts)
@@ -131,7 +131,7 @@ class Policy(Intervention):
         """Score each slot; the slots with the highest scores are kept."""
 
     def budgets(self, at: LayerMoment) -> LayerBudget:
-        """How many tokens a layer keeps: by default the budget of each row, the same in every layer and kv head.
+        """Return how many tokens a layer keeps: by default the budget of each row, the same in every layer and kv head.
 
         Args:
             at: The layer. `at.rows.total` holds the budget of each row in tokens.
@@ -153,7 +153,7 @@ class Policy(Intervention):
     # Done here ----------------------------------------------------------------------------------------------------
 
     def summary(self, run: Run) -> str:
-        """How many tokens the run's caches held, out of how many were read."""
+        """Return how many tokens the run's caches held, out of how many were read."""
         return held_summary(f"{self.shown_name}({self.budget})", run)
 
     def check_prompt(self, tokens: int) -> None:
@@ -168,7 +168,7 @@ class Policy(Intervention):
         session.before_decode(lambda moment: self._act(moment, session))
 
     def tokens(self, prompt: Int[Tensor, " batch"]) -> list[int]:
-        """The budget of each row in tokens."""
+        """Return the budget of each row in tokens."""
         named = f"budget={self.budget}"
         if isinstance(self.budget, int):
             budgets = [self.budget] * len(prompt)
@@ -179,11 +179,11 @@ class Policy(Intervention):
         return budgets
 
     def always_kept(self, budget: int) -> tuple[int, int]:
-        """Numbers of first and of latest tokens of a row that are always kept at a budget in tokens."""
+        """Return numbers of first and of latest tokens of a row that are always kept at a budget in tokens."""
         return self.first, self.last
 
     def protected(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
-        """Slots that are always kept: the first and the last ones.
+        """Return slots that are always kept: the first and the last ones.
 
         The anchors of a guard in the same run are kept too; they take up to half of what the last ones leave.
         """
@@ -243,7 +243,7 @@ class Policy(Intervention):
             kv.evict(keep, count)
 
     def chosen(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
-        """The slots that a layer keeps."""
+        """Return the slots that a layer keeps."""
         scores = self.scores(at)
         check_scores(scores, at.kv.pos, self.shown_name, at.layer, at.moment.prefill_ended)
         return self.select(scores.float(), at, self.budgets(at))
@@ -275,7 +275,10 @@ def _by_slot(number: LayerBudget, like: Tensor) -> int | Int[Tensor, "batch _ 1"
 
 
 def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch slot"]:
-    """Rank of each score along the last dimension: 0 for the highest; of equal scores the later one ranks higher."""
+    """Return the rank of each score along the last dimension: 0 for the highest.
+
+    Of equal scores the later one ranks higher.
+    """
     order = scores.argsort(dim=-1, stable=True).flip(-1)
     index = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, index)

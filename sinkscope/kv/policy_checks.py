@@ -84,7 +84,7 @@ def check_layer_room(
 
 
 def unseen_queries() -> UnsupportedError:
-    """The error of a policy that needs queries which were read before it could see them."""
+    """Return the error of a policy that needs queries which were read before it could see them."""
     return UnsupportedError(
         "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
         "prompt inside, into the cache to go on with)"

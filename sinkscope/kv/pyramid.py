@@ -34,7 +34,7 @@ class Pyramid(SnapKV):
     KEEPS_BUDGET = False
 
     def budgets(self, at: LayerMoment) -> LayerBudget:
-        """The layer's point on the line, for each row."""
+        """Return the layer's point on the line, for each row."""
         assert at.moment.state.prompt is not None
         numbers = [kv.number for kv in at.moment.layers]
         height = 0.5

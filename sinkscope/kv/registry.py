@@ -42,7 +42,7 @@ def register_policy(name: str) -> Callable[[PolicyClass], PolicyClass]:
 
 
 def policies() -> dict[str, type[Intervention]]:
-    """Every registered policy, by name.
+    """Return every registered policy, by name.
 
     Raises:
         SinkscopeError: An installed package lists a policy that cannot be imported, or whose name is taken.
@@ -59,7 +59,7 @@ def policies() -> dict[str, type[Intervention]]:
 
 @cache
 def guards() -> dict[str, EntryPoint]:
-    """The guards of installed packages by name; a name may be followed by `:paper`."""
+    """Return the guards of installed packages by name; a name may be followed by `:paper`."""
     return {entry.name: entry for entry in entry_points(group=GUARDS)}
 
 
@@ -112,7 +112,7 @@ def _budget_option(text: str, budget: str) -> dict[str, Any]:
 
 
 def import_object(path: str, what: str, remedy: str = "") -> Any:
-    """The object at "package.module:name"; the current folder is searched, too.
+    """Return the object at "package.module:name"; the current folder is searched, too.
 
     Args:
         path: Where it is.

@@ -11,7 +11,10 @@ SERVED = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
 def cache_layers(target: Target) -> list[int]:
-    """Layers whose part of the cache holds keys and values alone; others keep a state. None if an indexer chooses."""
+    """Return layers whose part of the cache holds keys and values alone; others keep a state.
+
+    None if an indexer chooses.
+    """
     for layer in target.attending:
         if hasattr(target.sub(layer, "attn"), "indexer"):
             return []
@@ -20,12 +23,15 @@ def cache_layers(target: Target) -> list[int]:
 
 
 def stock_windows(target: Target) -> list[int | None]:
-    """How many tokens each layer of a stock cache looks back, of which it holds all but the newest; None: all."""
+    """Return how many tokens each layer of a stock cache looks back, of which it holds all but the newest.
+
+    None: all.
+    """
     return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=target.config).layers]
 
 
 def scope_line(target: Target) -> str:
-    """What is served of a model, in one line."""
+    """Return what is served of a model, in one line."""
     layers = range(target.n_layers)
     policies = [layer for layer in cache_layers(target) if layer in target.attending]
     parts = {

@@ -76,7 +76,7 @@ class Session:
 
     @classmethod
     def of(cls, run: Run) -> Session:
-        """The session of a run."""
+        """Return the session of a run."""
         if run.session is None:
             run.session = cls(run)
         return run.session

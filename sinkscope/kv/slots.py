@@ -77,21 +77,24 @@ class Slots:
         return self.known
 
     def new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
-        """True positions of the newest slots."""
+        """Return true positions of the newest slots."""
         assert self.columns is not None
         latest = self.columns.latest(new).to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
         return latest[:, None].expand(-1, self.keys.shape[1], -1)
 
     def holes(self) -> Float[Tensor, " batch"]:
-        """Number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""
+        """Return the number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""
         # New slots of single-token calls are never holes, so this is valid until the next edit.
         if self._holes is None:
             self._holes = (self.pos < 0).sum(-1).float().mean(1)
         return self._holes
 
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
-        """Numbers for each slot, such as the attention it received. They start at zero and move with the slots."""
+        """Return numbers for each slot, such as the attention it received.
+
+        They start at zero and move with the slots.
+        """
         if name not in self.numbers:
             rows, kv_heads, _ = self.pos.shape  # more rows than the keys have, if layers are joined
             self.numbers[name] = torch.zeros(rows, kv_heads, 0, device=self.keys.device)
@@ -101,7 +104,7 @@ class Slots:
         return self.numbers[name]
 
     def moved_numbers(self, move: Callable[[Tensor], Tensor]) -> dict[str, Shaped[Tensor, "batch kv_head slot"]]:
-        """The numbers of other slots or rows, as a function takes them from those of all slots."""
+        """Return the numbers of other slots or rows, as a function takes them from those of all slots."""
         return {name: move(self.extra(name)) for name in list(self.numbers)}
 
     def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
@@ -151,7 +154,7 @@ class Slots:
 
 
 def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:
-    """Indices among all slots of all rows and heads: `most` of each, the kept ones last."""
+    """Return indices among all slots of all rows and heads: `most` of each, the kept ones last."""
     batch, kv_heads, slots = keep.shape
     if not ragged:
         return torch.nonzero_static(keep.flatten(), size=batch * kv_heads * most).view(batch, kv_heads, most)

@@ -55,7 +55,7 @@ class SnapKV(Policy):
             raise SinkscopeError(f"{type(self).__name__}: kernel={self.kernel}: expected an odd kernel")
 
     def window_at(self, budget: int) -> int:
-        """Length of the window at a budget in tokens."""
+        """Return the length of the window at a budget in tokens."""
         if self.window is not None:
             return self.window
         return min(WINDOW, max(1, (budget - self.first) // 2))
@@ -65,7 +65,7 @@ class SnapKV(Policy):
         session.window_queries(self.window or WINDOW, decoding=self.every != "prefill")
 
     def always_kept(self, budget: int) -> tuple[int, int]:
-        """The first tokens, and the window or `last` if that is more."""
+        """Return the first tokens, and the window or `last` if that is more."""
         return self.first, max(self.last, self.window_at(budget))
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:

@@ -66,7 +66,7 @@ class HeldTokens(NamedTuple):
 
     @classmethod
     def by(cls, layers: Sequence[CacheLayer]) -> HeldTokens:
-        """What the layers of a cache hold; this does not wait for the device."""
+        """Return what the layers of a cache hold; this does not wait for the device."""
         first = layers[0]
         held: Tensor | int = 0
         read: Tensor | int = 0
@@ -79,11 +79,11 @@ class HeldTokens(NamedTuple):
         return cls(first.keys.shape[0], len(layers), held, read)
 
     def held_by_row(self) -> list[float]:
-        """Tokens of each row, the mean over layers."""
+        """Return tokens of each row, the mean over layers."""
         return self._means(self.held)
 
     def read_by_row(self) -> list[float]:
-        """Tokens of each row to which a query could attend, the mean over layers."""
+        """Return tokens of each row to which a query could attend, the mean over layers."""
         return self._means(self.read)
 
     def _means(self, tokens: Tensor | int) -> list[float]:
@@ -124,7 +124,7 @@ class TokenCount:
             self.peak[row] = max(self.peak[row], number)
 
     def mean(self) -> list[float]:
-        """The mean of each row over calls."""
+        """Return the mean of each row over calls."""
         return [total / self.calls for total in self.total]
 
 
@@ -192,7 +192,7 @@ class Meter:
         self._waiting.clear()
 
     def usage(self, kv_heads: int | None = None, windows: Sequence[int | None] = ()) -> Usage:
-        """The totals so far; there was a call.
+        """Return the totals so far; there was a call.
 
         Args:
             kv_heads: Heads whose bytes are counted; None: those that are here.
@@ -228,7 +228,7 @@ def _held(layer: CacheLayer, first: CacheLayer) -> Float[Tensor, " row"] | int:
 
 
 def allocated_slots(layer: CacheLayer) -> int:
-    """Number of slots in memory: those in use plus room for new tokens."""
+    """Return the number of slots in memory: those in use plus room for new tokens."""
     last = layer.grown.get("keys")
     if isinstance(last, Buffer):
         return last.allocated
@@ -241,7 +241,7 @@ def _slot_bytes(layer: CacheLayer) -> int:
 
 
 def tokens_read(run: Run) -> list[list[float]]:
-    """Tokens that a decoding step attends to, including its own, for each cache of the run and each of its rows.
+    """Return tokens that a decoding step attends to, including its own, for each cache of the run and each of its rows.
 
     They are averaged over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
     """

@@ -107,7 +107,7 @@ class SeenRows(Protocol):
     """Lines, or columns and bands."""
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "head row key"]:
-        """Which keys the queries at these positions see."""
+        """Return which keys the queries at these positions see."""
         ...
 
 
@@ -131,7 +131,7 @@ def recovered(scores: Scores, lines: SeenRows, rows: Int[Tensor, " row"] | None 
 
 
 def slash_sums(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]) -> Float[Tensor, "head key"]:
-    """Sum of every slash line, by offset, in the rows at positions `at`."""
+    """Return the sum of every slash line, by offset, in the rows at positions `at`."""
     falling = torch.zeros_like(probs[:, 0])  # from the largest offset to 0, so that no row has to be turned round
     for number, row in enumerate(at.tolist()):
         falling[:, probs.shape[2] - 1 - row :] += probs[:, number, : row + 1]

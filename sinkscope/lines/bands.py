@@ -97,11 +97,11 @@ class BlockGrid:
         return self.before + PER * self.tiles
 
     def block_of(self, position: Int[Tensor, " *n"]) -> Int[Tensor, " *n"]:
-        """The block of keys at a position."""
+        """Return the block of keys at a position."""
         return (position + self.lead) // BAND
 
     def last_block(self, at: Int[Tensor, " row"]) -> Int[Tensor, " row"]:
-        """The last block of keys of the tile of the query at a position; its band 0."""
+        """Return the last block of keys of the tile of the query at a position; its band 0."""
         return self.before + (at - self.past) // TILE * PER + PER - 1
 
     def blocked(self, by_key: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Lengths:
 
 @lru_cache(4)  # the layers of a prompt are of one grid
 def lengths_of(grid: BlockGrid, device: torch.device) -> Lengths:
-    """The lengths of a grid's lines."""
+    """Return the lengths of a grid's lines."""
     position = torch.arange(grid.keys)
     to_end = TILE - (position - grid.past) % TILE
     band = torch.arange(grid.blocks)
@@ -205,7 +205,7 @@ class Bands:
         return -(-self.grid.sparse_queries(self.dense_rows) // TILE)
 
     def attended(self) -> Float[Tensor, " head"]:
-        """Share of the causal cells that is computed, with the dense rows."""
+        """Return the share of the causal cells that is computed, with the dense rows."""
         grid, sparse = self.grid, self.grid.sparse_queries(self.dense_rows)
         if not sparse:
             return torch.ones(len(self.bands), device=self.bands.device)
@@ -214,7 +214,7 @@ class Bands:
         return (on_lines + grid.cells - before.cells) / grid.cells
 
     def cells(self) -> Float[Tensor, " head"]:
-        """Number of cells on columns and bands, each counted once, without what dense rows see besides."""
+        """Return the number of cells on columns and bands, each counted once, without what dense rows see besides."""
         lengths = lengths_of(self.grid, self.columns.device)
         far = self.bands.float()
         far[:, :PER] = 0
@@ -222,7 +222,7 @@ class Bands:
         return (self.bands * lengths.bands).sum(1) + (self.columns * left).sum(1)
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "head row key"]:
-        """Which keys the queries at these positions see."""
+        """Return which keys the queries at these positions see."""
         grid = self.grid
         position = torch.arange(grid.keys, device=at.device)
         back = grid.last_block(at)[:, None] - grid.block_of(position)

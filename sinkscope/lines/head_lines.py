@@ -30,7 +30,7 @@ class HeadLines:
     def of(
         cls, vertical: Bool[Tensor, "*choice head key"], slash: Bool[Tensor, "*choice head key"], queries: int
     ) -> HeadLines:
-        """The lines at these key positions and offsets."""
+        """Return the lines at these key positions and offsets."""
         return cls(torch.stack([vertical, slash], -2), queries)
 
     @property
@@ -49,27 +49,27 @@ class HeadLines:
         return self.chosen.shape[-1] - self.queries
 
     def lengths(self) -> Int[Tensor, " key"]:
-        """Number of cells of line i; it is the same for both kinds."""
+        """Return the number of cells of line i; it is the same for both kinds."""
         keys = self.chosen.shape[-1]
         return torch.arange(keys, 0, -1, device=self.chosen.device).clamp(max=self.queries)
 
     def cells(self) -> Int[Tensor, "*choice head"]:
-        """Number of cells on the lines, each counted once."""
+        """Return the number of cells on the lines, each counted once."""
         both = self.chosen.sum(-2) * self.lengths()
         return (both - self.vertical * crossing_counts(self.slash, self.past)).sum(-1)
 
     def density(self) -> Float[Tensor, "*choice head"]:
-        """Share of all causal cells that lie on the lines."""
+        """Return the share of all causal cells that lie on the lines."""
         return self.cells() / self.lengths().sum()
 
     def attended(self, dense_rows: int) -> Float[Tensor, "*choice head"]:
-        """Share of all causal cells on the lines or in the last rows."""
+        """Return the share of all causal cells on the lines or in the last rows."""
         every, rows = self.lengths().sum(), min(dense_rows, self.queries)
         body = HeadLines(self.chosen[..., : self.chosen.shape[-1] - rows], self.queries - rows)
         return (body.cells() + every - body.lengths().sum()) / every
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
-        """Which keys the queries at positions `at` see."""
+        """Return which keys the queries at positions `at` see."""
         offset = at[:, None] - torch.arange(self.chosen.shape[-1], device=at.device)
         return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)]) & (offset >= 0)
 

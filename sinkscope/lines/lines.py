@@ -88,17 +88,17 @@ class LineWeights(Result):
         return int(np.abs(np.array(self.etas) - PAPER_ETA).argmin())
 
     def mean(self, name: str) -> Float[np.ndarray, " eta"]:
-        """The mean of a field over all heads."""
+        """Return the mean of a field over all heads."""
         return reduce(getattr(self, name), "eta layer head -> eta", "mean")
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per eta and head: eta 0.1 (or the nearest) and the smallest mass first."""
+        """Return one row per eta and head: eta 0.1 (or the nearest) and the smallest mass first."""
         columns = {name: getattr(self, name) for name in self.percent}
         rows = long_table(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
         return sorted(rows, key=lambda row: (row["eta"] != self.etas[self.shown_eta], row["mass"]))
 
     def shown(self, name: str) -> float:
-        """The mean of a field over all heads, at the eta that is shown."""
+        """Return the mean of a field over all heads, at the eta that is shown."""
         return float(self.mean(name)[self.shown_eta])
 
     @property
@@ -118,7 +118,7 @@ class LineWeights(Result):
         return (claim,)
 
     def conclusion(self) -> str:
-        """Attention on the heaviest lines, compared with random lines of the same length."""
+        """Return the attention on the heaviest lines, compared with random lines of the same length."""
         (claim,) = self.claims
         return (
             f"The heaviest {claim.place} carry {1 - claim.value:.1%} of the attention; {claim.control.name} carry "
@@ -126,7 +126,7 @@ class LineWeights(Result):
         )
 
     def details(self) -> list[str]:
-        """The cells, how many heads reach the paper's share, and how far lines agree."""
+        """Return the cells, how many heads reach the paper's share, and how far lines agree."""
         heads = self.mass[self.shown_eta]
         lines = [
             f"{count_of(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
@@ -141,7 +141,7 @@ class LineWeights(Result):
         return lines
 
     def numbers(self) -> list[Number]:
-        """The mass on the heaviest lines, and how many of them two texts share, beside random lines."""
+        """Return the mass on the heaviest lines, and how many of them two texts share, beside random lines."""
         eta, margin = self.etas[self.shown_eta], margin_of(self.text_mass[self.shown_eta])
         label = f"of the attention on the heaviest {eta:.0%} of lines"
         on_lines = self.shown("mass"), self.shown("random_mass")
@@ -278,7 +278,7 @@ def weighed(
 
 
 def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "eta head"]:
-    """Lines in both of two texts over lines in either, mean over pairs of different texts."""
+    """Return lines in both of two texts over lines in either, mean over pairs of different texts."""
     by_key = [rearrange(text.chosen, "eta head kind key -> key kind eta head") for text in lines]
     chosen = pad_sequence(by_key, batch_first=True).float()  # lines that only one text can have are not shared
     both = einsum(chosen, chosen, "text key kind eta head, other key kind eta head -> text other eta head")
@@ -289,7 +289,7 @@ def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "eta head"]:
 
 
 def shared_by_second(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:
-    """Number of lines in both over number of lines of `b`."""
+    """Return the number of lines in both over number of lines of `b`."""
     keys = min(a.chosen.shape[-1], b.chosen.shape[-1])  # lines that only one can have are not shared
     both = a.chosen[..., :keys] & b.chosen[..., :keys]
     return both.sum((-2, -1)) / b.chosen.sum((-2, -1)).clamp(min=1)

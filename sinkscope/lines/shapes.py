@@ -54,7 +54,7 @@ class AShape(Shape):
     local: Natural = 4096
 
     def lines(self, scores: Scores, layer: int) -> HeadLines:
-        """The first columns and the nearest offsets."""
+        """Return the first columns and the nearest offsets."""
         index = torch.arange(scores.keys, device=scores.key.device).expand(scores.heads, -1)
         return HeadLines.of(index < self.first, index < self.local, scores.queries)
 
@@ -105,7 +105,7 @@ class MInference(Shape):
         return self.last
 
     def lines(self, scores: Scores, layer: int) -> HeadLines:
-        """The heaviest lines of each head, as many of each kind as given."""
+        """Return the heaviest lines of each head, as many of each kind as given."""
         return minference_lines(scores, self.vertical, self.slash, last=self.last)
 
 

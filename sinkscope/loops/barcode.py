@@ -125,13 +125,13 @@ class Barcode(Result):
         return [(row["layer"], row["head"]) for row in self.rows() if (row["gain"] or 0.0) >= LOCK_GAIN]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per head, largest gain first."""
+        """Return one row per head, largest gain first."""
         arrays = {name: getattr(self, name) for name in self.percent}
         rows = long_table(arrays, layer=self.layers, head=range(self.score.shape[1]))
         return sorted(rows, key=lambda row: -(row["gain"] or 0.0))
 
     def conclusion(self) -> str:
-        """How many heads lock onto the loop, and the strongest beside ordinary text."""
+        """Return how many heads lock onto the loop, and the strongest beside ordinary text."""
         if self.period is None:
             return f"The {self.steps} generated tokens end in no loop, so no head can lock onto one."
         best = self.rows()[0]
@@ -143,7 +143,7 @@ class Barcode(Result):
         )
 
     def details(self) -> list[str]:
-        """Where the loop begins, and which heads lock."""
+        """Return where the loop begins, and which heads lock."""
         lines: list[str] = []
         if self.onset is not None:
             lines.append(f"The loop begins at position {self.onset} of {len(self.ids)}.")
@@ -153,7 +153,7 @@ class Barcode(Result):
         return lines
 
     def numbers(self) -> list[Number]:
-        """The share of locked heads, and the score of the strongest head beside ordinary text."""
+        """Return the share of locked heads, and the score of the strongest head beside ordinary text."""
         if self.onset is None:
             return []
         best = self.rows()[0]

@@ -189,7 +189,7 @@ def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], r
 def padded(
     rows: Sequence[list[int]], pad: int, device: torch.device
 ) -> tuple[Int[Tensor, "row pos"], Int[Tensor, "row pos"]]:
-    """Rows of ids that are filled up on the left, and which of them are real, as attention masks say it."""
+    """Return rows of ids that are filled up on the left, and which of them are real, as attention masks say it."""
     ids = [torch.tensor(row, device=device) for row in rows]
     real = [torch.ones_like(row) for row in ids]
     return (

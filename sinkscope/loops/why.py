@@ -85,7 +85,7 @@ class Why(Result):
     ids: tuple[int, ...] = ()
 
     def conclusion(self) -> str:
-        """What keeps the loop going, beside the control; or that this is undecided."""
+        """Return what keeps the loop going, beside the control; or that this is undecided."""
         if self.period is None:
             return f"The {len(self.ids) - self.prompt_tokens} tokens after the prompt end in no loop."
         loop = f"the loop of period {self.period}"
@@ -117,7 +117,7 @@ class Why(Result):
         return f"{round(share * len(self.cuts))} of {len(self.cuts)}"
 
     def numbers(self) -> list[Number]:
-        """How often the loop goes on without each thing."""
+        """Return how often the loop goes on without each thing."""
         numbers: list[Number] = []
         for tried in self.tried:
             label = f"goes on without {tried.without}"
@@ -157,14 +157,14 @@ class Case:
     loop: Tail
 
     def cuts(self, count: int) -> list[int]:
-        """Positions near the onset: from two rounds on, over two more, but not inside the prompt."""
+        """Return positions near the onset: from two rounds on, over two more, but not inside the prompt."""
         period, last = self.loop.period, len(self.ids) - 1
         first = min(last, max(self.prompt, self.loop.start + max(2 * period, 8)))
         last = min(last, first + max(2 * period, count))
         return sorted({first + (last - first) * number // count for number in range(count)})
 
     def positions(self, trial: Trial, cut: int) -> list[int]:
-        """Positions that leave the cache."""
+        """Return positions that leave the cache."""
         without, number = trial
         gone = {
             NOTHING: range(0),
@@ -178,7 +178,7 @@ class Case:
         return draw.sample(range(1, cut), min(len(gone), cut - 1))
 
     def continued(self, cuts: Sequence[int]) -> dict[Trial, list[list[int]]]:
-        """What the model writes after each cut, for each trial."""
+        """Return what the model writes after each cut, for each trial."""
         trials: list[Trial] = [(NOTHING, None), (CONTEXT, None)]
         for name in CAUSES:
             trials += [(name, number) for number in (None, *range(DRAWS))]
@@ -196,7 +196,7 @@ class Case:
         return written
 
     def goes_on(self, tokens: Sequence[int]) -> bool:
-        """Whether new tokens end in the same loop, begun anywhere."""
+        """Return whether new tokens end in the same loop, begun anywhere."""
         period = self.loop.period
         size = max(2 * period, 8)
         end = list(tokens[-size:])
@@ -206,7 +206,7 @@ class Case:
         return any(end == [cycle[(begin + i) % period] for i in range(size)] for begin in range(period))
 
     def tried(self, without: str, written: dict[Trial, list[list[int]]]) -> Tried:
-        """What a trial and its random draws came to."""
+        """Return what a trial and its random draws came to."""
         total, mine = self.share(written[NOTHING, None]), written[without, None]
         goes_on = self.share(mine)
         other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in mine)
@@ -216,7 +216,7 @@ class Case:
         return Tried(without, goes_on, other, control, ends)
 
     def share(self, continuations: Sequence[list[int]]) -> float:
-        """Share of continuations that end in the same loop."""
+        """Return the share of continuations that end in the same loop."""
         return fmean(map(self.goes_on, continuations))
 
 

@@ -21,7 +21,7 @@ SHORTEST_TEXT = 16  # tokens; with fewer, a tenth of the lines is almost none
 
 
 def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
-    """Ids of a prompt: a text, ids, or by default the beginning of the typical text.
+    """Return ids of a prompt: a text, ids, or by default the beginning of the typical text.
 
     Raises:
         SinkscopeError: It is empty, or contains an id unknown to the model.
@@ -49,7 +49,7 @@ def texts_of(
     count: int,
     length: int | None,
 ) -> list[Int[Tensor, " pos"]]:
-    """Ids of each text, beginning with BOS if the model has one.
+    """Return ids of each text, beginning with BOS if the model has one.
 
     Args:
         setup: The model and ordinary text.

@@ -10,7 +10,7 @@ LEAST = 3  # fewer values give no margin
 
 
 def margin_of(values: Float[np.ndarray, " sample"]) -> float | None:
-    """Two standard errors of the mean over samples, by bootstrap; more for few samples.
+    """Return two standard errors of the mean over samples, by bootstrap; more for few samples.
 
     The standard deviation over draws is widened by the square root of n / (n - 1), as that of n samples is. Of four
     samples, 3.2 standard errors are as sure as two are of many.

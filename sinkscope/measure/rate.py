@@ -31,12 +31,12 @@ def wilson(successes: int | float, trials: int) -> Rate:
 
 
 def known_numbers(values: Iterable[float | int | None]) -> list[float]:
-    """Those that are numbers: neither None nor NaN."""
+    """Return those that are numbers: neither None nor NaN."""
     return [value for value in values if value is not None and not math.isnan(value)]
 
 
 def mean_known(values: Iterable[float | int | None]) -> float | None:
-    """Mean of those that are numbers. None: there are none."""
+    """Return the mean of those that are numbers. None: there are none."""
     numbers = known_numbers(values)
     if not numbers:
         return None

@@ -33,7 +33,7 @@ WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
 
 
 def model_info(target: Target) -> ModelInfo:
-    """The model, for a result."""
+    """Return the model, for a result."""
     return ModelInfo(
         name=target.name,
         family=target.config.model_type,
@@ -153,7 +153,7 @@ class Setup:
         return under(self.edit, self.target)
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What is made the first time that something is asked for with this key."""
+        """Return what is made the first time that something is asked for with this key."""
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]
@@ -163,11 +163,11 @@ class Setup:
         self.settings.update(settings)
 
     def info(self) -> ModelInfo:
-        """The model that was measured, for the result."""
+        """Return the model that was measured, for the result."""
         return model_info(self.target)
 
     def provenance(self) -> Provenance:
-        """How, when and on which device the result was made."""
+        """Return how, when and on which device the result was made."""
         return provenance(
             started=self.started,
             device=self.target.device,

@@ -82,12 +82,12 @@ def register(adapter: Adapter) -> Adapter:
 
 
 def row_of(model_type: str) -> Adapter | None:
-    """The row of an architecture, by `config.model_type`; None if names propose it."""
+    """Return the row of an architecture, by `config.model_type`; None if names propose it."""
     return ADAPTERS.get(model_type)
 
 
 def shown_row(adapter: Adapter) -> str:
-    """The row of an adapter as one would write it, without what it shares with Llama."""
+    """Return the row of an adapter as one would write it, without what it shares with Llama."""
     settings = [repr(adapter.model_type)]
     for one in fields(Adapter):
         value = getattr(adapter, one.name)

@@ -20,7 +20,7 @@ _IN_BRIDGES = "past_key_values"  # in the attention of TransformerLens, up to 4.
 
 
 def cache_in(given: Any) -> Any:
-    """The cache among arguments by name, or in a model's output; None if there is none."""
+    """Return the cache among arguments by name, or in a model's output; None if there is none."""
     is_by_name = isinstance(given, dict)
     for name in CACHE_NAMES:
         cache: Any = given.get(name) if is_by_name else getattr(given, name, None)
@@ -30,7 +30,7 @@ def cache_in(given: Any) -> Any:
 
 
 def tokens_in(cache: Any) -> int:
-    """Number of tokens that a cache of transformers has read, with padding.
+    """Return the number of tokens that a cache of transformers has read, with padding.
 
     Where the first layer keeps a state and no keys, as in MiniMax, it says that there are none.
     """
@@ -43,7 +43,7 @@ def tokens_in(cache: Any) -> int:
 
 
 def rows_moved(cache: Any) -> Tensor | None:
-    """Which rows those of a cache were in the call before, as our layers know it; None if they are the same."""
+    """Return which rows those of a cache were in the call before, as our layers know it; None if they are the same."""
     layers = getattr(cache, "layers", None)
     if not layers:
         return None
@@ -51,7 +51,7 @@ def rows_moved(cache: Any) -> Tensor | None:
 
 
 def cache_parameter(forward: Callable[..., Any]) -> inspect.Parameter | None:
-    """The parameter for the cache; None if there is none of a known name."""
+    """Return the parameter for the cache; None if there is none of a known name."""
     parameters = inspect.signature(forward).parameters
     for name in CACHE_NAMES:
         if name in parameters:
@@ -60,7 +60,7 @@ def cache_parameter(forward: Callable[..., Any]) -> inspect.Parameter | None:
 
 
 def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
-    """The cache as an argument by name, for the `forward` and the `generate` of a model."""
+    """Return the cache as an argument by name, for the `forward` and the `generate` of a model."""
     parameter = cache_parameter(model.forward)
     if parameter is not None:
         return {parameter.name: cache}
@@ -84,7 +84,7 @@ def with_cache(model: nn.Module, arguments: Mapping[str, Any], cache: Any) -> di
 
 
 def by_name(module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """All arguments of a call by the names of the parameters."""
+    """Return all arguments of a call by the names of the parameters."""
     if not args:
         return dict(kwargs)
     names = inspect.signature(module.forward).parameters

@@ -14,7 +14,7 @@ LARGEST_ID = (1 << 63) - 1
 
 
 def tokenizer_of(target: Parts) -> Any:
-    """The tokenizer.
+    """Return the tokenizer.
 
     Raises:
         SinkscopeError: There is none.
@@ -54,7 +54,7 @@ def _check_number(target: Parts, what: str, value: int, count: int) -> None:
 
 
 def attending_layers(target: Parts, layers: Sequence[int] | None) -> list[int]:
-    """Layers that attend with a softmax, in order; None selects all of them.
+    """Return layers that attend with a softmax, in order; None selects all of them.
 
     Raises:
         SinkscopeError: The list is empty, or names a layer that the model does not have or that does not attend.
@@ -97,7 +97,7 @@ def check_length(target: Parts, what: str, tokens: int, new: int = 0, remedy: st
 
 
 def end_ids(target: Parts) -> list[int]:
-    """Ids after which generation ends, as the model's generation configuration says."""
+    """Return ids after which generation ends, as the model's generation configuration says."""
     ends = getattr(getattr(target.hf, "generation_config", None), "eos_token_id", None)
     if ends is None:
         return []

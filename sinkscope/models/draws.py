@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 def seed_of(seed: int, purpose: str) -> int:
-    """The seed of one draw, the same in every process.
+    """Return the seed of one draw, the same in every process.
 
     Args:
         seed: Seed that the caller chose.
@@ -22,7 +22,7 @@ def seed_of(seed: int, purpose: str) -> int:
 
 
 def draws(seed: int, purpose: str) -> torch.Generator:
-    """The random numbers of one draw; the arguments are those of `seed_of`."""
+    """Return the random numbers of one draw; the arguments are those of `seed_of`."""
     return torch.Generator().manual_seed(seed_of(seed, purpose))
 
 

@@ -37,7 +37,7 @@ def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_m
 
 
 def output_factors(target: Target, layer: int) -> Float[Tensor, "head d_head width"]:
-    """A factor of W_O of every head as wide as the head: what is written through it has the norms after W_O."""
+    """Return a factor of W_O of every head as wide as the head: what is written through it has the norms after W_O."""
     return torch.linalg.qr(output_weights(target, layer).mT).R.mT
 
 
@@ -45,7 +45,7 @@ Head = TypeVar("Head", int, Tensor)
 
 
 def kv_head_of(head: Head, heads: int, kv_heads: int) -> Head:
-    """The kv head whose keys a query head reads, or those of several query heads."""
+    """Return the kv head whose keys a query head reads, or those of several query heads."""
     return head * kv_heads // heads
 
 
@@ -60,7 +60,7 @@ def per_query_head(by_kv_head: Shaped[Tensor, "batch _ *rest"], heads: int) -> S
 def in_groups(
     by_head: Shaped[Tensor, "batch head *query width"], kv_heads: int
 ) -> Shaped[Tensor, "batch kv_head query_of_group width"]:
-    """What there is of each query head, the heads that share a kv head one after another.
+    """Return what there is of each query head, the heads that share a kv head one after another.
 
     Args:
         by_head: Queries, or their rows.
@@ -81,5 +81,5 @@ def fold_groups_into_queries(
 def by_query_head(
     products: Shaped[Tensor, "kv_head_of_batch query_of_group width"], batch: int, heads: int
 ) -> Shaped[Tensor, "batch head query width"]:
-    """The inverse of `fold_groups_into_queries`: what a product gives, by query head."""
+    """Return the inverse of `fold_groups_into_queries`: what a product gives, by query head."""
     return products.reshape(batch, heads, -1, products.shape[-1])

@@ -17,21 +17,21 @@ that are "pre"), "post", and "always" (after an error, too)."""
 
 
 def hidden_of(args: Args, kwargs: Kwargs) -> Tensor:
-    """The hidden states among the arguments of a call."""
+    """Return the hidden states among the arguments of a call."""
     if args:
         return args[0]
     return kwargs["hidden_states"]
 
 
 def with_hidden(args: Args, kwargs: Kwargs, hidden: Tensor) -> tuple[Args, Kwargs]:
-    """The arguments of a call, with other hidden states."""
+    """Return the arguments of a call, with other hidden states."""
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": hidden}
 
 
 def on_input(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = None) -> Callable[..., Any]:
-    """A forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may return others.
+    """Return a forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may return others.
 
     Args:
         fn: The function.
@@ -49,7 +49,7 @@ def on_input(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = 
 
 
 def on_hidden(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = None) -> Callable[..., Any]:
-    """A forward hook with kwargs: `fn` sees the hidden states that leave a module, and may return others.
+    """Return a forward hook with kwargs: `fn` sees the hidden states that leave a module, and may return others.
 
     The arguments are those of `on_input`.
     """
@@ -65,7 +65,7 @@ def on_hidden(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None =
 
 
 def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A forward hook with kwargs: `fn` sees what a module returns, and may return something else."""
+    """Return a forward hook with kwargs: `fn` sees what a module returns, and may return something else."""
     change = _changing(fn, "out_features", None)
     return lambda module, _args, _kwargs, output: change(module, output)
 

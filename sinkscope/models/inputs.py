@@ -38,7 +38,7 @@ class Inputs:
     mask: Ids | None
 
     def rows(self) -> list[list[int]]:
-        """The real ids of each row."""
+        """Return the real ids of each row."""
         if self.mask is None:
             return self.ids.tolist()
         return [row[real.bool()].tolist() for row, real in zip(self.ids, self.mask, strict=True)]
@@ -96,7 +96,7 @@ def read_inputs(
 
 
 def read_row(target: Target, given: Any, what: str = "the input", *, special: bool = True) -> list[int]:
-    """The ids of one text, or of one row of ids.
+    """Return the ids of one text, or of one row of ids.
 
     Args:
         target: The model, whose tokenizer encodes a text.

@@ -27,7 +27,7 @@ class Axis(NamedTuple):
     high: int
 
     def here(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The numbers that are here: their places in `numbers`, and where they are in the part."""
+        """Return the numbers that are here: their places in `numbers`, and where they are in the part."""
         places = [place for place, number in enumerate(numbers) if self.low <= number < self.high]
         return places, [numbers[place] - self.low for place in places]
 
@@ -49,12 +49,12 @@ class Shards:
         return self._mesh.get_group()
 
     def axis(self, size: int) -> Axis:
-        """The part of a dimension that is here, as `torch.chunk` cuts it: the last parts may be shorter."""
+        """Return the part of a dimension that is here, as `torch.chunk` cuts it: the last parts may be shorter."""
         each = -(-size // self.size)
         return Axis(min(self.rank * each, size), min((self.rank + 1) * each, size))
 
     def is_part(self, width: int, size: int) -> bool:
-        """Whether a dimension of this width is the part that is here, and not the whole.
+        """Return whether a dimension of this width is the part that is here, and not the whole.
 
         Raises:
             UnsupportedError: It is neither.
@@ -82,14 +82,14 @@ class Shards:
         return torch.cat(parts)[:size].movedim(0, dim)
 
     def part(self, whole: Shaped[Tensor, ...], width: int) -> Shaped[Tensor, ...]:
-        """The columns of a whole tensor that a process holds where it holds this many."""
+        """Return the columns of a whole tensor that a process holds where it holds this many."""
         size = whole.shape[-1]
         if not self.is_part(width, size):
             return whole
         return whole.narrow(-1, self.axis(size).low, width)
 
     def columns(self, part: Shaped[Tensor, "*n _"], numbers: Sequence[int], size: int) -> Shaped[Tensor, "*n column"]:
-        """Columns of a tensor of which every process holds some: one sum brings them to all."""
+        """Return columns of a tensor of which every process holds some: one sum brings them to all."""
         if not self.is_part(part.shape[-1], size):
             return part[..., list(numbers)]
         places, local = self.axis(size).here(numbers)
@@ -99,7 +99,7 @@ class Shards:
         return found
 
     def all(self, value: Any) -> list[Any]:
-        """What every process gives, in their order; any small object."""
+        """Return what every process gives, in their order; any small object."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -150,7 +150,7 @@ def shards_of(weight: Any) -> Shards:
 
 
 def split_weight(model: nn.Module) -> Any:
-    """The first weight of a model that is split over processes; None if there is none."""
+    """Return the first weight of a model that is split over processes; None if there is none."""
     for parameter in model.parameters():
         if hasattr(parameter, "device_mesh"):
             return parameter
@@ -158,12 +158,12 @@ def split_weight(model: nn.Module) -> Any:
 
 
 def local(weight: Any) -> Any:
-    """The part of a weight that is here; the weight itself if it is not split."""
+    """Return the part of a weight that is here; the weight itself if it is not split."""
     return weight.to_local() if hasattr(weight, "device_mesh") else weight
 
 
 def split_of(module: Any, side: str, seen: Any) -> tuple[Shards, int] | None:
-    """The processes that share what a hook on a module sees, and its whole width; None if all of it is here.
+    """Return the processes that share what a hook on a module sees, and its whole width; None if all of it is here.
 
     Args:
         module: The module.

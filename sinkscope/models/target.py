@@ -64,18 +64,18 @@ class LayerInputs:
     inputs: dict[int, LayerInput] = field(default_factory=dict)
 
     def part(self, rows: slice, length: int) -> LayerInputs:
-        """The same of some rows up to a length; later tokens do not change earlier ones."""
+        """Return the same of some rows up to a length; later tokens do not change earlier ones."""
         parts = {}
         for layer, entered in self.inputs.items():
             parts[layer] = replace(entered, hidden=entered.hidden[rows, :length])
         return LayerInputs(parts)
 
     def latest(self, layer: int) -> int:
-        """The last layer up to this one at which a pass can begin; 0 is the embedding."""
+        """Return the last layer up to this one at which a pass can begin; 0 is the embedding."""
         return max((known for known in self.inputs if known <= layer), default=0)
 
     def at(self, layer: int) -> LayerInput | None:
-        """What enters a layer; None if that is not known."""
+        """Return what enters a layer; None if that is not known."""
         if layer not in self.inputs:
             return None
         entered = self.inputs[layer]

@@ -69,7 +69,10 @@ def open_target(
 
 
 def fits_in_memory(model: object) -> bool:
-    """Whether a folder of safetensors takes, in float32, at most half of the memory that is free; False of all else."""
+    """Return whether a folder of safetensors takes, in float32, at most half of the memory that is free.
+
+    False of all else.
+    """
     if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
         return False
     stored = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))

@@ -38,7 +38,7 @@ class Contrast:
     name: str = ""
 
     def in_words(self, subject: Parts) -> str:
-        """What the contrast is, in a sentence about a subject."""
+        """Return what the contrast is, in a sentence about a subject."""
         if self.name:
             return self.name
         if self.kind == "random":
@@ -94,7 +94,7 @@ class Outcome:
     gives: str = ""
 
     def at(self, place: str) -> str:
-        """The effect at a place, in a sentence."""
+        """Return the effect at a place, in a sentence."""
         return (self.effect or f"the {self.kind} at {{}}").replace("{}", place)
 
 
@@ -156,7 +156,7 @@ class Claim:
         return min(others or self.contrasts, key=lambda contrast: abs(contrast.value - self.value))
 
     def row(self) -> dict[str, Any]:
-        """The claim as a row of a table."""
+        """Return the claim as a row of a table."""
         control = self.control
         return {
             "role": self.role,
@@ -186,7 +186,7 @@ class Claim:
         return self.outcome.unit == "intact" and not self.brings
 
     def sentence(self, *, brief: bool = False) -> str:
-        """What is shown of the subject, with the value and its control; a negative says what was searched.
+        """Return what is shown of the subject, with the value and its control; a negative says what was searched.
 
         Args:
             brief: Name fewer parts, and leave out the search, what a share is lost of, and what the words for the
@@ -231,7 +231,7 @@ class Claim:
         return f"{verb} {effect}"
 
     def shortest(self) -> str:
-        """The whole sentence, or the brief one if that has more than 30 words."""
+        """Return the whole sentence, or the brief one if that has more than 30 words."""
         return short_sentence(self.sentence(brief=brief) for brief in (False, True))
 
 
@@ -239,14 +239,14 @@ Claims = tuple[Claim, ...]
 
 
 def without_example(place: str) -> str:
-    """The words for a place, without what they add in brackets."""
+    """Return the words for a place, without what they add in brackets."""
     for begin in EXAMPLES:
         place = place.partition(begin)[0]
     return place
 
 
 def percent_pair(share: float, control: float) -> tuple[str, str]:
-    """A share and its control in per cent, with as many digits as it takes to tell them apart (at most two)."""
+    """Return a share and its control in per cent, with as many digits as it takes to tell them apart (at most two)."""
     texts = ("", "")
     for digits in range(3):
         texts = (_percent(share, digits), _percent(control, digits))

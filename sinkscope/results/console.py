@@ -89,7 +89,7 @@ def terminal_width() -> int:
 
 
 def wrapped(text: str, stream: Any) -> str:
-    """Text whose long lines are broken between words if a terminal shows it; other readers get whole lines."""
+    """Return text whose long lines are broken between words if a terminal shows it; other readers get whole lines."""
     if not stream.isatty():
         return text
     width = terminal_width()

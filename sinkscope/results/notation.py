@@ -52,14 +52,14 @@ def word_list(things: Sequence[object], most: int = 12) -> str:
 
 
 def word_form(count: int, singular: str, plural: str) -> str:
-    """The word that agrees with a number of things, such as "is" or "are"; of none it is the plural."""
+    """Return the word that agrees with a number of things, such as "is" or "are"; of none it is the plural."""
     if count == 1:
         return singular
     return plural
 
 
 def short_sentence(sentences: Iterable[str]) -> str:
-    """The first of several versions of a sentence that has at most 30 words; if none has, the last."""
+    """Return the first of several versions of a sentence that has at most 30 words; if none has, the last."""
     sentence = ""
     for sentence in sentences:
         if len(sentence.split()) <= MOST_WORDS:
@@ -68,7 +68,7 @@ def short_sentence(sentences: Iterable[str]) -> str:
 
 
 def count_of(count: int, noun: str) -> str:
-    """A number of things: "no token", "1 token", "2 tokens"."""
+    """Return a number of things: "no token", "1 token", "2 tokens"."""
     if count == 0:
         return f"no {noun}"
     return f"{count:,} {word_form(count, noun, f'{noun}s')}"

@@ -140,7 +140,7 @@ class Parameter:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Parameter:
-        """The parameter as `tools.commands` wrote it, without the range of a number."""
+        """Return the parameter as `tools.commands` wrote it, without the range of a number."""
         kind: Any = Any
         if isinstance(data["type"], list):
             kind = Literal[tuple(data["type"])]
@@ -176,7 +176,7 @@ class Parameter:
 
 @cache
 def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """The parameters of a function, in order, with their descriptions from the section "Args" of its docstring.
+    """Return the parameters of a function, in order, with their descriptions from the section "Args" of its docstring.
 
     Args:
         function: Function whose annotations can be evaluated in its module.
@@ -224,22 +224,22 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
 
 
 def section(doc: str, title: str) -> str:
-    """A section of a docstring, such as "Args" or "Example"; empty if there is none."""
+    """Return a section of a docstring, such as "Args" or "Example"; empty if there is none."""
     parts = _TITLE.split(doc)
     return dict(zip(parts[1::2], parts[2::2], strict=True)).get(title, "")
 
 
 def descriptions_of(doc: str, title: str) -> dict[str, str]:
-    """The description of each name in a section of a docstring, such as "Args" or "Attributes"."""
+    """Return the description of each name in a section of a docstring, such as "Args" or "Attributes"."""
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section(doc, title), re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
 
 
 def introduction(doc: str) -> str:
-    """A docstring without its sections, as the help of a command."""
+    """Return a docstring without its sections, as the help of a command."""
     return _TITLE.split(doc)[0]
 
 
 def example_lines(doc: str) -> list[str]:
-    """The lines of the section "Example" of a docstring: commands to type."""
+    """Return the lines of the section "Example" of a docstring: commands to type."""
     return re.findall(r"^    (.+)", section(doc, "Example"), re.MULTILINE)

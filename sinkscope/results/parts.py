@@ -24,7 +24,7 @@ class Neuron:
 
     @classmethod
     def of(cls, site: Sequence[int]) -> Neuron:
-        """The neuron that interventions take as (layer, neuron) or (layer, expert, neuron)."""
+        """Return the neuron that interventions take as (layer, neuron) or (layer, expert, neuron)."""
         if len(site) == 2:
             return cls(site[0], None, site[1])
         return cls(site[0], site[1], site[2])
@@ -109,7 +109,7 @@ Parts = tuple[Part, ...]
 
 
 def in_words(parts: Parts, most: int = 4) -> str:
-    """Parts in a sentence: neurons and heads by their names, others with an article."""
+    """Return parts in a sentence: neurons and heads by their names, others with an article."""
     names: list[str] = []
     for part in parts:
         bare = not isinstance(part, Component) or part.kind == "layer"
@@ -118,12 +118,12 @@ def in_words(parts: Parts, most: int = 4) -> str:
 
 
 def is_several(parts: Parts) -> bool:
-    """Whether a verb about these parts is in the plural."""
+    """Return whether a verb about these parts is in the plural."""
     return len(parts) > 1 or any(isinstance(part, Tokens) for part in parts)
 
 
 def removed(parts: Parts, edit: str = "", names: str = "") -> str:
-    """How a sentence goes on that says what is left: only heads and components still write, as elsewhere.
+    """Return how a sentence goes on that says what is left: only heads and components still write, as elsewhere.
 
     Args:
         parts: The parts.
@@ -137,7 +137,7 @@ def removed(parts: Parts, edit: str = "", names: str = "") -> str:
 
 
 def kind_of(parts: Parts) -> str:
-    """What parts are in one word, in the plural."""
+    """Return what parts are in one word, in the plural."""
     if all(isinstance(part, Neuron) for part in parts):
         return "neurons"
     if all(isinstance(part, Tokens) for part in parts):
@@ -146,5 +146,5 @@ def kind_of(parts: Parts) -> str:
 
 
 def sites_of(neurons: Iterable[Neuron]) -> tuple[tuple[int, ...], ...]:
-    """Neurons in the form that interventions take."""
+    """Return neurons in the form that interventions take."""
     return tuple(neuron.site for neuron in neurons)

@@ -49,7 +49,7 @@ class Number:
 
 
 def number_of(claim: Claim) -> Number:
-    """What a claim says is lost or, of what its subject brings, there; beside its nearest control."""
+    """Return what a claim says is lost or, of what its subject brings, there; beside its nearest control."""
     value, control = claim.value, claim.control.value
     kind, names = claim.outcome.kind, in_words(claim.subject, 2)
     label = f"{kind} with {names} {claim.edit}".strip()
@@ -100,7 +100,7 @@ class Result(Envelope):
         return []
 
     def conclusion(self) -> str:
-        """The conclusion in one sentence that includes the control.
+        """Return the conclusion in one sentence that includes the control.
 
         It is what the first of the subclass's `claims` says, or what it has `instead`.
         """
@@ -131,11 +131,11 @@ class Result(Envelope):
         return getattr(self, "instead", None)
 
     def summary(self) -> str:
-        """The conclusion, the model, the details and warnings, as lines of plain text."""
+        """Return the conclusion, the model, the details and warnings, as lines of plain text."""
         return "\n".join([f"Conclusion: {self.conclusion()}", *self.lines()])
 
     def lines(self) -> list[str]:
-        """The model, the details and warnings: what stands between tables and the conclusion."""
+        """Return the model, the details and warnings: what stands between tables and the conclusion."""
         model, lines = self.model, list[str]()
         if model.n_layers:
             size = f"{model.n_layers} layers, d_model {model.d_model}, d_mlp {model.d_mlp}"
@@ -159,13 +159,13 @@ class Result(Envelope):
         return f"{said}."
 
     def closing(self) -> list[str]:
-        """The lines with which the text ends; a subclass overrides it."""
+        """Return the lines with which the text ends; a subclass overrides it."""
         return [f"Conclusion: {self.conclusion()}"]
 
     # Its table
 
     def rows(self) -> Table:
-        """The result as a table, one dict per row.
+        """Return the result as a table, one dict per row.
 
         By default, the records of its first field with such are the rows; a result without them has one row of its
         plain fields.
@@ -186,7 +186,7 @@ class Result(Envelope):
         return ()
 
     def grids(self) -> list[Grid]:
-        """The tables that are shown, by default that of `rows`; a subclass with several overrides it."""
+        """Return the tables that are shown, by default that of `rows`; a subclass with several overrides it."""
         columns = strings(self.rows(), self.percent)
         if not columns:
             return []
@@ -199,13 +199,13 @@ class Result(Envelope):
         return pd.DataFrame(self.rows())
 
     def to_csv(self) -> str:
-        """All rows and columns of `to_frame` as CSV."""
+        """Return all rows and columns of `to_frame` as CSV."""
         return self.to_frame().to_csv(index=False)
 
     # How it looks
 
     def figure(self) -> Any:
-        """The result as a plotly figure.
+        """Return the result as a plotly figure.
 
         Raises:
             SinkscopeError: Results of this kind have no figure.
@@ -218,7 +218,7 @@ class Result(Envelope):
         return draw(self)
 
     def text(self, width: int | None = WIDTH, *, brief: bool = False) -> str:
-        """The tables, then the details, and the conclusion last, where a terminal shows it.
+        """Return the tables, then the details, and the conclusion last, where a terminal shows it.
 
         Args:
             width: Characters per line of the tables. None: every column is shown.
@@ -235,7 +235,7 @@ class Result(Envelope):
         return "\n\n".join([*parts, "\n".join([*details, *self.closing()])])
 
     def below(self, width: int | None) -> list[str]:
-        """The meaning of the columns, one line each, and the page of the documentation."""
+        """Return the meaning of the columns, one line each, and the page of the documentation."""
         lines: list[str] = []
         for name, sentence in self._meaning().items():
             lines.append(fill(f"{name}: {sentence}", width or WIDEST, subsequent_indent="  "))
@@ -250,7 +250,7 @@ class Result(Envelope):
 
     @classmethod
     def link(cls) -> str:
-        """The page of the documentation about results of this kind."""
+        """Return the page of the documentation about results of this kind."""
         return documented_at(cls.page or f"measure/{cls.kind}")
 
     def __str__(self) -> str:
@@ -260,7 +260,7 @@ class Result(Envelope):
         return self.to_html()
 
     def own_page(self) -> str | None:
-        """A whole HTML page of its own; None: the page that all results have. A subclass overrides it."""
+        """Return a whole HTML page of its own; None: the page that all results have. A subclass overrides it."""
         return None
 
     def to_html(self) -> str:

@@ -44,7 +44,10 @@ class Grid:
     important: Sequence[str] = ()
 
     def narrow(self, width: int | None) -> Grid:
-        """The table with the important columns and others that fit, and a note that names the rest; None: all."""
+        """Return the table with the important columns and others that fit, and a note that names the rest.
+
+        None: all.
+        """
         shown: dict[str, Sequence[str]] = {}
         end = -BETWEEN
         for name in dict.fromkeys([*self.important, *self.columns]):
@@ -59,7 +62,7 @@ class Grid:
         return replace(self, columns=shown, note=note.strip())
 
     def notes(self, rows: int = MOST_ROWS) -> list[str]:
-        """The lines below the table, of which at most so many rows are shown."""
+        """Return the lines below the table, of which at most so many rows are shown."""
         notes = self.note.splitlines()
         every = max(map(len, self.columns.values()), default=0)
         if rows < every:
@@ -92,7 +95,7 @@ class Grid:
         return "\n".join(filter(None, map(str.rstrip, lines)))
 
     def html(self) -> str:
-        """The same as HTML with every column, fully escaped; words stand left, and numbers right."""
+        """Return the same as HTML with every column, fully escaped; words stand left, and numbers right."""
         columns: list[list[str]] = []
         for name, cells in self.columns.items():
             kind = "" if _are_numbers(cells) else ' class="words"'
@@ -122,7 +125,7 @@ def _words(name: str) -> str:
 
 
 def cell(value: Any, *, percent: bool = False) -> str:
-    """A value as text: four significant digits or per cent, yes or no, and a dash for None."""
+    """Return a value as text: four significant digits or per cent, yes or no, and a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -139,7 +142,7 @@ def cell(value: Any, *, percent: bool = False) -> str:
 
 
 def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Columns of strings. A neuron or head becomes one column; columns that are empty in every row are dropped.
+    """Return columns of strings. A neuron or head becomes one column; columns that are empty in every row are dropped.
 
     Args:
         rows: One mapping per row, with the same keys in all.
@@ -162,7 +165,7 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> d
 
 
 def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
-    """A row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None.
+    """Return a row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None.
 
     Arrays that are None are left out.
     """
@@ -180,7 +183,7 @@ def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
 
 
 def glossary(classes: Sequence[type[Any]], names: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
-    """The meaning of columns.
+    """Return the meaning of columns.
 
     Args:
         classes: Classes of the rows and of the result. Their docstrings and those of the classes of their fields

@@ -130,13 +130,13 @@ class Attention:
         return False
 
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"] | None:
-        """The keys that the model's mask shows to the last query in every head; None if there is no mask."""
+        """Return the keys that the model's mask shows to the last query in every head; None if there is no mask."""
         if self.mask is None and not self._masks_itself:
             return None
         return shown(self.mask_of(slice(self.queries - 1, self.queries))).all(1, keepdim=True)
 
     def visible(self, part: slice) -> Bool[Tensor, "batch 1 query key"]:
-        """The keys that the model's mask shows to some of the queries in any head."""
+        """Return the keys that the model's mask shows to some of the queries in any head."""
         return shown(self.mask_of(part)).any(1, keepdim=True)
 
     @property
@@ -186,11 +186,11 @@ class Attention:
         self._listeners.setdefault(rows, []).append(fn)
 
     def stock(self, mask: Tensor | None) -> Output:
-        """The model's own attention under a mask of the model's own kind."""
+        """Return the model's own attention under a mask of the model's own kind."""
         return self._by(stock_attention(self.module), self.query, mask)
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
-        """The model's own attention over what `view` shows."""
+        """Return the model's own attention over what `view` shows."""
         assert self.view is not None
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
         is_eager = self.is_eager or self._needs_eager
@@ -206,7 +206,7 @@ class Attention:
         return torch.cat(outputs, 1)
 
     def finish(self) -> Output:
-        """The output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
+        """Return the output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
         if not self._listeners and self.compute is None and not self.needs_mask:
             return self.stock(self.mask)
         output, weights = self._attended()

@@ -14,7 +14,7 @@ _BATCHING = "init_continuous_batching"
 
 
 def attention_name(config: Any) -> str:
-    """Name of the attention that modules with this configuration use."""
+    """Return the name of the attention that modules with this configuration use."""
     # Past the look-up of configurations, which takes a dozen times as long, because it is asked for at every token.
     return str(object.__getattribute__(config, "_attn_implementation_internal"))
 
@@ -25,24 +25,24 @@ def set_attention(config: Any, name: str) -> None:
 
 
 def eager_attention(module: Any) -> Callable[..., Any]:
-    """The attention defined in the model's own file."""
+    """Return the attention defined in the model's own file."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def sdpa_attention() -> Callable[..., Any]:
-    """The attention by `torch.nn.functional.scaled_dot_product_attention`."""
+    """Return the attention by `torch.nn.functional.scaled_dot_product_attention`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
 
 
 def in_backward() -> bool:
-    """Whether this thread is in a backward pass, in which checkpointed layers are computed again."""
+    """Return whether this thread is in a backward pass, in which checkpointed layers are computed again."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
 def is_checkpointing(layer: nn.Module) -> bool:
-    """Whether a layer keeps no activations for the backward pass, and no cache, but is computed again in it."""
+    """Return whether a layer keeps no activations for the backward pass, and no cache, but is computed again in it."""
     return layer.training and bool(getattr(layer, "gradient_checkpointing", False))
 
 

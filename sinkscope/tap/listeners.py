@@ -40,5 +40,5 @@ HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=
 
 
 def listeners_to(configs: Iterable[int]) -> list[Handler]:
-    """Who listens to a model with one of these configurations."""
+    """Return who listens to a model with one of these configurations."""
     return [handler for handler in HANDLERS.get() if not handler.configs.isdisjoint(configs)]

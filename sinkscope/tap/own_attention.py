@@ -42,11 +42,11 @@ class OwnAttention(Attention):
         return self.bias is not None or not self._is_fitted
 
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"]:
-        """The keys that the module shows to the last query."""
+        """Return the keys that the module shows to the last query."""
         return self.visible(slice(self.queries - 1, self.queries))
 
     def visible(self, part: slice) -> Bool[Tensor, "batch 1 query key"]:
-        """The keys that the module shows to some of the queries."""
+        """Return the keys that the module shows to some of the queries."""
         return self.scores[:, :1, part] > self._hidden_below
 
     @property
@@ -80,13 +80,13 @@ class OwnAttention(Attention):
         return self._fit[1] <= 1e-4 + 16 * torch.finfo(self.value.dtype).eps
 
     def stock(self, mask: Tensor | None) -> Output:
-        """The module's own attention."""
+        """Return the module's own attention."""
         if self.lacks_bias:
             return self.under_view(), None
         return self.output, None
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
-        """The module's own attention over what `view` shows."""
+        """Return the module's own attention over what `view` shows."""
         return self._weighted(self._rows(slice(None), False))
 
     def row_function(self) -> Callable[[Tensor, Tensor, View | None], Tensor]:

@@ -38,7 +38,7 @@ _BLOCK = 2  # tokens of a block of keys, where an indexer chooses blocks
 
 
 def attention_error(target: Target) -> float:
-    """The largest distance of recomputed attention rows of the first layers from the model's own weights.
+    """Return the largest distance of recomputed attention rows of the first layers from the model's own weights.
 
     Raises:
         UnsupportedError: They cannot be compared; the message says why.

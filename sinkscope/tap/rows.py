@@ -16,14 +16,14 @@ Rows = Float[Tensor, "batch head query key"]
 
 
 def shown(mask: Tensor) -> Bool[Tensor, "*shape"]:
-    """Where a mask of either kind, bool or additive, shows a key."""
+    """Return where a mask of either kind, bool or additive, shows a key."""
     if mask.is_floating_point():
         return mask > torch.finfo(mask.dtype).min / 2
     return mask
 
 
 def additive(mask: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """A mask that eager attention adds to its scores."""
+    """Return a mask that eager attention adds to its scores."""
     added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return added.masked_fill_(~mask, torch.finfo(dtype).min)
 
@@ -38,7 +38,7 @@ def rows_by_view(
     sinks: Float[Tensor, " head"] | None = None,
     bias: Float[Tensor, "_ head _"] | None = None,
 ) -> Rows:
-    """Attention rows over what `view` shows, in float32.
+    """Return the attention rows over what `view` shows, in float32.
 
     Args:
         query: Queries after rotary.

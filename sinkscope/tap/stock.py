@@ -28,7 +28,7 @@ class Stock:
 
     @classmethod
     def of(cls, config: Any) -> Stock:
-        """What a configuration selects now."""
+        """Return what a configuration selects now."""
         return cls(attention_name(config), AttentionInterface().get(stock_name(config)))
 
 
@@ -37,7 +37,7 @@ STOCK: dict[int, Stock] = {}
 
 
 def stock_name(config: Any) -> str:
-    """Name of the attention that the model uses when it is not tapped."""
+    """Return the name of the attention that the model uses when it is not tapped."""
     stock = STOCK.get(id(config))
     name = attention_name(config) if stock is None else stock.name
     if name == NAME:
@@ -46,13 +46,13 @@ def stock_name(config: Any) -> str:
 
 
 def stock_attention(module: Any) -> Callable[..., Any]:
-    """The attention function that a module uses when it is not tapped."""
+    """Return the attention function that a module uses when it is not tapped."""
     stock = STOCK.get(id(module.config)) or Stock.of(module.config)
     return stock.attention or eager_attention(module)
 
 
 def configs_of(target: Target) -> list[Any]:
-    """Every distinct configuration that the attention of the decoder, or what makes its mask, may read.
+    """Return every distinct configuration that the attention of the decoder, or what makes its mask, may read.
 
     A vision or audio tower beside the decoder attends in its own way.
     """

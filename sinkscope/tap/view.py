@@ -33,11 +33,11 @@ class View:
     columns: Int[Tensor, "batch column"] | None = None
 
     def section(self, queries: slice, keys: slice) -> View:
-        """Some of the queries and keys."""
+        """Return some of the queries and keys."""
         return replace(self, pos=self.pos[..., keys], query_pos=self.query_pos[:, queries])
 
     def sees(self) -> Bool[Tensor, "batch _ query key"]:
-        """Keys that hold a token, are not later than the query, and are inside the window.
+        """Return keys that hold a token, are not later than the query, and are inside the window.
 
         Padding queries see none; their output is never read.
         """
@@ -55,7 +55,7 @@ class View:
         return visible
 
     def of_keys(self, bias: Float[Tensor, "_ head _"]) -> Float[Tensor, "batch head 1 key"]:
-        """A bias for the keys; what is given where there is none means nothing.
+        """Return a bias for the keys; what is given where there is none means nothing.
 
         Args:
             bias: Number for each head and column; the last ones are those of all tokens so far.

@@ -49,7 +49,7 @@ def page(result: Result) -> str:
 
 
 def result_section(result: Result, file: str = "", kind: str = "") -> Section:
-    """The section of a result: its text, table and figure, and its settings and provenance.
+    """Return the section of a result: its text, table and figure, and its settings and provenance.
 
     Args:
         result: The result.
@@ -70,7 +70,7 @@ def result_section(result: Result, file: str = "", kind: str = "") -> Section:
 
 
 def folded(one: Section, sentence: str) -> Section:
-    """The section closed, with its conclusion shown."""
+    """Return the section closed, with its conclusion shown."""
     return replace(one, html=f"<details><summary>{text(sentence)}</summary>{one.html}</details>")
 
 
@@ -130,12 +130,12 @@ def _file(name: str) -> str:
 
 
 def text(words: str) -> str:
-    """Words as HTML; control characters become visible escapes."""
+    """Return words as HTML; control characters become visible escapes."""
     return escape(visible(words))
 
 
 def plot(figure: Any, file: str = "") -> str:
-    """A plotly figure as a part of a page.
+    """Return a plotly figure as a part of a page.
 
     Args:
         figure: What is drawn; its lines and points become SVG, which every browser shows.

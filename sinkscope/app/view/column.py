@@ -10,7 +10,7 @@ from sinkscope.sinks.spikes.records import SpikeResult
 
 
 def column_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
-    """The spikes of the circuit, those that most heads read first."""
+    """Return the spikes of the circuit, those that most heads read first."""
     column: list[CircuitSpike] = []
     for spike, measured in zip(sink.circuit.spikes, sink.sinks.spikes, strict=True):
         reading = reading_heads(measured.survey, measured.spike)

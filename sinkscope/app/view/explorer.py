@@ -72,7 +72,7 @@ class Explorer:
         return cls(ModelSink.open(model, **options))
 
     def read(self, text: str | None = None, variants: int = 1) -> OpenText:
-        """A text, or a story, as the intact model reads it; there is room for so many variants."""
+        """Return a text, or a story, as the intact model reads it; there is room for so many variants."""
         if self.latest is None or self.latest[0] != (text, variants):
             ids = ids_of(self.sink.setup, text or STORY)
             tokens = tuple(self.sink.setup.tokenizer.decode([token]) for token in ids)
@@ -83,7 +83,7 @@ class Explorer:
         return self.latest[1]
 
     def view(self, text: str | None = None) -> ModelView:
-        """The model on a text, or on a story, intact and under its switches: all that a page shows alone."""
+        """Return the model on a text, or on a story, intact and under its switches: all that a page shows alone."""
         switches = [None, *switches_of(self.sink)]
         return self.result(self.viewed(self.read(text, len(switches)), switches))
 
@@ -106,7 +106,7 @@ class Explorer:
         )
 
     def viewed(self, text: OpenText, switches: Sequence[Switch | None]) -> ViewedText:
-        """A text under these switches; None is the intact model."""
+        """Return a text under these switches; None is the intact model."""
         variants: list[Variant] = []
         for switch in switches:
             name, reading, sentence = "intact", text.intact, self.intact_sentence(text)
@@ -125,7 +125,7 @@ class Explorer:
         return replace(text.shown, variants=tuple(variants))
 
     def intact_sentence(self, text: OpenText) -> str:
-        """How many tokens have a norm spike, and the largest norm beside typical text."""
+        """Return how many tokens have a norm spike, and the largest norm beside typical text."""
         layer, count = self.sink.layer, len(text.shown.spikes)
         norm = text.intact.norm[layer]
         highest = int(norm.argmax())
@@ -136,7 +136,7 @@ class Explorer:
         )
 
     def change(self, switch: Switch, text: OpenText, reading: Reading) -> str:
-        """What an edit changes most, beside its control."""
+        """Return what an edit changes most, beside its control."""
         layer = self.sink.layer
         before, after = text.intact.norm[layer], reading.norm[layer]
         position = int(np.abs(after - before).argmax())

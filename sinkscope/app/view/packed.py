@@ -30,17 +30,17 @@ class Packed:
 
     @classmethod
     def of(cls, codes: UInt8[np.ndarray, "*axes"]) -> Packed:
-        """The array that has these codes."""
+        """Return the array that has these codes."""
         packer = zlib.compressobj(strategy=zlib.Z_RLE)  # for rows of attention smaller, and twice as fast
         packed = packer.compress(codes.tobytes()) + packer.flush()
         return cls(codes.shape, base64.b64encode(packed).decode())
 
     def array(self) -> Float[np.ndarray, "*axes"]:
-        """The values."""
+        """Return the values."""
         codes = np.frombuffer(zlib.decompress(base64.b64decode(self.codes)), np.uint8)
         return ((codes / LEVELS) ** 2).reshape(self.shape)
 
 
 def codes_of(shares: Float[Tensor, "*axes"]) -> UInt8[np.ndarray, "*axes"]:
-    """The codes of shares; values below 0, and NaN, become 0, and values above 1 become 1."""
+    """Return the codes of shares; values below 0, and NaN, become 0, and values above 1 become 1."""
     return shares.nan_to_num(0).clamp_(DARKEST, 1).sqrt_().mul_(LEVELS).round_().byte().cpu().numpy()

@@ -23,13 +23,13 @@ SCRIPTS = ("drawing.js", "panels.js", "text.js", "view.js")
 
 @cache
 def source(*names: str) -> str:
-    """The text of files beside this one, one after the other."""
+    """Return the text of files beside this one, one after the other."""
     folder = files("sinkscope.app.view")
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
 def view_page(view: Result | None, title: str) -> str:
-    """The page.
+    """Return the page.
 
     Args:
         view: The `ModelView` that is shown. None: the page asks the server that it came from.

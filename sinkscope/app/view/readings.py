@@ -63,7 +63,7 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
 
 
 def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[str, float], ...]:
-    """The five likeliest next tokens, with their probabilities."""
+    """Return the five likeliest next tokens, with their probabilities."""
     best = logits.softmax(-1).topk(5)
     decode = sink.setup.tokenizer.decode
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -71,20 +71,20 @@ def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[s
 
 
 def norms_at(sink: ModelSink, ids: list[int], layer: int) -> Float[np.ndarray, " pos"]:
-    """Norms after a layer, in a pass that ends there."""
+    """Return norms after a layer, in a pass that ends there."""
     site = f"blocks.{layer}.hook_resid_post"
     return trace(sink.setup.target, [ids], site, norm_of)[site][0].numpy()
 
 
 def spikes_of(sink: ModelSink, reading: Reading) -> tuple[int, ...]:
-    """Positions with at least half of the first token's norm and three times the typical one."""
+    """Return positions with at least half of the first token's norm and three times the typical one."""
     survey = sink.sinks.survey
     bar = max(FACTOR * survey.typical_norm[sink.layer], SPIKE_SHARE * survey.first_norm[sink.layer])
     return tuple(np.flatnonzero(reading.norm[sink.layer] >= bar).tolist())
 
 
 def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
-    """The heads with most attention to the first token; as many as have so many values, and at least one."""
+    """Return the heads with most attention to the first token; as many as have so many values, and at least one."""
     _, heads, tokens = reading.received.shape
     count = max(1, room // tokens**2)
     order = reading.received[..., 0].flatten().argsort(descending=True, stable=True)

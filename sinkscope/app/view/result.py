@@ -143,11 +143,11 @@ class ModelView(Result):
     generation: tuple[Writing, ...] = ()
 
     def own_page(self) -> str:
-        """The page in which it can be explored."""
+        """Return the page in which it can be explored."""
         from sinkscope.app.view.page import view_page
 
         return view_page(self, self.model.name)
 
     def conclusion(self) -> str:
-        """Which tokens of the first text have a norm spike, beside typical text."""
+        """Return which tokens of the first text have a norm spike, beside typical text."""
         return self.texts[0].variants[0].sentence

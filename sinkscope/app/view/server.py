@@ -34,7 +34,7 @@ def check_server() -> None:
 
 
 def application(explorer: Explorer, token: str) -> Any:
-    """The ASGI application: a page at /TOKEN/ and its requests at /TOKEN/view; everything else is not found."""
+    """Return the ASGI application: a page at /TOKEN/ and its requests at /TOKEN/view; everything else is not found."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware

@@ -39,7 +39,7 @@ class Switch:
 
 
 def switches_of(sink: ModelSink) -> list[Switch]:
-    """The edits that this model has."""
+    """Return the edits that this model has."""
     switches: list[Switch] = []
     if sink.neurons:
         zeroed = switch_off(sink, "sink neurons zeroed", sink.neurons, [])
@@ -69,7 +69,7 @@ def switch_off(sink: ModelSink, name: str, neurons: tuple[Neuron, ...], heads: S
 
 
 def switch_named(sink: ModelSink, name: str) -> Switch:
-    """The switch of this name.
+    """Return the switch of this name.
 
     Raises:
         SinkscopeError: There is no such switch.
@@ -81,7 +81,7 @@ def switch_named(sink: ModelSink, name: str) -> Switch:
 
 
 def switch_without(sink: ModelSink, names: Sequence[str]) -> Switch:
-    """The switch that switches neurons and heads off.
+    """Return the switch that switches neurons and heads off.
 
     Raises:
         SinkscopeError: A name is no neuron and no head that the model has.

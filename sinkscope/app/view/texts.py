@@ -16,7 +16,7 @@ STORY = (
 
 
 def ids_of(setup: Setup, text: str) -> list[int]:
-    """The tokens of a text, after BOS if there is one.
+    """Return the tokens of a text, after BOS if there is one.
 
     Raises:
         SinkscopeError: The text is empty, unknown to the tokenizer, or too long.

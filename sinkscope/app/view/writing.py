@@ -14,7 +14,7 @@ NEW_TOKENS = 160  # enough for the model in the package to repeat itself, and fo
 
 
 def writings(setup: Setup, edit: Intervention | None = None) -> tuple[Writing, ...]:
-    """What the model writes after a story that it continues with copies, without the guard and with it.
+    """Return what the model writes after a story that it continues with copies, without the guard and with it.
 
     Args:
         setup: The model.

@@ -62,7 +62,7 @@ class Loops(Task):
     opening: Size = 16
 
     def prompts(self, target: Target) -> list[Prompt]:
-        """The prompts of the source."""
+        """Return the prompts of the source."""
         if self.source == TEXT:
             return self._text(target)
         files = [Path(self.source)]
@@ -101,7 +101,7 @@ class Loops(Task):
         return prompts
 
     def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
-        """How repetitive the answer is, how it ended, and what a guard did.
+        """Return how repetitive the answer is, how it ended, and what a guard did.
 
         - loop: it ends in three copies of a period with 24 tokens in all, or as the paper's rule says, without the
           length, of the last 256 tokens.

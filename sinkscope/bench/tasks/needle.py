@@ -99,7 +99,7 @@ class Needle(Task):
     seed: Whole = 0
 
     def prompts(self, target: Target) -> list[Prompt]:
-        """A prompt for every length, kind, depth and sample."""
+        """Return a prompt for every length, kind, depth and sample."""
         wording = wording_of(target.name)
         supported = WORDINGS[wording]
         for kind in self.kinds:
@@ -121,7 +121,7 @@ class Needle(Task):
 
 
 def wording_of(model: str) -> str:
-    """The wording that a model understands: facts and links for the recall models, sentences for all others."""
+    """Return the wording that a model understands: facts and links for the recall models, sentences for all others."""
     return "recall" if model in (RECALL, TWO_HOPS) else "facts"
 
 

@@ -89,7 +89,7 @@ class Recall(Task):
     positions: tuple[Position, ...] = POSITIONS
 
     def prompts(self, target: Target) -> list[Prompt]:
-        """Each dialogue at each position."""
+        """Return each dialogue at each position."""
         prompts: list[Prompt] = []
         for position in self.positions:
             dialogues: list[Prompt] = []

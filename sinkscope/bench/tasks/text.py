@@ -75,7 +75,7 @@ class TextFidelity(Task):
         return prompts
 
     def new_tokens(self, target: Target) -> int:
-        """The length of the continuation."""
+        """Return the length of the continuation."""
         return self.answer
 
     def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
@@ -123,7 +123,7 @@ def metrics_of(answer: Answer) -> Metrics:
 
 
 def comparison(full: Sequence[Logits]) -> Measure:
-    """How far the logits of a method are from those of full attention, step after step."""
+    """Return how far the logits of a method are from those of full attention, step after step."""
     steps = iter(full)
 
     def compare(logits: Logits) -> RowNumbers:

@@ -114,7 +114,7 @@ class Run:
         return Counter(event.kind for event in self.events)
 
     def summary(self) -> str:
-        """What the interventions did, in one line."""
+        """Return what the interventions did, in one line."""
         sentences = [part.summary(self) for part in self.parts]
         return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing was logged."
 
@@ -258,7 +258,7 @@ class Intervention(ABC):
         """Register hooks on `run.target` with `run.hook` or `run.stack`; `key` identifies a part of a composition."""
 
     def summary(self, run: Run) -> str:
-        """What the intervention did in a run, in one sentence; "" if there is nothing to say."""
+        """Return what the intervention did in a run, in one sentence; "" if there is nothing to say."""
         if not self.KIND:
             return ""
         return f"{type(self).__name__} {self.KIND} {count_of(run.counts[self.KIND], 'value')}."

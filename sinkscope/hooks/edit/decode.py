@@ -132,7 +132,7 @@ def decode(
 
 
 def to_end(answer: list[int], ends: Collection[int]) -> list[int]:
-    """The tokens up to and including the first that ends a sequence."""
+    """Return the tokens up to and including the first that ends a sequence."""
     for i, token in enumerate(answer):
         if token in ends:
             return answer[: i + 1]

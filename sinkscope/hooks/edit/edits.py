@@ -76,7 +76,7 @@ class NeuronEdit(PlacedEdit):
 
     @abstractmethod
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """The values that replace `values.old`.
+        """Return the values that replace `values.old`.
 
         `values.of` is the `NeuronGroup`, and `values.memory["first"]` has the values at the first token.
         """
@@ -93,7 +93,7 @@ class NeuronEdit(PlacedEdit):
         return places
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """The new values, which are logged where they differ."""
+        """Return the new values, which are logged where they differ."""
         old, index, memory, group = values.old, values.index, values.memory, values.of
         memory.keep("first", old, index == 0)
         changed = new = self.new_values(values)
@@ -105,7 +105,7 @@ class NeuronEdit(PlacedEdit):
         step, before, after = values.call.step, old.detach(), new.detach()
 
         def events() -> list[Event]:
-            """An event for each neuron, or head, that was moved at a token."""
+            """Return an event for each neuron, or head, that was moved at a token."""
             positions = index.tolist()
             found: list[Event] = []
             numbers = zip(moved.nonzero().tolist(), before[moved].tolist(), after[moved].tolist(), strict=True)
@@ -177,7 +177,7 @@ class Ablate(NeuronEdit):
         return cast("tuple[tuple[int, int], ...]", self.heads)
 
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """The number, or the mean of the row where there is one."""
+        """Return the number, or the mean of the row where there is one."""
         new: Any = self.value
         if self.value == "zero":
             new = 0.0

@@ -40,7 +40,7 @@ class Place(NamedTuple):
     inside: Callable[[Edit], Callable[..., Any]] | None = None
 
     def hook(self, edit: Edit) -> Hook:
-        """The hook by which an edit acts here."""
+        """Return the hook by which an edit acts here."""
         if self.inside is not None:
             return self.module, self.when, self.inside(edit)
         if self.when == "pre":
@@ -48,7 +48,7 @@ class Place(NamedTuple):
         return self.module, self.when, on_hidden(edit, self.columns)
 
     def rows(self, where: Bool[Tensor, "row _ _"], new: Callable[[Float[Tensor, "row pos d"]], Tensor]) -> Hook:
-        """The hook of a pass whose rows each have an edit of their own.
+        """Return the hook of a pass whose rows each have an edit of their own.
 
         Args:
             where: Which values are replaced.
@@ -64,12 +64,12 @@ class Place(NamedTuple):
 
 
 def heads_place(target: Target, layer: int, columns: list[int] | None = None) -> Place:
-    """The outputs of all heads of a layer, side by side (`hook_z`), or some columns of them."""
+    """Return the outputs of all heads of a layer, side by side (`hook_z`), or some columns of them."""
     return Place(target.sub(layer, "o"), "pre", columns)
 
 
 def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Place:
-    """Neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up"."""
+    """Return neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up"."""
     layer, expert, neurons = group[:3]
     if expert is not None:
         experts = target.experts(layer)
@@ -111,14 +111,14 @@ class PlacedEdit(Intervention):
 
     @abstractmethod
     def places_in(self, target: Target) -> list[tuple[Place, Any]]:
-        """The places in this model, each with what its values are values of."""
+        """Return the places in this model, each with what its values are values of."""
 
     @abstractmethod
     def edited(self, values: Values) -> Float[Tensor, "batch pos *d"]:
-        """The values that replace `values.old`."""
+        """Return the values that replace `values.old`."""
 
     def summary(self, run: Run) -> str:
-        """What was done; an edit that logs no events counts calls."""
+        """Return what was done; an edit that logs no events counts calls."""
         if self.KIND or not run.passes:
             return super().summary(run)
         return f"{type(self).__name__} acted in {count_of(run.passes, 'call')}."

@@ -56,24 +56,24 @@ class TokenPositions:
 
     @classmethod
     def of(cls, pos: Int[Tensor, "batch seen"]) -> TokenPositions:
-        """Tokens at these positions."""
+        """Return tokens at these positions."""
         return cls(pos, (pos >= 0).sum(1, keepdim=True), pos.shape[1])
 
     def read(self, new: int, real: Bool[Tensor, "batch new"] | None) -> TokenPositions:
-        """These tokens and `new` others, all of them real if `real` is None."""
+        """Return these tokens and `new` others, all of them real if `real` is None."""
         if real is None:
             return TokenPositions(self.known, self.real, self.seen + new)
         later = torch.where(real, self.length[:, None] + real.cumsum(1) - 1, -1)
         return TokenPositions.of(torch.cat([self.pos, later], 1))
 
     def first(self, count: int) -> TokenPositions:
-        """The first tokens alone."""
+        """Return the first tokens alone."""
         if count >= self.known.shape[1]:
             return TokenPositions(self.known, self.real, count)
         return TokenPositions.of(self.known[:, :count])
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> TokenPositions:
-        """The tokens of other rows, as a function takes rows."""
+        """Return the tokens of other rows, as a function takes rows."""
         return TokenPositions(move(self.known), move(self.real), self.seen)
 
     @cached_property
@@ -91,7 +91,7 @@ class TokenPositions:
         return int(columns[-1]) + 1 if len(columns) else 0
 
     def latest(self, count: int) -> Int[Tensor, "batch count"]:
-        """True positions of the latest tokens."""
+        """Return true positions of the latest tokens."""
         first = self.seen - count - self.known.shape[1]
         if first <= 0:
             return self.pos[:, self.seen - count :]
@@ -120,7 +120,7 @@ class Sequence:
     memory: dict[Hashable, Memory] = field(default_factory=dict)
 
     def copy(self) -> Sequence:
-        """The sequence as it is now."""
+        """Return the sequence as it is now."""
         memory = {key: Memory(kept) for key, kept in self.memory.items()}
         return replace(self, memory=memory)
 

@@ -89,7 +89,7 @@ class Quantize(PlacedEdit):
             raise SinkscopeError("Quantize: nothing is to be rounded; give activations=8 or kv=8, in bits")
 
     def places_in(self, target: Target) -> list[tuple[Place, _Rounded]]:
-        """The inputs of linear modules, and the outputs of the projections of keys and values."""
+        """Return the inputs of linear modules, and the outputs of the projections of keys and values."""
         for layer in self.layers:
             check_site(target, layer)
         channels: dict[int, list[int]] = {}
@@ -120,7 +120,7 @@ class Quantize(PlacedEdit):
         return places
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos d"]:
-        """The values rounded, except those that are to stay exact."""
+        """Return the values rounded, except those that are to stay exact."""
         index, of = values.index, values.of
         old = of.heads(values.old)
         exact = self._exact_tokens(index)[..., None, None].expand_as(old).clone()
@@ -161,6 +161,6 @@ def _as_one_head(values: Tensor) -> Tensor:
 def rounded(
     values: Float[Tensor, "*n width"], largest: Float[Tensor, "*#n #width"], bits: int
 ) -> Float[Tensor, "*n width"]:
-    """The nearest multiples of a step with which numbers up to `largest` are integers of so many bits."""
+    """Return the nearest multiples of a step with which numbers up to `largest` are integers of so many bits."""
     step = (largest.float() / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(torch.float32).tiny)
     return ((values.float() / step).round() * step).to(values.dtype)

@@ -84,7 +84,7 @@ class SinkPatch(NeuronEdit):
 
     @classmethod
     def from_result(cls, result: Any, spike: int | None = None) -> SinkPatch:
-        """The patch for the neurons that a spike of the first token needs, with calibrated values.
+        """Return the patch for the neurons that a spike of the first token needs, with calibrated values.
 
         Args:
             result: The result of `find_sinks` or `circuit`.
@@ -150,7 +150,7 @@ class SinkPatch(NeuronEdit):
         super().check(target)
 
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
-        """The neutral value at every real position after the first."""
+        """Return the neutral value at every real position after the first."""
         if self.calibrated:
             numbers = [self.calibrated[site] for site in values.of.sites]
             neutral = torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)

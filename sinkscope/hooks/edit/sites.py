@@ -38,7 +38,7 @@ class NeuronGroup(NamedTuple):
     head: int | None = None
 
     def size(self, values: Float[Tensor, "*n neuron"]) -> Float[Tensor, "*n size"]:
-        """Size of the values: the absolute value of each neuron, or the norm of a head."""
+        """Return the size of the values: the absolute value of each neuron, or the norm of a head."""
         if self.head is None:
             return values.abs()
         return torch.linalg.vector_norm(values, dim=-1, keepdim=True)
@@ -50,7 +50,7 @@ class NeuronGroup(NamedTuple):
 
 
 def groups_of(sites: Iterable[Neuron]) -> list[NeuronGroup]:
-    """The sites, each once, grouped by MLP."""
+    """Return the sites, each once, grouped by MLP."""
     neurons: dict[tuple[int, int | None], list[int]] = {}
     for site in dict.fromkeys(sites):
         neurons.setdefault((site.layer, site.expert), []).append(site.neuron)
@@ -58,7 +58,7 @@ def groups_of(sites: Iterable[Neuron]) -> list[NeuronGroup]:
 
 
 def site_of(site: Any) -> Neuron:
-    """A `Neuron` from (layer, neuron), (layer, expert, neuron) or a name such as "L1.N338".
+    """Return a `Neuron` from (layer, neuron), (layer, expert, neuron) or a name such as "L1.N338".
 
     Raises:
         SinkscopeError: The site is neither two or three whole numbers from 0 nor such a name.
@@ -82,7 +82,7 @@ def head_of(head: Any) -> tuple[int, int]:
 
 
 def listed(name: str, given: Any) -> list[Any]:
-    """One or several numbers, names or sites, as a list."""
+    """Return one or several numbers, names or sites, as a list."""
     check_values(Iterable[Any] | int, **{name: given})
     if isinstance(given, int | str):
         return [given]
@@ -90,7 +90,7 @@ def listed(name: str, given: Any) -> list[Any]:
 
 
 def checked_positions(positions: Any) -> Positions:
-    """Positions in the form in which an edit stores them.
+    """Return positions in the form in which an edit stores them.
 
     Raises:
         SinkscopeError: These are not positions.
@@ -102,7 +102,7 @@ def checked_positions(positions: Any) -> Positions:
 
 
 def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
-    """Which tokens of a call are at these positions; padding (-1) never is."""
+    """Return which tokens of a call are at these positions; padding (-1) never is."""
     if positions is None:
         positions = slice(None)
     if isinstance(positions, slice):

@@ -63,7 +63,7 @@ class Add(PlacedEdit):
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
     def places_in(self, target: Target) -> list[tuple[Place, Callable[[Tensor], Tensor]]]:
-        """The modules whose input or output the sites are, each with what is added there."""
+        """Return the modules whose input or output the sites are, each with what is added there."""
         sites = resolve(target, self.site)
         if len(self.vector) != target.d_model:
             raise SinkscopeError(
@@ -81,6 +81,6 @@ class Add(PlacedEdit):
         return places
 
     def edited(self, values: Values) -> Tensor:
-        """The values with the vector added at the chosen positions."""
+        """Return the values with the vector added at the chosen positions."""
         chosen = chosen_positions(values.index, self.positions)
         return torch.where(chosen[..., None], values.old + values.of(values.index).to(values.old), values.old)

@@ -50,7 +50,7 @@ def view_layer(
     where: Bool[Tensor, "row pos"],
     entering: LayerInputs = NO_INPUTS,
 ) -> LayerView:
-    """The layer at the positions marked in `where`, from a pass that ends at this layer.
+    """Return the layer at the positions marked in `where`, from a pass that ends at this layer.
 
     Args:
         target: The model.
@@ -111,14 +111,17 @@ def _expert_activations(experts: Experts, routed: Routed, chosen: Bool[Tensor, "
 
 
 def flat_number(target: Target, layer: int, expert: int | None, neuron: int) -> int:
-    """The number of a neuron in a `LayerView`."""
+    """Return the number of a neuron in a `LayerView`."""
     if expert is None:
         expert = target.n_experts(layer)
     return expert * target.d_mlp + neuron
 
 
 def expert_and_neuron(target: Target, layer: int, number: int) -> tuple[int | None, int]:
-    """The inverse of `flat_number`. The expert is None if the layer is not a mixture, and for a shared expert."""
+    """Return the inverse of `flat_number`.
+
+    The expert is None if the layer is not a mixture, and for a shared expert.
+    """
     expert = min(number // target.d_mlp, target.n_experts(layer))
     neuron = number - expert * target.d_mlp
     if expert == target.n_experts(layer):
@@ -128,7 +131,7 @@ def expert_and_neuron(target: Target, layer: int, number: int) -> tuple[int | No
 
 @torch.no_grad()
 def contributions(target: Target, view: LayerView) -> Float[Tensor, "2 n neuron"]:
-    """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2).
+    """Return the norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2).
 
     It comes twice: as the neuron writes it, and after the norm that follows the MLP, if there is one (Gemma 2, OLMo
     2). Neurons are ranked by the second: the gain of that norm can pass one residual dimension and suppress others, and
@@ -159,7 +162,7 @@ def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
 
 
 def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Tensor, "k d_model"]:
-    """Columns of the down projection for numbers of a `LayerView`, float32."""
+    """Return columns of the down projection for numbers of a `LayerView`, float32."""
     count = target.n_experts(layer)
     experts = (neurons // target.d_mlp).clamp(max=count)
     written = torch.zeros(len(neurons), target.d_model, device=neurons.device)
@@ -172,7 +175,7 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
 
 
 def neutral_post(target: Target, text: LayerView, number: int) -> float:
-    """Median `hook_post` of a neuron on typical text; of a routed expert, over the tokens that chose it."""
+    """Return the median `hook_post` of a neuron on typical text; of a routed expert, over the tokens that chose it."""
     post = text.post[:, number]
     if text.routing is None:
         return float(post.median())

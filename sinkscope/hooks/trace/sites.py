@@ -40,7 +40,7 @@ class Site:
     factor: float = 1.0
 
     def shown(self, value: Any, shape: torch.Size) -> Tensor:
-        """What the site shows of its module's input or output, in a pass over ids of this shape."""
+        """Return what the site shows of its module's input or output, in a pass over ids of this shape."""
         tensor = self.cut(value)
         if tensor.shape[:2] != shape:  # OPT runs batch and position together
             tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
@@ -99,7 +99,7 @@ Pattern = str | Callable[[str], bool]
 
 
 def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]:
-    """Sites that are meant by one or several patterns, in the order of the forward pass.
+    """Return sites that are meant by one or several patterns, in the order of the forward pass.
 
     A pattern takes the layers that have the site: in hybrid models, not all have attention.
 

@@ -61,7 +61,7 @@ class Progressive(Policy):
         Session.of(run).count_reads()
 
     def summary(self, run: Run) -> str:
-        """The tokens that a decoding step read, and those held in the cache."""
+        """Return the tokens that a decoding step read, and those held in the cache."""
         return f"{steps_summary(self.shown_name, run)} {super().summary(run)}".strip()
 
     def watch(self, session: Session) -> None:
@@ -69,12 +69,12 @@ class Progressive(Policy):
         session.window_queries(self.interval, decoding=True)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
-        """Attention of the latest queries; padding does not vote."""
+        """Return the attention of the latest queries; padding does not vote."""
         votes = at.window_rows(self.interval).sum(2)
         return in_groups(votes, at.kv.pos.shape[1]).mean(2)
 
     def pays(self, layer: CacheLayer) -> bool:
-        """Whether to select from a layer that holds more than the budget."""
+        """Return whether to select from a layer that holds more than the budget."""
         return True
 
     def _act(self, moment: Moment, session: Session) -> None:
@@ -117,7 +117,7 @@ def work_on_copy(kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> No
 
 
 def steps_summary(name: str, run: Run) -> str:
-    """One sentence on how much decoding steps read; "" if there was none."""
+    """Return one sentence on how much decoding steps read; "" if there was none."""
     read: list[float] = []
     held: list[float] = []
     for usage in run.usage:

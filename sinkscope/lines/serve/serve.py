@@ -57,7 +57,7 @@ class LoopServeDecoding(Progressive):
     everywhere: bool = False
 
     def pays(self, layer: CacheLayer) -> bool:
-        """Whether reading less can save more than the choice costs."""
+        """Return whether reading less can save more than the choice costs."""
         keys, values = layer.keys, layer.values
         return self.everywhere or not keys.is_cuda or keys.nbytes + values.nbytes >= GPU_LAYER_BYTES
 
@@ -183,7 +183,7 @@ class LoopServe(SparsePrompts):
             self.decoding.enter(run, key)
 
     def lines(self, scores: Scores, layer: int) -> HeadLines | Bands:
-        """Columns and bands that hold `alpha` of the sampled attention, or what algorithm 5 chooses."""
+        """Return columns and bands that hold `alpha` of the sampled attention, or what algorithm 5 chooses."""
         seed = draw_of(self.seed, layer, scores.queries, scores.keys)
         if self.variant == "faithful":
             return select_lines(scores, self.alpha, sample=self.sample, seed=seed, begin=self.begin)
@@ -216,7 +216,7 @@ class LoopServe(SparsePrompts):
         return held_out(rows, self.sample, draw_of(self.seed, layer, scores.queries, scores.keys))
 
     def summary(self, run: Run) -> str:
-        """The share of attention that prompts computed, and the tokens that a decoding step read."""
+        """Return the share of attention that prompts computed, and the tokens that a decoding step read."""
         prompts, steps = super().summary(run), steps_summary("LoopServe", run)
         return f"{prompts} {steps}".strip()
 

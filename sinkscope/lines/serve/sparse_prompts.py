@@ -44,7 +44,10 @@ class PromptRow:
 
     @classmethod
     def of(cls, prompt: Attention, view: View, row: int, whole: bool) -> PromptRow:
-        """A row of a prompt, which is `whole` without padding and holes; it has no queries if it is all padding."""
+        """Return a row of a prompt, which is `whole` without padding and holes.
+
+        It has no queries if it is all padding.
+        """
         query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
         real = slice(None)
         if not whole:  # a choice by index copies
@@ -53,11 +56,11 @@ class PromptRow:
         return cls(Scores(query, key, prompt.scaling), value, prompt.layer, real)
 
     def cells(self) -> int:
-        """Number of causal cells."""
+        """Return the number of causal cells."""
         return causal_cells(self.scores.queries, self.scores.keys)
 
     def dense(self) -> Float[Tensor, "head query d_value"]:
-        """Attention of all queries to everything."""
+        """Return the attention of all queries to everything."""
         return dense_attention(self.scores, self.value)
 
 
@@ -82,7 +85,7 @@ class PromptRead:
     choice: float
 
     def event_data(self) -> dict[str, Any]:
-        """What the event of kind "prefill" says."""
+        """Return what the event of kind "prefill" says."""
         attended = fmean(self.attended.tolist())
         data: dict[str, Any] = {
             "cells": attended + self.choice,
@@ -114,7 +117,7 @@ class SparsePrompts(Intervention):
 
     @abstractmethod
     def lines(self, scores: Scores, layer: int) -> HeadLines | Bands:
-        """Lines along which queries of a layer attend, or columns and bands."""
+        """Return lines along which queries of a layer attend, or columns and bands."""
 
     def held_out(self, scores: Scores, layer: int) -> Int[Tensor, " row"] | None:
         """Queries on which to measure how much attention the lines of a layer hold; None: on none."""
@@ -135,7 +138,7 @@ class SparsePrompts(Intervention):
         session.replace_prompts(type(self).__name__, lambda prompt, kv: self._attend(prompt, kv, session))
 
     def summary(self, run: Run) -> str:
-        """How much of the prompts' attention was computed, or why all; "" if there was no prompt."""
+        """Return how much of the prompts' attention was computed, or why all; "" if there was no prompt."""
         shares: list[float] = []
         reasons: list[str] = []
         for event in run.events:

@@ -91,7 +91,7 @@ class GuardedRows:
 
 
 def ids_of_setting(settings: Any, name: str) -> list[int]:
-    """The token ids that a setting of the generation gives: none, one or several."""
+    """Return the token ids that a setting of the generation gives: none, one or several."""
     given = getattr(settings, name, None)
     if given is None:
         return []
@@ -151,7 +151,7 @@ def push(
 
 
 def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
-    """Largest probability of any token, max_v Pr(v), in float32."""
+    """Return the largest probability of any token, max_v Pr(v), in float32."""
     logits = logits.detach().float()
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()
 

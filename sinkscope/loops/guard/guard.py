@@ -144,7 +144,7 @@ class LoopGuard(Intervention):
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
 
     def summary(self, run: Run) -> str:
-        """The first loop and the response to it, and how many more followed."""
+        """Return the first loop and the response to it, and how many more followed."""
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
@@ -166,7 +166,7 @@ class LoopGuard(Intervention):
         return Retention(budget, anchors, self.window if self.recent_window else None)
 
     def first_tokens(self, budget: int) -> int:
-        """Number of anchors: the given one, or 32, but at most a quarter of the budget."""
+        """Return the number of anchors: the given one, or 32, but at most a quarter of the budget."""
         if self.anchors is not None:
             return self.anchors
         return min(ANCHORS, budget // 4)
@@ -207,7 +207,7 @@ class LoopGuard(Intervention):
 
 
 def in_words(event: Event) -> str:
-    """What the guard found and did in one of its events."""
+    """Return what the guard found and did in one of its events."""
     data = event.data
     alarm = "an alarm" if data["period"] is None else f"a repetition of {count_of(data['period'], 'token')}"
     cached = count_of(data["cached_before"], "cached token")

@@ -31,7 +31,7 @@ class Retention:
     recent: int | None = None
 
     def recent_tokens(self, level: int) -> int:
-        """Number of recent tokens kept, B_recent(level), at least 1."""
+        """Return the number of recent tokens kept, B_recent(level), at least 1."""
         after_anchors = self.budget - self.anchors
         recent = after_anchors - after_anchors // 8
         if self.recent is not None:

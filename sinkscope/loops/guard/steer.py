@@ -82,7 +82,7 @@ class Steering:
         return self.level
 
     def losses(self, ids: Sequence[int]) -> dict[int, float]:
-        """What the logits of tokens lose after a row of ids."""
+        """Return what the logits of tokens lose after a row of ids."""
         strength = self.penalty * (self.level + 1)
         before: dict[int, float] = {}
         losses: dict[int, float] = {}

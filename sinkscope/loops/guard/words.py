@@ -20,15 +20,15 @@ class Words:
     left_open: frozenset[int]
 
     def goes_on(self, before: int, token: int) -> bool:
-        """Whether a token goes on with the word in which the token before it ends."""
+        """Return whether a token goes on with the word in which the token before it ends."""
         return token in self.inside and before in self.left_open
 
     def begins(self, ids: Sequence[int], place: int) -> bool:
-        """Whether the token at a place begins a word, or is no part of one."""
+        """Return whether the token at a place begins a word, or is no part of one."""
         return place == 0 or not self.goes_on(ids[place - 1], ids[place])
 
     def seam(self, ids: Sequence[int], place: int, period: int) -> int | None:
-        """The first place from this one on, within a period, where a word begins; None if there is none."""
+        """Return the first place from this one on, within a period, where a word begins; None if there is none."""
         for seam in range(place, min(place + period, len(ids))):
             if self.begins(ids, seam):
                 return seam
@@ -48,7 +48,7 @@ class Words:
         return frozenset(found)
 
     def whole(self, ids: Sequence[int]) -> frozenset[int]:
-        """All tokens that are whole words somewhere, or no part of one."""
+        """Return all tokens that are whole words somewhere, or no part of one."""
         found: set[int] = set()
         for place in range(len(ids) - 1):
             if self.begins(ids, place) and self.begins(ids, place + 1):

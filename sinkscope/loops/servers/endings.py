@@ -34,7 +34,7 @@ class Ending:
         self._last = data
 
     def made(self, about: dict[str, Any], places: Collection[int]) -> bytes:
-        """The last events of the stream: the length is given as the reason, because the text has no end.
+        """Return the last events of the stream: the length is given as the reason, because the text has no end.
 
         Args:
             about: Value of the field `sinkscope`, which says why the stream was cut.

@@ -63,7 +63,7 @@ class StreamWatch:
         return passed
 
     def ending(self) -> bytes:
-        """The events that end the answer after an alarm; they say where the loop is, without its text."""
+        """Return the events that end the answer after an alarm; they say where the loop is, without its text."""
         about: dict[str, Any] = {"verdict": "loops"}
         if self.alarm is not None:
             about["token"] = self.alarm.token
@@ -90,7 +90,7 @@ class StreamWatch:
 def application(
     upstream: str, monitor: MonitorSettings, log: Callable[[str], object], hosts: tuple[str, ...] = LOOPBACK
 ) -> Any:
-    """The ASGI application.
+    """Return the ASGI application.
 
     Args:
         upstream: Address of the server, such as http://127.0.0.1:11434.
@@ -170,7 +170,7 @@ async def _parts(
 
 
 def watched_form(status: int, headers: Mapping[str, str]) -> str | None:
-    """The form of an answer that is watched: "sse" or "jsonl"; None for any other, such as an error."""
+    """Return the form of an answer that is watched: "sse" or "jsonl"; None for any other, such as an error."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if status != 200 or headers.get("content-encoding", "identity") != "identity":
         return None

@@ -49,7 +49,7 @@ class LoopCheck(Result):
         return NO_TEXT * ("empty" in verdicts)
 
     def conclusion(self) -> str:
-        """How many records have each verdict."""
+        """Return how many records have each verdict."""
         verdicts = [record.verdict for record in self.records]
         parts: list[str] = []
         for verdict, one, several in VERDICTS:
@@ -61,7 +61,7 @@ class LoopCheck(Result):
         return f"Of {count_of(len(self.records), 'output')} in {self.model.name}, {word_list(parts)}."
 
     def closing(self) -> list[str]:
-        """The conclusion and, of a loop, where to find what ends it."""
+        """Return the conclusion and, of a loop, where to find what ends it."""
         lines = super().closing()
         if self.exit_code == LOOP_FOUND:
             lines.append(f"Try: a temperature of 0.7 first; {documented_at('what_to_try')} has a row for each server.")

@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 def shown(text: str, limit: int = SHOWN_CHARACTERS) -> str:
-    """The text on one line, without control characters, shortened in the middle."""
+    """Return the text on one line, without control characters, shortened in the middle."""
     if len(text) > limit:
         text = f"{text[: limit // 2]}...{text[-limit // 2 :]}"
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
@@ -89,7 +89,7 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
 
 
 def form_of_file(name: str, start: bytes) -> StreamForm:
-    """The form of a file: by what a server streamed into it or, if that is not how it begins, by its name.
+    """Return the form of a file: by what a server streamed into it or, if that is not how it begins, by its name.
 
     Args:
         name: Its name.
@@ -147,7 +147,7 @@ def _choice(choice: dict[str, Any], origin: object, line: str) -> list[Piece]:
 
 
 def pieces_of_record(data: dict[str, Any], place: int) -> list[Piece]:
-    """The pieces of a line of a file, which is a whole output.
+    """Return the pieces of a line of a file, which is a whole output.
 
     Raises:
         ValueError: It has none of the fields, or its value is no output.
@@ -162,7 +162,7 @@ def pieces_of_record(data: dict[str, Any], place: int) -> list[Piece]:
 
 
 def pieces_of_output(value: Any, name: str) -> list[Piece]:
-    """The pieces of a whole output: a text, or tokens that are ids or texts.
+    """Return the pieces of a whole output: a text, or tokens that are ids or texts.
 
     Raises:
         ValueError: It is neither.

@@ -107,12 +107,12 @@ class MonitorSettings:
 
     @classmethod
     def paper(cls, **changed: Any) -> MonitorSettings:
-        """The monitor printed in the paper (Eq. 8 and 9, Table 3's full), with some fields changed."""
+        """Return the monitor printed in the paper (Eq. 8 and 9, Table 3's full), with some fields changed."""
         return cls.variant("full", **changed)
 
     @classmethod
     def variant(cls, name: str, **changed: Any) -> MonitorSettings:
-        """Settings by name: the default, the paper's, a single signal alone, or one of the controls.
+        """Return settings by name: the default, the paper's, a single signal alone, or one of the controls.
 
         Args:
             name: "repeats": the default. The others modify the paper's monitor, "full": "p1" (Table 3's single-signal),

@@ -24,7 +24,7 @@ class Splitter:
         self._rest = ""  # it may belong to a word that goes on
 
     def feed(self, piece: str, last: bool = False) -> list[str]:
-        """The words that a piece completes; with `last`, also the one that is not complete."""
+        """Return the words that a piece completes; with `last`, also the one that is not complete."""
         text = self._rest + piece
         words = split(text)
         if last:
@@ -48,7 +48,7 @@ def split(text: str) -> list[str]:
 
 
 def spans(text: str) -> list[tuple[str, int]]:
-    """The words of `split`, each with the number of characters up to its end."""
+    """Return the words of `split`, each with the number of characters up to its end."""
     words: list[tuple[str, int]] = []
     for match in _WORDS.finditer(text):
         word = match[0]

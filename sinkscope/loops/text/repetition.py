@@ -51,7 +51,7 @@ class TailRepetition:
         return best
 
     def last(self, count: int) -> list[int]:
-        """The last tokens."""
+        """Return the last tokens."""
         return self._ids[-count:]
 
     def _look_up(self) -> None:

@@ -99,7 +99,7 @@ class WindowNovelty:
 
 
 def end_loop(ids: Sequence[int]) -> Tail | None:
-    """The loop in which token ids end, three copies of anything; it may begin inside the prompt."""
+    """Return the loop in which token ids end, three copies of anything; it may begin inside the prompt."""
     return tail_period(ids, shortest=LOOP_TOKENS)
 
 
@@ -133,7 +133,7 @@ def compression_ratio(ids: Ids) -> float:
 
 
 def checked_id(token: Any) -> int:
-    """A token id, which may be a number of numpy or of torch, as an int.
+    """Return a token id, which may be a number of numpy or of torch, as an int.
 
     Raises:
         SinkscopeError: It is no whole number from 0 to 2**32 - 1.
@@ -148,7 +148,7 @@ def checked_id(token: Any) -> int:
 
 
 def tail_period(ids: Ids, *, repeats: int | float = 3, shortest: int = 0, longest: int | None = None) -> Tail | None:
-    """The repetition at the end of `ids`, or None.
+    """Return the repetition at the end of `ids`, or None.
 
     Among all periods P whose repetition covers at least `repeats` * P and at least `shortest` tokens at the end, the
     one that covers the most tokens is chosen; ties go to the smallest: "x y a a a x y a a a x y a a a" has period 5,
@@ -194,7 +194,7 @@ def _equal_ends(ids: Sequence[int], longest: int) -> list[int]:
 
 
 def is_loop(ids: Ids, max_new: int | None = MAX_NEW) -> bool:
-    """The loop rule: low diversity, high redundancy, and an output nearly as long as allowed (LoopGuard, Eq. 7).
+    """Return the loop rule: low diversity, high redundancy, and an output nearly as long as allowed (LoopGuard, Eq. 7).
 
     Args:
         ids: Generated tokens.

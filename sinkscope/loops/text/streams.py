@@ -80,7 +80,7 @@ class CheckedOutput:
     detected: int | None = None
 
     def repetition(self) -> str:
-        """What repeats, as the end of a sentence; empty if no period was found."""
+        """Return what repeats, as the end of a sentence; empty if no period was found."""
         if self.period is None or self.wasted is None:
             return ""
         repeated = count_of(self.period + self.wasted, "token")
@@ -159,7 +159,7 @@ class Stream:
         return shown(gap.join([*self._recent][-length:]).strip(" "))
 
     def checked(self, name: str) -> CheckedOutput:
-        """The verdict on the output of this name, which has ended."""
+        """Return the verdict on the output of this name, which has ended."""
         tokens, tail = self.monitor.last.step, self._longest
         if self._detected is None:
             if self._suspected is None and self._echoes.add("\n", tokens):
@@ -319,7 +319,7 @@ def _beginning(source: Any) -> tuple[bytes, StreamForm]:
 
 
 def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
-    """What the JSON of a line or event adds.
+    """Return what the JSON of a line or event adds.
 
     Args:
         data: The JSON.

@@ -41,7 +41,7 @@ def check_beside(folder: Path, names: Iterable[str]) -> None:
 
 
 def refuse_adapter(name: str) -> SinkscopeError:
-    """The error for a folder or hub id that holds an adapter (LoRA and others of peft)."""
+    """Return the error for a folder or hub id that holds an adapter (LoRA and others of peft)."""
     return SinkscopeError(
         f"{name} holds an adapter ({ADAPTER_CONFIG}), so it is no model alone: load its base with sinkscope.load(...), "
         f"put the adapter on it with peft.PeftModel.from_pretrained(base, {name!r}), and measure that; or merge them; "

@@ -23,7 +23,7 @@ WeightMap = Annotated[dict[str, str], Field(min_length=1)]
 
 
 def open_weights(file: Path) -> Any:
-    """An open safetensors file; the library checks its header, and that the file is as long as the header says.
+    """Return an open safetensors file; the library checks its header, and that the file is as long as the header says.
 
     Raises:
         SinkscopeError: It is not whole.
@@ -88,7 +88,7 @@ class Files:
         return None if self.repo is None else self.folder.name
 
     def config(self) -> Any:
-        """The content of its config.json."""
+        """Return the content of its config.json."""
         return read_checkpoint_json(self.folder / "config.json")
 
     def _first_of(self, names: Iterable[str]) -> str | None:

@@ -41,12 +41,12 @@ def _entries() -> dict[str, ModelEntry]:
 
 
 def models() -> list[ModelEntry]:
-    """Every model with a short name, family by family."""
+    """Return every model with a short name, family by family."""
     return list(_entries().values())
 
 
 def find(name: str) -> ModelEntry | None:
-    """A model by its short name, its hub id, or the last part of a hub id or path; case does not matter."""
+    """Return a model by its short name, its hub id, or the last part of a hub id or path; case does not matter."""
     last = name.strip().rstrip("/").lower().rpartition("/")[2]
     for entry in models():
         if last in (entry.name, entry.hub_id.lower().rpartition("/")[2]):

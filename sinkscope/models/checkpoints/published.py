@@ -65,7 +65,7 @@ class Published:
         object.__setattr__(self, "value", value)
 
     def fits(self, measured: Any) -> bool:
-        """Whether a measured value agrees: a set contains what is reported, a number is within the tolerance."""
+        """Return whether a measured value agrees: a set contains what is reported, a number is within the tolerance."""
         if self.quantity in SETS:
             return set(self.value) <= set(measured)
         if np.shape(self.value) != np.shape(measured):
@@ -81,7 +81,7 @@ class Table:
 
 
 def read_published(path: str | os.PathLike[str]) -> tuple[Published, ...]:
-    """The records of a TOML file, which are its tables [[record]].
+    """Return the records of a TOML file, which are its tables [[record]].
 
     Raises:
         SinkscopeError: It cannot be read, or a record is not valid; the message names the first.
@@ -95,5 +95,5 @@ def read_published(path: str | os.PathLike[str]) -> tuple[Published, ...]:
 
 @cache
 def published() -> tuple[Published, ...]:
-    """The records of the package."""
+    """Return the records of the package."""
     return read_published(Path(__file__).with_name("published.toml"))

@@ -11,7 +11,7 @@ from sinkscope.errors import UnsupportedError
 
 
 def is_quantised(config: Any) -> bool:
-    """Whether a configuration says how its weights are quantised."""
+    """Return whether a configuration says how its weights are quantised."""
     for part in (config, config.get_text_config()):
         if getattr(part, "quantization_config", None) or getattr(part, "compression_config", None):
             return True

@@ -12,7 +12,7 @@ from sinkscope.models.loading.config import causal_class
 
 
 def model_with_weights(source: ModelSource, files: Files, config: Any, options: dict[str, Any]) -> Any:
-    """A model in eval mode, with the weights of the files.
+    """Return a model in eval mode, with the weights of the files.
 
     Args:
         source: Where it comes from, for errors.

@@ -21,7 +21,7 @@ _STYLES = (
 
 
 def unwrap(model: object) -> tuple[nn.Module, Kind]:
-    """The plain Hugging Face module inside `model`, and the kind of object that `model` is.
+    """Return the plain Hugging Face module inside `model`, and the kind of object that `model` is.
 
     Weights of a model of nnsight that was made by name are loaded.
 

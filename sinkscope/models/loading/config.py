@@ -33,7 +33,7 @@ def first_line(error: Exception) -> str:
 
 
 def read_checkpoint_json(file: Path) -> Any:
-    """The content of a JSON file of a checkpoint."""
+    """Return the content of a JSON file of a checkpoint."""
     if not file.is_file():
         raise SinkscopeError(
             f"{file.parent} has no {file.name}; give the folder of a Hugging Face checkpoint, as save_pretrained "
@@ -75,7 +75,7 @@ def cpu_by_default() -> Iterator[None]:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A torch dtype from its name ("float32", "torch.bfloat16", "half", ...); None and "auto" give None.
+    """Return a torch dtype from its name ("float32", "torch.bfloat16", "half", ...); None and "auto" give None.
 
     Raises:
         SinkscopeError: This is not a floating-point type in which models compute.
@@ -91,7 +91,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def parse_device(device: torch.device | str | None) -> torch.device:
-    """A device of this machine; None means the first cuda device if there is one, else the CPU.
+    """Return a device of this machine; None means the first cuda device if there is one, else the CPU.
 
     Raises:
         SinkscopeError: This machine has no such device; the message lists the available ones.
@@ -169,7 +169,7 @@ def check_kind(name: str, raw: Any) -> None:
 
 
 def reads_images(model_type: str) -> bool:
-    """Whether a type is a text model behind an image tower, which `AutoModelForCausalLM` does not load."""
+    """Return whether a type is a text model behind an image tower, which `AutoModelForCausalLM` does not load."""
     from transformers.models.auto import modeling_auto as auto
 
     is_listed = model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -239,7 +239,7 @@ def cut_depth(text: Any, layers: int) -> None:
 
 
 def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
-    """The tokenizer beside the weights, or in the GGUF file; None if there is none.
+    """Return the tokenizer beside the weights, or in the GGUF file; None if there is none.
 
     Raises:
         SinkscopeError: Its files cannot be read.

@@ -30,7 +30,7 @@ def column_factor(target: Parts, layer: int, expert: int | None = None) -> float
 def w_out(
     target: Parts, layer: int, neurons: Sequence[int], expert: int | None = None
 ) -> Float[Tensor, "neuron d_model"]:
-    """Columns of the down projection, float32: what each neuron writes when its `hook_post` is 1.
+    """Return columns of the down projection, float32: what each neuron writes when its `hook_post` is 1.
 
     In a mixture, None means the shared expert. Routing weight and sigmoid gate are not included, constant factors
     up to the residual stream (or up to a norm after the MLP) are.
@@ -48,7 +48,7 @@ def w_out(
 def input_columns(
     target: Parts, module: nn.Module, inputs: Sequence[int] | None = None
 ) -> Float[Tensor, "input output"]:
-    """What a linear module gives when one of its inputs is 1, without the bias.
+    """Return what a linear module gives when one of its inputs is 1, without the bias.
 
     Args:
         target: The model.
@@ -73,7 +73,7 @@ def input_columns(
 
 
 def typical_neuron(target: Parts, layer: int) -> int | None:
-    """A neuron whose column is neither zero nor large; None if all are zero."""
+    """Return a neuron whose column is neither zero nor large; None if all are zero."""
     norms = norms_of(w_out(target, layer, range(min(target.width(layer), _TYPICAL))))
     order = norms.argsort()[int((norms == 0).sum()) :]
     if len(order):

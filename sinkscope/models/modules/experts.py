@@ -37,7 +37,7 @@ class Routed:
     scale: Float[Tensor, "token expert"] | None = None
 
     def entering(self, expert: int) -> Hidden:
-        """What one expert reads."""
+        """Return what one expert reads."""
         if self.scale is None:
             return self.hidden
         return self.hidden * self.scale[:, expert, None]
@@ -135,14 +135,14 @@ class Experts:
         return self.module._apply_gate(rearrange(list(factors), f"half token neuron -> token {order}"))
 
     def columns(self, expert: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:
-        """What neurons of an expert write when their `hook_post` is 1."""
+        """Return what neurons of an expert write when their `hook_post` is 1."""
         down = local(self._down)[expert]
         if self._is_transposed:
             return down[neurons]
         return self._shards.columns(down, neurons, self.width).T
 
     def output(self, routed: Routed) -> Hidden:
-        """What the module must give according to this layout."""
+        """Return what the module must give according to this layout."""
         total = torch.zeros_like(routed.hidden)
         bias = getattr(self.module, "down_proj_bias", None)
         for expert in routed.weight.any(0).nonzero().flatten().tolist():
@@ -164,7 +164,7 @@ class UngatedExperts(Experts):
         return [(self.module.up_proj[expert], None)]
 
     def activate(self, *factors: Neurons) -> Neurons:
-        """The activation alone."""
+        """Return the activation alone."""
         return self.module.act_fn(factors[0])
 
 
@@ -178,13 +178,13 @@ class ScaledInputExperts(Experts):
         super().__init__(module, module.experts)
 
     def routed(self, args: Args, kwargs: Kwargs) -> Routed:
-        """The router is asked again."""
+        """Return the router is asked again."""
         hidden = _tokens(args, kwargs)
         scores = self.module.router(hidden)[0]
         return Routed(hidden, (scores > 0).to(scores), scores)
 
     def output(self, routed: Routed) -> Hidden:
-        """The same, and what the shared expert writes."""
+        """Return the same, and what the shared expert writes."""
         return super().output(routed) + self.module.shared_expert(routed.hidden)
 
 
@@ -198,7 +198,7 @@ LAYOUTS = (Experts, UngatedExperts, ScaledInputExperts)
 
 
 def experts_of(module: Any) -> Experts | None:
-    """The experts that a module holds; None if it holds none, or in no known layout, or not as plain tensors."""
+    """Return the experts that a module holds; None if it holds none, or in no known layout, or not as plain tensors."""
     for layout in LAYOUTS:
         try:
             attrgetter(*layout.PARTS)(module)

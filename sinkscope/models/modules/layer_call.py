@@ -31,14 +31,14 @@ class LayerCall:
 
     @torch.no_grad()
     def added(self, resid: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos d_model"]:
-        """How much of the residual stream after the layer is not there if the MLP gives zero."""
+        """Return how much of the residual stream after the layer is not there if the MLP gives zero."""
         silenced = self.target.mlp_writers(self.layer)[0], "post", on_hidden(torch.zeros_like)
         with self.target.loaded(self.layer), self.target.hooks(silenced):
             return resid - first_tensor(self.target.layers[self.layer].forward(*self.args, **self.kwargs))
 
 
 def keep_call(target: Target, layer: int, calls: list[LayerCall]) -> Hook:
-    """A hook that keeps the call of a layer."""
+    """Return a hook that keeps the call of a layer."""
 
     def keep(_module: Any, args: Args, kwargs: Kwargs) -> None:
         hidden = hidden_of(args, kwargs).clone()  # some layers add to it in place

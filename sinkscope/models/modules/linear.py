@@ -27,7 +27,7 @@ def is_plain(weight: Any) -> TypeGuard[Tensor]:
 
 
 def plain_weight(module: Any) -> Tensor | None:
-    """The floating-point weight matrix of a linear module, also below a bridge's wrapper; None if quantised."""
+    """Return the floating-point weight matrix of a linear module, also below a bridge's wrapper; None if quantised."""
     if hasattr(module, "base_layer"):  # an adapter adds to what this weight says
         return None
     inner = getattr(module, "original_component", None)
@@ -38,13 +38,13 @@ def plain_weight(module: Any) -> Tensor | None:
 
 
 def is_transposed(module: Any) -> bool:
-    """Whether a linear module stores its weight input x output, as Conv1D does, also below wrappers."""
+    """Return whether a linear module stores its weight input x output, as Conv1D does, also below wrappers."""
     inner = getattr(module, "original_component", module)
     return type(getattr(inner, "base_layer", inner)).__name__ == "Conv1D"
 
 
 def input_width(projection: nn.Module) -> int:
-    """Number of inputs of a linear module."""
+    """Return the number of inputs of a linear module."""
     linear: Any = getattr(projection, "base_layer", projection)  # inside an adapter
     weight = plain_weight(linear)
     if weight is None:  # quantised

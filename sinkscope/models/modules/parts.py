@@ -122,18 +122,18 @@ class Parts:
         return int(getattr(self.config, "num_key_value_heads", None) or self.n_heads)
 
     def head_columns(self, layer: int, head: int) -> list[int]:
-        """The inputs of the output projection that hold a head; layers may have heads of different widths."""
+        """Return the inputs of the output projection that hold a head; layers may have heads of different widths."""
         width = input_width(self.sub(layer, "o")) // self.n_heads
         return list(range(head * width, (head + 1) * width))
 
     def n_experts(self, layer: int) -> int:
-        """Number of routed experts in a layer; 0 if it is not a mixture."""
+        """Return the number of routed experts in a layer; 0 if it is not a mixture."""
         if self.is_mixture(layer):
             return self.experts(layer).count
         return 0
 
     def width(self, layer: int, expert: int | None = None) -> int:
-        """Number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
+        """Return the number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
         if expert is not None:
             return self.experts(layer).width
         return input_width(self.sub(layer, "down"))
@@ -167,7 +167,10 @@ class Parts:
         return next(self.embedding.parameters()).dtype
 
     def path(self, layer: int, *parts: str) -> str | None:
-        """Where a layer has the first of some parts that it has, by names of an adapter's fields; None: it has none."""
+        """Return where a layer has the first of some parts that it has, by names of an adapter's fields.
+
+        None: it has none.
+        """
         row = self.adapter.rows[layer] if self.adapter.rows else self.adapter
         for part in parts:
             for path in filter(None, (getattr(row, part) or "").split("|")):
@@ -177,7 +180,7 @@ class Parts:
         return None
 
     def sub(self, layer: int, *parts: str) -> nn.Module:
-        """The first of some parts that a layer has, by names of an adapter's fields.
+        """Return the first of some parts that a layer has, by names of an adapter's fields.
 
         Raises:
             UnsupportedError: The layer has none of them.
@@ -191,11 +194,11 @@ class Parts:
         return self.layers[layer].get_submodule(path)
 
     def has_part(self, layer: int, *parts: str) -> bool:
-        """Whether a layer has one of some parts; layers of a model may be of several kinds."""
+        """Return whether a layer has one of some parts; layers of a model may be of several kinds."""
         return self.path(layer, *parts) is not None
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
+        """Return whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
         return self.has_part(layer, "attn" if self.adapter.o is None else "o")
 
     @property
@@ -204,11 +207,11 @@ class Parts:
         return list(filter(self.has_attention, range(self.n_layers)))
 
     def has_neurons(self, layer: int) -> bool:
-        """Whether a layer has an MLP, dense or a mixture."""
+        """Return whether a layer has an MLP, dense or a mixture."""
         return self.is_mixture(layer) or self.has_part(layer, "down")
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether this layer's MLP is a mixture of experts (some models mix both kinds)."""
+        """Return whether this layer's MLP is a mixture of experts (some models mix both kinds)."""
         return self.has_part(layer, "experts")
 
     def has_shared(self, layer: int) -> bool:
@@ -216,11 +219,11 @@ class Parts:
         return self.is_mixture(layer) and self.has_part(layer, "down")
 
     def has_mlp(self, layer: int, expert: int | None) -> bool:
-        """Whether the layer has neurons of this expert; None: neurons of a dense MLP or a shared expert."""
+        """Return whether the layer has neurons of this expert; None: neurons of a dense MLP or a shared expert."""
         return self.is_mixture(layer) != (expert is None) or (expert is None and self.has_shared(layer))
 
     def experts(self, layer: int) -> Experts:
-        """The routed experts of a layer.
+        """Return the routed experts of a layer.
 
         Raises:
             UnsupportedError: Their weights are not plain tensors.
@@ -234,7 +237,7 @@ class Parts:
         return experts
 
     def is_gated(self, layer: int) -> bool:
-        """Whether the layer's dense MLP has a gate, and so an up factor."""
+        """Return whether the layer's dense MLP has a gate, and so an up factor."""
         return self.adapter.fused_gate_up or self.has_part(layer, "gate")
 
     def loaded(self, layer: int) -> AbstractContextManager[None]:

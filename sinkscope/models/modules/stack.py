@@ -40,7 +40,7 @@ def stack_of(hf: nn.Module) -> str:
 
 
 def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
-    """The error for a model of which something was not found, with the row to write."""
+    """Return the error for a model of which something was not found, with the row to write."""
     row = shown_row(draft)
     return UnsupportedError(
         f"model type {draft.model_type!r} has no row, and its names propose none: {error}; if it has these parts, "
@@ -86,11 +86,11 @@ def layer_kinds(target: Target) -> list[int]:
 
 
 def first_of_kinds(target: Target) -> list[int]:
-    """The first layer of each kind."""
+    """Return the first layer of each kind."""
     return sorted(set(layer_kinds(target)))
 
 
 def kind_of(layer: nn.Module) -> str:
-    """What layers with parameters of the same names and shapes have in common."""
+    """Return what layers with parameters of the same names and shapes have in common."""
     shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
     return f"{type(layer).__name__} {shapes}"

@@ -16,7 +16,7 @@ _SAME = 1e-3  # largest relative distance between the ends of two passes
 
 
 def token_ids(target: Target, length: int) -> Int[Tensor, "1 pos"]:
-    """Some tokens, always the same ones."""
+    """Return some tokens, always the same ones."""
     vocabulary = int(next(target.embedding.parameters()).shape[0])
     generator = torch.Generator().manual_seed(0)
     return torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator).to(target.device)

@@ -21,7 +21,7 @@ SHORT_TEXT = "a b"  # by which it is seen what a tokenizer puts before a text
 
 
 def typical_text(path: str | Path | None = None) -> str:
-    """The neutral text: `path`, or the bundled English prose (Python's language reference, PSF licence).
+    """Return the neutral text: `path`, or the bundled English prose (Python's language reference, PSF licence).
 
     Raises:
         SinkscopeError: The file cannot be read, is not UTF-8, or is empty.
@@ -59,7 +59,7 @@ def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
 
 
 def put_before(tokenizer: Any) -> list[int]:
-    """The special tokens that the tokenizer itself puts before every text."""
+    """Return the special tokens that the tokenizer itself puts before every text."""
     plain = tokenizer(SHORT_TEXT, add_special_tokens=False)["input_ids"]
     whole = tokenizer(SHORT_TEXT)["input_ids"]
     for begin in range(len(whole) - len(plain) + 1):
@@ -69,7 +69,10 @@ def put_before(tokenizer: Any) -> list[int]:
 
 
 def beginning(tokenizer: Any, bos: int | None) -> list[int]:
-    """What stands before a text as the model is used: BOS and what the tokenizer puts there; nothing without BOS."""
+    """Return what stands before a text as the model is used: BOS and what the tokenizer puts there.
+
+    Nothing without BOS.
+    """
     if bos is None:
         return []
     put = put_before(tokenizer)

@@ -15,7 +15,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 def uses_template(tokenizer: Any, text: str, chat: Chat, name: str) -> bool:
-    """Whether a text is put into the chat template; a note says so where nobody asked for it.
+    """Return whether a text is put into the chat template; a note says so where nobody asked for it.
 
     Args:
         tokenizer: Tokenizer, with a template or without.

@@ -42,7 +42,7 @@ class Recorder:
         return self.rows.numel() > 0
 
     def by_row(self, tensor: Tensor) -> Float[Tensor, "row pos width"]:
-        """A tensor by row and position, which OPT and experts run together."""
+        """Return a tensor by row and position, which OPT and experts run together."""
         if tensor.ndim == 2:
             return rearrange(tensor, "(row pos) width -> row pos width", row=ROWS)
         return rearrange(tensor, "row pos ... -> row pos (...)")
@@ -52,7 +52,7 @@ class Recorder:
         self.rows = self.by_row(first_tensor(output).detach()).float().clone()
 
     def edited(self, edit: Callable[[Tensor], None]) -> Callable[[Tensor], Tensor]:
-        """A function that keeps what passes, after `edit` has changed its rows."""
+        """Return a function that keeps what passes, after `edit` has changed its rows."""
 
         def keep_edited(tensor: Tensor) -> Tensor:
             rows = self.by_row(tensor).clone()
@@ -63,12 +63,12 @@ class Recorder:
         return keep_edited
 
     def change(self, row: int) -> Float[Tensor, "pos width"]:
-        """What an edit of a row changed, beside the first row."""
+        """Return what an edit of a row changed, beside the first row."""
         return self.rows[row] - self.rows[0]
 
 
 def rounded(constant: float) -> float:
-    """A constant as an adapter states it."""
+    """Return a constant as an adapter states it."""
     if abs(constant) < _ONE:
         return 0.0
     if abs(constant - 1) < _ONE:
@@ -101,7 +101,7 @@ class MlpEdits:
         self.neuron = neuron or 0
 
     def hooks(self) -> list[Hook]:
-        """The hooks that edit and record."""
+        """Return the hooks that edit and record."""
         target, layer = self.target, self.layer
         if self.is_silent:
             return []

@@ -32,7 +32,7 @@ EXPECTED = "give a decoder-only causal language model, such as llama-2-7b or gpt
 
 @cpu_by_default()
 def adapter_of(target: Target, *, proves: bool = True) -> Found:
-    """The adapter of a model: its row if there is one, or else what its names propose, once per configuration.
+    """Return the adapter of a model: its row if there is one, or else what its names propose, once per configuration.
 
     Sites that cannot be proved in the first layer of each kind are noted in it. A model whose modules are wrapped or
     quantised, or that holds no weights, is not called itself: a small one of its configuration is.
@@ -132,7 +132,7 @@ def _refusal(target: Target, problem: str) -> UnsupportedError:
 
 @torch.no_grad()
 def reads_ahead(target: Target) -> bool:
-    """Whether another last token changes the logits of the first; False of a model that cannot be run so."""
+    """Return whether another last token changes the logits of the first; False of a model that cannot be run so."""
     ids = token_ids(target, _LENGTH)
     other = ids.clone()
     other[:, -1] = ids[:, 0]

@@ -17,7 +17,7 @@ _IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_fac
 
 
 def common_adapter(target: Target, kinds: dict[int, Fields]) -> Found:
-    """One adapter for all kinds of layers, by the number of the first layer of each.
+    """Return one adapter for all kinds of layers, by the number of the first layer of each.
 
     Raises:
         NotInferredError: No layer has an MLP, or layers differ where an adapter has one value.

@@ -178,7 +178,7 @@ class _Parts:
         self.has_buffers = any(True for _ in layer.buffers(recurse=False))  # such as a factor, other in every layer
 
     def there(self, paths: Iterable[str], parent: str = "") -> list[str]:
-        """The paths that are there, below another one."""
+        """Return the paths that are there, below another one."""
         inside = [f"{parent}.{path}".strip(".") for path in paths]
         return [path for path in inside if path in self.modules and path]
 
@@ -190,7 +190,7 @@ class _Parts:
         return None
 
     def attention(self, call: Attention | None) -> Fields:
-        """What names say of attention, or of what stands in its place."""
+        """Return what names say of attention, or of what stands in its place."""
         if call is None:
             attn = self.there(names.ATTENTION)
             return {"attn": attn[0]} if attn else {}
@@ -203,7 +203,7 @@ class _Parts:
         return fields
 
     def mlp(self) -> Fields:
-        """What names say of the MLP; empty if there is none."""
+        """Return what names say of the MLP; empty if there is none."""
         block = next(iter(self.there(names.MLP)), "")
         fields: Fields = {}
         for path in self.there(names.EXPERTS, block):
@@ -220,7 +220,7 @@ class _Parts:
         return fields
 
     def is_fused(self, known: Fields) -> bool:
-        """Whether `up` gives gate and up side by side."""
+        """Return whether `up` gives gate and up side by side."""
         down, up = self.modules[str(known["down"])], self.modules[str(known["up"])]
         return 2 * input_width(down) == len(getattr(up, "weight", ())) and not is_transposed(up)
 

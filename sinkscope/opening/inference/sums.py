@@ -40,7 +40,7 @@ _IN_HALF = 4  # times the relative rounding of a number, in half precision
 
 
 def layer_sums(target: Target, layers: list[int], *, measures: bool = False) -> list[LayerSums]:
-    """The sums of some layers, after one pass.
+    """Return the sums of some layers, after one pass.
 
     Args:
         target: The model, with an adapter. It is left unchanged.

@@ -12,7 +12,7 @@ from sinkscope.sinks.spikes.spike import Part
 
 
 def mixing(target: Target, layer: int) -> list[Component]:
-    """The attention of a layer, or its mixer; none if the layer has neither."""
+    """Return the attention of a layer, or its mixer; none if the layer has neither."""
     if target.has_attention(layer):
         return [Component("attention", layer)]
     if mixer_of(target, layer) is not None:
@@ -21,7 +21,7 @@ def mixing(target: Target, layer: int) -> list[Component]:
 
 
 def mixer_of(target: Target, layer: int) -> Any:
-    """The module of a layer that is neither a norm nor a part of its MLP; None if there is none."""
+    """Return the module of a layer that is neither a norm nor a part of its MLP; None if there is none."""
     paths = [target.path(layer, part) for part in ("mlp", "down", "experts")]
     of_mlp = {path.split(".")[0] for path in paths if path}
     for name, module in target.layers[layer].named_children():
@@ -31,7 +31,7 @@ def mixer_of(target: Target, layer: int) -> Any:
 
 
 def components(target: Target, upto: int) -> list[Component]:
-    """What writes into the residual stream up to a layer: the embedding, then attention (or mixers) and MLPs."""
+    """Return what writes into the residual stream up to a layer: the embedding, then attention (or mixers) and MLPs."""
     parts = [Component("token embedding")]
     for layer in range(upto + 1):
         parts += mixing(target, layer)
@@ -41,7 +41,7 @@ def components(target: Target, upto: int) -> list[Component]:
 
 
 def places_of(target: Target, part: Part) -> list[Place]:
-    """Where what a component or a head writes passes; all of these together are what it writes."""
+    """Return where what a component or a head writes passes; all of these together are what it writes."""
     layer = part.layer or 0
     if isinstance(part, Head):
         return [heads_place(target, layer, target.head_columns(layer, part.head))]
@@ -50,7 +50,7 @@ def places_of(target: Target, part: Part) -> list[Place]:
 
 
 def writing_modules(target: Target, component: Component) -> list[Any]:
-    """The modules whose outputs are what a component adds to the residual stream, after a norm behind it."""
+    """Return the modules whose outputs are what a component adds to the residual stream, after a norm behind it."""
     layer = component.layer or 0
     match component.kind:
         case "attention" if target.has_part(layer, "attn_out"):

@@ -54,7 +54,10 @@ def claim_of(
     edit: str = "",
     exact: bool = False,
 ) -> Claim:
-    """What an edit leaves of an outcome, mean over draws, beside its contrasts; `exact` if it is about these alone."""
+    """Return what an edit leaves of an outcome, mean over draws, beside its contrasts.
+
+    `exact` if it is about these alone.
+    """
     return Claim(
         role=role,
         subject=subject,

@@ -63,7 +63,7 @@ class Reading:
     every_loss: bool = False
 
     def first_layer(self, edit: Parts) -> int:
-        """The layer of the first part of an edit; that of no edit is the last at which a pass can begin."""
+        """Return the layer of the first part of an edit; that of no edit is the last at which a pass can begin."""
         return min((part.layer or 0 for part in edit), default=self.spike.peak)
 
     @property

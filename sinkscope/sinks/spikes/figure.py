@@ -15,7 +15,7 @@ TITLES = ("Norm of the residual stream", "Written along each spike", "Attention 
 
 
 def draw(result: Any) -> go.Figure:
-    """Norms of a `SpikesFound`, the shares of what writes and erases each spike, and the attention of heads."""
+    """Return norms of a `SpikesFound`, the shares of what writes and erases each spike, and the attention of heads."""
     fig = panels(TITLES)
     layers = list(range(result.layers_read))
     first, typical = {"color": "#222222", "width": 3}, {"color": GREY}

@@ -40,7 +40,7 @@ def find_spikes(survey: Survey, tokenizer: object) -> tuple[list[Spike], Place |
 
 
 def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
-    """The spikes at one place, the highest first."""
+    """Yield the spikes at one place, the highest first."""
     mask = place.there(survey.ids)
     mean = survey.states[:, ordinary].mean(1)
     away = survey.states[:, mask].mean(1) - mean
@@ -73,7 +73,7 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
 
 
 def run_around(peak: int, unit: Float[Tensor, "layer d_model"], free: Bool[Tensor, " layer"]) -> tuple[int, int]:
-    """The first and last layer around a peak whose states stand out along the direction at the peak."""
+    """Return the first and last layer around a peak whose states stand out along the direction at the peak."""
     carries = free & (unit @ unit[peak] >= SAME)
     first = last = peak
     while first > 0 and carries[first - 1]:

@@ -64,7 +64,7 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
 
 
 def fields_of(setup: Setup, sinks: Sinks) -> dict[str, Any]:
-    """The fields of a result."""
+    """Return the fields of a result."""
     survey, target = sinks.survey, setup.target
     first = at_first(survey)
     received = survey.received(first)
@@ -93,14 +93,14 @@ def fields_of(setup: Setup, sinks: Sinks) -> dict[str, Any]:
 
 
 def at_first(survey: Survey) -> Mask:
-    """The first position of each text."""
+    """Return the first position of each text."""
     mask = torch.zeros_like(survey.ids, dtype=torch.bool)
     mask[:, 0] = True
     return mask
 
 
 def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:
-    """Heads that attend to a place, in as many texts as edits are tried in."""
+    """Return heads that attend to a place, in as many texts as edits are tried in."""
     number = mask.sum(1)
     order = number.argsort(descending=True, stable=True)[:EDITED]
     received = survey.received(mask)[survey.target.attending][:, :, order[number[order] > 0]]
@@ -110,7 +110,7 @@ def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:
 
 
 def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Attended, ...]:
-    """Places that heads attend to and at which there is no spike."""
+    """Return places that heads attend to and at which there is no spike."""
     layers = survey.target.attending
     if not layers:
         return ()
@@ -128,12 +128,12 @@ def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Atten
 
 
 def words_of(place: Place) -> PlaceWords:
-    """The record of a place."""
+    """Return the record of a place."""
     return PlaceWords(place.words, next(iter(place.common), ""), place.share)
 
 
 def largest_norm(survey: Survey, tokenizer: Any) -> Largest:
-    """The largest norm over the typical one that was seen anywhere."""
+    """Return the largest norm over the typical one that was seen anywhere."""
     best = int(survey.ratios.argmax())
     layer, rest = divmod(best, survey.ids.numel())
     text, position = divmod(rest, survey.ids.shape[1])

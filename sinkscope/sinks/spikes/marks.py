@@ -54,14 +54,14 @@ def marks_of(survey: Survey, spike: Spike, needs: Needs | None) -> tuple[Mark, .
 
 
 def first_writer(spike: Spike, needs: Needs | None) -> int:
-    """The layer of the first neuron or component that the spike needs; of none the first layer of its run."""
+    """Return the layer of the first neuron or component that the spike needs; of none the first layer of its run."""
     if needs is None or needs.needed is None:
         return spike.first
     return min(part.layer or 0 for part in needs.needed.parts)
 
 
 def mark_of(parts: Sequence[Part], left: Float[Tensor, " case"]) -> Mark:
-    """A set, and what is left without it, with its margin over cases."""
+    """Return a set, and what is left without it, with its margin over cases."""
     return Mark(tuple(parts), float(left.mean()), margin_of(left.numpy()))
 
 

@@ -103,7 +103,7 @@ def needs_of(survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Se
 
 @torch.no_grad()
 def same_needs(survey: Survey, spike: Spike, other: Spike, needs: Needs, seed: int = 0) -> Needs | None:
-    """What a spike needs, if it is another one at another place: of the same direction, removed by the same set.
+    """Return what a spike needs, if it is another one at another place: of the same direction, removed by the same set.
 
     Args:
         survey: The survey.
@@ -151,7 +151,7 @@ def search(texts: SpikeTexts, neurons: Sequence[Neuron]) -> Found:
 
 
 def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[tuple[Neuron, ...], tuple[Neuron, ...]]:
-    """The smallest set of neurons that leaves less than a quarter of the spike, and the set that leaves least.
+    """Return the smallest set of neurons that leaves less than a quarter of the spike, and the set that leaves least.
 
     A neuron joins if without it and those before less is left; then members are left out that are not needed.
 
@@ -178,7 +178,7 @@ def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[tuple[Neur
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
-    """Who writes the spike when its writers are gone, at most two: a backup fires only then."""
+    """Return who writes the spike when its writers are gone, at most two: a backup fires only then."""
     found: list[Share] = []
     target, spike = texts.survey.target, texts.spike
     with Ablate(sites=tuple(members)).on(target):
@@ -193,7 +193,7 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
 
 
 def enough_components(texts: SpikeTexts, writers: Sequence[Share], means: dict[Part, Tensor]) -> Parts:
-    """A component, or else a pair, without which less than a quarter is left; those that write come first.
+    """Return a component, or else a pair, without which less than a quarter is left; those that write come first.
 
     Args:
         texts: The texts.
@@ -217,7 +217,10 @@ def enough_components(texts: SpikeTexts, writers: Sequence[Share], means: dict[P
 
 
 def measured(texts: SpikeTexts, sets: Sequence[Parts], means: dict[Part, Tensor], *, every_loss: bool) -> list[Removal]:
-    """All outcomes of removing each set; of a spike without readers elsewhere than at the first token, what is left."""
+    """Return all outcomes of removing each set.
+
+    Of a spike without readers elsewhere than at the first token, what is left.
+    """
     if not sets:
         return []
     if not readers_of(texts.survey, texts.spike, texts)[0] and not texts.spike.place.is_first:
@@ -259,7 +262,7 @@ def _layers(spike: Spike, depth: int) -> list[int]:
 
 
 def reading_heads(survey: Survey, spike: Spike) -> dict[Head, float]:
-    """The heads that `readers_of` counts, with their mean attention to the place, the strongest first."""
+    """Return the heads that `readers_of` counts, with their mean attention to the place, the strongest first."""
     received = survey.received(spike.mask)[:, :, SpikeTexts.of(survey, spike).rows].mean(-1)
     found: dict[Head, float] = {}
     for layer in _layers(spike, survey.target.n_layers):
@@ -268,7 +271,7 @@ def reading_heads(survey: Survey, spike: Spike) -> dict[Head, float]:
 
 
 def readers_of(survey: Survey, spike: Spike, texts: SpikeTexts) -> tuple[int, float | None]:
-    """Heads in the spike's layers that attend to the place in these texts, and the margin over texts."""
+    """Return heads in the spike's layers that attend to the place in these texts, and the margin over texts."""
     received = survey.received(spike.mask)[_layers(spike, survey.target.n_layers)][:, :, texts.rows]
     by_text = (received > READS).flatten(0, 1).sum(0).float()
     return int((received.mean(-1) > READS).sum()), margin_of(by_text.numpy())

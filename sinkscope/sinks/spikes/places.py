@@ -51,7 +51,7 @@ class Rule:
     first: bool = False
 
     def means(self, ids: TokenRows) -> Mask:
-        """The positions of some texts that the words mean."""
+        """Return the positions of some texts that the words mean."""
         if self.position is not None:
             return (torch.arange(ids.shape[1], device=ids.device) == self.position).expand_as(ids)
         fits = torch.isin(ids, torch.tensor(self.tokens, device=ids.device))
@@ -80,7 +80,7 @@ class Place:
 
     @classmethod
     def of(cls, ids: TokenRows, whole: Mask, there: Mask, rule: Rule | None, decode: Decode) -> Place:
-        """A piece of a set of places, `whole`, in some texts."""
+        """Return a piece of a set of places, `whole`, in some texts."""
         piece = there & whole
         return cls(
             cases=tuple((text, at) for text, at in piece.nonzero().tolist()),
@@ -106,7 +106,7 @@ class Place:
         return not any(at for _, at in self.cases)
 
     def there(self, ids: TokenRows) -> Mask:
-        """The positions as a mask of the texts that were surveyed, which may be cut off."""
+        """Return the positions as a mask of the texts that were surveyed, which may be cut off."""
         mask = torch.zeros_like(ids, dtype=torch.bool)
         text, at = torch.tensor(self.cases).T
         within = at < ids.shape[1]
@@ -114,7 +114,7 @@ class Place:
         return mask
 
     def means(self, ids: TokenRows) -> Mask:
-        """The positions of any texts that the words mean; none if there are no words."""
+        """Return the positions of any texts that the words mean; none if there are no words."""
         if self.rule is None:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.rule.means(ids)
@@ -124,7 +124,7 @@ class Place:
 
 
 def texts_with(cases: Cases, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[Tensor, " some"]]:
-    """Numbers of some texts with a place, and its position in each; those in which it comes first.
+    """Return numbers of some texts with a place, and its position in each; those in which it comes first.
 
     Different neurons may make the spikes of several tokens, so these take turns, and a text may stand there twice.
 
@@ -146,7 +146,7 @@ def texts_with(cases: Cases, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[
 
 
 def sink_places(above: Bool[Tensor, "layer head text at"]) -> Mask:
-    """The positions that enough heads attend to.
+    """Return the positions that enough heads attend to.
 
     A twentieth of the heads, and at least two, have to attend to a place. A hundredth suffices at a position to which
     these heads attend in most texts, because then they do not prefer one word.
@@ -165,12 +165,12 @@ def sink_places(above: Bool[Tensor, "layer head text at"]) -> Mask:
 
 
 def stands_out(norms: Float[Tensor, "*norm"], typical: Float[Tensor, "*typical"]) -> Bool[Tensor, "*norm"]:
-    """Where norms are more than three times the typical one."""
+    """Return where norms are more than three times the typical one."""
     return norms > SPIKE_RATIO * typical
 
 
 def spike_places(norms: Float[Tensor, "layer text pos"]) -> Mask:
-    """The positions whose norm stands out after some layer.
+    """Return the positions whose norm stands out after some layer.
 
     The typical norm of a layer is the median.
 
@@ -187,7 +187,7 @@ def spike_places(norms: Float[Tensor, "layer text pos"]) -> Mask:
 def pieces(
     ids: TokenRows, whole: Mask, decode: Decode, holds: Callable[[Mask], bool] = lambda _: True
 ) -> tuple[tuple[Place, ...], Place | None]:
-    """The parts of a set of places, and what is left over: too few, or such as do not hold.
+    """Return the parts of a set of places, and what is left over: too few, or such as do not hold.
 
     Words have a precision of at least 0.9, and the first ones that have it are taken. What no words cover is a piece of
     its own, first tokens apart from others. A fifth of the texts have to have a piece.

@@ -279,7 +279,7 @@ LISTED = 0.005  # share of a component from which it is listed
 
 
 def part_name(part: Part) -> str:
-    """How JSON names a part: "mlp 11", "attention 3", "embedding", "L0.H4"."""
+    """Return how JSON names a part: "mlp 11", "attention 3", "embedding", "L0.H4"."""
     if not isinstance(part, Component):
         return str(part)
     if part.layer is None:
@@ -288,7 +288,7 @@ def part_name(part: Part) -> str:
 
 
 def spike_result(measured: Measured) -> SpikeResult:
-    """The record of a spike."""
+    """Return the record of a spike."""
     spike, needs = measured.spike, measured.needs
     shares = {one.part: one.share for one in measured.neurons}
     alone: list[Alone] = []
@@ -322,19 +322,19 @@ def spike_result(measured: Measured) -> SpikeResult:
 
 
 def part_share(one: Share) -> PartShare:
-    """The record of a component's share."""
+    """Return the record of a component's share."""
     return PartShare(part_name(one.part), one.share, one.margin)
 
 
 def neuron_share(one: Share) -> NeuronShare:
-    """The record of a neuron's share."""
+    """Return the record of a neuron's share."""
     neuron = one.part
     assert isinstance(neuron, Neuron)
     return NeuronShare(neuron.layer, neuron.expert, neuron.neuron, one.share, one.margin)
 
 
 def needed_record(measured: Measured) -> Needed | None:
-    """The record of what a spike needs."""
+    """Return the record of what a spike needs."""
     needs = measured.needs
     if needs is None or needs.needed is None:
         return None
@@ -356,7 +356,7 @@ def needed_record(measured: Measured) -> Needed | None:
 
 
 def chance_of(random: tuple[Removal, ...], removal: Removal) -> Chance | None:
-    """What is left without random sets, of each outcome the one nearest to that of the needed set."""
+    """Return what is left without random sets, of each outcome the one nearest to that of the needed set."""
     if not random:
         return None
     ratios = [one.perplexity for one in random if one.perplexity is not None]

@@ -81,7 +81,7 @@ class SpikesFound(Result):
         return self.spike.needed.neurons
 
     def conclusion(self) -> str:
-        """How many heads attend where; or, if none does, the spikes alone."""
+        """Return how many heads attend where; or, if none does, the spikes alone."""
         if self.readers.heads or self.spikes:
             return sentences.readers(self.readers, self.spikes, self.bos)
         if self.learned_heads:
@@ -89,7 +89,7 @@ class SpikesFound(Result):
         return sentences.no_spike(self.largest)
 
     def details(self) -> list[str]:
-        """The spikes, each in a line, and what else heads attend to."""
+        """Return the spikes, each in a line, and what else heads attend to."""
         lines = [sentences.spike_line(one) for one in self.spikes if one.like is None]
         lines += [sentences.elsewhere(one, self.spikes[one.like]) for one in self.spikes if one.like is not None]
         if not self.spikes and self.readers.heads:
@@ -108,7 +108,7 @@ class SpikesFound(Result):
         return rows
 
     def numbers(self) -> list[Number]:
-        """The heads, the spike's ratio, its neurons, and what is lost without them."""
+        """Return the heads, the spike's ratio, its neurons, and what is lost without them."""
         share = self.readers.heads / max(self.readers.total, 1)
         margin = None if self.readers.margin is None else self.readers.margin / max(self.readers.total, 1)
         numbers = [Number("heads", "share of heads that attend to the sink", share, margin=margin, share=True)]
@@ -127,13 +127,13 @@ class SpikesFound(Result):
 
 
 def about(claim: Claim, spike: SpikeResult) -> bool:
-    """Whether a claim is about this spike: its place, and its layers with the heads that read them."""
+    """Return whether a claim is about this spike: its place, and its layers with the heads that read them."""
     first, last = spike.layers
     return claim.place == spike.place.words and set(claim.outcome.layers) <= set(range(first, last + 2))
 
 
 def spike_rows(spike: SpikeResult) -> Table:
-    """The rows of a spike: needed members first, then others by what is left without them."""
+    """Return the rows of a spike: needed members first, then others by what is left without them."""
     rows: Table = []
     members = () if spike.needed is None else spike.needed.neurons
     where = {"place": spike.place.words, "layers": sentences.run(*spike.layers)[1:].strip()}
@@ -165,7 +165,7 @@ class Circuit(SpikesFound):
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
 
     def details(self) -> list[str]:
-        """The lines of `find_sinks`, and what marks the place of the first spike."""
+        """Return the lines of `find_sinks`, and what marks the place of the first spike."""
         lines = super().details()
         if self.spike is not None:
             mark = sentences.marked(self.spike)

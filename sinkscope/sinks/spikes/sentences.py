@@ -22,7 +22,7 @@ KEPT = 0.75  # share of the heads that are left without either of two neurons, i
 
 
 def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | None) -> str:
-    """How many heads attend to a place, in which layers, and with the other choice of BOS."""
+    """Return how many heads attend to a place, in which layers, and with the other choice of BOS."""
     bos, parts = "", list[str]()
     if other is not None and said.place == "the first token":
         bos = f" ({other.heads} {'with' if other.bos else 'without'} {other.token})"
@@ -48,7 +48,7 @@ def spike_line(spike: SpikeResult) -> str:
 
 
 def raised(spike: SpikeResult) -> str:
-    """Which neurons, or else components, raise the norm at a place, and how far."""
+    """Return which neurons, or else components, raise the norm at a place, and how far."""
     shares = named(spike) or [(component(one.part), one.share) for one in spike.writers if one.share >= WRITES]
     names = [f"{name} ({share:.0%})" for name, share in shares]
     times = f"{spike.ratio:,.{0 if spike.ratio >= 10 else 1}f}"
@@ -69,7 +69,7 @@ def raised(spike: SpikeResult) -> str:
 
 
 def named(spike: SpikeResult) -> list[tuple[str, float]]:
-    """The neurons that are named, with their shares: those that are needed, then others that write a tenth."""
+    """Return the neurons that are named, with their shares: those that are needed, then others that write a tenth."""
     needed = () if spike.needed is None else spike.needed.neurons
     some = [one for one in spike.neurons if one.share >= WRITES or one.address in needed]
     some.sort(key=lambda one: (one.address not in needed, -one.share))
@@ -77,7 +77,7 @@ def named(spike: SpikeResult) -> list[tuple[str, float]]:
 
 
 def without(spike: SpikeResult, needed: Needed) -> str:
-    """What is left without the needed set, beside random ones."""
+    """Return what is left without the needed set, beside random ones."""
     names = [component(part) for part in needed.parts]
     parts = word_list(names, SHOWN)
     if [name for name, _ in named(spike)] and {name for name, _ in named(spike)} == set(names):
@@ -119,14 +119,14 @@ def alone(spike: SpikeResult, needed: Needed) -> list[str]:
 
 
 def elsewhere(spike: SpikeResult, original: SpikeResult) -> str:
-    """A place that has a spike of another place, too."""
+    """Return a place that has a spike of another place, too."""
     place = capital(spike.place.words)
     has = "have" if " positions" in place or "wherever they" in place else "has"
     return ELSEWHERE.format(place=place, has=has, layers=run(*original.layers), heads=count_of(spike.heads, "head"))
 
 
 def marked(spike: SpikeResult) -> str | None:
-    """What marks the place of a spike."""
+    """Return what marks the place of a spike."""
     if not spike.marks:
         return None
     mark: MarkLeft = spike.marks[0]
@@ -140,12 +140,12 @@ def no_spike(largest: Largest) -> str:
 
 
 def attended(one: Attended) -> str:
-    """Heads that attend to a place without a spike."""
+    """Return heads that attend to a place without a spike."""
     return ATTENDED.format(heads=one.heads, place=one.place.words)
 
 
 def learned(heads: int, total: int) -> str:
-    """Heads that attend to their learned sink logit."""
+    """Return heads that attend to their learned sink logit."""
     return LEARNED.format(heads=heads, total=total)
 
 
@@ -153,7 +153,7 @@ def learned(heads: int, total: int) -> str:
 
 
 def component(part: str) -> str:
-    """A part in a sentence, from its name in JSON."""
+    """Return a part in a sentence, from its name in JSON."""
     kind, _, layer = part.partition(" ")
     if kind == "embedding":
         return "the embedding"
@@ -161,12 +161,12 @@ def component(part: str) -> str:
 
 
 def run(first: int, last: int) -> str:
-    """The layers of a spike, as an end of "layer"."""
+    """Return the layers of a spike, as an end of "layer"."""
     return f" {first}" if first == last else f"s {first}-{last}"
 
 
 def with_margin(value: float, margin: float | None, digits: int = 0) -> str:
-    """A number with its margin over texts, if that shows."""
+    """Return a number with its margin over texts, if that shows."""
     text = f"{value:,.{digits}f}"
     if margin is None or margin < 0.5 * 10**-digits:
         return text
@@ -174,10 +174,10 @@ def with_margin(value: float, margin: float | None, digits: int = 0) -> str:
 
 
 def verb(names: list[str], plural: str) -> str:
-    """A verb that agrees with some names."""
+    """Return a verb that agrees with some names."""
     return f"{plural}s" if len(names) == 1 else plural
 
 
 def capital(text: str) -> str:
-    """A text with a capital at its beginning."""
+    """Return a text with a capital at its beginning."""
     return text[:1].upper() + text[1:]

@@ -86,12 +86,12 @@ class Spike:
         return range(self.first + 1, self.last + 2)
 
     def cases(self) -> tuple[Int[Tensor, " case"], Int[Tensor, " case"]]:
-        """Texts and positions of the place."""
+        """Return texts and positions of the place."""
         text, position = self.mask.nonzero().T
         return text, position
 
     def per_text(self, values: Float[Tensor, " case"]) -> Float[Tensor, " text"]:
-        """Mean of values of the place's positions over each text that has any."""
+        """Return the mean of values of the place's positions over each text that has any."""
         texts = self.cases()[0]
         chosen = texts.unique()
         return torch.stack([values[texts == text].float().mean() for text in chosen])

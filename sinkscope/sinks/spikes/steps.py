@@ -58,7 +58,7 @@ def sinks_of(setup: Setup) -> Sinks:
 
 
 def first_spike(setup: Setup) -> Measured | None:
-    """The spike of the first token that most heads read, of those that need neurons. None: there is none."""
+    """Return the spike of the first token that most heads read, of those that need neurons. None: there is none."""
     return next((one for one in sinks_of(setup).at_first if one.needed_neurons), None)
 
 

@@ -100,11 +100,14 @@ class Survey:
         return self.norms[:, :, 0].median(1).values.tolist()
 
     def attention_mix(self, layer: int) -> Float[Tensor, "text pos d_model"]:
-        """What the attention of a layer adds, or what else the layer adds beside its MLP."""
+        """Return what the attention of a layer adds, or what else the layer adds beside its MLP."""
         return self.entered[layer + 1] - self.entered[layer] - self.mlp[layer]
 
     def received(self, place: Mask) -> Float[Tensor, "layer head text"]:
-        """Attention to all positions of a place together, mean over the queries after the first; NaN without any."""
+        """Return the attention to all positions of a place together, mean over the queries after the first.
+
+        NaN without any.
+        """
         seen = self.seen[:, None, None]
         given = (self.attention * seen * place).sum(-1)
         queries = (seen * place).amax(-1)
@@ -117,7 +120,7 @@ class Survey:
         return (whole[self.target.attending][..., 0] > READS).float().mean((0, 1))
 
     def entering(self, texts: slice | Tensor = slice(None), length: int | None = None) -> LayerInputs:
-        """Where a later pass over these texts, or their beginnings, may start."""
+        """Return where a later pass over these texts, or their beginnings, may start."""
         inputs: dict[int, LayerInput] = {}
         if self.target.skips_layers:
             for layer in range(1, len(self.entered) - 1):

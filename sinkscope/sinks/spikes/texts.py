@@ -34,7 +34,7 @@ class SpikeTexts:
 
     @classmethod
     def of(cls, survey: Survey, spike: Spike, count: int = EDITED) -> SpikeTexts:
-        """The first texts that have the place most often."""
+        """Return the first texts that have the place most often."""
         number = spike.mask.sum(1)
         order = number.argsort(descending=True, stable=True)[:count]
         rows = order[number[order] > 0].sort().values
@@ -61,14 +61,14 @@ class SpikeTexts:
         return left_by_text(run_edits(self.survey.target, reading), place)
 
     def effects(self, edits: list[Parts], means: dict[Part, Tensor] | None = None, *, every_loss: bool) -> Effects:
-        """All effects of each edit, from whole passes."""
+        """Return all effects of each edit, from whole passes."""
         entering = self.survey.entering(self.rows)
         reading = Reading(self.ids, self.place, self.spike, edits, means or {}, entering, True, every_loss)
         return run_edits(self.survey.target, reading)
 
 
 def left_by_text(effects: Effects, place: Mask) -> Float[Tensor, "edit text"]:
-    """What is left of a spike under each edit: a ratio of means over texts, and how far each text moves it."""
+    """Return what is left of a spike under each edit: a ratio of means over texts, and how far each text moves it."""
     texts = place.nonzero()[:, 0]
     by_text = torch.stack([effects.along[:, texts == text].mean(1) for text in texts.unique()], 1)
     intact, edited = by_text[:1], by_text[1:]
@@ -77,7 +77,7 @@ def left_by_text(effects: Effects, place: Mask) -> Float[Tensor, "edit text"]:
 
 
 def means_of(survey: Survey, spike: Spike, parts: Iterable[Part]) -> dict[Part, Tensor]:
-    """What components and heads write on average at ordinary positions, where an edit puts it.
+    """Return what components and heads write on average at ordinary positions, where an edit puts it.
 
     Args:
         survey: The survey.

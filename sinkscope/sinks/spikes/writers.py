@@ -31,7 +31,10 @@ ORDINARY_ELEMENTS = 1 << 24  # most activations of ordinary positions that are c
 
 
 def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
-    """Shares of the embedding, the attention and the MLP of each layer up to the peak; and what erases it later."""
+    """Return shares of the embedding, the attention and the MLP of each layer up to the peak.
+
+    And what erases it later.
+    """
     target, shares = survey.target, list[Share]()
 
     def share(part: Component, added: Float[Tensor, "text pos d_model"]) -> None:
@@ -59,7 +62,7 @@ def _layer(share: Share) -> int:
 
 @torch.no_grad()
 def neurons_of(survey: Survey, spike: Spike, writers: tuple[Share, ...]) -> tuple[Share, ...]:
-    """The neurons that write most along the direction, as shares of the intact spike.
+    """Return the neurons that write most along the direction, as shares of the intact spike.
 
     Args:
         survey: The survey.
@@ -77,7 +80,7 @@ def neurons_of(survey: Survey, spike: Spike, writers: tuple[Share, ...]) -> tupl
 def of_layer(
     survey: Survey, spike: Spike, layer: int, entering: LayerInputs = NO_INPUTS, count: int = OF_A_LAYER
 ) -> list[Share]:
-    """The neurons of a layer that write most along the direction; under an ablation, those that do so then."""
+    """Return the neurons of a layer that write most along the direction; under an ablation, those that do so then."""
     target = survey.target
     where = spike.mask | few_ordinary(target, layer, spike.ordinary)
     with target.loaded(layer):
@@ -115,7 +118,7 @@ def neutral_values(survey: Survey, ordinary: Mask, neurons: Sequence[Neuron]) ->
 
 
 def few_ordinary(target: Target, layer: int, ordinary: Mask) -> Mask:
-    """The ordinary positions of as many texts as memory allows."""
+    """Return the ordinary positions of as many texts as memory allows."""
     width = target.d_mlp * max(1, target.n_experts(layer))
     some = ordinary.clone()
     if int(some.sum()) * width > ORDINARY_ELEMENTS:
