@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from sinkscope.app.card import CARD, SinkCard
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import path_of, read_text
+from sinkscope.files.output import path_of, read_json
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.files.store import SETTINGS
@@ -118,9 +118,9 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
 def _is_scan(folder: Path) -> bool:
     """Whether a scan was begun in a folder."""
     settings = folder / SETTINGS
-    return settings.is_file() and '"command": "scan"' in read_text(settings)
+    return settings.is_file() and read_json(settings).get("command") == "scan"
 
 
 def _natural(path: Path) -> str:
-    """A name by which step9 stands before step10."""
+    """Return the key that sorts step9 before step10."""
     return re.sub(r"\d+", lambda number: number[0].zfill(16), path.name)

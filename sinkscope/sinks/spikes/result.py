@@ -96,7 +96,7 @@ class SpikesFound(Result):
             lines.append(sentences.no_spike(self.largest))
         said = {self.readers.place} if not self.spikes else set()
         lines += [sentences.attended(one) for one in self.attended if one.place.words not in said]
-        if self.learned_heads and self.conclusion() != sentences.learned(self.learned_heads, self.readers.total):
+        if self.learned_heads and (self.readers.heads or self.spikes):  # else the conclusion says it
             lines.append(sentences.learned(self.learned_heads, self.readers.total))
         return lines[:LINES]
 
