@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from subprocess import CompletedProcess
 
 import pytest
@@ -89,8 +90,8 @@ def test_a_command_is_measured_in_a_process_of_its_own(tmp_path):
 
 def test_a_command_that_takes_too_long_is_cut(tmp_path):
     row = table.measured(table.Command("check-cache snapkv", bound=1), tmp_path, ROOT)
-    assert row["cut"] and 1 <= row["cpu_seconds"] < 4
-    assert "cut after 1 CPU seconds" in page.row_of("x", row, "") or "cut after 2 CPU" in page.row_of("x", row, "")
+    assert row["cut"] and 1 <= row["cpu_seconds"] < 7  # it ends at a soft limit of 1 second, at the latest 5 later
+    assert re.search(r"cut after [1-6] CPU seconds", page.row_of("x", row, ""))
 
 
 def test_the_table_goes_on_where_it_stopped_and_has_a_column_for_each_code(tmp_path, monkeypatch):
