@@ -263,11 +263,18 @@ class Result(Envelope):
         """Return a whole HTML page of its own; None: the page that all results have. A subclass overrides it."""
         return None
 
-    def to_html(self) -> str:
-        """`summary` and the tables with every column as an HTML fragment, fully escaped; notebooks show this."""
-        parts = ['<div class="sinkscope">', f"<p><b>{html.escape(f'Conclusion: {self.conclusion()}')}</b></p>"]
+    def to_html(self, figure: str = "") -> str:
+        """Return conclusion, details and tables with every column as an HTML fragment, which notebooks show.
+
+        Args:
+            figure: HTML that stands under the conclusion; the tables are then folded. Everything else is escaped here.
+        """
+        parts = ['<div class="sinkscope">', f"<p><b>{html.escape(f'Conclusion: {self.conclusion()}')}</b></p>", figure]
         parts += [f"<p>{html.escape(line)}</p>" for line in self.lines()]
-        parts += map(Grid.html, self.grids())
+        tables = [grid.html() for grid in self.grids()]
+        if figure and tables:
+            tables = ["<details><summary>Tables</summary>", *tables, "</details>"]
+        parts += tables
         parts.append("<details><summary>What the columns mean</summary><dl>")
         for name, sentence in self._meaning().items():
             parts.append(f"<dt>{html.escape(name)}</dt><dd>{html.escape(sentence)}</dd>")

@@ -56,10 +56,12 @@ def result_section(result: Result, file: str = "", kind: str = "") -> Section:
         file: Displayed name of its file. Empty: the model's name is displayed.
         kind: What it is, if not a result of its kind.
     """
-    shown = result.to_html()
+    figure = ""
     if type(result).drawing is not None:
-        shown += plot(result.figure(), file)
-    parts = [shown]
+        drawn = result.figure()
+        drawn.update_layout(title=None)  # it is the conclusion, which stands above
+        figure = plot(drawn, file)
+    parts = [result.to_html(figure)]
     data = result.to_dict()
     for name in ENVELOPE:
         parts.append(f"<details><summary>{name}</summary><dl>")

@@ -1,4 +1,8 @@
-"""The drawing of `find_sinks` and `circuit`: each spike as a run of layers, who writes it, and who reads it."""
+"""The drawing of `find_sinks` and `circuit`: each spike as a run of layers, who writes it, and who reads it.
+
+Its neurons stand on the bars of what they write; its readers are counted before and after their removal, beside random
+neurons of the same layers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,12 @@ from sinkscope.sinks.spikes.records import PartShare, SpikeResult
 from sinkscope.sinks.spikes.sentences import run
 
 COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7")
-TITLES = ("Norm of the residual stream", "Written along each spike", "Attention to position 0")
+TITLES = (
+    "Norm of the residual stream",
+    "Written along each spike",
+    "Attention to position 0",
+    "Heads that attend there",
+)
 
 
 def draw(result: Any) -> go.Figure:
@@ -24,15 +33,19 @@ def draw(result: Any) -> go.Figure:
     shown = [spike for spike in result.spikes if spike.like is None][: len(COLOURS)]
     for spike, colour in zip(shown, COLOURS, strict=False):
         _draw_spike(fig, spike, colour)
+    _draw_readers(fig, [spike for spike in shown if spike.needed is not None])
     fig.update_xaxes(title_text="layer", col=1)
     fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", nticks=8, col=1)
     fig.update_xaxes(title_text="layer", range=(-1.5, result.layers_read - 0.5), col=2)
-    fig.update_yaxes(title_text="share of the spike", tickformat=".0%", col=2)
+    shares = [0.0, *(one.share for spike in shown for one in [*spike.writers, *spike.erasers])]
+    room = (1.1 * min(shares) - 0.02, 1.6 * max(shares) + 0.02)  # above the bars, for the names of neurons
+    fig.update_yaxes(title_text="share of the spike", tickformat=".0%", range=room, col=2)
+    fig.update_yaxes(title_text="heads", rangemode="tozero", col=4)
     scale = {"colorscale": [[0, "#ffffff"], [1, BLUE]], "zmin": 0, "zmax": 1, "showscale": False}
     fig.add_heatmap(z=result.heads, **scale, row=1, col=3)
     fig.update_xaxes(title_text="head", col=3)
     fig.update_yaxes(title_text="layer", autorange="reversed", col=3)
-    return figure_of(fig, result, width=1500, height=480, legend=-0.3, bottom=130, barmode="relative")
+    return figure_of(fig, result, width=1900, height=480, legend=-0.3, bottom=130)
 
 
 def _draw_spike(fig: Any, spike: SpikeResult, colour: str) -> None:
@@ -42,7 +55,45 @@ def _draw_spike(fig: Any, spike: SpikeResult, colour: str) -> None:
     fig.add_vrect(low - 0.5, high + 0.5, fillcolor=colour, opacity=0.15, line_width=0, row=1, col=1)
     parts = [*spike.writers, *spike.erasers]
     layers = [_layer(one) for one in parts]
-    fig.add_bar(x=layers, y=[one.share for one in parts], name=name, marker_color=colour, row=1, col=2)
+    names = [_needed_in(spike, one) for one in parts]
+    fig.add_bar(
+        x=layers, y=[one.share for one in parts], base=0, text=names, textangle=-90, textfont_size=11,
+        textposition="outside", constraintext="none", cliponaxis=False, hovertext=[one.part for one in parts],
+        name=name, marker_color=colour, offset=-0.4, width=0.8, row=1, col=2,
+    )  # fmt: skip
+
+
+def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
+    """The heads that attend to a spike's place: intact, without what it needs, and without random neurons."""
+    names = [f"layer{run(*spike.layers)}" for spike in spikes]
+    needs = [spike.needed for spike in spikes if spike.needed is not None]
+    counts = {
+        "heads, intact": ("#222222", [need.heads[0] for need in needs]),
+        "heads, without the needed": ("#d55e00", [need.heads[1] for need in needs]),
+        "heads, without random ones": (GREY, [None if need.random is None else need.random.heads for need in needs]),
+    }
+    for number, (name, (colour, heads)) in enumerate(counts.items()):
+        place = {"offset": 0.27 * number - 0.4, "width": 0.26}
+        fig.add_bar(
+            x=names,
+            y=heads,
+            text=heads,
+            textposition="outside",
+            cliponaxis=False,
+            name=name,
+            marker_color=colour,
+            **place,
+            row=1,
+            col=4,
+        )
+
+
+def _needed_in(spike: SpikeResult, one: PartShare) -> str:
+    """The needed neurons that write as a part of this component, such as "N1229 N1487"."""
+    kind, _, layer = one.part.rpartition(" ")
+    if kind != "mlp" or spike.needed is None:
+        return ""
+    return " ".join(f"N{neuron.neuron}" for neuron in spike.needed.neurons if str(neuron.layer) == layer)
 
 
 def _layer(one: PartShare) -> int:
