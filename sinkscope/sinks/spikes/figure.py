@@ -6,6 +6,7 @@ neurons of the same layers.
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 import plotly.graph_objects as go
@@ -38,7 +39,7 @@ def draw(result: Any) -> go.Figure:
     fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", nticks=8, col=1)
     fig.update_xaxes(title_text="layer", range=(-1.5, result.layers_read - 0.5), col=2)
     shares = [0.0, *(one.share for spike in shown for one in [*spike.writers, *spike.erasers])]
-    room = (1.1 * min(shares) - 0.02, 1.6 * max(shares) + 0.02)  # above the bars, for the names of neurons
+    room = (1.1 * min(shares) - 0.02, 1.8 * max(shares) + 0.02)  # above the bars, for the names of neurons
     fig.update_yaxes(title_text="share of the spike", tickformat=".0%", range=room, col=2)
     fig.update_yaxes(title_text="heads", rangemode="tozero", col=4)
     scale = {"colorscale": [[0, "#ffffff"], [1, BLUE]], "zmin": 0, "zmax": 1, "showscale": False}
@@ -58,7 +59,7 @@ def _draw_spike(fig: Any, spike: SpikeResult, colour: str) -> None:
     names = [_needed_in(spike, one) for one in parts]
     fig.add_bar(
         x=layers, y=[one.share for one in parts], base=0, text=names, textangle=-90, textfont_size=11,
-        textposition="outside", constraintext="none", cliponaxis=False, hovertext=[one.part for one in parts],
+        textposition="outside", constraintext="none", cliponaxis=False, hovertext=[escape(one.part) for one in parts],
         name=name, marker_color=colour, offset=-0.4, width=0.8, row=1, col=2,
     )  # fmt: skip
 
