@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from textwrap import fill
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.files.catalog import Command
@@ -17,6 +18,8 @@ from sinkscope.measure.setup import Setup
 from sinkscope.models.loading.config import float32_by_default
 from sinkscope.results.options import Parameter, parameters_of
 from sinkscope.results.result import Result
+
+_INDENTED = {"initial_indent": "    ", "subsequent_indent": "        "}
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
@@ -55,7 +58,10 @@ class Measurement(Generic[P, R]):
             self._shared.pop(name, None)
         model, *common = [shared[name] for name in self._shared]
         self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda one: one.kind))
-        self.__doc__ = f"{inspect.getdoc(self.function)}\n\nFurther arguments are those of `Setup.open`."
+        every = [fill(f"{one.name}: {one.help}", 100, **_INDENTED) for one in self._shared.values()]
+        own_doc = inspect.getdoc(self.function) or ""
+        returns = f"    A `Result`, of `result = sinkscope.{self.function.__name__}(model)`."
+        self.__doc__ = "\n".join([own_doc, "", "Returns:", returns, "", "Every measurement takes:", *every])
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
