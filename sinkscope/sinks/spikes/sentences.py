@@ -10,6 +10,9 @@ RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {
 WITHOUT = "Without {parts}, {left} (random {kind}: {chance})."
 ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} heads are left."
 ERASED = "{parts} {take} it away again."
+MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike is left{others}{readers}."
+NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike are left{readers}."
+READ = "; without {parts}, {after} of {before} heads"
 MARKED = "With {parts} replaced at the place, {left} of the spike is left."
 ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} attend there."
 NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical one, at {token} after layer {layer}."
@@ -125,13 +128,42 @@ def elsewhere(spike: SpikeResult, original: SpikeResult) -> str:
     return ELSEWHERE.format(place=place, has=has, layers=run(*original.layers), heads=count_of(spike.heads, "head"))
 
 
-def marked(spike: SpikeResult) -> str | None:
-    """Return what marks the place of a spike."""
+def marks(spike: SpikeResult) -> str:
+    """Return what marks the place of a spike, and how many heads attend there before and after its writers are gone."""
+    place, read = spike.place.words, readers_left(spike.needed)
     if not spike.marks:
-        return None
-    mark: MarkLeft = spike.marks[0]
-    parts = word_list([component(part) for part in mark.part.split(" and ")], SHOWN)
-    return MARKED.format(parts=parts, left=f"{mark.left:.0%}")
+        return NO_MARKS.format(place=place, readers=read)
+    mark = spike.marks[0]
+    names = [component(part) for part in mark.part.split(" and ")]
+    others = "" if mark.others is None else f" (others: {mark.others:.0%})"
+    return MARKS.format(
+        parts=capital(word_list(names)),
+        mark=verb(names, "mark"),
+        place=place,
+        them="it" if len(names) == 1 else "both",
+        left=percent(mark.left),
+        others=others,
+        readers=read,
+    )
+
+
+def readers_left(needed: Needed | None) -> str:
+    """Return how many heads are left without the needed set, as an end of a sentence; empty if no head attends."""
+    if needed is None or not needed.heads[0]:
+        return ""
+    parts = word_list([component(part) for part in needed.parts])
+    if len(needed.parts) > 2:
+        parts = f"{len(needed.parts)} {'neurons' if needed.neurons else 'components'}"
+    before, after = needed.heads
+    return READ.format(parts=parts, after=after, before=before)
+
+
+def marking_heads(spike: SpikeResult) -> list[str]:
+    """What is left without the heads that mark the place, as a set, where an attention layer marks it."""
+    if len(spike.marks) < 2 or not spike.marks[1].part.startswith("L"):
+        return []
+    mark: MarkLeft = spike.marks[1]
+    return [MARKED.format(parts=word_list(mark.part.split(" and "), SHOWN), left=percent(mark.left))]
 
 
 def no_spike(largest: Largest) -> str:
@@ -171,6 +203,11 @@ def with_margin(value: float, margin: float | None, digits: int = 0) -> str:
     if margin is None or margin < 0.5 * 10**-digits:
         return text
     return f"{text} (± {margin:,.{digits}f})"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent."""
+    return f"{share:.0%}".replace("-0%", "0%")
 
 
 def verb(names: list[str], plural: str) -> str:
