@@ -7,14 +7,14 @@ from sinkscope.sinks.spikes.records import Attended, Largest, MarkLeft, Needed, 
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
 RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio} ({dims})."
-WITHOUT = "Without {parts}, {left} (random {kind}: {chance})."
-ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} heads are left."
+WITHOUT = "Without {parts}, {left}. Random {kind} instead: {chance}."
+ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} are left."
 ERASED = "{parts} {take} it away again."
 MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike is left{others}{readers}."
 NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike are left{readers}."
 READ = "; without {parts}, {after} of {before} heads"
 MARKED = "With {parts} replaced at the place, {left} of the spike is left."
-ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} attend there."
+ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} {attend} there."
 NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical one, at {token} after layer {layer}."
 ATTENDED = "{heads} heads give {place} more than 0.3 of their attention, where no norm stands out."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
@@ -86,24 +86,22 @@ def without(spike: SpikeResult, needed: Needed) -> str:
     if [name for name, _ in named(spike)] and {name for name, _ in named(spike)} == set(names):
         parts = {1: "it", 2: "both"}.get(len(names), f"all {len(names)}")
     before, after = needed.heads
-    left, chance = f"{needed.left:.0%} of the spike is left", list[str]()
+    left, chance = f"{percent(needed.left)} of the spike is left", list[str]()
     if needed.random is not None:
         chance.append(f"{needed.random.left:.0%}")
     if not before:
         left += ", and no head of its layers attends there"
     else:
         heads = with_margin(after, needed.heads_margin[1])
-        left = f"{needed.left:.0%} of the spike and {heads} of {before} heads are left"
+        left = f"{percent(needed.left)} of the spike and {heads} of {before} heads are left"
         if needed.random is not None:
-            chance.append(str(needed.random.heads))
+            chance.append(count_of(needed.random.heads, "head"))
     if needed.perplexity is not None:
         left += f" and perplexity is {with_margin(needed.perplexity, needed.perplexity_margin, 1)} times as high"
         if needed.random is not None and needed.random.perplexity is not None:
             chance.append(f"{needed.random.perplexity:.1f} times")
     kind = "neurons" if needed.neurons else "components"
-    return WITHOUT.format(
-        parts=parts, left=left.replace("-0%", "0%"), kind=kind, chance=", ".join(chance) or "not measured"
-    )
+    return WITHOUT.format(parts=parts, left=left, kind=kind, chance=", ".join(chance) or "not measured")
 
 
 def alone(spike: SpikeResult, needed: Needed) -> list[str]:
@@ -114,10 +112,10 @@ def alone(spike: SpikeResult, needed: Needed) -> list[str]:
     if not some or not before or not needed.neurons:
         return []
     left, heads = min(one.left for one in some), min(one.heads for one in some)
-    parts = f"{'the other ' if len(needed.neurons) == 1 else 'the '}{len(some)}"
-    said = ALONE.format(parts=parts, left=f"{left:.0%}", heads=heads)
+    parts = f"{'the other ' if len(needed.neurons) == 1 else 'the '}{len(some)} writers"
+    said = ALONE.format(parts=parts, left=f"{left:.0%}", heads=count_of(heads, "head"))
     if len(some) == len(needed.neurons) == 2 and heads >= KEPT * before:
-        said = f"Either one is enough for {heads} of the heads."
+        said = f"Either writer is enough for {heads} of the heads."
     return [said]
 
 
@@ -125,7 +123,9 @@ def elsewhere(spike: SpikeResult, original: SpikeResult) -> str:
     """Return a place that has a spike of another place, too."""
     place = capital(spike.place.words)
     has = "have" if " positions" in place or "wherever they" in place else "has"
-    return ELSEWHERE.format(place=place, has=has, layers=run(*original.layers), heads=count_of(spike.heads, "head"))
+    attend = "attend" if spike.heads > 1 else "attends"
+    heads = count_of(spike.heads, "head")
+    return ELSEWHERE.format(place=place, has=has, layers=run(*original.layers), heads=heads, attend=attend)
 
 
 def marks(spike: SpikeResult) -> str:
