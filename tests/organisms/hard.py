@@ -84,7 +84,6 @@ UNSEEN: dict[str, tuple[str, ...]] = {}
 """Kinds with other texts, other windows, or other neurons for repeated tokens."""
 _kind = kinds(HARD)
 _unseen = kinds(UNSEEN)
-_alone = kinds({})
 
 
 def spike(b: Build) -> HardTruth:
@@ -242,17 +241,6 @@ def _other_neurons(b: Build) -> HardTruth:
     b.measure_on(rows)
     b.fire(b.feature, b.way, size)
     return sink(b, b.way, repeated=(repeated,))
-
-
-@_alone(count=1, layers=(8, 8), at=1)
-def _another_direction(b: Build) -> HardTruth:
-    """The spike is taken away in layer 3; a neuron of layer 4 makes one in another direction, which heads read."""
-    b.mark()
-    one = b.fire(b.space.mark, b.way)
-    b.take_away(3)
-    two = b.fire(b.space.mark, b.side, layer=4, neuron=b.spare[1])
-    b.read(range(5, b.plan.n_layers), b.side)
-    return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(frozenset({two}), frozenset({one})))
 
 
 def calm(b: Build, marked: bool = False):

@@ -18,10 +18,7 @@ from sinkscope.models.hooks import first_tensor, on_input, on_output
 from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.modules.experts import Experts, Routed
 from sinkscope.models.modules.linear import brought
-from sinkscope.models.norms import norms_of
 from sinkscope.models.target import NO_INPUTS, LayerInputs, Target
-
-COLUMNS_AT_ONCE = 1024  # columns of a down projection that are read together
 
 
 @dataclass(frozen=True)
@@ -127,29 +124,6 @@ def expert_and_neuron(target: Target, layer: int, number: int) -> tuple[int | No
     if expert == target.n_experts(layer):
         return None, neuron
     return expert, neuron
-
-
-@torch.no_grad()
-def contributions(target: Target, view: LayerView) -> Float[Tensor, "2 n neuron"]:
-    """Return the norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2).
-
-    It comes twice: as the neuron writes it, and after the norm that follows the MLP, if there is one (Gemma 2, OLMo
-    2). Neurons are ranked by the second: the gain of that norm can pass one residual dimension and suppress others, and
-    a neuron that writes mostly into suppressed dimensions makes no spike.
-
-    Args:
-        target: The model.
-        view: The layer at some positions.
-    """
-    gain = 1.0
-    if target.has_part(view.layer, "post_mlp_norm"):
-        gain = gain_of(target, target.sub(view.layer, "post_mlp_norm"))
-    norms = torch.zeros(2, view.post.shape[1], device=view.post.device)
-    for neurons in view.post.any(0).nonzero().flatten().split(COLUMNS_AT_ONCE):
-        written = columns(target, view.layer, neurons)
-        norms[0, neurons] = norms_of(written)
-        norms[1, neurons] = norms_of(written * gain)
-    return view.post.abs() * rearrange(norms, "norm neuron -> norm 1 neuron")
 
 
 def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
+from statistics import median
 
 import torch
 from jaxtyping import Float
@@ -66,11 +67,15 @@ def mark_of(parts: Sequence[Part], left: Float[Tensor, " case"]) -> Mark:
 
 
 def _judged(texts: SpikeTexts, sets: Sequence[Parts]) -> list[Mark]:
-    """What is left of the spike without each set, the least first."""
+    """What is left of the spike without each set, the least first, beside sets that share no part with it."""
     if not sets:
         return []
     marks = [mark_of(parts, left) for parts, left in zip(sets, _left(texts, sets), strict=True)]
-    return sorted(marks, key=lambda mark: mark.left)
+    beside: list[Mark] = []
+    for mark in marks:
+        others = [other.left for other in marks if not set(other.parts) & set(mark.parts)]
+        beside.append(replace(mark, others=median(others) if others else None))
+    return sorted(beside, key=lambda mark: mark.left)
 
 
 def _left(texts: SpikeTexts, sets: Sequence[Parts]) -> Float[Tensor, "edit text"]:

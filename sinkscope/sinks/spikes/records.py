@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sinkscope.results.claims import Claim, Contrast, Outcome, Search
 from sinkscope.results.parts import Component, Neuron
-from sinkscope.sinks.spikes.spike import Measured, Part, Removal, Share
+from sinkscope.sinks.spikes.spike import Mark, Measured, Part, Removal, Share
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,19 @@ class Alone(Neuron):
 
 @dataclass(frozen=True)
 class MarkLeft:
-    """A part, or a set that is judged as one, that marks a place, and the share of the spike left with it replaced."""
+    """A part, or a set that is judged as one, that marks a place, and the share of the spike left with it replaced.
+
+    Attributes:
+        part: The part; a set's parts are joined by "and".
+        left: The share.
+        margin: Two standard errors over texts. None: too few texts.
+        others: Median share left with as many other components replaced that were tried. None: of heads, or no others.
+    """
 
     part: str
     left: float
     margin: float | None
+    others: float | None = None
 
 
 @dataclass(frozen=True)
@@ -312,9 +320,7 @@ def spike_result(measured: Measured) -> SpikeResult:
         needed=needed_record(measured),
         alone=tuple(alone),
         backups=needs.backups if needs is not None else (),
-        marks=tuple(
-            MarkLeft(" and ".join(map(part_name, mark.parts)), mark.left, mark.margin) for mark in measured.marks
-        ),
+        marks=tuple(map(mark_left, measured.marks)),
         copies=tuple(CopiesReach(one.token, one.half, one.one, one.last, one.count) for one in measured.copies),
         like=measured.like,
         heads=needs.heads if needs is not None else 0,
@@ -324,6 +330,11 @@ def spike_result(measured: Measured) -> SpikeResult:
 def part_share(one: Share) -> PartShare:
     """Return the record of a component's share."""
     return PartShare(part_name(one.part), one.share, one.margin)
+
+
+def mark_left(mark: Mark) -> MarkLeft:
+    """Return the record of a mark."""
+    return MarkLeft(" and ".join(map(part_name, mark.parts)), mark.left, mark.margin, mark.others)
 
 
 def neuron_share(one: Share) -> NeuronShare:

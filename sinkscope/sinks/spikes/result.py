@@ -164,10 +164,22 @@ class Circuit(SpikesFound):
     kind = "circuit"
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
 
+    def conclusion(self) -> str:
+        """Return what marks the place of the first spike, and who reads it with and without its writers."""
+        return super().conclusion() if self.spike is None else sentences.marks(self.spike)
+
     def details(self) -> list[str]:
-        """Return the lines of `find_sinks`, and what marks the place of the first spike."""
-        lines = super().details()
-        if self.spike is not None:
-            mark = sentences.marked(self.spike)
-            lines += [mark] if mark else []
-        return lines[-LINES:] if len(lines) > LINES else lines
+        """Return who attends to the place, the heads that mark it, and the lines of `find_sinks`."""
+        if self.spike is None:
+            return super().details()
+        lines = [super().conclusion(), *sentences.marking_heads(self.spike), *super().details()]
+        return lines[:LINES]
+
+    def numbers(self) -> list[Number]:
+        """Return what marks the place, what is left of the spike without it, and the heads that attend there."""
+        if self.spike is None or not self.spike.marks:
+            return super().numbers()
+        mark = self.spike.marks[0]
+        label = "share of the spike left with what marks its place replaced"
+        left = Number("left", label, mark.left, mark.others, mark.margin, share=True, contrast="median of others")
+        return [left, Number("mark", "what marks the place", mark.part), *super().numbers()]

@@ -7,11 +7,14 @@ from sinkscope.sinks.spikes.records import Attended, Largest, MarkLeft, Needed, 
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
 RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio} ({dims})."
-WITHOUT = "Without {parts}, {left} (random {kind}: {chance})."
-ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} heads are left."
+WITHOUT = "Without {parts}, {left}. Random {kind} instead: {chance}."
+ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} are left."
 ERASED = "{parts} {take} it away again."
+MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike is left{others}{readers}."
+NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike are left{readers}."
+READ = "; without {parts}, {after} of {before} heads"
 MARKED = "With {parts} replaced at the place, {left} of the spike is left."
-ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} attend there."
+ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} {attend} there."
 NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical one, at {token} after layer {layer}."
 ATTENDED = "{heads} heads give {place} more than 0.3 of their attention, where no norm stands out."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
@@ -83,24 +86,22 @@ def without(spike: SpikeResult, needed: Needed) -> str:
     if [name for name, _ in named(spike)] and {name for name, _ in named(spike)} == set(names):
         parts = {1: "it", 2: "both"}.get(len(names), f"all {len(names)}")
     before, after = needed.heads
-    left, chance = f"{needed.left:.0%} of the spike is left", list[str]()
+    left, chance = f"{percent(needed.left)} of the spike is left", list[str]()
     if needed.random is not None:
         chance.append(f"{needed.random.left:.0%}")
     if not before:
         left += ", and no head of its layers attends there"
     else:
         heads = with_margin(after, needed.heads_margin[1])
-        left = f"{needed.left:.0%} of the spike and {heads} of {before} heads are left"
+        left = f"{percent(needed.left)} of the spike and {heads} of {before} heads are left"
         if needed.random is not None:
-            chance.append(str(needed.random.heads))
+            chance.append(count_of(needed.random.heads, "head"))
     if needed.perplexity is not None:
         left += f" and perplexity is {with_margin(needed.perplexity, needed.perplexity_margin, 1)} times as high"
         if needed.random is not None and needed.random.perplexity is not None:
             chance.append(f"{needed.random.perplexity:.1f} times")
     kind = "neurons" if needed.neurons else "components"
-    return WITHOUT.format(
-        parts=parts, left=left.replace("-0%", "0%"), kind=kind, chance=", ".join(chance) or "not measured"
-    )
+    return WITHOUT.format(parts=parts, left=left, kind=kind, chance=", ".join(chance) or "not measured")
 
 
 def alone(spike: SpikeResult, needed: Needed) -> list[str]:
@@ -111,10 +112,10 @@ def alone(spike: SpikeResult, needed: Needed) -> list[str]:
     if not some or not before or not needed.neurons:
         return []
     left, heads = min(one.left for one in some), min(one.heads for one in some)
-    parts = f"{'the other ' if len(needed.neurons) == 1 else 'the '}{len(some)}"
-    said = ALONE.format(parts=parts, left=f"{left:.0%}", heads=heads)
+    parts = f"{'the other ' if len(needed.neurons) == 1 else 'the '}{len(some)} writers"
+    said = ALONE.format(parts=parts, left=f"{left:.0%}", heads=count_of(heads, "head"))
     if len(some) == len(needed.neurons) == 2 and heads >= KEPT * before:
-        said = f"Either one is enough for {heads} of the heads."
+        said = f"Either writer is enough for {heads} of the heads."
     return [said]
 
 
@@ -122,16 +123,47 @@ def elsewhere(spike: SpikeResult, original: SpikeResult) -> str:
     """Return a place that has a spike of another place, too."""
     place = capital(spike.place.words)
     has = "have" if " positions" in place or "wherever they" in place else "has"
-    return ELSEWHERE.format(place=place, has=has, layers=run(*original.layers), heads=count_of(spike.heads, "head"))
+    attend = "attend" if spike.heads > 1 else "attends"
+    heads = count_of(spike.heads, "head")
+    return ELSEWHERE.format(place=place, has=has, layers=run(*original.layers), heads=heads, attend=attend)
 
 
-def marked(spike: SpikeResult) -> str | None:
-    """Return what marks the place of a spike."""
+def marks(spike: SpikeResult) -> str:
+    """Return what marks the place of a spike, and how many heads attend there before and after its writers are gone."""
+    place, read = spike.place.words, readers_left(spike.needed)
     if not spike.marks:
-        return None
-    mark: MarkLeft = spike.marks[0]
-    parts = word_list([component(part) for part in mark.part.split(" and ")], SHOWN)
-    return MARKED.format(parts=parts, left=f"{mark.left:.0%}")
+        return NO_MARKS.format(place=place, readers=read)
+    mark = spike.marks[0]
+    names = [component(part) for part in mark.part.split(" and ")]
+    others = "" if mark.others is None else f" (others: {mark.others:.0%})"
+    return MARKS.format(
+        parts=capital(word_list(names)),
+        mark=verb(names, "mark"),
+        place=place,
+        them="it" if len(names) == 1 else "both",
+        left=percent(mark.left),
+        others=others,
+        readers=read,
+    )
+
+
+def readers_left(needed: Needed | None) -> str:
+    """Return how many heads are left without the needed set, as an end of a sentence; empty if no head attends."""
+    if needed is None or not needed.heads[0]:
+        return ""
+    parts = word_list([component(part) for part in needed.parts])
+    if len(needed.parts) > 2:
+        parts = f"{len(needed.parts)} {'neurons' if needed.neurons else 'components'}"
+    before, after = needed.heads
+    return READ.format(parts=parts, after=after, before=before)
+
+
+def marking_heads(spike: SpikeResult) -> list[str]:
+    """What is left without the heads that mark the place, as a set, where an attention layer marks it."""
+    if len(spike.marks) < 2 or not spike.marks[1].part.startswith("L"):
+        return []
+    mark: MarkLeft = spike.marks[1]
+    return [MARKED.format(parts=word_list(mark.part.split(" and "), SHOWN), left=percent(mark.left))]
 
 
 def no_spike(largest: Largest) -> str:
@@ -171,6 +203,11 @@ def with_margin(value: float, margin: float | None, digits: int = 0) -> str:
     if margin is None or margin < 0.5 * 10**-digits:
         return text
     return f"{text} (± {margin:,.{digits}f})"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent."""
+    return f"{share:.0%}".replace("-0%", "0%")
 
 
 def verb(names: list[str], plural: str) -> str:

@@ -149,11 +149,19 @@ class Needs:
 
 @dataclass(frozen=True)
 class Mark:
-    """A part that marks the place, or a set that is judged as one, and the share of the spike that is left without."""
+    """A part that marks the place, or a set that is judged as one, and the share of the spike that is left without.
+
+    Attributes:
+        parts: The set.
+        left: The share.
+        margin: Two standard errors over texts.
+        others: Median share left without as many other components that were tried. None: there are none.
+    """
 
     parts: Parts
     left: float
     margin: float | None = None
+    others: float | None = None
 
 
 @dataclass(frozen=True)
