@@ -159,7 +159,7 @@ def readers_left(needed: Needed | None) -> str:
 
 
 def marking_heads(spike: SpikeResult) -> list[str]:
-    """What is left without the heads that mark the place, as a set, where an attention layer marks it."""
+    """Return what is left without the heads that mark the place, as a set, where an attention layer marks it."""
     if len(spike.marks) < 2 or not spike.marks[1].part.startswith("L"):
         return []
     mark: MarkLeft = spike.marks[1]
