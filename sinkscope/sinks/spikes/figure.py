@@ -28,7 +28,7 @@ def draw(result: Any) -> go.Figure:
     """Return norms of a `SpikesFound`, the shares of what writes and erases each spike, and the attention of heads."""
     fig = panels(TITLES)
     layers = list(range(result.layers_read))
-    first, typical = {"color": "#222222", "width": 3}, {"color": GREY}
+    first, typical = {"color": "#d55e00", "width": 3}, {"color": GREY}
     fig.add_scatter(x=layers, y=result.first_token_norm, name="the first token, median", line=first, row=1, col=1)
     fig.add_scatter(x=layers, y=result.typical_norm, name="later tokens, median", line=typical, row=1, col=1)
     shown = [spike for spike in result.spikes if spike.like is None][: len(COLOURS)]
@@ -69,7 +69,7 @@ def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
     names = [f"layer{run(*spike.layers)}" for spike in spikes]
     needs = [spike.needed for spike in spikes if spike.needed is not None]
     counts = {
-        "heads, intact": ("#222222", [need.heads[0] for need in needs]),
+        "heads, intact": ("#56b4e9", [need.heads[0] for need in needs]),
         "heads, without the needed": ("#d55e00", [need.heads[1] for need in needs]),
         "heads, without random ones": (GREY, [None if need.random is None else need.random.heads for need in needs]),
     }
