@@ -19,8 +19,6 @@ from sinkscope.models.loading.config import float32_by_default
 from sinkscope.results.options import Parameter, parameters_of
 from sinkscope.results.result import Result
 
-_INDENTED = {"initial_indent": "    ", "subsequent_indent": "        "}
-
 P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
 Loading = Literal["stream", "whole", "fits"]
@@ -58,7 +56,9 @@ class Measurement(Generic[P, R]):
             self._shared.pop(name, None)
         model, *common = [shared[name] for name in self._shared]
         self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda one: one.kind))
-        every = [fill(f"{one.name}: {one.help}", 100, **_INDENTED) for one in self._shared.values()]
+        every: list[str] = []
+        for one in self._shared.values():
+            every.append(fill(f"{one.name}: {one.help}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8))
         own_doc = inspect.getdoc(self.function) or ""
         returns = f"    A `Result`, of `result = sinkscope.{self.function.__name__}(model)`."
         self.__doc__ = "\n".join([own_doc, "", "Returns:", returns, "", "Every measurement takes:", *every])
