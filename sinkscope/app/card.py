@@ -111,7 +111,7 @@ class SinkCard(Result):
     def first_screen(self) -> str:
         """Return a tile for each topic (number, control, conclusion) as escaped HTML.
 
-        In a comparison, what changed first.
+        In a comparison, what changed stands first.
         """
         tiles = "".join(_tile(part) for part in self.parts if part.name in TOPICS)
         changed = f"<p><b>{_html(self.conclusion())}</b></p>" if self.against else ""

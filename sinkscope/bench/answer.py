@@ -238,7 +238,7 @@ def _generated(
 def cells_of(events: Sequence[Event], row: int) -> float | None:
     """Return the share of a prompt's causal cells that attention covers, mean over layers and heads.
 
-    None: it is unchanged.
+    It is None if attention is unchanged.
     """
     return mean_known(
         float(event.data.get("attended", 1.0)) for event in events if (event.kind, event.row) == ("prefill", row)

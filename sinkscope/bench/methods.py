@@ -63,7 +63,7 @@ of that name. "-0": without steps that read everything first; "-p", "-d": one ha
 def method_classes() -> dict[str, Any]:
     """Return the class of every method by its name: registered policies, variants, the guard.
 
-    None's class applies nothing.
+    The class of None applies nothing.
     """
     variants = {name: cls for name, (cls, _) in VARIANTS.items()}
     own = {FULL: NoneType, "random": RandomSlots, GUARD: LoopGuard, SAMPLING: NoneType}

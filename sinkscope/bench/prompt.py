@@ -53,7 +53,7 @@ class Prompt:
 
 
 def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts.
+    """Return the prompts with controls.
 
     Each turn also gets the correct answers of the previous prompt, for the score expected by chance.
     """

@@ -51,13 +51,13 @@ def the_cache_knows_its_length(kit: Kit) -> str:
 
 @check
 def with_room_for_everything_logits_are_the_plain_models(kit: Kit) -> str:
-    """Return a cache that need not evict changes nothing, in a short text or a long one."""
+    """A cache that need not evict changes nothing, in a short text or a long one."""
     return kit.right(Flow(lengths=(6,), steps=2), Flow(), Flow(model="bundled", lengths=(48,)), LONG, budget=False)
 
 
 @check
 def each_kv_head_reads_its_own_choice(kit: Kit) -> str:
-    """Return keys and values of a slot belong to one token, and each kv head has its own."""
+    """Keys and values of a slot belong to one token, and each kv head has its own."""
     flow = _tight(Flow())
     outcome = kit.outcome(flow)
     heads = kit_model(flow.model).config.num_key_value_heads
@@ -76,7 +76,7 @@ def each_kv_head_reads_its_own_choice(kit: Kit) -> str:
 
 @check
 def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
-    """Return tokens on both sides of a hole are as far from new ones as they were."""
+    """Tokens on both sides of a hole are as far from new ones as they were."""
     worst = 0.0
     for flow in (_tight(Flow(steps=6)), _tight(Flow(model="bundled", lengths=(48,), steps=6))):
         outcome = kit.outcome(flow)
@@ -88,7 +88,7 @@ def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
 
 @check
 def facts_on_both_sides_of_a_hole_are_recalled(kit: Kit) -> str:
-    """Return the recall model answers from facts that were kept, as it does if a mask hides the others."""
+    """The recall model answers from facts that were kept, as it does if a mask hides the others."""
     asked = 0
     for seed in range(len(QUESTIONS)):
         flow = Flow(model="recall", lengths=(65,), steps=3, budget=32, seed=seed)
@@ -112,7 +112,7 @@ def _said(logits: Logits) -> Tensor:
 
 @check
 def the_first_tokens_survive(kit: Kit) -> str:
-    """Return the model loses nothing that the first token alone would give back."""
+    """The model loses nothing that the first token alone would give back."""
     loss = 0.0
     flows: list[Flow] = []
     for flow in (
@@ -153,7 +153,7 @@ def _loss(logits: Logits, whole: Logits) -> float:
 
 @check
 def the_budget_holds_at_every_step_in_tokens(kit: Kit) -> str:
-    """Return a step reads at most the budget and its own token, on average over layers and kv heads."""
+    """A step reads at most the budget and its own token, on average over layers and kv heads."""
     most = 0.0
     for flow in (_tight(Flow(steps=4)), _tight(Flow(lengths=(48,), steps=6)), _tight(Flow(turn=6))):
         outcome = kit.outcome(flow)
@@ -175,7 +175,7 @@ def _tokens(outcome: Outcome, column: int) -> Tensor:
 
 @check
 def the_budget_holds_at_every_step_in_bytes(kit: Kit) -> str:
-    """Return what is evicted is freed: no view keeps it alive, and nothing else holds it."""
+    """What is evicted is freed: no view keeps it alive, and nothing else holds it."""
     flow = replace(Flow(lengths=(96,), steps=4), budget=16)
     outcome = kit.outcome(flow)
     assert flow.budget is not None
@@ -192,7 +192,7 @@ def the_budget_holds_at_every_step_in_bytes(kit: Kit) -> str:
 
 @check
 def windows_hide_what_has_left_them_and_nothing_else(kit: Kit) -> str:
-    """Return a window is crossed inside the prompt, and while tokens are generated."""
+    """A window is crossed inside the prompt, and while tokens are generated."""
     return kit.right(
         Flow(model="windows", lengths=(WINDOW - 2,), steps=6), Flow(model="windows", lengths=(_LONG,), steps=4)
     )
@@ -200,13 +200,13 @@ def windows_hide_what_has_left_them_and_nothing_else(kit: Kit) -> str:
 
 @check
 def learned_sink_logits_count(kit: Kit) -> str:
-    """Return the softmax has the learned logit of each head in its sum."""
+    """The softmax has the learned logit of each head in its sum."""
     return kit.right(Flow(model="sinks", lengths=(8,), steps=2), Flow(model="sinks", lengths=(_LONG,)))
 
 
 @check
 def states_of_a_hybrid_are_kept(kit: Kit) -> str:
-    """Return layers without attention keep their state beside the keys and values of the others."""
+    """Layers without attention keep their state beside the keys and values of the others."""
     return kit.right(Flow(model="hybrid"), Flow(model="recurrent"))
 
 
@@ -222,19 +222,19 @@ def a_prompt_in_chunks_is_the_whole_prompt(kit: Kit) -> str:
 
 @check
 def a_second_turn_continues_the_first(kit: Kit) -> str:
-    """Return several tokens that follow generated ones see what was said before."""
+    """Several tokens that follow generated ones see what was said before."""
     return kit.right(Flow(turn=6, steps=2), Flow(model="windows", lengths=(_LONG,), turn=6))
 
 
 @check
 def after_a_reset_nothing_is_left(kit: Kit) -> str:
-    """Return a cache that was reset is like a new one."""
+    """A cache that was reset is like a new one."""
     return kit.right(Flow(reset=True), Flow(model="windows", lengths=(_LONG,), reset=True))
 
 
 @check
 def rows_of_a_batch_are_what_they_are_alone(kit: Kit) -> str:
-    """Return each row has the logits that it has alone, and padding changes neither them nor what is kept."""
+    """Each row has the logits that it has alone, and padding changes neither them nor what is kept."""
     return alone(
         kit,
         Flow(lengths=(24, 24), steps=2),
@@ -247,7 +247,7 @@ def rows_of_a_batch_are_what_they_are_alone(kit: Kit) -> str:
 def alone(kit: Kit, *flows: Flow) -> str:
     """Return whether rows give the right logits, and those that each has alone under the same budget.
 
-    No check of its own.
+    It is no check of its own.
     """
     error = kit.right(*flows)
     if not kit.evicts:
@@ -270,13 +270,13 @@ def alone(kit: Kit, *flows: Flow) -> str:
 
 @check
 def a_cropped_draft_leaves_no_trace(kit: Kit) -> str:
-    """Return tokens that were read and rejected are gone after `crop(-n)`."""
+    """Tokens that were read and rejected are gone after `crop(-n)`."""
     return kit.right(Flow(rejected=1), Flow(rejected=3))
 
 
 @check
 def a_cropped_draft_leaves_no_trace_in_states(kit: Kit) -> str:
-    """Return the state of a layer without attention goes back as well, or `crop` refuses: a sum cannot be cut."""
+    """The state of a layer without attention goes back as well, or `crop` refuses: a sum cannot be cut."""
     return kit.right(
         Flow(model="hybrid", rejected=1), Flow(model="recurrent", rejected=1), Flow(model="recurrent", rejected=3)
     )

@@ -69,7 +69,7 @@ class Envelope:
     def to_dict(self) -> dict[str, Any]:
         """Return the envelope: schema, kind, model, result, settings, provenance.
 
-        Plain JSON: NaN and inf become None.
+        It is plain JSON, in which NaN and infinity are None.
         """
         return {
             "schema": SCHEMA,

@@ -190,7 +190,7 @@ def read_bytes(path: PathName, remedy: str) -> bytes:
 
 
 def read_text(path: PathName, remedy: str = "give the path of a text file") -> str:
-    """Return text of a file, or of standard input for "-", in UTF-8; the arguments are those of `read_bytes`.
+    """Return the text of a file, or of standard input for "-", in UTF-8; the arguments are those of `read_bytes`.
 
     Raises:
         SinkscopeError: As for `read_bytes`, or it is not UTF-8.

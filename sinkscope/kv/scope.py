@@ -13,7 +13,7 @@ SERVED = ("DynamicLayer", "DynamicSlidingWindowLayer")
 def cache_layers(target: Target) -> list[int]:
     """Return layers whose part of the cache holds keys and values alone; others keep a state.
 
-    None if an indexer chooses.
+    It is None if an indexer chooses.
     """
     for layer in target.attending:
         if hasattr(target.sub(layer, "attn"), "indexer"):
@@ -25,7 +25,7 @@ def cache_layers(target: Target) -> list[int]:
 def stock_windows(target: Target) -> list[int | None]:
     """Return how many tokens each layer of a stock cache looks back, of which it holds all but the newest.
 
-    None: all.
+    None stands for all of them.
     """
     return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=target.config).layers]
 

@@ -77,7 +77,7 @@ class Slots:
         return self.known
 
     def new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
-        """Return true positions of the newest slots."""
+        """Return the true positions of the newest slots."""
         assert self.columns is not None
         latest = self.columns.latest(new).to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.

@@ -17,7 +17,7 @@ from sinkscope.tap.view import ChunkWindow
 
 
 def layer_window(target: Target, layer: int) -> int | None:
-    """Return sliding window of a layer, in tokens; None if the layer sees everything."""
+    """Return the sliding window of a layer, in tokens; None if the layer sees everything."""
     config = target.config
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)

@@ -80,7 +80,7 @@ def _window(mask: Tensor | None, keys: int) -> int | None:
 
 
 def line_sums(scores: Scores, *, since: int = 0) -> Float[Tensor, "head kind key"]:
-    """Return the sum the attention weight of every vertical and every slash line over the queries.
+    """Sum the attention weight of every vertical and every slash line over the queries.
 
     Args:
         scores: The scores of one layer.
@@ -100,7 +100,7 @@ def line_sums(scores: Scores, *, since: int = 0) -> Float[Tensor, "head kind key
 
 
 def weight_on(scores: Scores, lines: HeadLines) -> Float[Tensor, "choice head"]:
-    """Return the sum the attention of the cells on the lines, for several choices.
+    """Sum the attention of the cells on the lines, for several choices.
 
     Cells where lines cross count once.
     """

@@ -29,7 +29,7 @@ def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], le
 
 
 def last_votes(scores: Scores, last: int) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
-    """Return the sum the attention of the last queries along vertical lines and along slash lines."""
+    """Sum the attention of the last queries along vertical lines and along slash lines."""
     scores.check_plain()
     rows = torch.arange(max(0, scores.queries - last), scores.queries, device=scores.key.device)
     probs = attention_of(scores, rows)

@@ -71,7 +71,7 @@ def open_target(
 def fits_in_memory(model: object) -> bool:
     """Return whether a folder of safetensors takes, in float32, at most half of the memory that is free.
 
-    False of all else.
+    It is False of anything else.
     """
     if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
         return False

@@ -46,7 +46,7 @@ class Grid:
     def narrow(self, width: int | None) -> Grid:
         """Return the table with the important columns and others that fit, and a note that names the rest.
 
-        None: all.
+        None as the width keeps all columns.
         """
         shown: dict[str, Sequence[str]] = {}
         end = -BETWEEN

@@ -216,7 +216,7 @@ class Conversation:
         return turn
 
     def branch(self) -> Conversation:
-        """Return the start another conversation from here, for instance to ask several questions about one document.
+        """Start another conversation from here, for instance to ask several questions about one document.
 
         Both share the keys and values so far, which later turns never change; each adds its own.
         """

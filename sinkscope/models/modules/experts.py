@@ -178,7 +178,7 @@ class ScaledInputExperts(Experts):
         super().__init__(module, module.experts)
 
     def routed(self, args: Args, kwargs: Kwargs) -> Routed:
-        """Return the router is asked again."""
+        """Ask the router again."""
         hidden = _tokens(args, kwargs)
         scores = self.module.router(hidden)[0]
         return Routed(hidden, (scores > 0).to(scores), scores)

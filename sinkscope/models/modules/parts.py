@@ -169,7 +169,7 @@ class Parts:
     def path(self, layer: int, *parts: str) -> str | None:
         """Return where a layer has the first of some parts that it has, by names of an adapter's fields.
 
-        None: it has none.
+        It is None if the layer has none of them.
         """
         row = self.adapter.rows[layer] if self.adapter.rows else self.adapter
         for part in parts:

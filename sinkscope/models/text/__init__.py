@@ -71,7 +71,7 @@ def put_before(tokenizer: Any) -> list[int]:
 def beginning(tokenizer: Any, bos: int | None) -> list[int]:
     """Return what stands before a text as the model is used: BOS and what the tokenizer puts there.
 
-    Nothing without BOS.
+    Without BOS it is nothing.
     """
     if bos is None:
         return []

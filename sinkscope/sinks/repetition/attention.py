@@ -69,7 +69,7 @@ def attention_from(
     keys: Float[Tensor, "row pos kind"],
     begin: int,
 ) -> Float[Tensor, "row kind layer"]:
-    """Return the sum attention from the positions from `begin` on to kinds of keys over these queries, mean over heads.
+    """Sum the attention from the positions from `begin` on to kinds of keys over these queries, mean over heads.
 
     NaN in layers without softmax attention.
 

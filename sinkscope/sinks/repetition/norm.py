@@ -72,7 +72,7 @@ def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat
 
 
 def name_of(spike: Spike) -> str:
-    """Return the name a spike of the first token by its layers."""
+    """Name a spike of the first token by its layers."""
     return f"layer{run(spike.first, spike.last)}"
 
 

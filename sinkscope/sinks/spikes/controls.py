@@ -56,7 +56,7 @@ def claim_of(
 ) -> Claim:
     """Return what an edit leaves of an outcome, mean over draws, beside its contrasts.
 
-    `exact` if it is about these alone.
+    A claim is `exact` if it is about these draws alone.
     """
     return Claim(
         role=role,

@@ -43,7 +43,7 @@ def along_spikes(target: Target, spikes: Sequence[Spike], rows: TokenRows) -> li
 def half_reached(along: Float[Tensor, " copy"]) -> int | None:
     """Return the first number of copies that reaches half of the first token's projection, as does the next.
 
-    None: never.
+    It is None if no number does.
     """
     reaches = along >= 0.5
     reaches[:-1] &= reaches[1:].clone()

@@ -25,7 +25,7 @@ TITLES = (
 
 
 def draw(result: Any) -> go.Figure:
-    """Return norms of a `SpikesFound`, the shares of what writes and erases each spike, and the attention of heads."""
+    """Draw the norms of a `SpikesFound`, what writes and erases each spike, and the attention of heads."""
     fig = panels(TITLES)
     layers = list(range(result.layers_read))
     first, typical = {"color": "#d55e00", "width": 3}, {"color": GREY}

@@ -219,7 +219,7 @@ def enough_components(texts: SpikeTexts, writers: Sequence[Share], means: dict[P
 def measured(texts: SpikeTexts, sets: Sequence[Parts], means: dict[Part, Tensor], *, every_loss: bool) -> list[Removal]:
     """Return all outcomes of removing each set.
 
-    Of a spike without readers elsewhere than at the first token, what is left.
+    Of a spike elsewhere than at the first token, and without readers, only what is left is measured.
     """
     if not sets:
         return []

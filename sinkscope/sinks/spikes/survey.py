@@ -106,7 +106,7 @@ class Survey:
     def received(self, place: Mask) -> Float[Tensor, "layer head text"]:
         """Return the attention to all positions of a place together, mean over the queries after the first.
 
-        NaN without any.
+        It is NaN in texts without the place.
         """
         seen = self.seen[:, None, None]
         given = (self.attention * seen * place).sum(-1)

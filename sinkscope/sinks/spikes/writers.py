@@ -31,9 +31,9 @@ ORDINARY_ELEMENTS = 1 << 24  # most activations of ordinary positions that are c
 
 
 def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
-    """Return shares of the embedding, the attention and the MLP of each layer up to the peak.
+    """Return the shares of the embedding and of each layer's attention and MLP up to the peak.
 
-    And what erases it later.
+    The second part is what erases the spike later.
     """
     target, shares = survey.target, list[Share]()
 
