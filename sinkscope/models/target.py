@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -125,6 +126,16 @@ class Target(Parts):
                 return model(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)
         except Stop:
             return None
+
+    def logits_at(
+        self, ids: Int[Tensor, "batch pos"], positions: Int[Tensor, " some"], start: LayerInput | None = None
+    ) -> Float[Tensor, "batch some vocab"]:
+        """Run a pass, and return the logits at some positions, which most models then compute alone."""
+        kept: dict[str, Any] = {}
+        if "logits_to_keep" in signature(self.hf.forward).parameters:
+            kept = {"logits_to_keep": positions.to(self.device)}
+        logits = self.forward(ids, unembed=True, start=start, **kept).logits
+        return logits if kept else logits[:, positions]
 
     def check_loaded(self) -> None:
         """Refuse a model whose weights are on the meta device, unless they are read from elsewhere when needed.

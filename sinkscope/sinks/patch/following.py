@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any
 
 import numpy as np
 import torch
@@ -100,10 +98,6 @@ def _of_text(target: Target, ids: Int[Tensor, " pos"], before: int) -> tuple[Flo
         heads = target.shards.gather(late.sum((1, 2)), target.n_heads, 0)
         received[layer] += float(heads.mean()) / AFTER
 
-    kept: dict[str, Any] = {}
-    position = count - 1
-    if "logits_to_keep" in signature(target.hf.forward).parameters:
-        kept, position = {"logits_to_keep": torch.tensor([position], device=target.device)}, 0
     with attention_rows(target, add, rows_per_chunk=QUERIES_AT_ONCE, whole=False):
-        logits = target.forward(ids[None], unembed=True, **kept).logits
-    return received, float(logits[0, position].float().softmax(-1)[ids[count - 1]])
+        logits = target.logits_at(ids[None], torch.tensor([count - 1]))
+    return received, float(logits[0, 0].float().softmax(-1)[ids[count - 1]])

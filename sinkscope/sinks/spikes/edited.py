@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from inspect import signature
 from itertools import chain, product
 from typing import Any
 
@@ -149,12 +148,7 @@ class EditBatch:
         if not self.reading.every_loss:
             step = -(-len(positions) * int(self.target.config.vocab_size) // LOGITS)
             positions = positions[step - 1 :: step]
-        kept: dict[str, Any] = {}
-        if "logits_to_keep" in signature(self.target.hf.forward).parameters:
-            kept = {"logits_to_keep": positions.to(self.target.device)}
-        logits = self.target.forward(ids, start=start, unembed=True, **kept).logits
-        if not kept:
-            logits = logits[:, positions]
+        logits = self.target.logits_at(ids, positions, start)
         following = ids[:, positions + 1].to(logits.device)
         loss = cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="none")
         self.loss[self._joined] = loss.reshape(len(self._joined), self.texts, -1).mean(-1).cpu()
