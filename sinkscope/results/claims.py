@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sinkscope.results.notation import short_sentence
+from sinkscope.results.notation import percent, short_sentence
 from sinkscope.results.parts import Head, Parts, in_words, is_several, kind_of, removed
 
 NEEDED = 0.5
@@ -249,11 +249,7 @@ def percent_pair(share: float, control: float) -> tuple[str, str]:
     """Return a share and its control in per cent, with as many digits as it takes to tell them apart (at most two)."""
     texts = ("", "")
     for digits in range(3):
-        texts = (_percent(share, digits), _percent(control, digits))
+        texts = (percent(share, digits), percent(control, digits))
         if texts[0] != texts[1] or abs(share - control) < 1e-3:
             break
     return texts
-
-
-def _percent(value: float, digits: int) -> str:
-    return f"{value:,.{digits}%}".replace("-0%", "0%")

@@ -67,6 +67,11 @@ def short_sentence(sentences: Iterable[str]) -> str:
     return sentence
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """Return a share in per cent; what rounds to zero has no sign."""
+    return f"{share:,.{digits}%}".replace("-0%", "0%")
+
+
 def count_of(count: int, noun: str) -> str:
     """Return a number of things: "no token", "1 token", "2 tokens"."""
     if count == 0:

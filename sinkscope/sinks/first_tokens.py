@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
+from sinkscope.results.notation import percent
 from sinkscope.results.parts import Head
 from sinkscope.sinks.spikes.edited import Reading, Written, run_edits
 from sinkscope.sinks.spikes.marks import first_writer
@@ -79,8 +80,7 @@ def left_of(along: Float[Tensor, "state token"]) -> Float[Tensor, "edit token"]:
 
 def share_of(value: float, margin: float | None) -> str:
     """Write a share with its margin over tokens or sequences, if there is one."""
-    share = f"{value:.0%}".replace("-0%", "0%")
-    return share if margin is None else f"{share} (± {margin:.0%})"
+    return percent(value) if margin is None else f"{percent(value)} (± {margin:.0%})"
 
 
 def spike_of(setup: Setup, number: int | None) -> Measured | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sinkscope.results.notation import count_of, word_list
+from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.sinks.spikes.records import Attended, Largest, MarkLeft, Needed, OtherBos, Readers, SpikeResult
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
@@ -203,11 +203,6 @@ def with_margin(value: float, margin: float | None, digits: int = 0) -> str:
     if margin is None or margin < 0.5 * 10**-digits:
         return text
     return f"{text} (± {margin:,.{digits}f})"
-
-
-def percent(share: float) -> str:
-    """Return a share in percent."""
-    return f"{share:.0%}".replace("-0%", "0%")
 
 
 def verb(names: list[str], plural: str) -> str:
