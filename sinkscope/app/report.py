@@ -11,7 +11,7 @@ from sinkscope.app.pages import Section, document, result_section, text
 from sinkscope.errors import SinkscopeError, one_line
 from sinkscope.files.output import check_output, read_json, write_output
 from sinkscope.files.plain import visible
-from sinkscope.files.store import RECORDS, SETTINGS
+from sinkscope.files.store import RECORDS, SETTINGS, begun_by
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
@@ -53,7 +53,7 @@ def report(
         try:
             if path.is_file():
                 result = Result.from_dict(read_json(path), path.name)
-            elif read_json(path / SETTINGS).get("command") == "scan":
+            elif begun_by(path) == "scan":
                 raise SinkscopeError("a scan that has not ended; its command goes on with it")
             else:  # a folder of runs is shown as its table
                 from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.app.card import CARD, SinkCard
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import path_of, read_json
+from sinkscope.files.output import path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
-from sinkscope.files.store import SETTINGS
+from sinkscope.files.store import begun_by
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
@@ -117,8 +118,9 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
 
 def _is_scan(folder: Path) -> bool:
     """Whether a scan was begun in a folder."""
-    settings = folder / SETTINGS
-    return settings.is_file() and read_json(settings).get("command") == "scan"
+    with suppress(SinkscopeError):  # a folder without settings, or with others' ones
+        return begun_by(folder) == "scan"
+    return False
 
 
 def _natural(path: Path) -> str:

@@ -20,6 +20,18 @@ OURS = ".sinkscope-"
 """Beginning of the names of the lock and of files that are not finished."""
 
 
+def begun_by(folder: Path) -> str | None:
+    """Return the command that began a folder, as its settings say; None if they do not say it.
+
+    Raises:
+        SinkscopeError: The folder has no settings, or they are not JSON.
+    """
+    settings = read_json(folder / SETTINGS)
+    if not isinstance(settings, dict):
+        return None
+    return settings.get("command")
+
+
 class Keyed:
     """A dataclass that a folder holds once per key; its fields are JSON types."""
 

@@ -16,6 +16,8 @@ from sinkscope.sinks.spikes.records import PartShare, SpikeResult
 from sinkscope.sinks.spikes.sentences import run
 
 COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7")
+BEFORE, AFTER = "#56b4e9", "#d55e00"
+"""Heads of the intact model, and heads after a removal; both are seen on a dark page."""
 TITLES = (
     "Norm of the residual stream",
     "Written along each spike",
@@ -28,13 +30,13 @@ def draw(result: Any) -> go.Figure:
     """Draw the norms of a `SpikesFound`, what writes and erases each spike, and the attention of heads."""
     fig = panels(TITLES)
     layers = list(range(result.layers_read))
-    first, typical = {"color": "#d55e00", "width": 3}, {"color": GREY}
+    first, typical = {"color": AFTER, "width": 3}, {"color": GREY}
     fig.add_scatter(x=layers, y=result.first_token_norm, name="the first token, median", line=first, row=1, col=1)
     fig.add_scatter(x=layers, y=result.typical_norm, name="later tokens, median", line=typical, row=1, col=1)
     shown = [spike for spike in result.spikes if spike.like is None][: len(COLOURS)]
     for spike, colour in zip(shown, COLOURS, strict=False):
         _draw_spike(fig, spike, colour)
-    _draw_readers(fig, [spike for spike in shown if spike.needed is not None])
+    _draw_readers(fig, shown)
     fig.update_xaxes(title_text="layer", col=1)
     fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", nticks=8, col=1)
     fig.update_xaxes(title_text="layer", range=(-1.5, result.layers_read - 0.5), col=2)
@@ -66,11 +68,14 @@ def _draw_spike(fig: Any, spike: SpikeResult, colour: str) -> None:
 
 def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
     """The heads that attend to a spike's place: intact, without what it needs, and without random neurons."""
-    names = [f"layer{run(*spike.layers)}" for spike in spikes]
-    needs = [spike.needed for spike in spikes if spike.needed is not None]
+    names, needs = [], []
+    for spike in spikes:
+        if spike.needed is not None:
+            names.append(f"layer{run(*spike.layers)}")
+            needs.append(spike.needed)
     counts = {
-        "heads, intact": ("#56b4e9", [need.heads[0] for need in needs]),
-        "heads, without the needed": ("#d55e00", [need.heads[1] for need in needs]),
+        "heads, intact": (BEFORE, [need.heads[0] for need in needs]),
+        "heads, without the needed": (AFTER, [need.heads[1] for need in needs]),
         "heads, without random ones": (GREY, [None if need.random is None else need.random.heads for need in needs]),
     }
     for number, (name, (colour, heads)) in enumerate(counts.items()):
@@ -91,10 +96,9 @@ def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
 
 def _needed_in(spike: SpikeResult, one: PartShare) -> str:
     """The needed neurons that write as a part of this component, such as "N1229 N1487"."""
-    kind, _, layer = one.part.rpartition(" ")
-    if kind != "mlp" or spike.needed is None:
+    if spike.needed is None or not one.part.startswith("mlp "):
         return ""
-    return " ".join(f"N{neuron.neuron}" for neuron in spike.needed.neurons if str(neuron.layer) == layer)
+    return " ".join(f"N{neuron.neuron}" for neuron in spike.needed.neurons if neuron.layer == _layer(one))
 
 
 def _layer(one: PartShare) -> int:
