@@ -1,22 +1,28 @@
-"""What `sinkscope why` says of planted causes, and of models that others trained.
+"""What `sinkscope why` says of planted causes, of the model in the package, and of the loops of real models.
 
-    python -m experiments.loopguard.why [--models FOLDER ...] [--count 12] [--out figures]
+    python -m experiments.loopguard.real WORK --model FILE --halves report      # for each real model
+    python -m experiments.loopguard.why [--runs WORK --real FOLDER] [--count 12] [--out figures]
 
-The organisms of the tests loop for causes that their weights were written for, one or two at once. The models are the
-one in the package and folders, on story openings.
+The organisms of the tests loop for causes that their weights were written for, one or two at once. The model in the
+package continues story openings. The outputs of real models are those that `experiments.loopguard.real` has written
+without a remedy; models whose loops are measured once are not measured again.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.record import Row, record
+from experiments.loopguard.real import FULL
+from experiments.loopguard.real_openings import openings_of
+from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.loops import Loops
 from sinkscope.files.output import write_atomic
+from sinkscope.loops.text.signals import end_loop
 from sinkscope.loops.why import Why, why
 from sinkscope.measure import Setup
 from sinkscope.opening.live import target_of
@@ -24,7 +30,10 @@ from sinkscope.opening.load import load
 from sinkscope.results.console import ProgressBar
 from tests.organisms.kept_loops import KeptLoop, kept_loops
 
-CUTS = 4
+CUTS = 6
+HALF = "report"
+"""The openings whose outputs are looked at."""
+NAME = "loopguard_why.json"
 UNDECIDED, NO_LOOP = "undecided", "no loop"
 
 
@@ -44,6 +53,35 @@ def asked_of_model(setup: Setup, prompt: Prompt) -> Row:
     return {"model": setup.target.name, "prompt": prompt.id, **row_of(found)}
 
 
+def loops_of(runs: Path, model: str) -> list[Row]:
+    """The outputs of a real model that end in a loop, with their openings."""
+    openings = openings_of(HALF)
+    looping: list[Row] = []
+    for line in runs.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if (row["model"], row["arm"], row["half"]) != (model, FULL, HALF):
+            continue
+        if end_loop(row["tokens"]) is not None:
+            looping.append({**row, "opening": openings[row["number"]][1]})
+    return looping
+
+
+def asked_of_output(setup: Setup, output: Row) -> Row:
+    """What keeps a loop going in which an output of a real model ends."""
+    found = why.on(setup, prompt=output["opening"], answer=output["tokens"], cuts=CUTS)
+    return {"model": output["model"], "kind": output["kind"], "number": output["number"], **row_of(found)}
+
+
+def asked_of_loops(file: Path, outputs: Sequence[Row], progress: ProgressBar) -> list[Row]:
+    """What keeps each loop of a real model going."""
+    setup = Setup.open(load(str(file)), loading="whole")
+    rows: list[Row] = []
+    for number, output in enumerate(outputs):
+        rows.append(asked_of_output(setup, output))
+        progress(file.stem, number + 1, len(outputs))
+    return rows
+
+
 def row_of(found: Why) -> Row:
     """A measurement in a row."""
     said = NO_LOOP
@@ -55,30 +93,36 @@ def row_of(found: Why) -> Row:
     return {"found": said, "period": found.period, "goes_on": found.goes_on, "tried": tried}
 
 
-def main(*, models: Sequence[Path] = (), count: int = 12, out: Path = Path("figures")) -> None:
+def main(*, runs: Path | None = None, real: Path | None = None, count: int = 12, out: Path = Path("figures")) -> None:
     """Make what the module describes.
 
     Args:
-        models: Folders of further models.
-        count: Story openings for each model.
+        runs: Folder of the outputs of real models.
+        real: Folder of the files of real models.
+        count: Story openings for the model in the package.
     """
     started = time.perf_counter()
-    organisms, trained = list[Row](), list[Row]()
+    organisms, bundled = list[Row](), list[Row]()
+    of_real: list[Row] = earlier(out / NAME).get("real", [])
+    known = set(value_of_each(of_real, "model"))
     made = kept_loops()
     with ProgressBar() as progress:
         for number, organism in enumerate(made):
             found = row_of(asked(organism))
             organisms.append({"name": organism.name, "planted": verdict(organism.causes), **found})
             progress("organisms", number + 1, len(made))
-        for folder in (None, *map(str, models)):
-            setup = Setup.open(load(folder), loading="whole")
-            prompts = Loops(source="stories").prompts(target_of(setup.target))[:count]
-            for number, prompt in enumerate(prompts):
-                trained.append(asked_of_model(setup, prompt))
-                progress(setup.target.name, number + 1, len(prompts))
-    result = {"organisms": organisms, "models": trained}
-    settings = {"cuts": CUTS, "draws": 3, "count": count, "sampling": "greedy"}
-    write_atomic(out / "loopguard_why.json", record("loopguard-why", result, settings, started=started))
+        setup = Setup.open(load(None), loading="whole")
+        prompts = Loops(source="stories").prompts(target_of(setup.target))[:count]
+        for number, prompt in enumerate(prompts):
+            bundled.append(asked_of_model(setup, prompt))
+            progress(setup.target.name, number + 1, len(prompts))
+        if runs is not None and real is not None:
+            for file in sorted(real.glob("*.gguf")):
+                if file.stem not in known:
+                    of_real += asked_of_loops(file, loops_of(runs / "runs.jsonl", file.stem), progress)
+    result = {"organisms": organisms, "models": bundled, "real": of_real}
+    settings = {"cuts": CUTS, "draws": 3, "count": count, "sampling": "greedy", "half": HALF}
+    write_atomic(out / NAME, record("loopguard-why", result, settings, started=started))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What keeps a loop going: the causes that end it when they are taken away at its onset, beside random changes.
 
-A cause is taken away when the loop has gone round about twice, and the model continues greedily. LoopGuard (Xu et al.
-2026, section 3) blames the copies in the cache; other causes need another remedy.
+A cause is taken away when the loop has gone round about twice, and the model continues greedily. The random changes
+remove as many tokens that stand before the loop, so that they take no copy away. LoopGuard (Xu et al. 2026, section 3)
+blames the copies in the cache; other causes need another remedy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 
 import torch
 
+from sinkscope.files.records import between, checked_value
 from sinkscope.hooks.edit.decode import decode
 from sinkscope.kv.windows import check_servable
 from sinkscope.kv.without import Without
@@ -28,6 +30,7 @@ from sinkscope.results.notation import word_list
 from sinkscope.results.style import BLUE, GREY, figure_of, panels
 
 CONTINUED = 64  # tokens after a cut, or four periods
+FEWEST_CUTS = 3  # half of two continuations is one
 DRAWS = 3  # random changes beside each cause
 CAUSES = ("copies", "sink")
 """The loop's copies in the cache, and the sink."""
@@ -46,7 +49,8 @@ class Tried:
         without: What was taken away: a cause, or, for reference, all of the context.
         goes_on: Share of the continuations that end in the same loop.
         other_loop: Share of them that end in another loop.
-        control: The smallest `goes_on` of three draws of random changes of the same size. None: there is no control.
+        control: The smallest `goes_on` of three draws of as many random tokens before the loop. None: there is no
+            control, or fewer tokens stand before the loop.
         ends: Whether at least half of the loops end, and more than under random changes.
     """
 
@@ -97,6 +101,8 @@ class Why(Result):
             return (
                 f"The weights alone keep {loop} going: after the first and the last token, in {self._of(share)} cases."
             )
+        if not self.kept_by and by_name["copies"].control is None:
+            return f"Undecided: fewer tokens stand before {loop} than it has, so its removal has no control."
         if not self.kept_by:
             return f"Undecided: {loop} depends on none of {len(by_name) - 1} causes more than on random changes."
         causes = word_list([f"the {name}" for name in self.kept_by])
@@ -175,13 +181,20 @@ class Case:
         if number is None:
             return list(gone)
         draw = Random(f"{self.setup.seed} {[without]} {number} {cut}")
-        return draw.sample(range(1, cut), min(len(gone), cut - 1))
+        return draw.sample(range(1, self.loop.start), len(gone))
+
+    def trials(self, last_cut: int) -> list[Trial]:
+        """Return what is taken away, with random draws where enough tokens stand before the loop at all cuts."""
+        trials: list[Trial] = [(NOTHING, None), (CONTEXT, None)]
+        for name in CAUSES:
+            trials.append((name, None))
+            if len(self.positions((name, None), last_cut)) < self.loop.start:
+                trials += [(name, number) for number in range(DRAWS)]
+        return trials
 
     def continued(self, cuts: Sequence[int]) -> dict[Trial, list[list[int]]]:
         """Return what the model writes after each cut, for each trial."""
-        trials: list[Trial] = [(NOTHING, None), (CONTEXT, None)]
-        for name in CAUSES:
-            trials += [(name, number) for number in (None, *range(DRAWS))]
+        trials = self.trials(cuts[-1])
         written: dict[Trial, list[list[int]]] = {trial: [] for trial in trials}
         for done, cut in enumerate(cuts):
             self.setup.progress("continuations", done, len(cuts))
@@ -238,17 +251,17 @@ def why(
     """Take away, one after another, what may keep a loop going, and let the model continue.
 
     A loop needs a cause if at least half of the continuations no longer end in it without the cause, and more than if
-    as many random tokens are removed. Only if no cause is needed and the loop goes on after the first and the last
-    token alone, it lies in the weights.
+    as many random tokens before the loop are removed. Only if no cause is needed and the loop goes on after the first
+    and the last token alone, it lies in the weights.
 
     Args:
         prompt: Text to continue; from Python also ids. By default the beginning of the typical text.
         answer: The text after the prompt, which ends in a loop; from Python also ids. By default what the model writes.
         max_new_tokens: Tokens to generate. By default 512, or as many as the context holds.
-        cuts: Number of positions at which causes are taken away.
+        cuts: Number of positions at which causes are taken away, at least 3.
 
     Raises:
-        SinkscopeError: The text is longer than the context, or an input is empty.
+        SinkscopeError: The text is longer than the context, an input is empty, or there are fewer than 3 cuts.
         UnsupportedError: The model is a TransformerBridge, on whose cache nothing can act.
 
     Example:
@@ -256,6 +269,7 @@ def why(
     """
     target = setup.target
     check_servable(target)
+    checked_value(between(int, FEWEST_CUTS, None), cuts, "cuts")
     if answer is None:
         ids, prompt_tokens = prompt_and_continuation(setup, prompt, max_new_tokens, CONTINUED)
     else:

@@ -20,7 +20,9 @@ from sinkscope.loops.why import Case, why
 ORGANISMS = kept_loops()
 NAMES = [made.name for made in ORGANISMS]
 CYCLE = [5, 6, 7]
-LOOPED = Case(SimpleNamespace(edit=None, seed=0), [1, 2, *CYCLE * 9], 2, Tail(3, 2, 9.0))  # pyright: ignore
+BEFORE = [*range(100, 140)]
+"""A text without a loop."""
+LOOPED = Case(SimpleNamespace(edit=None, seed=0), [*BEFORE, *CYCLE * 9], 2, Tail(3, 40, 9.0))  # pyright: ignore
 
 
 @pytest.mark.slow
@@ -38,9 +40,9 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("_few_tokens")
 def test_planted_causes_are_found():
     made = kept_loop(("copies", "sink"))
-    found = asked(made, cuts=2)
+    found = asked(made, cuts=3)
     assert (found.kept_by, found.goes_on) == (("copies", "sink"), 1.0)
-    assert found.conclusion().startswith("Remove one of the copies and the sink, and this loop stops in 2 and 2 of 2")
+    assert found.conclusion().startswith("Remove one of the copies and the sink, and this loop stops in 3 and 3 of 3")
     assert list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
     assert {tried.without: tried.goes_on for tried in found.tried} == {"copies": 0, "sink": 0, "context": 0}
 
@@ -48,12 +50,12 @@ def test_planted_causes_are_found():
 @pytest.mark.usefixtures("_few_tokens")
 def test_a_text_that_is_given_and_one_that_does_not_loop():
     made = kept_loop(("sink",))
-    options = {"tokenizer": made.tokenizer, "cuts": 1}
+    options = {"tokenizer": made.tokenizer, "cuts": 3}
     given = why(made.model, made.turn, answer=made.cycle * 4, **options)
     assert given.kept_by == ("sink",) and len(given.ids) == given.prompt_tokens + 24
     # The model does not write this loop: nothing is concluded of what it does without a cause.
     other = why(made.model, made.turn, answer=[300, 301, 302, 303, 304, 305] * 6, **options)
-    assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0 of 1")
+    assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0 of 3")
     walk = why(made.model, made.turn[:20], answer=made.turn[:20], **options)
     assert walk.conclusion() == "The 20 tokens after the prompt end in no loop."
     assert walk.rows() == [] and not walk.kept_by
@@ -92,10 +94,34 @@ def test_a_policy_and_a_removal_act_together():
     assert [layer.pos[0, 0].tolist() for layer in cache.layers] == [[1, 2, 3, *range(16, 22)]] * 2
 
 
-def test_what_leaves_the_cache_is_what_is_named_or_as_many_random_tokens():
-    assert LOOPED.positions(("sink", None), 9) == [0]
-    assert LOOPED.positions(("copies", None), 9) == [*range(2, 9)]
-    assert len(set(LOOPED.positions(("copies", 0), 9)) - {0}) == 7
+def test_what_leaves_the_cache_is_what_is_named_or_as_many_random_tokens_before_the_loop():
+    assert LOOPED.positions(("sink", None), 49) == [0]
+    assert LOOPED.positions(("copies", None), 49) == [*range(40, 49)]
+    drawn = {tuple(sorted(LOOPED.positions(("copies", number), 49))) for number in range(20)}
+    assert len(drawn) > 10
+    for places in drawn:
+        assert len(set(places)) == 9 and set(places) <= set(range(1, 40))
+
+
+@pytest.mark.parametrize(("before", "controlled"), [(1, {}), (9, {"sink"}), (10, {"sink", "copies"})])
+def test_without_enough_tokens_before_the_loop_there_is_no_control(before: int, controlled: set[str]):
+    case = Case(LOOPED.setup, [*BEFORE[:before], *CYCLE * 9], 1, Tail(3, before, 9.0))
+    trials = case.trials(before + 9)
+    assert {name for name, number in trials if number is not None} == set(controlled)
+    for name, number in trials:
+        if number is not None:
+            assert not set(case.positions((name, number), before + 9)) - set(range(1, before))
+
+
+@pytest.mark.usefixtures("_few_tokens")
+def test_a_loop_at_the_beginning_of_the_prompt_is_undecided():
+    made = kept_loop(("copies",))
+    found = why(made.model, [made.turn[0], *made.cycle * 4], tokenizer=made.tokenizer, max_new_tokens=48)
+    copies = found.tried[0]
+    assert (copies.without, copies.goes_on, copies.control, found.kept_by) == ("copies", 0.0, None, ())
+    assert found.conclusion().startswith("Undecided: fewer tokens stand before the loop of period 6 than it has")
+    with refused("cuts is 2, expected a number from 3"):
+        why(made.model, made.turn, tokenizer=made.tokenizer, cuts=2)
 
 
 def test_the_same_loop_may_begin_anywhere_and_another_one_is_another():

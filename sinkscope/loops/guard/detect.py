@@ -26,7 +26,6 @@ class WatchedRow:
         monitor: Makes its monitor.
         prompt: Number of real tokens before its first generated token.
         prompt_ids: The ids of the latest of them that are known.
-        asked: Number of copies that the prompt asks for.
 
     Attributes:
         monitor: Its monitor.
@@ -34,13 +33,9 @@ class WatchedRow:
         steering: How a guard steers it since it looped.
     """
 
-    def __init__(
-        self, monitor: Callable[[], Monitor], prompt: int = 0, prompt_ids: Sequence[int] = (), asked: int = 0
-    ) -> None:
+    def __init__(self, monitor: Callable[[], Monitor], prompt: int = 0, prompt_ids: Sequence[int] = ()) -> None:
         self._new_monitor = monitor
-        self._asked = asked
         self.monitor = monitor()
-        self.monitor.asked = asked
         self.prompt = prompt
         self.ids = list(prompt_ids)
         self._prompt_ids = len(self.ids)
@@ -64,11 +59,11 @@ class WatchedRow:
     def take_back(self, count: int) -> None:
         """Forget the last `count` tokens, as if they had never arrived."""
         del self.ids[len(self.ids) - count :]
+        looped = self.monitor.looped
         self.monitor = self._new_monitor()
-        self.monitor.asked = self._asked
         for token in self.tokens:
             self.monitor.update(token, 0.0)
-        self.monitor.looped = True
+        self.monitor.looped = looped
 
 
 @dataclass(eq=False)
@@ -98,7 +93,7 @@ def ids_of_setting(settings: Any, name: str) -> list[int]:
     return torch.as_tensor(given).reshape(-1).tolist()
 
 
-def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[[], Monitor]:
+def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[..., Monitor]:
     """Return a function that makes monitors, which tell numbers and signs from words if there is a tokenizer."""
     if tokenizer is None:
         return partial(Monitor, settings)

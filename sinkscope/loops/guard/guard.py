@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -361,7 +361,7 @@ class GuardRun:
             asked = 0
             if tokenizer is not None and self.settings.rule == "repeats":
                 asked = asked_copies(tokenizer.decode(row_ids[-ASKED_WITHIN:]))
-            rows.append(WatchedRow(monitor, length, row_ids, asked))
+            rows.append(WatchedRow(partial(monitor, asked=asked), length, row_ids))
         if self.guard.act == "stop" and not stops:
             raise UnsupportedError(f"LoopGuard(act='stop'): {self.run.target.name} has no end token; use act='report'")
         return GuardedRows(rows, seen, ends, stops)
