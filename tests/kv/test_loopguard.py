@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from contextlib import nullcontext
 from itertools import pairwise
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from kv_kit import prompts, shallow_of
 from organisms import tiny_model
 from organisms.decoders import decoder
 from refusals import refused
+from repository import ROOT
 from torch.testing import assert_close
 from transformers import DynamicCache
 
@@ -290,3 +294,16 @@ def test_the_names_of_a_guard_and_of_its_monitor():
     model, tokenizer = tiny_model("llama")
     with refused("guard"):
         generate(model, "x", guard="papers", tokenizer=tokenizer)
+
+
+def test_the_page_names_the_function_of_each_equation_which_says_what_it_computes():
+    text = (ROOT / "docs/papers/loopguard.md").read_text()
+    rows = re.findall(r"^\| (Eq\. \d+|section 5\.3), ([^|]+) \| `([\w.]+)` \|$", text, re.MULTILINE)
+    equations = {equation for equation, _, _ in rows}
+    assert equations == {"section 5.3", *(f"Eq. {number}" for number in range(5, 12))}
+    for equation, quantity, name in rows:
+        source = inspect.getsource(resolve_name(name))
+        number = equation.removeprefix("Eq. ").removeprefix("section ")
+        assert number in source, f"{name} does not say {equation}"
+        if equation == "section 5.3":
+            assert quantity in source, f"{name} does not say {quantity}"

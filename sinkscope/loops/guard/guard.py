@@ -1,4 +1,15 @@
-"""LoopGuard (section 5): an online monitor for each row removes the repeating tail from the cache when it fires."""
+"""LoopGuard (section 5): an online monitor for each row removes the repeating tail from the cache when it fires.
+
+What happens in each call of the model (`GuardRun.on_logits`):
+
+1. A prompt begins new rows, each with a monitor of its own (`_new_rows`).
+2. Each row's monitor takes its newest token and says whether to intervene, Eqs. 8 and 9 (`push`).
+3. Where a row repeats itself is found, I_bad(t) (`_repetition`), and what of it is cut (`LoopGuard.to_cut`).
+4. Anchors, a sparse history and clean recent tokens are kept, Eqs. 10 and 11 (`tokens_to_keep`); everything else
+   leaves all layers and heads (`_evict_rows`).
+5. Where the caller can take tokens back, the copies leave the output as well (`_rewind`). The paper has no such step.
+6. For W tokens, those that would prolong a repetition become less likely (`_steer`). Nor has it this one.
+"""
 
 from __future__ import annotations
 
@@ -456,7 +467,7 @@ class GuardRun:
 
 
 def _repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | None]:
-    """Position from which on a row repeats itself, and the period; its length and None if it does not.
+    """Find I_bad(t) (section 5.3): from which position on a row repeats itself, and the period; else its length, None.
 
     Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too. At the end of the
     recent window two copies are bad whatever their period: the paper's monitor tests short periods only.

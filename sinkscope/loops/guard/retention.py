@@ -31,7 +31,7 @@ class Retention:
     recent: int | None = None
 
     def recent_tokens(self, level: int) -> int:
-        """Return the number of recent tokens kept, B_recent(level), at least 1."""
+        """Return the number of recent tokens that a level keeps, B_recent(l) of section 5.3, at least 1."""
         after_anchors = self.budget - self.anchors
         recent = after_anchors - after_anchors // 8
         if self.recent is not None:
@@ -64,9 +64,9 @@ def tokens_to_keep(cached: Sequence[int], length: int, bad: range, retention: Re
         At most `retention.budget` positions. With a recent window, every anchor that the cache holds is among them,
         even if it is bad; without one, bad anchors go, except the first token.
     """
-    anchors = [position for position in cached if position < retention.anchors]
+    anchors = [position for position in cached if position < retention.anchors]  # I_anchor
     others = cached[len(anchors) :]
-    clean = [position for position in others if position not in bad]
+    clean = [position for position in others if position not in bad]  # C_recent, Eq. 11
     count = retention.recent_tokens(level)
     if retention.recent is None:
         anchors = [position for position in anchors if position == 0 or position not in bad]
@@ -75,7 +75,8 @@ def tokens_to_keep(cached: Sequence[int], length: int, bad: range, retention: Re
         begin = length - retention.recent
         history = [position for position in others if position < begin]
         clean = [position for position in clean if position >= begin]
-    return [*anchors, *evenly_spaced(history, retention.sparse_tokens), *clean[-count:]]
+    sparse, recent = evenly_spaced(history, retention.sparse_tokens), clean[-count:]  # I_sparse, I_recent
+    return [*anchors, *sparse, *recent]  # I_keep, Eq. 10
 
 
 def evenly_spaced(positions: Sequence[int], count: int) -> list[int]:

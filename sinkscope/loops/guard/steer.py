@@ -59,7 +59,7 @@ class Steering:
     _known: int = 0
 
     def act(self, ids: Sequence[int], taken_back: int, now: int, window: int) -> int:
-        """Steer the next `window` tokens of a row.
+        """Steer the next `window` tokens of a row, and raise the level l (section 5.3) if the act before was recent.
 
         Args:
             ids: Ids of the row, with those that are taken back.

@@ -210,7 +210,7 @@ class Monitor:
         self.last = self.last._replace(trigger=False)
 
     def update(self, token: int, p_max: float | None = None) -> Step:
-        """Process the next token.
+        """Process the next token, and decide whether to intervene: Trigger(t), Eq. 9.
 
         Args:
             token: Id of the token.
@@ -272,7 +272,7 @@ class Monitor:
         return self.is_plain is not None and self.is_plain(self._tail.last(2 * tail.period + 2))
 
     def _warns(self, p_max: float | None, ttr: float, cr: float) -> bool:
-        """Whether enough signals vote (Eq. 8); without probabilities one voter is missing."""
+        """Whether enough signals vote, Warn(t) >= K (Eq. 8); without probabilities one voter is missing."""
         s = self.settings
         sure = p_max is not None and p_max > s.theta_conf
         self._confident_steps = self._confident_steps + 1 if sure else 0
@@ -290,7 +290,7 @@ class Monitor:
         return votes >= needed
 
     def _persists(self, token: int, tail_rep: bool) -> bool:
-        """Whether a gate is open, or none is asked for (Eq. 9)."""
+        """Whether Stall(t) or TailRep(t) holds, or no gate is asked for (Eq. 9)."""
         s = self.settings
         novelty = self._novelty.add(token)
         self._stalled_steps = self._stalled_steps + 1 if novelty < s.theta_nov else 0
