@@ -7,8 +7,8 @@ What happens in each call of the model (`GuardRun.on_logits`):
 3. Where a row repeats itself is found, I_bad(t) (`_repetition`), and what of it is cut (`LoopGuard.to_cut`).
 4. Anchors, a sparse history and clean recent tokens are kept, Eqs. 10 and 11 (`tokens_to_keep`); everything else
    leaves all layers and heads (`_evict_rows`).
-5. Where the caller can take tokens back, the copies leave the output as well (`_rewind`). The paper has no such step.
-6. For W tokens, those that would prolong a repetition become less likely (`_steer`). Nor has it this one.
+5. Where the caller can take tokens back, the copies leave the output as well (`_rewind`); not in the paper.
+6. For W tokens, those that would prolong a repetition become less likely (`_steer`); not in the paper.
 """
 
 from __future__ import annotations
@@ -220,10 +220,11 @@ class LoopGuard(Intervention):
 def in_words(event: Event) -> str:
     """Return what the guard found and did in one of its events."""
     data = event.data
-    alarm = "an alarm" if data["period"] is None else f"a repetition of {count_of(data['period'], 'token')}"
+    alarm = "an alarm"
+    if data["period"] is not None:
+        alarm = f"a repetition of {count_of(data['period'], 'token')}"
     cached = count_of(data["cached_before"], "cached token")
-    back = count_of(data["taken_back"], "token")
-    new = count_of(data["generated"], "new token")
+    back, new = count_of(data["taken_back"], "token"), count_of(data["generated"], "new token")
     return f"After {new} the guard found {alarm}. It kept {data['kept_count']} of {cached} and took {back} back."
 
 
@@ -297,33 +298,22 @@ class GuardRun:
         for number in alarms:
             row = rows.rows[number]
             begin, period = _repetition(row, self.guard.retention(row.prompt, self.session.anchors))
-            cached = len(_cached_positions(moment.layers, number))
-            data = {
-                "period": period,
-                "bad": [(begin, row.length)],
-                "level": 0,
-                "cached_before": cached,
-                "taken_back": 0,
-                "kept": [(0, row.length)],
-                "kept_count": cached,
-                "generated": len(row.tokens),
-            }
+            cached = _cached_positions(moment.layers, number)
+            data = _event_data(row, period, range(begin, row.length), cached, cached)
             events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
         self.run.log(lambda: events)
 
     def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
         """Lower the logits of tokens that would prolong a repetition of rows that looped, in place."""
-        steered: list[int] = []
+        steered: dict[int, Steering] = {}
         for number, row in enumerate(rows.rows):
             if row.steering is not None and rows.count <= row.steering.until and not row.monitor.ended:
-                steered.append(number)
+                steered[number] = row.steering
         if steered:
-            changed = logits[steered].cpu()  # one wait for the device instead of several for each row
-            for number, row_logits in zip(steered, changed, strict=True):
-                row = rows.rows[number]
-                assert row.steering is not None
-                row.steering.steer(row_logits, row.ids, rows.ends)
-            logits[steered] = changed.to(logits.device)
+            changed = logits[list(steered)].cpu()  # one wait for the device instead of several for each row
+            for (number, steering), row_logits in zip(steered.items(), changed, strict=True):
+                steering.steer(row_logits, rows.rows[number].ids, rows.ends)
+            logits[list(steered)] = changed.to(logits.device)
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
@@ -437,16 +427,7 @@ class GuardRun:
         else:
             begin, end = self.guard.to_cut(begin, length, period)
         kept = tokens_to_keep(cached, length, range(begin, end), retention, level)
-        data = {
-            "period": period,
-            "bad": [(begin, end)] if begin < end else [],
-            "level": level,
-            "cached_before": len(cached),
-            "taken_back": taken_back,
-            "kept": ranges_of(kept),
-            "kept_count": len(kept),
-            "generated": row.written,
-        }
+        data = _event_data(row, period, range(begin, end), cached, kept) | {"level": level, "taken_back": taken_back}
         if taken_back:  # the last token that stays is read again
             kept = [position for position in kept if position < length - taken_back - 1]
         return data, kept
@@ -484,6 +465,20 @@ def _repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | None]
         begin = min(begin, row.prompt + found.start)
     tail = tail or found
     return begin, None if tail is None else tail.period
+
+
+def _event_data(row: WatchedRow, period: int | None, bad: range, cached: list[int], kept: list[int]) -> dict[str, Any]:
+    """The data of an event at which nothing is taken back."""
+    return {
+        "period": period,
+        "bad": ranges_of(bad),
+        "level": 0,
+        "cached_before": len(cached),
+        "taken_back": 0,
+        "kept": ranges_of(kept),
+        "kept_count": len(kept),
+        "generated": row.written,
+    }
 
 
 def _cached_positions(layers: list[CacheLayer], row: int) -> list[int]:
