@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from sinkscope.app.card import CARD
-from sinkscope.app.pages import Section, document, result_section, text
+from sinkscope.app.pages import Section, document, folded, result_section, text
 from sinkscope.errors import SinkscopeError, one_line
 from sinkscope.files.output import check_output, read_json, write_output
 from sinkscope.files.plain import visible
@@ -59,7 +60,7 @@ def report(
                 from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
 
                 result = bench_table([path])
-            sections.append(result_section(result, name))
+            sections.append(_section(result, name))
             results.append(result)
         except SinkscopeError as error:
             left_out.append(f"{name}: {error}")
@@ -67,6 +68,8 @@ def report(
             left_out.append(one_line(f"{name}: {type(error).__name__}: {error}"))
     if not sections:
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
+    models = list(dict.fromkeys(section.about for section in sections))
+    sections.sort(key=lambda section: models.index(section.about))  # those of one model stand together
     count = count_of(len(sections), "result")
     alike = several_of_one(results)
     for title, said in (
@@ -78,6 +81,12 @@ def report(
             sections.append(Section(title, f"<ul>{rows}</ul>"))
     write_output(target, document(visible(root.resolve().name), sections, count))
     print(visible(f"{page}: {count}, {len(left_out)} left out"))
+
+
+def _section(result: Result, file: str) -> Section:
+    """The section of a result, closed, because the contents say what it concludes."""
+    section = folded(result_section(result, file), "Summary, figure, table, settings and provenance")
+    return replace(section, about=result.model.name, conclusion=result.conclusion())
 
 
 def several_of_one(results: Sequence[Result]) -> list[str]:

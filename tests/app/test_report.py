@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -51,7 +54,7 @@ def test_all_results_are_there_in_the_order_of_their_files(whole, seen):
 
 
 def test_markup_from_files_is_text(seen, tmp_path):
-    fill(tmp_path / "plain", "word")
+    fill(tmp_path / "plain", "wo/rd")
     attacked, plain = seen, read_report(made_report(tmp_path / "plain"))
     assert attacked.tags == plain.tags
     assert {name for name, _ in attacked.attributes} == {name for name, _ in plain.attributes}
@@ -120,3 +123,23 @@ def test_folders_of_runs_are_their_tables(tmp_path):
     assert files_shown(page) == ["talks"]
     assert "is no folder of `sinkscope bench`: give what --out was given" in text
     assert bench_table([talks]).summary().splitlines()[0] in text
+
+
+def test_the_contents_say_what_each_result_concludes_by_model(folder):
+    found = Result.load(folder / "below/plain.json")
+    other = replace(found, model=replace(found.model, name="another <model>"), word="third")
+    other.save(folder / "aaa.json")
+    page = made_report(folder)
+    contents = re.search(r'<nav aria-label="Contents">.*?</nav>', page.read_text(), re.DOTALL)
+    assert contents is not None
+    titles = re.findall(r"<h2>(.*?)</h2>", contents.group())
+    assert titles == ["another &lt;model&gt;", *dict.fromkeys(titles[1:])] and len(titles) == 4
+    for line in ("The word is third.", found.conclusion()):
+        assert contents.group().count(escape(visible(line))) == 1
+    assert files_shown(page) == ["aaa.json", "atlas.json", "below/plain.json", "loops.json", "sinks.json"]
+
+
+def test_each_result_is_closed(whole):
+    closed = r'<section id="r\d+">\n<h2>.*?</h2>(<details>)<summary>.*?</details>\n</section>'
+    sections = re.findall(closed, whole.read_text(), re.DOTALL)
+    assert len(sections) == 4

@@ -34,10 +34,14 @@ class Section:
     Attributes:
         heading: Its heading, escaped.
         html: What stands below; everything in it is escaped.
+        about: What it is about, such as a model: in the contents, a title above all sections about it.
+        conclusion: What the contents say of it.
     """
 
     heading: str
     html: str
+    about: str = ""
+    conclusion: str = ""
 
 
 def page(result: Result) -> str:
@@ -94,9 +98,7 @@ def document(
         first: HTML above the contents, fully escaped.
     """
     body: list[str] = []
-    links: list[str] = []
     for number, one in enumerate(sections):
-        links.append(f'<li><a href="#r{number}">{one.heading}</a></li>')
         title = ""
         if about or len(sections) > 1:  # a page with one result has its name as the heading
             title = f"<h2>{one.heading}</h2>"
@@ -104,9 +106,6 @@ def document(
     words = f"sinkscope {__version__}"
     if about:
         words = f"{text(about)} · {words}"
-    contents = ""
-    if len(links) > 1:
-        contents = f'<nav aria-label="Contents"><ol>{"".join(links)}</ol></nav>'
     html = "\n".join(body)
     plotly, figures = "", ""
     if 'class="plot' in html:
@@ -119,11 +118,25 @@ def document(
         heading=text(heading),
         about=words,
         first=first,
-        contents=contents,
+        contents=_contents(sections),
         plotly=plotly,
         body=html,
         figures=figures,
     )
+
+
+def _contents(sections: Sequence[Section]) -> str:
+    """Links to the sections with what they conclude, by what they are about; nothing for a single section."""
+    if len(sections) < 2:
+        return ""
+    lines: list[str] = []
+    for number, one in enumerate(sections):
+        before = sections[number - 1].about if number else ""
+        if one.about != before and one.about:
+            lines.append(f"</ul><h2>{text(one.about)}</h2><ul>")
+        said = f": {text(one.conclusion)}" if one.conclusion else ""
+        lines.append(f'<li><a href="#r{number}">{one.heading}</a>{said}</li>')
+    return f'<nav aria-label="Contents"><ul>{"".join(lines)}</ul></nav>'.replace("<ul></ul>", "")
 
 
 def _file(name: str) -> str:
