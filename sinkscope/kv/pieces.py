@@ -99,7 +99,7 @@ def generate_with_rewind(
         it has no scores, logits, attentions and hidden states, which would be those of the last piece.
     """
     session = None if run is None else run.session
-    rewinder: Rewinder | None = None if session is None else session.guests.get(Rewinder)
+    rewinder: Rewinder | None = None if session is None else session.rewinder
     if cache is not None:
         options.update(cache_argument(model, cache))
     if session is None or rewinder is None or options.get("streamer") is not None:

@@ -23,6 +23,7 @@ from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
 from sinkscope.kv.generation import Generation
 from sinkscope.kv.owners import own_model
+from sinkscope.kv.pieces import Rewinder
 from sinkscope.kv.policy_checks import warn_of_idle
 from sinkscope.kv.scope import stock_windows
 from sinkscope.kv.usage import Meter, Usage
@@ -43,7 +44,7 @@ class Session:
         watching: What is seen of the attention, and what replaces it.
         generation: What `generate` is doing in the current thread.
         anchors: Number of first positions that the policies and guards of the run keep.
-        guests: What policies, guards and observers keep for the run, by its class.
+        rewinder: Passes on what a guard removes from the output; None if no guard does.
         meters: Counters of tokens and bytes, one for each cache, also of caches that are gone.
     """
 
@@ -56,7 +57,7 @@ class Session:
         self.now = CurrentCall()
         self.watching = AttentionWatch(target, self.now)
         self.anchors = 0
-        self.guests: dict[type, Any] = {}
+        self.rewinder: Rewinder | None = None
         self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
         self.meters: list[Meter] = []
         self._counts_reads = False
@@ -178,8 +179,9 @@ class Session:
 
     def _leave(self) -> None:
         """Forget who acted, because most of them hold the session."""
-        for acting in (self._before_decode, self._after_call, self.watching.watchers, self.guests):
+        for acting in (self._before_decode, self._after_call, self.watching.watchers):
             acting.clear()
+        self.rewinder = None
         self.watching.replacement = None
 
     # What the model calls ---------------------------------------------------------------------------------------

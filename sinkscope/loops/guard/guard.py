@@ -155,11 +155,11 @@ class LoopGuard(Intervention):
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
 
     def summary(self, run: Run) -> str:
-        """Return the first loop and the response to it, and how many more followed."""
+        """Return the first loop and the response to it, and how often the guard acted again."""
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
-        return f"{in_words(cuts[0])} It stepped in {count_of(len(cuts), 'time')} in all."
+        return f"{in_words(cuts[0])} {count_of(len(cuts) - 1, 'more alarm')} followed."
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""
@@ -211,7 +211,7 @@ class LoopGuard(Intervention):
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         session.before_decode(lambda moment: check_order(moment.layers, "LoopGuard"))
         if self.act == "rewind" and self.penalty:  # without a penalty the loop would be written again
-            session.guests[Rewinder] = Rewinder()
+            session.rewinder = Rewinder()
         guarding = GuardRun(self, self.settings, run, session, key)
         session.after_call(guarding.note)
         run.hook((run.target.hf, "post", guarding.on_logits))
@@ -255,7 +255,7 @@ class GuardRun:
     @property
     def rewinder(self) -> Rewinder | None:
         """Passes on what is removed from the output; None if nothing can be."""
-        return self.session.guests.get(Rewinder)
+        return self.session.rewinder
 
     @cached_property
     def words(self) -> Words | None:
