@@ -90,7 +90,7 @@ def _section(result: Result, file: str) -> Section:
 
 
 def several_of_one(results: Sequence[Result]) -> list[str]:
-    """Of each kind and model that several results have, a remark that says in which settings these differ."""
+    """Return, of each kind and model that several results have, a remark that says in which settings these differ."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result.kind, result.model.name), []).append(result)

@@ -47,7 +47,7 @@ def normalised(text: str) -> list[str]:
 
 
 def f1(text: str, answers: Sequence[str]) -> float:
-    """The best harmonic mean of precision and recall over the words of the output and of an answer (LongBench)."""
+    """Return the best harmonic mean of precision and recall over words of the output and of an answer (LongBench)."""
     best = 0.0
     words = normalised(text)
     for answer in answers:

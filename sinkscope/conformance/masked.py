@@ -18,7 +18,7 @@ _NAME = "sinkscope-masked"
 
 @contextmanager
 def attending(model: Any, sees: Mapping[int, Bool[Tensor, "batch kv_head query key"]]) -> Iterator[None]:
-    """The layers of a model attend by `sees` alone, by the attention that the model's own file defines."""
+    """Let the layers of a model attend by `sees` alone, by the attention that the model's own file defines."""
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **kwargs: Any) -> Any:
         visible = sees[module.layer_idx].repeat_interleave(query.shape[1] // key.shape[1], 1)

@@ -26,7 +26,7 @@ EXPECTED = (
 
 
 def factory_named(place: str) -> Factory:
-    """The factory at "module:function", or a policy by the name that `--policy` takes; the checks set its budget.
+    """Return the factory at "module:function", or a policy by the name for `--policy`; the checks set its budget.
 
     The current folder is searched, too.
 
@@ -84,7 +84,7 @@ def made(factory: Factory, model: Any, prompt: int, budget: int | None) -> Any:
 
 @contextmanager
 def entered(subject: Any, model: Any) -> Iterator[Any]:
-    """The cache that the model is called with, while what is checked acts."""
+    """Return the cache that the model is called with, while what is checked acts."""
     if isinstance(subject, Cache):
         yield subject
         return

@@ -54,7 +54,7 @@ class Command:
         return self.target.partition(":")[2]
 
     def load(self) -> Any:
-        """Its function; this imports its module."""
+        """Return its function; this imports its module."""
         return resolve_name(self.target)
 
 

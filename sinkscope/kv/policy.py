@@ -249,7 +249,7 @@ class Policy(Intervention):
         return self.select(scores.float(), at, self.budgets(at))
 
     def row_budgets(self, moment: Moment, session: Session) -> RowBudgets:
-        """The budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""
+        """Return the budget of each row after a prompt, and how much of it is for tokens that are always kept."""
         budgets = self.tokens(moment.call.before)
         first: list[int] = []
         latest: list[int] = []

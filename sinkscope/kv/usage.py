@@ -249,7 +249,7 @@ def tokens_read(run: Run) -> list[list[float]]:
 
 
 def held_summary(name: str, run: Run) -> str:
-    """One sentence on how many tokens the run's caches held while decoding, and their bytes beside the model's own."""
+    """Return a sentence: the tokens that the run's caches held while decoding, and their bytes beside the model's."""
     usages: list[Usage] = run.usage
     if not usages:
         return f"{name} has read nothing yet."

@@ -149,7 +149,7 @@ class Setup:
         return float((self.ids[:, 1:] == unknown).float().mean())
 
     def edited(self) -> AbstractContextManager[Any]:
-        """A `with` block in which the caller's interventions act."""
+        """Return a `with` block in which the caller's interventions act."""
         return under(self.edit, self.target)
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:

@@ -74,7 +74,7 @@ def in_groups(
 def fold_groups_into_queries(
     by_head: Shaped[Tensor, "batch head query width"], kv_heads: int
 ) -> Shaped[Tensor, "kv_head_of_batch query_of_group width"]:
-    """As `in_groups`, for a batched matrix product with the keys or values of the kv heads."""
+    """Do as `in_groups`, for a batched matrix product with the keys or values of the kv heads."""
     return by_head.reshape(by_head.shape[0] * kv_heads, -1, by_head.shape[-1])  # in one step, as each costs time
 
 

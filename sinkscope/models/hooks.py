@@ -120,7 +120,7 @@ def beside(tensor: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The hidden states in a layer's or attention module's output (a tensor, or a tuple that begins with one)."""
+    """Return the hidden states in the output of a layer or attention module (a tensor, or first in a tuple)."""
     if isinstance(output, tuple | list):
         return output[0]
     return output

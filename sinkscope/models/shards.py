@@ -70,7 +70,7 @@ class Shards:
         return True
 
     def gather(self, tensor: Shaped[Tensor, ...], size: int, dim: int = -1) -> Shaped[Tensor, ...]:
-        """The whole of a tensor of which every process may hold a part along a dimension, which is then this large."""
+        """Return the whole of a tensor of which processes may hold parts along a dimension of this size."""
         width = tensor.shape[dim]
         if not self.is_part(width, size):
             return tensor

@@ -205,7 +205,7 @@ class Target(Parts):
         return [(self.sub(layer, part), when, function) for function in functions]
 
     def mlp_writers(self, layer: int) -> list[nn.Module]:
-        """The modules whose sum is what the MLP gives: one, or a mixture and a shared expert that stands beside it."""
+        """Return the modules whose sum is what the MLP gives: one, or a mixture and the shared expert beside it."""
         writers = [self.sub(layer, "mlp")]
         if self.has_shared(layer) and not f"{self.path(layer, 'down')}.".startswith(f"{self.path(layer, 'mlp')}."):
             writers.append(self.sub(layer, "down"))

@@ -102,7 +102,7 @@ def wrapped(text: str, stream: Any) -> str:
 
 
 def note(message: str) -> None:
-    """A line for the reader, not for the next program; it is lost if standard error cannot be written."""
+    """Print a line for the reader, not for the next program; it is lost if standard error cannot be written."""
     try:
         erased = ERASE if ProgressBar.shown else ""
         print(erased + wrapped(visible(message), sys.stderr), file=sys.stderr, flush=True)

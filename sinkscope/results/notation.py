@@ -37,7 +37,7 @@ def head_name(layer: int, head: int) -> str:
 
 
 def word_list(things: Sequence[object], most: int = 12) -> str:
-    """The items of a list joined in words: "a", "a and b", "a, b and c", "a, b and 3 more"; "none" of an empty list.
+    """Join the items of a list in words: "a", "a and b", "a, b and c", "a, b and 3 more"; "none" of an empty list.
 
     Args:
         things: The items; strings are written as they are.

@@ -116,7 +116,7 @@ class Result(Envelope):
         return [*further[:MOST_DETAILS], *self.facts()]
 
     def numbers(self) -> list[Number]:
-        """The numbers and words by which two models are compared: of its claims, unless a subclass overrides it."""
+        """Return the numbers and words by which two models are compared: of its claims, unless overridden."""
         numbers: dict[str, Number] = {}
         for number in map(number_of, self._claims):  # of those about the same outcome and kind of parts, the first
             numbers.setdefault(number.key, number)

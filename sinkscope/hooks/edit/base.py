@@ -341,5 +341,5 @@ class Composed(Intervention):
 
 
 def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
-    """A `with` block in which the edit acts; without an edit, nothing does."""
+    """Return a `with` block in which the edit acts; without an edit, nothing does."""
     return nullcontext() if edit is None else edit.on(target)

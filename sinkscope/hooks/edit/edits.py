@@ -82,7 +82,7 @@ class NeuronEdit(PlacedEdit):
         """
 
     def places_in(self, target: Target) -> list[tuple[Place, NeuronGroup]]:
-        """The inputs of down projections, outputs of up projections, experts, and inputs of output projections."""
+        """Return the places: inputs of down projections and of output projections, up projections, experts."""
         self.check(target)
         places: list[tuple[Place, NeuronGroup]] = []
         for group in groups_of(self.checked_sites):

@@ -127,7 +127,7 @@ def expert_and_neuron(target: Target, layer: int, number: int) -> tuple[int | No
 
 
 def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
-    """The factor a norm applies to each dimension, however it is stored: probed with a vector of mean 0, square 1."""
+    """Return the factor of a norm for each dimension, however it is stored: probed by a vector of mean 0, square 1."""
     signs = torch.ones(target.d_model, device=target.device, dtype=target.dtype)
     signs[1::2] = -1
     positive = norm(signs[None])[0].float()

@@ -87,7 +87,7 @@ _LAST = ("ln_final", "logits")  # what the unembedding reads, and what it gives
 
 
 def site_names(n_layers: int) -> list[str]:
-    """All site names that `trace` accepts, for a model of `n_layers` layers, in the order of the forward pass."""
+    """Return all site names that `trace` accepts for a model of `n_layers` layers, in the order of the pass."""
     names = ["hook_embed"]
     for layer in range(n_layers):
         names += [f"blocks.{layer}.{place}" for place in _PLACES]

@@ -123,7 +123,7 @@ class LoopGuard(Intervention):
 
     @classmethod
     def paper(cls, budget: int | float = 1024, **changed: Any) -> LoopGuard:
-        """The guard as published: votes and gates, recent tokens from the monitor's window, and nothing but the cut.
+        """Return the guard as published: votes, gates, recent tokens from the monitor's window, and only the cut.
 
         Args:
             budget: As for the plain constructor.
@@ -166,7 +166,7 @@ class LoopGuard(Intervention):
         self.retention(tokens)
 
     def retention(self, prompt: int, first: int = 0) -> Retention:
-        """What is kept of a row with `prompt` prompt tokens, if a policy in the same run keeps the `first` ones."""
+        """Return what is kept of a row of `prompt` prompt tokens, if a policy in the run keeps the `first` ones."""
         budget = self.budget if isinstance(self.budget, int) else share_of(self.budget, prompt)
         anchors = max(self.first_tokens(budget), min(first, budget - 1))
         if budget <= anchors:
@@ -249,7 +249,7 @@ class GuardRun:
     here: threading.local = field(default_factory=threading.local)
 
     def note(self, moment: Moment) -> None:
-        """The layers have run, and the logits are still to come."""
+        """Note that the layers have run, and the logits are still to come."""
         self.here.ended = moment
 
     @property

@@ -148,7 +148,7 @@ class Steering:
 
 
 def copies(ids: Sequence[int], ends: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
-    """Where an earlier copy of the last ids is followed by a token, and the length of the copy, at most `longest`.
+    """Find where an earlier copy of the last ids is followed by a token, and the length of the copy, at most `longest`.
 
     Args:
         ids: The ids.

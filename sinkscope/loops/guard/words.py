@@ -35,7 +35,7 @@ class Words:
         return None
 
     def rest(self, ids: Sequence[int], first: int) -> frozenset[int]:
-        """All tokens with which a row goes on after a token, up to the end of the word, and this one if it is open."""
+        """Return the tokens that go on with a row after a token, to the end of the word, and this one if it is open."""
         found = set(self.inside & {first})
         within = False
         for place in range(1, len(ids)):
@@ -57,7 +57,7 @@ class Words:
 
 
 def words_of(tokenizer: Any) -> Words | None:
-    """The words of a tokenizer whose tokens mark boundaries: byte-level (Ġ), of SentencePiece (▁), or with spaces.
+    """Return the words of a tokenizer whose tokens mark boundaries: byte-level (Ġ), SentencePiece (▁), or spaces.
 
     Args:
         tokenizer: One of transformers, or None.

@@ -48,7 +48,7 @@ def shown(text: str, limit: int = SHOWN_CHARACTERS) -> str:
 
 
 def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
-    """The pieces of outputs in what a server sends; None if it is of no form. The first case that fits is its form.
+    """Return the pieces of outputs in what a server sends; None if it has no form. The first case that fits counts.
 
     Args:
         data: A line of JSON, or the data of a server-sent event.

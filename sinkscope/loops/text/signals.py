@@ -207,5 +207,5 @@ def is_loop(ids: Ids, max_new: int | None = MAX_NEW) -> bool:
 
 
 def ends_in_loop(ids: Ids) -> bool:
-    """The loop rule without the length, on the last 256 tokens, so that early and late stops are judged alike."""
+    """Apply the loop rule without the length to the last 256 tokens, so that early and late stops are judged alike."""
     return is_loop(ids[-WINDOW:], None)

@@ -109,7 +109,7 @@ class Files:
         return hub_file(self.repo, name, self.commit)
 
     def weights(self) -> list[Path]:
-        """The weight files that transformers would load: safetensors, or else pickles; those of a repo are downloaded.
+        """Return the files that transformers would load: safetensors, or else pickles; those of a repo are downloaded.
 
         Raises:
             SinkscopeError: There are none, or a shard is missing.

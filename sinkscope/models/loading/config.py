@@ -25,7 +25,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, with the next one if it ends in a colon, or else the error's name."""
+    """Return the first line of an error's message, with the next one after a colon, or else the error's name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if lines[0].endswith(":"):
         return " ".join(lines[:2])
@@ -108,7 +108,7 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 
 def causal_class(config: Any) -> Any:
-    """What loads a causal language model: for text parts that transformers does not list, the class beside theirs."""
+    """Return what loads a causal model: for text parts that transformers does not list, the class beside theirs."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -124,7 +124,7 @@ def causal_class(config: Any) -> Any:
 
 
 def new_model(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """A causal language model of a configuration, with random weights, or without any inside `torch.device("meta")`."""
+    """Return a causal language model of a configuration: random weights, or none inside `torch.device("meta")`."""
     cls = causal_class(config)
     if hasattr(cls, "from_config"):
         return cls.from_config(config, dtype=dtype, trust_remote_code=False)

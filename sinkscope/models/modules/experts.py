@@ -89,7 +89,7 @@ class Experts:
         return is_usual and not hasattr(self.module, "gate_up_proj_bias")
 
     def routed(self, args: Args, kwargs: Kwargs) -> Routed:
-        """What a call with these arguments means: hidden states, chosen experts and their weights, by any names."""
+        """Return what the arguments of a call mean: hidden states, chosen experts and their weights, by any names."""
         _, chosen, weights = (*args, *kwargs.values())[:3]
         by_expert = weights.new_zeros(len(weights), self.count + 1)  # one more: "no expert" under sharding
         by_expert.scatter_add_(1, chosen.long().clamp(max=self.count), weights)

@@ -80,7 +80,7 @@ def base_path(model: Any, stack: str) -> str:
 
 
 def layer_kinds(target: Target) -> list[int]:
-    """For each layer the first of its kind: layers of a kind have parameters of the same names and shapes."""
+    """Return for each layer the first of its kind: layers of a kind have parameters of the same names and shapes."""
     firsts = dict[str, int]()
     return [firsts.setdefault(kind_of(layer), number) for number, layer in enumerate(target.layers)]
 

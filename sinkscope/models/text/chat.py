@@ -34,7 +34,7 @@ def uses_template(tokenizer: Any, text: str, chat: Chat, name: str) -> bool:
 
 
 def chat_ids(tokenizer: Any, messages: Messages, name: str, before: Sequence[int] = ()) -> list[int]:
-    """The ids of what follows `before` in the messages as the chat template gives them; arguments as for `chat_text`.
+    """Return the ids of what follows `before` in the messages by the chat template; arguments as for `chat_text`.
 
     Raises:
         SinkscopeError: As for `chat_text`, or the template does not go on where those ids end.

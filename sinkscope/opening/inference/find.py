@@ -151,7 +151,7 @@ def _key(hf: Any) -> tuple[type, Adapter | None, str]:
 
 
 def sample_of(hf: Any) -> Any:
-    """A random model of a model's configuration, in float32: the first layer of each kind and those before it."""
+    """Return a random model of a configuration, in float32: the first layer of each kind and those before it."""
     config = copy.deepcopy(hf.config)
     config.distributed_config = None  # it is whole in every process
     text = config.get_text_config()
