@@ -205,9 +205,6 @@ def answer_rows(
         if run is not None:
             read = [call.read_by_row()[row] for call in held[1:length]]
             cached = [call.held_by_row()[row] for call in held[1:length]]
-        steps: dict[str, tuple[float, ...]] = {}
-        for name, value in values.items():
-            steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())
         costs: Metrics = {
             "prompt_tokens": prompt,
             "length": length,
@@ -218,9 +215,17 @@ def answer_rows(
         }
         text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
         ended: Ending = "eos" if tokens[-1] in ends and not along else "cap"
-        answer = Answer(tokens, text, ended, costs, read, row_events(events, row, length), steps)
-        answers.append(answer)
+        steps = _steps_of(values, row, length)
+        answers.append(Answer(tokens, text, ended, costs, read, row_events(events, row, length), steps))
     return answers
+
+
+def _steps_of(values: dict[str, list[Tensor]], row: int, length: int) -> dict[str, tuple[float, ...]]:
+    """The numbers of each step of one answer, by name."""
+    steps: dict[str, tuple[float, ...]] = {}
+    for name, value in values.items():
+        steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())
+    return steps
 
 
 def _generated(

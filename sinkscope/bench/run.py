@@ -87,11 +87,8 @@ def run_bench(
     new = max_new_tokens or task.new_tokens(target)
     prompts = _prompts(task, target, edits, new)
     fingerprint = fingerprint_of(target)
-    groups: list[tuple[Method, ...]] = [(method,) for method in chosen]
-    if task.together:
-        groups = [chosen]
     batches: list[Batch] = []
-    for group in groups:
+    for group in [chosen] if task.together else [(method,) for method in chosen]:
         for start in range(0, len(prompts), batch_size):
             part = tuple(prompts[start : start + batch_size])
             batches.append(Batch(fingerprint, task.name, group, part, new, temperature, seed))
@@ -107,11 +104,10 @@ def run_bench(
         warm: set[Method] = set()
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):
+                first = [conversation_ids(target, batch.prompts[0], 0, task.chat)]
                 for method in batch.methods:
                     if method not in warm:  # what is made at first use is not of the time of the first answer
-                        answer_rows(
-                            target, [conversation_ids(target, batch.prompts[0], 0, task.chat)], 2, method.make()
-                        )
+                        answer_rows(target, first, 2, method.make())
                         warm.add(method)
                 folder.append(task.answers(target, batch))
             (progress or silent)("batches", done, len(batches))

@@ -265,13 +265,7 @@ class Conversation:
             )
         sequences: Tensor = getattr(output, "sequences", output)
         answer = gold or sequences[0, len(whole) :].tolist()
-        text = None
-        tokenizer = target.available_tokenizer
-        if tokenizer is not None:
-            said = answer
-            if answer and answer[-1] in end_ids(target):  # not every tokenizer knows that this token is special
-                said = answer[:-1]
-            text = str(tokenizer.decode(said, skip_special_tokens=True))
+        text = self._text_of(answer)
         assert recorder.state is not None
         read = recorder.state.meter.usage().mean_read
         self._keep(cache, len(whole), recorder)
@@ -291,6 +285,15 @@ class Conversation:
             said, answered = {"role": "user", "content": prompt}, {"role": "assistant", "content": text or ""}
             self._messages = [*self._messages, said, answered]
         return turn
+
+    def _text_of(self, answer: list[int]) -> str | None:
+        """The text of an answer without its end; None without a tokenizer."""
+        tokenizer = self.target.available_tokenizer
+        if tokenizer is None:
+            return None
+        if answer and answer[-1] in end_ids(self.target):  # not every tokenizer knows that this token is special
+            answer = answer[:-1]
+        return str(tokenizer.decode(answer, skip_special_tokens=True))
 
     def _keep(self, cache: Any, prompt_tokens: int, recorder: TurnRecorder) -> None:
         """Keep the cache after a turn: with the answer's keys and values, or cut back to `prompt_tokens`."""
