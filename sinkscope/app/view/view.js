@@ -16,6 +16,7 @@ class View {
     this.token = 0;
     this.query = null;
     this.head = null;
+    this.neuron = null;
     this.off = new Set();
     this.typed = [];
     this.draft = "";
@@ -43,6 +44,7 @@ class View {
     if (!this.linked) return;
     const state = new URLSearchParams({ text: this.text, token: this.token, head: headName(this.head), model: this.variant });
     if (this.beside !== null) state.set("beside", this.beside);
+    if (this.neuron) state.set("neuron", this.neuron);
     for (const typed of this.typed) state.append("typed", typed);
     history.replaceState(null, "", `#${state}`);
   }
@@ -51,6 +53,7 @@ class View {
   async show(answer) {
     this.model = answer.model;
     this.data = answer.result;
+    this.pages = new Map(this.data.neuron_pages.map((page) => [page.name, page]));
     this.written = new Map(this.data.generation.length ? [["intact", this.data.generation]] : []); // by variant
     this.data.texts.forEach((text) => (text.asked = { text: null }));
     await this.follow();
@@ -62,6 +65,8 @@ class View {
     if (this.head && (this.head[0] >= layers || this.head[1] >= heads)) this.head = null;
     this.token = Math.min(this.token, length - 1);
     await this.begin();
+    const neuron = this.opened.get("neuron");
+    if (this.pages.has(neuron)) this.openNeuron(neuron);
   }
 
   /** Build the page with the intact model, and then choose what is shown. */
@@ -199,7 +204,6 @@ class View {
     this.slider.disabled = this.colour !== "norm" && this.colour !== "attention";
     this.layerWords.textContent = String(this.layer);
     for (const part of this.parts) part.draw();
-    drawCircuit(this, this.circuit);
   }
 
   /** The share of its attention that each head gives to the first sink, or to the first token. */
@@ -303,12 +307,10 @@ class View {
   }
 
   textPanel() {
-    const [strips, heads, rows] = [new Strips(this), new Heads(this), new Rows(this)];
-    this.parts = [strips, heads, rows];
-    this.circuit = element("div", { class: "circuit" });
-    const circuit = element("section", {}, element("h2", {}, "Circuit"), this.circuit);
+    const [strips, heads, rows, circuit] = [new Strips(this), new Heads(this), new Rows(this), new Circuit(this)];
+    this.parts = [strips, heads, rows, circuit];
     return element("div", { role: "tabpanel", id: "panel-text", "aria-labelledby": "tab-text" },
-      this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, rows.element, circuit));
+      this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, rows.element, circuit.element));
   }
 
   /** A choice among the texts; `none` is a first one that chooses none of them. */
@@ -383,12 +385,27 @@ class View {
     this.draw();
   }
 
-  /** A part of the circuit was chosen: show the head, or the norm after the spike's peak. */
-  pickPart(name, peak) {
-    if (headOf(name)) return this.pickHead(headOf(name));
-    this.layer = peak;
-    this.slider.value = peak;
+  /** Colour the tokens by the norm after a layer. */
+  pickLayer(layer) {
+    this.layer = layer;
+    this.slider.value = layer;
     this.pickColour("norm");
+  }
+
+  /** Open the page of a neuron over the view. */
+  openNeuron(name) {
+    this.neuron = name;
+    const dialog = neuronPage(this, name);
+    this.root.append(dialog);
+    dialog.showModal();
+    dialog.scrollTop = 0;
+    this.link();
+  }
+
+  closeNeuron(dialog) {
+    this.neuron = null;
+    dialog.remove();
+    this.link();
   }
 
   // Requests to Python

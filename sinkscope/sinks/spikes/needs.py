@@ -261,17 +261,14 @@ def _layers(spike: Spike, depth: int) -> list[int]:
     return [layer for layer in spike.reading_layers if layer < depth]
 
 
-def reading_heads(survey: Survey, spike: Spike) -> dict[Head, float]:
-    """Return the heads that `readers_of` counts, with their mean attention to the place, the strongest first."""
-    received = survey.received(spike.mask)[:, :, SpikeTexts.of(survey, spike).rows].mean(-1)
-    found: dict[Head, float] = {}
-    for layer in _layers(spike, survey.target.n_layers):
-        found |= {Head(layer, head): share for head, share in enumerate(received[layer].tolist()) if share > READS}
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
+def place_attention(survey: Survey, spike: Spike) -> Float[Tensor, "layer head"]:
+    """Return the mean attention to the place of each head in the spike's reading layers; `readers_of` counts these."""
+    received = survey.received(spike.mask)[_layers(spike, survey.target.n_layers)]
+    return received[:, :, SpikeTexts.of(survey, spike).rows].mean(-1)
 
 
 def readers_of(survey: Survey, spike: Spike, texts: SpikeTexts) -> tuple[int, float | None]:
     """Return heads in the spike's layers that attend to the place in these texts, and the margin over texts."""
     received = survey.received(spike.mask)[_layers(spike, survey.target.n_layers)][:, :, texts.rows]
     by_text = (received > READS).flatten(0, 1).sum(0).float()
-    return int((received.mean(-1) > READS).sum()), margin_of(by_text.numpy())
+    return int((place_attention(survey, spike) > READS).sum()), margin_of(by_text.numpy())
