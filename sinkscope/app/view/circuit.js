@@ -16,12 +16,12 @@ const share = (value) => percent(value).replace(/^-0%/, "0%");
 class Circuit {
   constructor(view) {
     this.view = view;
-    const { circuit, circuit_sentence: sentence } = view.data;
+    const { circuit, circuit_sentence: none } = view.data;
     const most = Math.max(...circuit.map((spike) => spike.heads));
     view.unfolded ||= new Set([circuit.findIndex((spike) => spike.heads === most)]);
     this.cells = [];
     const blocks = circuit.map((spike, number) => this.block(spike, number));
-    this.element = element("section", {}, element("h2", {}, "Circuit"), element("div", { class: "circuit" }, ...blocks, element("p", { class: "soft" }, sentence)));
+    this.element = element("section", {}, element("h2", {}, "Circuit"), element("div", { class: "circuit" }, ...(blocks.length ? blocks : [element("p", {}, none)])));
   }
 
   /** Mark the chosen head in each grid. */
@@ -38,9 +38,9 @@ class Circuit {
         element("span", { class: "soft" }, `${times(spike.ratio)} the typical norm; ${heads}`)),
       element("p", { class: "soft" }, `The norm is ${shown(spike.norm)} after layer ${spike.peak}, from ${shown(spike.before)}${inDimensions(spike.dims)}. `,
         element("button", { type: "button", class: "tool", onclick: () => this.view.pickLayer(spike.peak) }, "Show it on the text")),
-      this.parts("What writes it, as shares of the spike", spike.writers),
+      this.parts("What writes it: its share, and what is left of the spike without it alone", spike.writers),
       this.parts("What takes it away again", spike.erasers),
-      this.parts("What marks the place; and what is left of the spike if it is replaced there", spike.marks),
+      this.parts("What marks the place, and what is left of the spike if that is replaced there", spike.marks),
       spike.sentence ? element("p", {}, spike.sentence) : null,
       spike.heads ? this.readers(spike, number) : null);
     return block;
@@ -52,7 +52,7 @@ class Circuit {
     const rows = parts.map((part) => {
       const words = [];
       if (part.share !== null) words.push(share(part.share));
-      if (part.left !== null) words.push(`${percent(Math.max(0, part.left))} left${part.share === null ? "" : " without it"}`);
+      if (part.left !== null) words.push(`${percent(Math.max(0, part.left))} left`);
       if (part.others !== null) words.push(`others: ${percent(part.others)}`);
       if (part.needed) words.push("needed");
       const line = part.share === null ? Math.max(0, part.left ?? 0) : part.share;
@@ -108,14 +108,14 @@ function neuronPage(view, name) {
     element("div", { class: "row" }, element("h2", {}, `Neuron ${name}`), view.ask ? element("button", { type: "button", class: "tool", onclick: () => (close(), view.toggle(name)) }, view.off.has(name) ? "Switch it on" : "Switch it off") : null,
       element("button", { type: "button", class: "tool", onclick: close }, "Close")),
     ...page.spikes.map((one) => writesIn(view, one)),
-    onText(view, page), ...onTypicalText(page), ...withoutNeuron(view, page));
+    onText(view, page), onTypicalText(page), withoutNeuron(view, page));
   return dialog;
 }
 
 function writesIn(view, { spike: number, share: value }) {
   const spike = view.data.circuit[number];
-  const written = value === null ? "It is needed for" : `It writes ${share(value)} of`;
-  return element("p", {}, `${written} the spike at ${spike.place} in ${run(spike.layers)}${inDimensions(spike.dims)}.`);
+  const written = value === null ? "is needed for" : `writes ${share(value)} of`;
+  return element("p", {}, `In ${run(spike.layers)}, it ${written} the spike at ${spike.place}${inDimensions(spike.dims)}.`);
 }
 
 /** Its activation at each token of the shown text. */
@@ -142,9 +142,9 @@ function onTypicalText({ largest, median, positions }) {
   const top = Math.abs(largest[0]?.value) || 1;
   const rows = largest.map(({ value, before, token, after, texts }) => element("tr", {}, element("td", {}, shown(value)), element("td", {}, bar(value / top)),
     element("td", {}, element("span", { class: "soft" }, before), element("mark", {}, visible(token)), element("span", { class: "soft" }, after), texts > 1 ? ` (in ${texts} texts)` : "")));
-  return [element("h3", {}, `Its ${counted(largest.length, "largest activation").replace(/^1 /, "")} on the typical text`),
+  return element("div", {}, element("h3", {}, `Its ${largest.length} largest activations on the typical text`),
     element("p", { class: "soft" }, `Its median over ${positions} positions is ${shown(median)}. Texts that begin alike count once.`),
-    element("table", { class: "largest" }, element("tbody", {}, ...rows))];
+    element("table", { class: "largest" }, element("tbody", {}, ...rows)));
 }
 
 /** What is left of each spike without it, alone and with what else is needed, beside random neurons. */
@@ -160,15 +160,15 @@ function withoutNeuron(view, { name, spikes }) {
       rows.push([`with ${set.filter((part) => part !== name).join(", ")}`, spike.needed]);
       if (spike.random) rows.push([`${set.length} random neurons`, spike.random]);
     }
-    if (rows.length > start) rows.splice(start, 0, [`The spike at ${spike.place}, ${run(spike.layers)}`, null, spike]);
+    if (rows.length > start) rows.splice(start, 0, [`The spike at ${spike.place}, ${run(spike.layers)}: ${counted(spike.heads, "head")} read${spike.heads === 1 ? "s" : ""} it`, null]);
   }
   const title = element("h3", {}, "What its removal does");
-  if (!rows.length) return [title, element("p", { class: "soft" }, "It was not removed alone.")];
+  if (!rows.length) return element("div", {}, title, element("p", { class: "soft" }, "It was not removed."));
   const head = ["removed", "spike left", "heads", "perplexity"].map((words) => element("th", { scope: "col" }, words));
   const lines = rows.map(([words, left]) => {
     if (!left) return element("tr", {}, element("th", { scope: "rowgroup", colspan: 4 }, words));
     const cells = [words, percent(Math.max(0, left.left)), left.heads, left.perplexity === null ? "not measured" : `${left.perplexity.toFixed(2)} times`];
     return element("tr", {}, ...cells.map((cell) => element("td", {}, String(cell))));
   });
-  return [title, element("table", { class: "outcomes" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...lines))];
+  return element("div", {}, title, element("table", { class: "outcomes" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...lines)));
 }

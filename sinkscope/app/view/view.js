@@ -155,8 +155,8 @@ class View {
     }
   }
 
-  async rowsOf({ text }, variant) {
-    const place = (variant.heads || text.heads).findIndex((head) => head.join() === this.head.join());
+  async rowsOf({ text }, variant, wanted = this.head) {
+    const place = (variant.heads || text.heads).findIndex((head) => head.join() === wanted.join());
     return place < 0 ? null : unpacked(variant.rows[place]);
   }
 
@@ -307,10 +307,12 @@ class View {
   }
 
   textPanel() {
-    const [strips, heads, rows, circuit] = [new Strips(this), new Heads(this), new Rows(this), new Circuit(this)];
-    this.parts = [strips, heads, rows, circuit];
+    const [strips, heads, layer, circuit] = [new Strips(this), new Heads(this), new Layer(this), new Circuit(this)];
+    this.rows = new Rows(this);
+    this.parts = [strips, heads, this.rows, layer, circuit];
+    const attention = element("section", {}, ...this.rows.elements, layer.element);
     return element("div", { role: "tabpanel", id: "panel-text", "aria-labelledby": "tab-text" },
-      this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, rows.element, circuit.element));
+      this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, attention, circuit.element));
   }
 
   /** A choice among the texts; `none` is a first one that chooses none of them. */
