@@ -51,6 +51,11 @@ def opened(view, tmp_path, chrome):
     return opening
 
 
+def each(chrome, selector: str, what: str) -> list:
+    """What JavaScript reads of each element that a selector finds."""
+    return chrome.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.{what})")
+
+
 def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened):
     """A head that reads two places stands in the grid of each, and no head is listed without its spike."""
     first = view.circuit[0]
@@ -59,17 +64,15 @@ def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened)
     third = replace(first, place="' the'")
     chrome = opened(shown=replace(view, circuit=(second, first, third)))
     assert chrome.texts(".spike h3") == ["'.', layer 1", "The first token, layers 1-5", "' the', layers 1-5"]
-    assert chrome.run("[...document.querySelectorAll('.spike[open]')].map((spike) => spike.id)") == ["spike-1"]
-    readers = [chrome.run(f"[...document.querySelectorAll('#spike-{n} .reader')].map((one) => one.title)") for n in (0, 1)]
+    assert each(chrome, ".spike[open]", "id") == ["spike-1"]
+    readers = [each(chrome, f"#spike-{number} .reader", "title") for number in (0, 1)]
     assert readers[0] == ["L2.H0: 90%", "L2.H1: 31%"] and len(readers[1]) == first.heads == 20
-    ids = chrome.run("[...document.querySelectorAll('.circuit [id]')].map((part) => part.id)")
+    ids = each(chrome, ".circuit [id]", "id")
     assert len(ids) == len(set(ids)) > 70
     assert "L2.H1" not in " ".join(chrome.texts(".circuit"))  # but as the title of a cell
     chrome.click("#reads-0-2-1")
     assert chrome.text("#rows-title") == "Rows of L2.H1"
-    assert chrome.run("[...document.querySelectorAll('.circuit .head.chosen')].map((one) => one.id)") == [
-        f"reads-{number}-2-1" for number in range(3)
-    ]
+    assert each(chrome, ".circuit .head.chosen", "id") == [f"reads-{number}-2-1" for number in range(3)]
     chrome.click("#variant-1")
     chrome.click("#tab-generation")  # a page holds what the intact model writes, and does not show it as another's
     assert chrome.text("#panel-generation") == "This page holds only what the intact model writes."
@@ -80,7 +83,8 @@ def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened)
 def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bundled, view, opened):
     (found,), (measured,) = bundled.sink.circuit.spikes, bundled.sink.sinks.spikes
     chrome = opened()
-    assert chrome.text("#spike-0 summary").endswith(f"{found.ratio:.3g} times the typical norm; {found.heads} heads read it")
+    said = f"{found.ratio:.3g} times the typical norm; {found.heads} heads read it"
+    assert chrome.text("#spike-0 summary").endswith(said)
     (neuron,), (alone,) = found.neurons, found.alone
     writers = [f"{neuron.address}{neuron.share:.0%}; {alone.left:.0%} left; needed", "everything else0%"]
     marks = [f"the attention of layer 0{found.marks[0].left:.0%} left; others: {found.marks[0].others:.0%}"]
@@ -91,7 +95,7 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     given = attention(model, ids)[..., 1:, 0].mean((1, 3))  # layer head
     assert np.array(view.circuit[0].attention) == pytest.approx(given[found.layers[0] + 1 :].numpy(), abs=1e-4)
     titles = [f"L{n}.H{head}: {given[n, head]:.0%}" for n in range(2, 6) for head in range(8)]
-    assert chrome.run("[...document.querySelectorAll('#spike-0 .head')].map((one) => one.title)") == titles
+    assert each(chrome, "#spike-0 .head", "title") == titles
 
 
 def test_the_writers_of_a_block_sum_to_the_spike(bundled):
@@ -109,7 +113,8 @@ def test_the_writers_of_a_block_sum_to_the_spike(bundled):
     )
     needed = replace(found.needed, neurons=(), parts=("mlp 1", "embedding"))
     without = components_of(replace(spike, neurons=(), needed=needed))
-    assert [(one.name, one.share) for one in without if one.needed] == [("the MLP of layer 1", 0.6), ("the embedding", 0.02)]
+    shares = {one.name: one.share for one in without if one.needed}
+    assert shares == {"the MLP of layer 1": 0.6, "the embedding": 0.02}
     needed = replace(found.needed, neurons=(Neuron(1, None, 338), Neuron(2, None, 9)))
     assert neurons_of(replace(spike, needed=needed))[1] == CircuitPart("L2.N9", needed=True)
 
@@ -123,7 +128,7 @@ def fired(setup, ids, neuron: Neuron):
 
 
 def outcome(sink, site: tuple[int, int]) -> tuple[str, str, str]:
-    """What is left of the spike, of the heads and of perplexity with a neuron zeroed by a plain hook, as a page says it."""
+    """What a page says is left of the spike, of heads and of perplexity; here with a neuron zeroed by a plain hook."""
     (measured,), model = sink.sinks.spikes, sink.setup.target.hf
     ids, spike = measured.survey.ids[:4], measured.spike
     readings = []
@@ -148,8 +153,8 @@ def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened)
 
     ids = torch.tensor([ids_of(setup, TEXT)])
     values = fired(setup, ids, Neuron(1, None, 338))[0]
-    titles = chrome.run("[...document.querySelectorAll('.neuron .token')].map((one) => Number(one.title))")
-    assert titles == pytest.approx(values.tolist(), rel=1e-3, abs=1e-9) and len(titles) == len(view.texts[0].tokens)
+    titles = each(chrome, ".neuron .token", "title")
+    assert list(map(float, titles)) == pytest.approx(values.tolist(), rel=1e-3, abs=1e-9)
 
     typical = fired(setup, survey.ids, Neuron(1, None, 338))
     order, firsts = typical.abs().flatten().argsort(descending=True, stable=True).tolist(), {}
@@ -162,14 +167,12 @@ def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened)
     rows = chrome.texts(".largest tr")
     assert len(rows) == 10 and rows[0].startswith("18.64<s>") and rows[0].endswith("(in 12 texts)")
 
-    cells = chrome.run("[...document.querySelectorAll('.outcomes tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))")
+    cells = each(chrome, ".outcomes tbody td", "textContent")
     (control,) = page.spikes[0].random.parts
     random = Neuron(1, None, int(control.removeprefix("L1.N")))
-    assert cells[1:] == [
-        ["it alone", *outcome(bundled.sink, (1, 338))],
-        [f"random: {control}", *outcome(bundled.sink, random.site)],
-    ]
-    assert cells[1][1:3] == ["0%", "2"] and cells[2][1:3] == ["100%", "20"]
+    assert cells[:4] == ["it alone", *outcome(bundled.sink, (1, 338))]
+    assert cells[4:] == [f"random: {control}", *outcome(bundled.sink, random.site)]
+    assert cells[1:3] == ["0%", "2"] and cells[5:7] == ["100%", "20"]
 
 
 def test_a_neuron_is_opened_by_a_link_and_closed_by_escape(view, opened):
@@ -182,7 +185,8 @@ def test_a_neuron_is_opened_by_a_link_and_closed_by_escape(view, opened):
     chrome.press("Escape")
     chrome.wait("!document.querySelector('.neuron')")
     assert "neuron" not in chrome.run("location.hash")
-    chrome.click(".circuit .part")
+    chrome.run("document.querySelector('.circuit .part').focus()")
+    chrome.press("Enter")
     chrome.run("[...document.querySelectorAll('.neuron button')].at(-1).click()")
     chrome.wait("!document.querySelector('.neuron')")
     assert chrome.run("document.activeElement.textContent") == "L1.N338" and chrome.errors == []
@@ -193,8 +197,8 @@ def test_what_a_tokenizer_gives_is_text_on_the_page(view, opened):
     (page,), (spike,), (text,) = view.neuron_pages, view.circuit, view.texts
     largest = (replace(page.largest[0], before=evil, token=evil, after=evil),)
     text = replace(text, name=evil, tokens=(evil, *text.tokens[1:]))
-    shown = replace(view, texts=(text,), circuit=(replace(spike, place=evil),), neuron_pages=(replace(page, largest=largest),))
-    chrome = opened(shown=shown)
+    pages = (replace(page, largest=largest),)
+    chrome = opened(shown=replace(view, texts=(text,), circuit=(replace(spike, place=evil),), neuron_pages=pages))
     chrome.click(".circuit .part")
     assert chrome.run("document.images.length") == 0 and chrome.errors == []
     assert chrome.text(".largest tr").count(evil) == 3 and evil in chrome.text(".neuron > p")
@@ -218,21 +222,20 @@ def test_the_pointer_on_a_token_shows_its_links_and_all_heads_of_a_layer_are_sma
     assert len(chrome.texts("#read-words span")) == 6 and chrome.text("#rows-text").startswith("Token 5, ")
     assert f"gives {rows[5].max():.0%} to {rows[5].argmax()}" in chrome.text("#rows-text")
     cell = 200 / len(text.tokens)
-    box = "[...document.querySelectorAll('#rows .pointer')].map((one) => [one.x.baseVal.value - 44, one.y.baseVal.value - 6])"
-    line, column = chrome.run(box)
-    assert line == pytest.approx([0, 5 * cell], abs=0.01) and column == pytest.approx([5 * cell, 0], abs=0.01)
+    across, down = (each(chrome, "#rows .pointer", f"{axis}.baseVal.value") for axis in "xy")
+    assert across == pytest.approx([44, 44 + 5 * cell], abs=0.01) and down == pytest.approx([6 + 5 * cell, 6], abs=0.01)
     chrome.run("document.querySelector('.strip').dispatchEvent(new Event('pointerleave'))")
-    assert chrome.run(box) == [] and len(chrome.texts("#read-words span")) == len(text.tokens)
+    assert chrome.texts(".pointer") == [] and len(chrome.texts("#read-words span")) == len(text.tokens)
 
     chrome.click("#layer-heads summary")
     chrome.wait("document.querySelectorAll('.multiple').length === 8")
     assert chrome.texts(".multiple") == [f"L1.H{head}" for head in range(8)]
     assert chrome.text(".multiple.chosen") == "L1.H7"
-    pixels = "(() => { const { width, height } = one; return [...one.getContext('2d').getImageData(0, 0, width, height).data].filter((_, n) => n % 4 === 3) })()"
     for head in (0, 7):
-        drawn = chrome.run(f"((one) => {pixels})(document.querySelector('#multiple-{head} canvas'))")
         rows = text.variants[0].rows[text.heads.index((1, head))].array()
-        assert np.abs(np.array(drawn).reshape(rows.shape) - 255 * np.sqrt(rows)).max() <= 1
+        drawing = f"document.querySelector('#multiple-{head} canvas').getContext('2d')"
+        drawn = chrome.run(f"[...{drawing}.getImageData(0, 0, {len(rows)}, {len(rows)}).data]")
+        assert np.abs(np.array(drawn[3::4]).reshape(rows.shape) - 255 * np.sqrt(rows)).max() <= 1
     chrome.click("#multiple-3")
     assert chrome.text("#rows-title") == "Rows of L1.H3"
 

@@ -113,7 +113,10 @@ def as_writers(setup: Setup, number: int, spike: SpikeResult, one: Measured) -> 
         spike: The spike as a result.
         one: The same with what was measured of it.
     """
-    alone = {str(left.address): Outcome((str(left.address),), left.left, left.heads, left.perplexity) for left in spike.alone}
+    alone: dict[str, Outcome] = {}
+    for left in spike.alone:
+        name = str(left.address)
+        alone[name] = Outcome((name,), left.left, left.heads, left.perplexity)
     named = neurons_of(spike)
     random = random_alone(setup, one, [site_of(part.name) for part in named if part.name in alone])
     writers: dict[str, NeuronSpike] = {}

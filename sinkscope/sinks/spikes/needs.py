@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import components
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.edited import Effects
