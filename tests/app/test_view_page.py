@@ -403,6 +403,12 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     said(f"Without L1.N338: after layer {bundled.sink.layer}, the norm changes most at token 0")
     chrome.click("#off-L1\\.N338")
     said(intact)
+    chrome.click(".circuit .part")  # the page of the neuron, too
+    chrome.run("document.querySelector('.neuron button').click()")
+    said("Without L1.N338: ")
+    assert chrome.texts(".neuron") == []
+    chrome.click("#off-L1\\.N338")
+    said(intact)
     chrome.run("document.querySelector('#other').value = 'l2.h0'; document.querySelector('form').requestSubmit()")
     said("Without L2.H0: ")  # the box takes a head, too
     chrome.click("#off-L2\\.H0")
@@ -411,6 +417,9 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     chrome.click("#read")
     typed = "[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))"
     chrome.wait(typed)
+    chrome.click(".circuit .part")
+    assert len(chrome.texts(".neuron .token")) == len(chrome.texts("#strip .token"))  # on the typed text
+    chrome.press("Escape")
     chrome.click("#tab-generation")  # it fills itself
     chrome.wait("document.querySelectorAll('.written').length === 2")
     intact = chrome.texts(".written")
