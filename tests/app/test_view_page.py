@@ -21,6 +21,7 @@ from sinkscope.app.view.result import CircuitPart, ModelView
 from sinkscope.app.view.server import serve
 from sinkscope.app.view.texts import ids_of
 from sinkscope.app.view.writing import writings
+from sinkscope.results.notation import percent
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
 from sinkscope.sinks.spikes.records import NeuronShare, PartShare
@@ -139,7 +140,7 @@ def outcome(sink, site: tuple[int, int]) -> tuple[str, str, str]:
             read = attention(model, ids)[spike.first + 1 :, :, :, 1:, 0].mean((1, 3)) > 0.3
         readings.append((along, read.sum(), loss))
     (intact, _, loss), (along, heads, after) = readings
-    return f"{max(along / intact, 0):.0%}", str(int(heads)), f"{(after - loss).exp():.2f} times"
+    return percent(float(along / intact)), str(int(heads)), f"{(after - loss).exp():.2f} times"
 
 
 def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened):

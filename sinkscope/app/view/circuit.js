@@ -52,7 +52,7 @@ class Circuit {
     const rows = parts.map((part) => {
       const words = [];
       if (part.share !== null) words.push(share(part.share));
-      if (part.left !== null) words.push(`${percent(Math.max(0, part.left))} left`);
+      if (part.left !== null) words.push(`${share(part.left)} left`);
       if (part.others !== null) words.push(`others: ${percent(part.others)}`);
       if (part.needed) words.push("needed");
       const line = part.share === null ? Math.max(0, part.left ?? 0) : part.share;
@@ -132,7 +132,7 @@ function onText(view, { name }) {
     return box;
   });
   const highest = values.map(Math.abs).indexOf(Math.max(...values.map(Math.abs)));
-  return element("div", {}, element("h3", {}, `On the text: ${text.name}`),
+  return element("div", {}, element("h3", {}, `On the shown text, ${text.name}`),
     element("p", { class: "soft" }, `Its largest activation in the intact model is ${shown(values[highest])}, at token ${highest}, ${quoted(text.tokens[highest])}. The darker, the larger; orange: below zero.`),
     element("div", { class: "strip" }, ...tokens));
 }
@@ -167,7 +167,7 @@ function withoutNeuron(view, { name, spikes }) {
   const head = ["removed", "spike left", "heads", "perplexity"].map((words) => element("th", { scope: "col" }, words));
   const lines = rows.map(([words, left]) => {
     if (!left) return element("tr", {}, element("th", { scope: "rowgroup", colspan: 4 }, words));
-    const cells = [words, percent(Math.max(0, left.left)), left.heads, left.perplexity === null ? "not measured" : `${left.perplexity.toFixed(2)} times`];
+    const cells = [words, share(left.left), left.heads, left.perplexity === null ? "not measured" : `${left.perplexity.toFixed(2)} times`];
     return element("tr", {}, ...cells.map((cell) => element("td", {}, String(cell))));
   });
   return element("div", {}, title, element("table", { class: "outcomes" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...lines)));
