@@ -92,7 +92,7 @@ class Circuit {
     roving(grid, () => width)();
     const all = spike.attention.length * width;
     return element("div", {}, element("h4", {}, `Heads that read it: ${spike.heads} of ${all}`),
-      element("p", { class: "soft" }, `Mean attention to the place on the typical text, one row for each layer; framed if above ${percent(READS)}.`), grid);
+      element("p", { class: "soft" }, `Mean attention to the place on the typical text, one row for each layer; underlined if above ${percent(READS)}.`), grid);
   }
 }
 
