@@ -10,10 +10,10 @@ from dataclasses import replace
 from urllib.parse import unquote
 
 import numpy as np
+import plain_spikes as plain
 import pytest
 import torch
-from raw_kit import attention, blocks, down, inputs_edited, residuals, zeroed
-from torch.nn.functional import cross_entropy
+from raw_kit import attention, blocks, down, inputs_edited
 
 from sinkscope.app.view.column import components_of, neurons_of
 from sinkscope.app.view.page import view_page
@@ -128,19 +128,12 @@ def fired(setup, ids, neuron: Neuron):
     return seen[0][..., neuron.neuron]
 
 
-def outcome(sink, site: tuple[int, int]) -> tuple[str, str, str]:
-    """What a page says is left of the spike, of heads and of perplexity; here with a neuron zeroed by a plain hook."""
-    (measured,), model = sink.sinks.spikes, sink.setup.target.hf
-    ids, spike = measured.survey.ids[:4], measured.spike
-    readings = []
-    for sites in ((), (site,)):
-        with torch.no_grad(), zeroed(model, sites):
-            loss = cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-            along = spike.along(residuals(model, ids)[spike.peak, :, 0]).mean()
-            read = attention(model, ids)[spike.first + 1 :, :, :, 1:, 0].mean((1, 3)) > 0.3
-        readings.append((along, read.sum(), loss))
-    (intact, _, loss), (along, heads, after) = readings
-    return percent(float(along / intact)), str(int(heads)), f"{(after - loss).exp():.2f} times"
+def outcome(sink, neuron: Neuron) -> list[str]:
+    """What a page says is left of the spike, of heads and of perplexity; here from plain hooks."""
+    model, ids = sink.setup.target.hf, sink.sinks.survey.ids
+    (spike,) = plain.spikes(plain.run(model, ids))
+    left = plain.without(model, ids, spike, [neuron.site])
+    return [percent(left.left), str(left.heads), f"{left.perplexity:.2f} times"]
 
 
 def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened):
@@ -171,8 +164,8 @@ def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened)
     cells = each(chrome, ".outcomes tbody td", "textContent")
     (control,) = page.spikes[0].random.parts
     random = Neuron(1, None, int(control.removeprefix("L1.N")))
-    assert cells[:4] == ["it alone", *outcome(bundled.sink, (1, 338))]
-    assert cells[4:] == [f"random: {control}", *outcome(bundled.sink, random.site)]
+    assert cells[:4] == ["it alone", *outcome(bundled.sink, Neuron(1, None, 338))]
+    assert cells[4:] == [f"random: {control}", *outcome(bundled.sink, random)]
     assert cells[1:3] == ["0%", "2"] and cells[5:7] == ["100%", "20"]
 
 
