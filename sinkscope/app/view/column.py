@@ -7,6 +7,7 @@ from sinkscope.app.view.result import CircuitPart, CircuitSpike, Outcome
 from sinkscope.sinks.spikes import sentences
 from sinkscope.sinks.spikes.needs import place_attention
 from sinkscope.sinks.spikes.records import Needed, PartShare, SpikeResult
+from sinkscope.sinks.spikes.texts import SpikeTexts
 
 SHOWN = 0.05  # share from which what a component writes beside its named neurons is shown
 ELSE = "everything else"
@@ -16,7 +17,8 @@ def column_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
     """Return the spikes of the circuit, those that most heads read first."""
     column: list[CircuitSpike] = []
     for spike, measured in zip(sink.circuit.spikes, sink.sinks.spikes, strict=True):
-        needed, attention = spike.needed, place_attention(measured.survey, measured.spike)
+        needed, texts = spike.needed, SpikeTexts.of(measured.survey, measured.spike)
+        attention = place_attention(texts).mean(-1)
         one = CircuitSpike(
             place=spike.place.words,
             layers=spike.layers,

@@ -88,7 +88,7 @@ def needs_of(survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Se
     random_left, singles = beside[: len(random)], beside[len(random) :]
     if len(needed) == 1 and isinstance(needed[0], Neuron):
         singles.insert(0, removals[0])
-    heads, margin = readers_of(survey, spike, texts)
+    heads, margin = readers_of(texts)
     return Needs(
         heads=heads,
         heads_margin=margin,
@@ -123,7 +123,7 @@ def same_needs(survey: Survey, spike: Spike, other: Spike, needs: Needs, seed: i
         return None
     random = random_neurons(survey.target, neurons, seed)
     (removal,), beside = measured(texts, [parts], {}, every_loss=True), measured(texts, [random], {}, every_loss=False)
-    heads, margin = readers_of(survey, spike, texts)
+    heads, margin = readers_of(texts)
     return Needs(heads, margin, len(texts.rows), removal, tuple(beside))
 
 
@@ -223,7 +223,7 @@ def measured(texts: SpikeTexts, sets: Sequence[Parts], means: dict[Part, Tensor]
     """
     if not sets:
         return []
-    if not readers_of(texts.survey, texts.spike, texts)[0] and not texts.spike.place.is_first:
+    if not readers_of(texts)[0] and not texts.spike.place.is_first:
         return [
             Removal(parts, float(left.mean()), left_margin=margin_of(left.numpy()))
             for parts, left in zip(sets, texts.along(list(sets), means), strict=True)
@@ -261,14 +261,14 @@ def _layers(spike: Spike, depth: int) -> list[int]:
     return [layer for layer in spike.reading_layers if layer < depth]
 
 
-def place_attention(survey: Survey, spike: Spike) -> Float[Tensor, "layer head"]:
-    """Return the mean attention to the place of each head in the spike's reading layers; `readers_of` counts these."""
-    received = survey.received(spike.mask)[_layers(spike, survey.target.n_layers)]
-    return received[:, :, SpikeTexts.of(survey, spike).rows].mean(-1)
+def place_attention(texts: SpikeTexts) -> Float[Tensor, "layer head text"]:
+    """Return the attention to the place of each head in the layers whose heads can read the spike."""
+    layers = _layers(texts.spike, texts.survey.target.n_layers)
+    return texts.survey.received(texts.spike.mask)[layers][:, :, texts.rows]
 
 
-def readers_of(survey: Survey, spike: Spike, texts: SpikeTexts) -> tuple[int, float | None]:
+def readers_of(texts: SpikeTexts) -> tuple[int, float | None]:
     """Return heads in the spike's layers that attend to the place in these texts, and the margin over texts."""
-    received = survey.received(spike.mask)[_layers(spike, survey.target.n_layers)][:, :, texts.rows]
+    received = place_attention(texts)
     by_text = (received > READS).flatten(0, 1).sum(0).float()
-    return int((place_attention(survey, spike) > READS).sum()), margin_of(by_text.numpy())
+    return int((received.mean(-1) > READS).sum()), margin_of(by_text.numpy())
