@@ -132,7 +132,7 @@ function onText(view, { name }) {
     return box;
   });
   const highest = values.map(Math.abs).indexOf(Math.max(...values.map(Math.abs)));
-  return element("div", {}, element("h3", {}, `On the shown text, ${text.name}`),
+  return element("div", {}, element("h3", {}, `On the shown text${view.data.texts.length > 1 ? `, ${text.name}` : ""}`),
     element("p", { class: "soft" }, `Its largest activation in the intact model is ${shown(values[highest])}, at token ${highest}, ${quoted(text.tokens[highest])}. The darker, the larger; orange: below zero.`),
     element("div", { class: "strip" }, ...tokens));
 }
