@@ -14,6 +14,7 @@ from covering import slow
 from organisms import Organism, organism
 from raw_kit import attention, norms, zeroed
 from refusals import refused
+from repository import ROOT
 from starlette.testclient import TestClient
 
 import sinkscope as ss
@@ -64,6 +65,11 @@ def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
         words, shares = zip(*variants[name].following, strict=True)
         assert list(words) == [setup.tokenizer.decode([token]) for token in best.indices]
         assert shares == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_the_page_of_the_docs_quotes_what_the_view_says(bundled):
+    quoted = (ROOT / "docs/view.md").read_text().replace("\n> ", " ").replace("&lt;", "<").replace("&gt;", ">")
+    assert f"Conclusion: {bundled.view().conclusion()}" in quoted
 
 
 def test_attention_is_that_of_the_models_own_weights(tmp_path):

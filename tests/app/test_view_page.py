@@ -10,13 +10,21 @@ from dataclasses import replace
 from urllib.parse import unquote
 
 import numpy as np
+import plain_spikes as plain
 import pytest
+import torch
+from raw_kit import attention, blocks, down, inputs_edited
 
+from sinkscope.app.view.column import components_of, neurons_of
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import CircuitPart, ModelView
 from sinkscope.app.view.server import serve
+from sinkscope.app.view.texts import ids_of
 from sinkscope.app.view.writing import writings
+from sinkscope.results.notation import percent
+from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
+from sinkscope.sinks.spikes.records import NeuronShare, PartShare
 
 TEXT = "A class is a block. A block is a piece of text."
 LOADED = "document.querySelector('.token')"
@@ -44,23 +52,28 @@ def opened(view, tmp_path, chrome):
     return opening
 
 
-def test_the_heads_that_read_each_place_stand_apart_and_many_are_folded(view, opened):
-    """A head that reads two places is counted in each, and in no sum."""
-    heads = tuple(CircuitPart(f"L{n // 8}.H{n % 8}", share=0.9) for n in range(20))
-    first = replace(view.circuit[0], marks=(), readers=heads)
-    second = replace(first, place="'.'", readers=heads[:3])
-    chrome = opened(shown=replace(view, circuit=(first, second)))
-    assert chrome.texts(".circuit h3") == ["Spike at the first token", "Spike at '.'"]
-    steps = chrome.texts(".circuit .step > p")
-    assert [step.partition(";")[0] for step in steps if " read " in step] == [
-        "The 20 heads that read the first token",
-        "The 3 heads that read '.'",
-    ]
-    assert chrome.texts(".circuit summary") == ["8 more"]
-    ids = chrome.run("[...document.querySelectorAll('.circuit .part')].map((part) => part.id)")
-    assert len(ids) == len(set(ids)) >= 23
-    names = chrome.run("[...document.querySelectorAll('.circuit .part')].map((part) => part.firstChild.textContent)")
-    assert [names.count(part.name) for part in heads] == [2] * 3 + [1] * 17
+def each(chrome, selector: str, what: str) -> list:
+    """What JavaScript reads of each element that a selector finds."""
+    return chrome.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.{what})")
+
+
+def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened):
+    """A head that reads two places stands in the grid of each, and no head is listed without its spike."""
+    first = view.circuit[0]
+    rows = ((0.9, 0.31, 0.3, 0, 0, 0, 0, 0),)
+    second = replace(first, place="'.'", layers=(1, 1), heads=2, attention=rows)
+    third = replace(first, place="' the'")
+    chrome = opened(shown=replace(view, circuit=(second, first, third)))
+    assert chrome.texts(".spike h3") == ["'.', layer 1", "The first token, layers 1-5", "' the', layers 1-5"]
+    assert each(chrome, ".spike[open]", "id") == ["spike-1"]
+    readers = [each(chrome, f"#spike-{number} .reader", "title") for number in (0, 1)]
+    assert readers[0] == ["L2.H0: 90%", "L2.H1: 31%"] and len(readers[1]) == first.heads == 20
+    ids = each(chrome, ".circuit [id]", "id")
+    assert len(ids) == len(set(ids)) > 70
+    assert "L2.H1" not in " ".join(chrome.texts(".circuit"))  # but as the title of a cell
+    chrome.click("#reads-0-2-1")
+    assert chrome.text("#rows-title") == "Rows of L2.H1"
+    assert each(chrome, ".circuit .head.chosen", "id") == [f"reads-{number}-2-1" for number in range(3)]
     chrome.click("#variant-1")
     chrome.click("#tab-generation")  # a page holds what the intact model writes, and does not show it as another's
     assert chrome.text("#panel-generation") == "This page holds only what the intact model writes."
@@ -68,21 +81,157 @@ def test_the_heads_that_read_each_place_stand_apart_and_many_are_folded(view, op
     assert len(chrome.texts(".written")) == 2
 
 
-def test_the_circuit_has_of_each_spike_what_the_results_say(bundled, view, opened):
+def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bundled, view, opened):
+    (found,), (measured,) = bundled.sink.circuit.spikes, bundled.sink.sinks.spikes
     chrome = opened()
-    for spike, found in zip(view.circuit, bundled.sink.circuit.spikes, strict=True):
-        assert (spike.place, spike.layers, spike.peak) == (found.place.words, found.layers, found.peak)
-        assert [part.left for part in spike.marks] == [mark.left for mark in found.marks]
-        shares = {str(one.address): one.share for one in found.neurons}
-        assert spike.writers and all(part.share == shares[part.name] for part in spike.writers)
-        assert {str(one) for one in found.needed.neurons} <= {part.name for part in spike.writers}
-        assert len({part.name for part in spike.readers}) == len(spike.readers) == found.heads > 0
-    parts = chrome.run("[...document.querySelectorAll('.circuit .part')].map((part) => part.firstChild.textContent)")
-    shown = [(*one.marks, *one.writers, CircuitPart("spike"), *one.readers) for one in view.circuit]
-    assert parts == [part.name for some in shown for part in some]
-    chrome.run("document.querySelector('#part-0-2-spike').click()")
-    click = "[...document.querySelectorAll('.part')].find((part) => part.firstChild.textContent === 'spike').click()"
-    chrome.run(click)
+    said = f"{found.ratio:.3g} times the typical norm; {found.heads} heads read it"
+    assert chrome.text("#spike-0 summary").endswith(said)
+    (neuron,), (alone,) = found.neurons, found.alone
+    writers = [f"{neuron.address}{neuron.share:.0%}; {alone.left:.0%} left; needed", "everything else0%"]
+    marks = [f"the attention of layer 0{found.marks[0].left:.0%} left; others: {found.marks[0].others:.0%}"]
+    marks.append(f"{found.marks[1].part}{found.marks[1].left:.0%} left")
+    assert chrome.texts("#spike-0 .parts li") == [*writers, *marks]
+    assert view.circuit[0].sentence in chrome.texts("#spike-0 > p")
+    model, ids = bundled.sink.setup.target.hf, measured.survey.ids[:4]
+    given = attention(model, ids)[..., 1:, 0].mean((1, 3))  # layer head
+    assert np.array(view.circuit[0].attention) == pytest.approx(given[found.layers[0] + 1 :].numpy(), abs=1e-4)
+    titles = [f"L{n}.H{head}: {given[n, head]:.0%}" for n in range(2, 6) for head in range(8)]
+    assert each(chrome, "#spike-0 .head", "title") == titles
+
+
+def test_the_writers_of_a_block_sum_to_the_spike(bundled):
+    """Named neurons stand apart from the rest of their components, and what is little is summed."""
+    (found,) = bundled.sink.circuit.spikes
+    parts = {"mlp 1": 0.6, "mlp 0": 0.2, "attention 0": -0.12, "embedding": 0.02}
+    neurons = (NeuronShare(1, None, 338, 0.5, None), NeuronShare(0, None, 7, 0.04, None))
+    writers = tuple(PartShare(part, share, None) for part, share in parts.items())
+    spike = replace(found, writers=writers, neurons=neurons)
+    assert [(one.name, one.share, one.needed) for one in neurons_of(spike)] == [("L1.N338", 0.5, True)]
+    shares = {one.name: one.share for one in components_of(spike)}
+    assert shares == pytest.approx(
+        {"the rest of the MLP of layer 1": 0.1, "the MLP of layer 0": 0.2, "the attention of layer 0": -0.12}
+        | {"everything else": 1 - 0.5 - 0.1 - 0.2 + 0.12}
+    )
+    needed = replace(found.needed, neurons=(), parts=("mlp 1", "embedding"))
+    without = components_of(replace(spike, neurons=(), needed=needed))
+    shares = {one.name: one.share for one in without if one.needed}
+    assert shares == {"the MLP of layer 1": 0.6, "the embedding": 0.02}
+    needed = replace(found.needed, neurons=(Neuron(1, None, 338), Neuron(2, None, 9)))
+    assert neurons_of(replace(spike, needed=needed))[1] == CircuitPart("L2.N9", needed=True)
+
+
+def fired(setup, ids, neuron: Neuron):
+    """The activation of a neuron at each token, by a plain hook."""
+    seen = []
+    with inputs_edited(down(blocks(setup.target.hf)[neuron.layer]), lambda x: seen.append(x) or x), torch.no_grad():
+        setup.target.hf(ids)
+    return seen[0][..., neuron.neuron]
+
+
+def outcome(sink, neuron: Neuron) -> list[str]:
+    """What a page says is left of the spike, of heads and of perplexity; here from plain hooks."""
+    model, ids = sink.setup.target.hf, sink.sinks.survey.ids
+    (spike,) = plain.spikes(plain.run(model, ids))
+    left = plain.without(model, ids, spike, [neuron.site])
+    return [percent(left.left), str(left.heads), f"{left.perplexity:.2f} times"]
+
+
+def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened):
+    chrome, setup, survey = opened(), bundled.sink.setup, bundled.sink.sinks.survey
+    (page,) = view.neuron_pages
+    assert page.name == "L1.N338"
+    chrome.run("document.querySelector('.circuit .part').focus()")
+    chrome.press("Enter")
+    assert chrome.text(".neuron h2") == "Neuron L1.N338"
+    assert f"it writes {page.spikes[0].share:.0%} of the spike at the first token" in chrome.text(".neuron > p")
+
+    ids = torch.tensor([ids_of(setup, TEXT)])
+    values = fired(setup, ids, Neuron(1, None, 338))[0]
+    titles = each(chrome, ".neuron .token", "title")
+    assert list(map(float, titles)) == pytest.approx(values.tolist(), rel=1e-3, abs=1e-9)
+
+    typical = fired(setup, survey.ids, Neuron(1, None, 338))
+    order, firsts = typical.abs().flatten().argsort(descending=True, stable=True).tolist(), {}
+    for text, position in (divmod(number, survey.ids.shape[1]) for number in order):
+        firsts.setdefault(tuple(survey.ids[text, : position + 1].tolist()), (text, position))
+    expected = list(firsts.values())[:10]
+    assert [one.value for one in page.largest] == pytest.approx([float(typical[at]) for at in expected], rel=1e-2)
+    assert [one.token for one in page.largest] == [setup.tokenizer.decode([survey.ids[at]]) for at in expected]
+    assert page.largest[0].texts == len(survey.ids)  # BOS begins all of them
+    rows = chrome.texts(".largest tr")
+    assert len(rows) == 10 and rows[0].startswith("18.64<s>") and rows[0].endswith("(in 12 texts)")
+
+    cells = each(chrome, ".outcomes tbody td", "textContent")
+    (control,) = page.spikes[0].random.parts
+    random = Neuron(1, None, int(control.removeprefix("L1.N")))
+    assert cells[:4] == ["it alone", *outcome(bundled.sink, Neuron(1, None, 338))]
+    assert cells[4:] == [f"random: {control}", *outcome(bundled.sink, random)]
+    assert cells[1:3] == ["0%", "2"] and cells[5:7] == ["100%", "20"]
+
+
+def test_a_neuron_is_opened_by_a_link_and_closed_by_escape(view, opened):
+    chrome = opened()
+    chrome.run("document.querySelector('.circuit .part').focus()")
+    chrome.press("Enter")
+    assert "neuron=L1.N338" in chrome.run("location.hash")
+    chrome.reopen()
+    chrome.wait("document.querySelector('.neuron[open]')")
+    chrome.press("Escape")
+    chrome.wait("!document.querySelector('.neuron')")
+    assert "neuron" not in chrome.run("location.hash")
+    chrome.run("document.querySelector('.circuit .part').focus()")
+    chrome.press("Enter")
+    chrome.run("[...document.querySelectorAll('.neuron button')].at(-1).click()")
+    chrome.wait("!document.querySelector('.neuron')")
+    assert chrome.run("document.activeElement.textContent") == "L1.N338" and chrome.errors == []
+
+
+def test_what_a_tokenizer_gives_is_text_on_the_page(view, opened):
+    evil = "<img src=x onerror=alert(1)>"
+    (page,), (spike,), (text,) = view.neuron_pages, view.circuit, view.texts
+    largest = (replace(page.largest[0], before=evil, token=evil, after=evil),)
+    text = replace(text, name=evil, tokens=(evil, *text.tokens[1:]))
+    pages = (replace(page, largest=largest),)
+    chrome = opened(shown=replace(view, texts=(text,), circuit=(replace(spike, place=evil),), neuron_pages=pages))
+    chrome.click(".circuit .part")
+    assert chrome.run("document.images.length") == 0 and chrome.errors == []
+    assert chrome.text(".largest tr").count(evil) == 3 and evil in chrome.text(".neuron > p")
+    assert chrome.text(".spike h3").startswith(evil)
+
+
+def test_a_neuron_is_read_at_390_pixels(opened):
+    chrome = opened(390, phone=True)
+    chrome.run("localStorage.clear()")
+    chrome.click(".circuit .part")
+    assert chrome.run("document.querySelector('.neuron').scrollWidth <= document.querySelector('.neuron').clientWidth")
+    assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_pointer_on_a_token_shows_its_links_and_all_heads_of_a_layer_are_small_pictures(view, opened):
+    chrome = opened()
+    text = view.texts[0]
+    chrome.click("#head-1-7")
+    chrome.run("document.querySelector('#token-5').dispatchEvent(new Event('pointerenter'))")
+    rows = text.variants[0].rows[text.heads.index((1, 7))].array()
+    assert len(chrome.texts("#read-words span")) == 6 and chrome.text("#rows-text").startswith("Token 5, ")
+    assert f"gives {rows[5].max():.0%} to {rows[5].argmax()}" in chrome.text("#rows-text")
+    cell = 200 / len(text.tokens)
+    across, down = (each(chrome, "#rows .pointer", f"{axis}.baseVal.value") for axis in "xy")
+    assert across == pytest.approx([44, 44 + 5 * cell], abs=0.01) and down == pytest.approx([6 + 5 * cell, 6], abs=0.01)
+    chrome.run("document.querySelector('.strip').dispatchEvent(new Event('pointerleave'))")
+    assert chrome.texts(".pointer") == [] and len(chrome.texts("#read-words span")) == len(text.tokens)
+
+    chrome.click("#layer-heads summary")
+    chrome.wait("document.querySelectorAll('.multiple').length === 8")
+    assert chrome.texts(".multiple") == [f"L1.H{head}" for head in range(8)]
+    assert chrome.text(".multiple.chosen") == "L1.H7"
+    for head in (0, 7):
+        rows = text.variants[0].rows[text.heads.index((1, head))].array()
+        drawing = f"document.querySelector('#multiple-{head} canvas').getContext('2d')"
+        drawn = chrome.run(f"[...{drawing}.getImageData(0, 0, {len(rows)}, {len(rows)}).data]")
+        assert np.abs(np.array(drawn[3::4]).reshape(rows.shape) - 255 * np.sqrt(rows)).max() <= 1
+    chrome.click("#multiple-3")
+    assert chrome.text("#rows-title") == "Rows of L1.H3"
 
 
 def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_path):
@@ -248,6 +397,12 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     said(f"Without L1.N338: after layer {bundled.sink.layer}, the norm changes most at token 0")
     chrome.click("#off-L1\\.N338")
     said(intact)
+    chrome.click(".circuit .part")  # the page of the neuron, too
+    chrome.run("document.querySelector('.neuron button').click()")
+    said("Without L1.N338: ")
+    assert chrome.texts(".neuron") == []
+    chrome.click("#off-L1\\.N338")
+    said(intact)
     chrome.run("document.querySelector('#other').value = 'l2.h0'; document.querySelector('form').requestSubmit()")
     said("Without L2.H0: ")  # the box takes a head, too
     chrome.click("#off-L2\\.H0")
@@ -256,6 +411,9 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     chrome.click("#read")
     typed = "[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))"
     chrome.wait(typed)
+    chrome.click(".circuit .part")
+    assert len(chrome.texts(".neuron .token")) == len(chrome.texts("#strip .token"))  # on the typed text
+    chrome.press("Escape")
     chrome.click("#tab-generation")  # it fills itself
     chrome.wait("document.querySelectorAll('.written').length === 2")
     intact = chrome.texts(".written")

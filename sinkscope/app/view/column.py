@@ -3,40 +3,83 @@
 from __future__ import annotations
 
 from sinkscope.app.view.model_sink import ModelSink
-from sinkscope.app.view.result import CircuitPart, CircuitSpike
+from sinkscope.app.view.result import CircuitPart, CircuitSpike, Outcome
 from sinkscope.sinks.spikes import sentences
-from sinkscope.sinks.spikes.needs import reading_heads
-from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.needs import place_attention
+from sinkscope.sinks.spikes.records import Needed, PartShare, SpikeResult
+from sinkscope.sinks.spikes.texts import SpikeTexts
+
+SHOWN = 0.05  # share from which what a component writes beside its named neurons is shown
+ELSE = "everything else"
 
 
 def column_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
     """Return the spikes of the circuit, those that most heads read first."""
     column: list[CircuitSpike] = []
     for spike, measured in zip(sink.circuit.spikes, sink.sinks.spikes, strict=True):
-        reading = reading_heads(measured.survey, measured.spike)
-        marks = [CircuitPart(_words(mark.part), left=mark.left) for mark in spike.marks]
+        needed, texts = spike.needed, SpikeTexts.of(measured.survey, measured.spike)
+        attention = place_attention(texts).mean(-1)
         one = CircuitSpike(
             place=spike.place.words,
             layers=spike.layers,
             peak=spike.peak,
+            norm=spike.norm,
+            before=spike.before,
             ratio=spike.ratio,
-            marks=tuple(marks),
-            writers=writers_of(spike),
-            readers=tuple(CircuitPart(str(head), share=share) for head, share in reading.items()),
-            sentence="" if spike.needed is None else sentences.without(spike, spike.needed),
+            dims=spike.dims,
+            marks=tuple(CircuitPart(_words(mark.part), left=mark.left, others=mark.others) for mark in spike.marks),
+            writers=(*neurons_of(spike), *components_of(spike)),
+            erasers=tuple(CircuitPart(sentences.component(part.part), part.share) for part in spike.erasers),
+            heads=spike.heads,
+            first_reader=measured.spike.reading_layers.start,
+            attention=tuple(tuple(round(share, 5) for share in layer) for layer in attention.tolist()),
+            needed=None if needed is None else Outcome(needed.parts, needed.left, needed.heads[1], needed.perplexity),
+            random=random_of(needed),
+            sentence="" if needed is None else sentences.without(spike, needed),
         )
         column.append(one)
     return tuple(column)
 
 
-def writers_of(spike: SpikeResult) -> tuple[CircuitPart, ...]:
-    """The neurons that a sentence names, or else the components: their shares, and what is left without each alone."""
+def neurons_of(spike: SpikeResult) -> tuple[CircuitPart, ...]:
+    """The neurons that a sentence names, and others that are needed: their shares, and what is left without each."""
+    needed = () if spike.needed is None else tuple(map(str, spike.needed.neurons))
     left = {str(one.address): one.left for one in spike.alone}
-    neurons = sentences.named(spike)
-    if neurons:
-        return tuple(CircuitPart(name, share, left.get(name)) for name, share in neurons)
-    named = [one for one in spike.writers if one.share >= sentences.WRITES]
-    return tuple(CircuitPart(_words(one.part), one.share) for one in named)
+    shares: dict[str, float | None] = dict(sentences.named(spike))
+    for name in needed:
+        shares.setdefault(name, None)
+    return tuple(CircuitPart(name, share, left.get(name), needed=name in needed) for name, share in shares.items())
+
+
+def components_of(spike: SpikeResult) -> tuple[CircuitPart, ...]:
+    """What each component writes beside its named neurons, where that is much, and what all others write together."""
+    named = dict(sentences.named(spike))
+    needed = () if spike.needed is None or spike.needed.neurons else spike.needed.parts
+    parts: list[CircuitPart] = []
+    for one in spike.writers:
+        rest = one.share - _named_in(spike, one, named)
+        if abs(rest) >= SHOWN or one.part in needed:
+            name = sentences.component(one.part)
+            words = name if rest == one.share else f"the rest of {name}"
+            parts.append(CircuitPart(words, rest, needed=one.part in needed))
+    shown = sum(named.values()) + sum(part.share or 0.0 for part in parts)
+    return (*parts, CircuitPart(ELSE, 1 - shown))
+
+
+def _named_in(spike: SpikeResult, component: PartShare, named: dict[str, float]) -> float:
+    """What the named neurons of a component write."""
+    total = 0.0
+    for one in spike.neurons:
+        if component.part == f"mlp {one.layer}":
+            total += named.get(str(one.address), 0.0)
+    return total
+
+
+def random_of(needed: Needed | None) -> Outcome | None:
+    """What is left without random sets beside the needed one."""
+    if needed is None or needed.random is None:
+        return None
+    return Outcome((), needed.random.left, needed.random.heads, needed.random.perplexity)
 
 
 def _words(part: str) -> str:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from pydantic import BaseModel
 
 from sinkscope.app.view.column import column_of
 from sinkscope.app.view.model_sink import ModelSink
+from sinkscope.app.view.neurons import activations, named_neurons, pages_of
 from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.readings import Reading, heads_that_fit, norms_at, read_text, spikes_of
-from sinkscope.app.view.result import ModelView, Variant, ViewedText
+from sinkscope.app.view.result import CircuitSpike, ModelView, NeuronPage, Variant, ViewedText
 from sinkscope.app.view.switches import RANDOM, Switch, switch_named, switch_without, switches_of
 from sinkscope.app.view.texts import STORY, ids_of
 from sinkscope.app.view.writing import writings
@@ -71,6 +74,16 @@ class Explorer:
         """Open a model as `Setup.open` does, whole, and measure its sink."""
         return cls(ModelSink.open(model, **options))
 
+    @cached_property
+    def circuit(self) -> tuple[CircuitSpike, ...]:
+        """The circuit of each spike."""
+        return column_of(self.sink)
+
+    @cached_property
+    def neuron_pages(self) -> tuple[NeuronPage, ...]:
+        """The neurons that the circuit names."""
+        return pages_of(self.sink)
+
     def read(self, text: str | None = None, variants: int = 1) -> OpenText:
         """Return a text, or a story, as the intact model reads it; there is room for so many variants."""
         if self.latest is None or self.latest[0] != (text, variants):
@@ -78,7 +91,15 @@ class Explorer:
             tokens = tuple(self.sink.setup.tokenizer.decode([token]) for token in ids)
             intact = read_text(self.sink, ids)
             heads = heads_that_fit(intact, ROOM // variants)
-            shown = ViewedText("text" if text else "a story", tokens, heads, (), spikes_of(self.sink, intact))
+            fired = activations(self.sink.setup.target, torch.tensor([ids]), named_neurons(self.sink))[:, 0]
+            shown = ViewedText(
+                name="text" if text else "a story",
+                tokens=tokens,
+                heads=heads,
+                variants=(),
+                spikes=spikes_of(self.sink, intact),
+                activations=_rounded(fired.numpy()).tolist(),
+            )
             self.latest = ((text, variants), OpenText(ids, intact, shown))
         return self.latest[1]
 
@@ -101,8 +122,9 @@ class Explorer:
             switches=tuple(switch.name for switch in switches_of(sink)),
             control=RANDOM,
             texts=(text,),
-            circuit=column_of(sink),
+            circuit=self.circuit,
             circuit_sentence=sink.circuit.conclusion(),
+            neuron_pages=self.neuron_pages,
         )
 
     def viewed(self, text: OpenText, switches: Sequence[Switch | None]) -> ViewedText:

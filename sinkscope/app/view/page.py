@@ -17,7 +17,7 @@ START = "\nstart(document);\n"
 """The last line of the module in a page; a notebook imports the module without it."""
 
 
-SCRIPTS = ("drawing.js", "panels.js", "text.js", "view.js")
+SCRIPTS = ("drawing.js", "panels.js", "text.js", "circuit.js", "view.js", "start.js")
 """The parts of the module, in their order; a page holds them as one."""
 
 

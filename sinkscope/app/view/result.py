@@ -45,6 +45,7 @@ class ViewedText:
         heads: Heads whose rows are stored, as (layer, head); all heads if there is room.
         variants: The intact text first.
         spikes: Positions whose norm stands out after the sink layer of the intact model.
+        activations: Activation of each neuron of `ModelView.neuron_pages` at each token, in the intact model.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ViewedText:
     heads: tuple[tuple[int, int], ...]
     variants: tuple[Variant, ...]
     spikes: tuple[int, ...]
+    activations: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,34 @@ class CircuitPart:
 
     Attributes:
         name: The part, such as "L2.N412", "L0.H4" or "the MLP of layer 2".
-        share: Of a part that writes the spike, its share of it; of a head that reads it, its attention to the place.
+        share: Of a part that writes the spike or erases it, what it writes, as a share of the spike. None: not listed.
         left: Share of the spike that is left without the part. None: it was not measured alone.
+        others: Of a part that marks the place, the median share left without as many others. None: there are none.
+        needed: Whether the part is in the smallest set found that the spike needs.
     """
 
     name: str
     share: float | None = None
     left: float | None = None
+    others: float | None = None
+    needed: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is left without some parts.
+
+    Attributes:
+        parts: The parts; empty for random ones that stand for several sets.
+        left: Share of the spike.
+        heads: Heads in its layers that attend to the place.
+        perplexity: Perplexity over that of the intact model. None: it was not measured.
+    """
+
+    parts: tuple[str, ...]
+    left: float
+    heads: int
+    perplexity: float | None
 
 
 @dataclass(frozen=True)
@@ -94,21 +117,92 @@ class CircuitSpike:
         place: Where it is.
         layers: First and last layer in which it stands out.
         peak: The layer after which it is largest.
+        norm: Norm there after the peak.
+        before: Norm there before the run.
         ratio: Norm there over the typical one.
+        dims: Residual dimensions that hold at least a tenth of its direction's square.
         marks: What marks the place.
-        writers: What writes it, and what it needs.
-        readers: The heads that attend to the place, each once, the strongest first.
-        sentence: What is left without what it needs, beside random parts. Empty: nothing is known that it needs.
+        writers: What writes it: neurons by name, then components without these neurons; the shares sum to 1.
+        erasers: What is written against it after the peak.
+        heads: Heads in its layers that attend to the place.
+        first_reader: The layer of the first row of `attention`.
+        attention: Mean attention of each head to the place, in the layers whose heads can read the spike.
+        needed: What is left without what it needs. None: nothing is known that it needs.
+        random: The same without random parts.
+        sentence: The same in words. Empty: nothing is known that it needs.
     """
 
     place: str
     layers: tuple[int, int]
     peak: int
+    norm: float
+    before: float
     ratio: float
+    dims: tuple[int, ...]
     marks: tuple[CircuitPart, ...]
     writers: tuple[CircuitPart, ...]
-    readers: tuple[CircuitPart, ...]
+    erasers: tuple[CircuitPart, ...]
+    heads: int
+    first_reader: int
+    attention: tuple[tuple[float, ...], ...]
+    needed: Outcome | None
+    random: Outcome | None
     sentence: str
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A neuron at a position of the typical text.
+
+    Attributes:
+        value: Its activation, the input of the down projection.
+        before: The text before the token.
+        token: The token.
+        after: The text after it.
+        texts: Number of texts that begin with the same tokens up to there, so that the value is the same.
+    """
+
+    value: float
+    before: str
+    token: str
+    after: str
+    texts: int
+
+
+@dataclass(frozen=True)
+class NeuronSpike:
+    """A neuron as a writer of a spike.
+
+    Attributes:
+        spike: Number of the spike in `ModelView.circuit`.
+        share: What it writes, as a share of the spike. None: it is not listed among the writers.
+        alone: What is left without it alone. None: it was not measured.
+        random: The same without a random neuron of its layer.
+    """
+
+    spike: int
+    share: float | None
+    alone: Outcome | None
+    random: Outcome | None
+
+
+@dataclass(frozen=True)
+class NeuronPage:
+    """What a page says of a neuron that writes a spike.
+
+    Attributes:
+        name: The neuron.
+        spikes: The spikes that it writes, or that need it.
+        median: Its median activation on the typical text.
+        positions: Number of positions of that text.
+        largest: Its activations of largest magnitude there, each beginning of a text once.
+    """
+
+    name: str
+    spikes: tuple[NeuronSpike, ...]
+    median: float
+    positions: int
+    largest: tuple[Activation, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +219,7 @@ class ModelView(Result):
         texts: The texts.
         circuit: The spikes, those that most heads read first.
         circuit_sentence: The conclusion about the circuit.
+        neuron_pages: The neurons that the circuit names.
         generation: What the model writes without the guard and with it; empty if it was not asked.
     """
 
@@ -140,6 +235,7 @@ class ModelView(Result):
     texts: tuple[ViewedText, ...]
     circuit: tuple[CircuitSpike, ...] = ()
     circuit_sentence: str = ""
+    neuron_pages: tuple[NeuronPage, ...] = ()
     generation: tuple[Writing, ...] = ()
 
     def own_page(self) -> str:

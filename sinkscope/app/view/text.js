@@ -24,9 +24,9 @@ class Strips {
     const id = place ? "other" : "token";
     const buttons = text.tokens.map((token, number) => element("button", {
       class: "token", type: "button", id: `${id}-${number}`,
-      onclick: () => this.view.pickToken(number), onpointerenter: () => this.tell(place, number), onfocus: () => this.tell(place, number),
+      onclick: () => this.view.pickToken(number), onpointerenter: () => this.point(place, number), onfocus: () => this.tell(place, number),
     }, visible(token)));
-    const group = element("div", { class: "strip", role: "group", "aria-label": `Tokens of ${text.name}` }, ...buttons);
+    const group = element("div", { class: "strip", role: "group", "aria-label": `Tokens of ${text.name}`, onpointerleave: () => this.view.rows.rest() }, ...buttons);
     group.mark = roving(group);
     const name = this.view.sides.length > 1 ? [element("p", { class: "soft" }, `${text.name}:`)] : [];
     return [...name, group, element("p", { class: "soft", id: place ? "following-other" : "following" })];
@@ -73,6 +73,12 @@ class Strips {
       const value = rows ? rows[line + token] : 0;
       return [value, Math.sqrt(value)];
     });
+  }
+
+  /** The pointer is on a token: say its value, and show what it reads and who reads it. */
+  point(place, number) {
+    this.tell(place, number);
+    this.view.rows.point(place, number);
   }
 
   /** Say the value of one token. */
@@ -144,23 +150,47 @@ class Rows {
     this.read = element("p", { class: "words", id: "read-words" });
     this.cell = element("p", { class: "soft readout", id: "cell", "aria-live": "polite" });
     const saves = ["svg", "png"].map((kind) => element("button", { type: "button", class: "tool", id: `save-${kind}`, onclick: () => this.save(kind) }, `Save as ${kind.toUpperCase()}`));
-    this.element = element("section", {}, this.title, this.words, this.read, this.figures, this.cell, element("div", { class: "row" }, ...saves));
+    this.elements = [this.title, this.words, this.read, this.figures, this.cell, element("div", { class: "row" }, ...saves)];
   }
 
   draw() {
-    const { sides, head, query: picked } = this.view;
-    const [{ text, rows }] = sides;
-    const length = text.tokens.length;
+    const { sides, head } = this.view;
+    const [{ rows }] = sides;
     this.title.textContent = `Rows of ${headName(head)}`;
     const focused = this.figures.contains(document.activeElement) && document.activeElement.id;
     this.figures.replaceChildren(...sides.flatMap((side, place) => this.pictures(side, place)));
     if (focused) this.figures.querySelector(`#${focused}`)?.focus();
-    if (!rows) {
-      this.read.replaceChildren();
-      this.words.textContent = "This file has no room for the rows of this head; a shorter text shows them.";
-      return;
+    this.rest();
+    if (rows) return;
+    this.read.replaceChildren();
+    this.words.textContent = "This file has no room for the rows of this head; a shorter text shows them.";
+  }
+
+  /** The pointer is on no token: show what the chosen one reads, or the last. */
+  rest() {
+    const { sides: [side], query } = this.view;
+    this.figures.querySelectorAll(".pointer").forEach((one) => one.remove());
+    if (side.rows) this.describe(side, query === null ? side.text.tokens.length - 1 : query);
+  }
+
+  /** Frame the line and the column of a token in the pictures of its text, and show what it reads on the words. */
+  point(place, token) {
+    const side = this.view.sides[place];
+    const length = side.text.tokens.length;
+    this.rest();
+    for (const drawing of this.figures.querySelectorAll("svg")) {
+      if (Number(drawing.dataset.side) !== place) continue;
+      const cell = PLOT.width / length;
+      const at = token * cell;
+      drawing.append(drawn("rect", { class: "pointer", x: PLOT.left, y: PLOT.top + at, width: PLOT.width, height: cell }),
+        drawn("rect", { class: "pointer", x: PLOT.left + at, y: PLOT.top, width: cell, height: PLOT.width }));
     }
-    const query = picked === null ? length - 1 : picked;
+    if (side.rows) this.describe(side, token);
+  }
+
+  /** Show what the chosen head reads at a token, on the words of the text. */
+  describe({ text, rows }, query) {
+    const length = text.tokens.length;
     const row = [...rows.slice(query * length, (query + 1) * length)];
     const best = row.map((value, key) => [value, key]).sort((one, other) => other[0] - one[0]).slice(0, 3);
     const words = best.filter(([value]) => value > 0.005).map(([value, key]) => `${percent(value)} to ${key} ${quoted(text.tokens[key])}`);
@@ -180,6 +210,7 @@ class Rows {
     const made = [];
     if (rowsBefore) made.push(this.picture(`rows-before${end}`, `intact${of}`, text, rowsBefore));
     if (rows) made.push(this.picture(`rows${end}`, `${variant}${of}`, text, rows));
+    for (const figure of made) figure.querySelector("svg").dataset.side = place;
     return made;
   }
 
@@ -211,5 +242,41 @@ class Rows {
   save(kind) {
     const figures = [...this.figures.children];
     if (figures.length) save(sheet(figures), `${headName(this.view.head)}.${kind}`);
+  }
+}
+
+/** All heads of the chosen head's layer as small pictures of attention; a click chooses one. */
+class Layer {
+  constructor(view) {
+    this.view = view;
+    this.title = element("summary", {});
+    this.heads = element("div", { class: "multiples", role: "group", "aria-label": "Heads of the layer" });
+    this.mark = roving(this.heads);
+    this.element = element("details", { id: "layer-heads", open: view.layerOpen, ontoggle: () => { view.layerOpen = this.element.open; this.draw(); } }, this.title, this.heads);
+  }
+
+  async draw() {
+    const { head: [layer, chosen], sides: [side] } = this.view;
+    this.title.textContent = `All heads of layer ${layer}`;
+    if (!this.element.open) return;
+    const stored = (side.reading.heads || side.text.heads).filter(([one]) => one === layer);
+    const all = await Promise.all(stored.map((head) => this.view.rowsOf(side, side.reading, head)));
+    if (side !== this.view.sides[0] || layer !== this.view.head[0]) return; // meanwhile something else was chosen
+    this.heads.replaceChildren(...stored.map(([, head], number) => this.picture(layer, head, all[number], side.text.tokens.length)));
+    this.heads.querySelectorAll("button")[stored.findIndex(([, head]) => head === chosen)]?.classList.add("chosen");
+    this.mark();
+  }
+
+  /** The rows of a head, a pixel for each pair of tokens. */
+  picture(layer, head, values, length) {
+    const canvas = element("canvas", { width: length, height: length });
+    const drawing = canvas.getContext("2d");
+    const image = drawing.createImageData(length, length);
+    const hot = getComputedStyle(this.view.root).getPropertyValue("--hot").trim();
+    const colour = [1, 3, 5].map((at) => Number.parseInt(hot.slice(at, at + 2), 16));
+    values.forEach((value, number) => image.data.set([...colour, Math.round(255 * Math.sqrt(value))], 4 * number));
+    drawing.putImageData(image, 0, 0);
+    const name = headName([layer, head]);
+    return element("button", { type: "button", class: "multiple", id: `multiple-${head}`, "aria-label": `Rows of ${name}`, onclick: () => this.view.pickHead([layer, head]) }, canvas, name);
   }
 }

@@ -16,6 +16,7 @@ class View {
     this.token = 0;
     this.query = null;
     this.head = null;
+    this.neuron = null;
     this.off = new Set();
     this.typed = [];
     this.draft = "";
@@ -43,6 +44,7 @@ class View {
     if (!this.linked) return;
     const state = new URLSearchParams({ text: this.text, token: this.token, head: headName(this.head), model: this.variant });
     if (this.beside !== null) state.set("beside", this.beside);
+    if (this.neuron) state.set("neuron", this.neuron);
     for (const typed of this.typed) state.append("typed", typed);
     history.replaceState(null, "", `#${state}`);
   }
@@ -51,6 +53,7 @@ class View {
   async show(answer) {
     this.model = answer.model;
     this.data = answer.result;
+    this.pages = new Map(this.data.neuron_pages.map((page) => [page.name, page]));
     this.written = new Map(this.data.generation.length ? [["intact", this.data.generation]] : []); // by variant
     this.data.texts.forEach((text) => (text.asked = { text: null }));
     await this.follow();
@@ -62,6 +65,8 @@ class View {
     if (this.head && (this.head[0] >= layers || this.head[1] >= heads)) this.head = null;
     this.token = Math.min(this.token, length - 1);
     await this.begin();
+    const neuron = this.opened.get("neuron");
+    if (this.pages.has(neuron)) this.openNeuron(neuron);
   }
 
   /** Build the page with the intact model, and then choose what is shown. */
@@ -150,8 +155,8 @@ class View {
     }
   }
 
-  async rowsOf({ text }, variant) {
-    const place = (variant.heads || text.heads).findIndex((head) => head.join() === this.head.join());
+  async rowsOf({ text }, variant, wanted = this.head) {
+    const place = (variant.heads || text.heads).findIndex((head) => head.join() === wanted.join());
     return place < 0 ? null : unpacked(variant.rows[place]);
   }
 
@@ -199,7 +204,6 @@ class View {
     this.slider.disabled = this.colour !== "norm" && this.colour !== "attention";
     this.layerWords.textContent = String(this.layer);
     for (const part of this.parts) part.draw();
-    drawCircuit(this, this.circuit);
   }
 
   /** The share of its attention that each head gives to the first sink, or to the first token. */
@@ -303,12 +307,12 @@ class View {
   }
 
   textPanel() {
-    const [strips, heads, rows] = [new Strips(this), new Heads(this), new Rows(this)];
-    this.parts = [strips, heads, rows];
-    this.circuit = element("div", { class: "circuit" });
-    const circuit = element("section", {}, element("h2", {}, "Circuit"), this.circuit);
+    const [strips, heads, layer, circuit] = [new Strips(this), new Heads(this), new Layer(this), new Circuit(this)];
+    this.rows = new Rows(this);
+    this.parts = [strips, heads, this.rows, layer, circuit];
+    const attention = element("section", {}, ...this.rows.elements, layer.element);
     return element("div", { role: "tabpanel", id: "panel-text", "aria-labelledby": "tab-text" },
-      this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, rows.element, circuit));
+      this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, attention, circuit.element));
   }
 
   /** A choice among the texts; `none` is a first one that chooses none of them. */
@@ -383,12 +387,27 @@ class View {
     this.draw();
   }
 
-  /** A part of the circuit was chosen: show the head, or the norm after the spike's peak. */
-  pickPart(name, peak) {
-    if (headOf(name)) return this.pickHead(headOf(name));
-    this.layer = peak;
-    this.slider.value = peak;
+  /** Colour the tokens by the norm after a layer. */
+  pickLayer(layer) {
+    this.layer = layer;
+    this.slider.value = layer;
     this.pickColour("norm");
+  }
+
+  /** Open the page of a neuron over the view. */
+  openNeuron(name) {
+    this.neuron = name;
+    const dialog = neuronPage(this, name);
+    this.root.append(dialog);
+    dialog.showModal();
+    dialog.scrollTop = 0;
+    this.link();
+  }
+
+  closeNeuron(dialog) {
+    this.neuron = null;
+    dialog.remove();
+    this.link();
   }
 
   // Requests to Python
@@ -462,54 +481,3 @@ class View {
     this.status.textContent = this.error || (this.running ? "The model is running …" : "");
   }
 }
-
-/** Show a view in an element. */
-export async function mount(root, answer, ask = null) {
-  root.classList.add("sinkscope-view");
-  const view = new View(root, ask);
-  await view.show(answer);
-  return view;
-}
-
-/** Begin in a page: with its own data, or with what the server answers. The first visit begins with the tour. */
-export async function start(page) {
-  const root = page.querySelector("#view");
-  const data = JSON.parse(page.querySelector("#data").textContent);
-  const first = !location.hash && !tourSeen();
-  const view = data ? await mount(root, data) : await live(root);
-  const touched = view && (view.variant !== "intact" || view.off.size > 0);
-  if (view && first && !touched) view.startTour();
-}
-
-async function live(root) {
-  const ask = async (request) => {
-    try {
-      const answer = await fetch("view", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(request) });
-      return await answer.json();
-    } catch {
-      return { error: "The server does not answer. Start sinkscope view again." };
-    }
-  };
-  const first = await ask({});
-  if (first.error) return root.replaceChildren(element("p", { class: "error" }, first.error));
-  return mount(root, first, ask);
-}
-
-/** A widget in a notebook: Python answers messages. */
-export default {
-  render({ model, el }) {
-    const waiting = new Map();
-    let number = 0;
-    model.on("msg:custom", (message) => {
-      waiting.get(message.number)(message.answer);
-      waiting.delete(message.number);
-    });
-    const ask = (request) => new Promise((resolve) => {
-      waiting.set(++number, resolve);
-      model.send({ number, request });
-    });
-    const root = document.createElement("div");
-    el.append(root);
-    mount(root, model.get("view"), ask);
-  },
-};

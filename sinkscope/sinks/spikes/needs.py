@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
-from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import components
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.edited import Effects
@@ -88,7 +88,7 @@ def needs_of(survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Se
     random_left, singles = beside[: len(random)], beside[len(random) :]
     if len(needed) == 1 and isinstance(needed[0], Neuron):
         singles.insert(0, removals[0])
-    heads, margin = readers_of(survey, spike, texts)
+    heads, margin = readers_of(texts)
     return Needs(
         heads=heads,
         heads_margin=margin,
@@ -123,7 +123,7 @@ def same_needs(survey: Survey, spike: Spike, other: Spike, needs: Needs, seed: i
         return None
     random = random_neurons(survey.target, neurons, seed)
     (removal,), beside = measured(texts, [parts], {}, every_loss=True), measured(texts, [random], {}, every_loss=False)
-    heads, margin = readers_of(survey, spike, texts)
+    heads, margin = readers_of(texts)
     return Needs(heads, margin, len(texts.rows), removal, tuple(beside))
 
 
@@ -223,7 +223,7 @@ def measured(texts: SpikeTexts, sets: Sequence[Parts], means: dict[Part, Tensor]
     """
     if not sets:
         return []
-    if not readers_of(texts.survey, texts.spike, texts)[0] and not texts.spike.place.is_first:
+    if not readers_of(texts)[0] and not texts.spike.place.is_first:
         return [
             Removal(parts, float(left.mean()), left_margin=margin_of(left.numpy()))
             for parts, left in zip(sets, texts.along(list(sets), means), strict=True)
@@ -261,17 +261,14 @@ def _layers(spike: Spike, depth: int) -> list[int]:
     return [layer for layer in spike.reading_layers if layer < depth]
 
 
-def reading_heads(survey: Survey, spike: Spike) -> dict[Head, float]:
-    """Return the heads that `readers_of` counts, with their mean attention to the place, the strongest first."""
-    received = survey.received(spike.mask)[:, :, SpikeTexts.of(survey, spike).rows].mean(-1)
-    found: dict[Head, float] = {}
-    for layer in _layers(spike, survey.target.n_layers):
-        found |= {Head(layer, head): share for head, share in enumerate(received[layer].tolist()) if share > READS}
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
+def place_attention(texts: SpikeTexts) -> Float[Tensor, "layer head text"]:
+    """Return the attention to the place of each head in the layers whose heads can read the spike."""
+    layers = _layers(texts.spike, texts.survey.target.n_layers)
+    return texts.survey.received(texts.spike.mask)[layers][:, :, texts.rows]
 
 
-def readers_of(survey: Survey, spike: Spike, texts: SpikeTexts) -> tuple[int, float | None]:
+def readers_of(texts: SpikeTexts) -> tuple[int, float | None]:
     """Return heads in the spike's layers that attend to the place in these texts, and the margin over texts."""
-    received = survey.received(spike.mask)[_layers(spike, survey.target.n_layers)][:, :, texts.rows]
+    received = place_attention(texts)
     by_text = (received > READS).flatten(0, 1).sum(0).float()
     return int((received.mean(-1) > READS).sum()), margin_of(by_text.numpy())

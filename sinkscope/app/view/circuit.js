@@ -1,0 +1,174 @@
+// The circuit of a view: a block for each spike, and a page for each neuron that writes one.
+
+/** A bar from 0 to a share; below zero it has the other colour. */
+function bar(share) {
+  const made = element("span", { class: share < 0 ? "bar below" : "bar" });
+  made.style.setProperty("--v", Math.min(100, Math.round(1000 * Math.abs(share)) / 10));
+  return made;
+}
+
+const run = ([first, last]) => (first === last ? `layer ${first}` : `layers ${first}-${last}`);
+const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+const times = (ratio) => `${Number(ratio.toPrecision(ratio < 100 ? 2 : 3))} times`;
+const share = (value) => percent(value).replace(/^-0%/, "0%");
+
+/** The blocks of all spikes; that with most readers is open at first. */
+class Circuit {
+  constructor(view) {
+    this.view = view;
+    const { circuit, circuit_sentence: none } = view.data;
+    const most = Math.max(...circuit.map((spike) => spike.heads));
+    view.unfolded ||= new Set([circuit.findIndex((spike) => spike.heads === most)]);
+    this.cells = [];
+    const blocks = circuit.map((spike, number) => this.block(spike, number));
+    this.element = element("section", {}, element("h2", {}, "Circuit"), element("div", { class: "circuit" }, ...(blocks.length ? blocks : [element("p", {}, none)])));
+  }
+
+  /** Mark the chosen head in each grid. */
+  draw() {
+    const chosen = headName(this.view.head);
+    for (const cell of this.cells) cell.classList.toggle("chosen", cell.dataset.head === chosen);
+  }
+
+  block(spike, number) {
+    const { unfolded } = this.view;
+    const heads = spike.heads ? `${counted(spike.heads, "head")} read${spike.heads === 1 ? "s" : ""} it` : "no head reads it";
+    const block = element("details", { class: "spike", id: `spike-${number}`, open: unfolded.has(number), ontoggle: () => (block.open ? unfolded.add(number) : unfolded.delete(number)) },
+      element("summary", {}, element("h3", {}, `${spike.place[0].toUpperCase()}${spike.place.slice(1)}, ${run(spike.layers)}`),
+        element("span", { class: "soft" }, `${times(spike.ratio)} the typical norm; ${heads}`)),
+      element("p", { class: "soft" }, `The norm is ${shown(spike.norm)} after layer ${spike.peak}, from ${shown(spike.before)}${inDimensions(spike.dims)}. `,
+        element("button", { type: "button", class: "tool", onclick: () => this.view.pickLayer(spike.peak) }, "Show it on the text")),
+      this.parts("What writes it: its share, and what is left of the spike without it alone", spike.writers),
+      this.parts("What takes it away again", spike.erasers),
+      this.parts("What marks the place, and what is left of the spike if that is replaced there", spike.marks),
+      spike.sentence ? element("p", {}, spike.sentence) : null,
+      spike.heads ? this.readers(spike, number) : null);
+    return block;
+  }
+
+  /** A title, and a row for each part: its name, a bar, and numbers. */
+  parts(title, parts) {
+    if (!parts.length) return null;
+    const rows = parts.map((part) => {
+      const words = [];
+      if (part.share !== null) words.push(share(part.share));
+      if (part.left !== null) words.push(`${share(part.left)} left`);
+      if (part.others !== null) words.push(`others: ${percent(part.others)}`);
+      if (part.needed) words.push("needed");
+      const line = part.share === null ? Math.max(0, part.left ?? 0) : part.share;
+      return element("li", {}, this.name(part.name), bar(line), element("span", { class: "soft" }, words.join("; ")));
+    });
+    return element("div", {}, element("h4", {}, title), element("ul", { class: "parts" }, ...rows));
+  }
+
+  /** A name; of a neuron it opens its page, of a head its rows. */
+  name(name) {
+    const head = headOf(name);
+    const open = this.view.pages.has(name) ? () => this.view.openNeuron(name) : head && this.shows(head) ? () => this.view.pickHead(head) : null;
+    return open ? element("button", { type: "button", class: "part", onclick: open }, name) : element("span", {}, name);
+  }
+
+  shows([layer, head]) {
+    const [layers, heads] = this.view.reading.received.shape;
+    return layer < layers && head < heads;
+  }
+
+  /** The heads that can read the spike, a row for each layer. */
+  readers(spike, number) {
+    const width = spike.attention[0].length;
+    const grid = element("div", { class: "heads small", role: "group", "aria-label": `Heads that read ${spike.place}` });
+    grid.style.gridTemplateColumns = `max-content repeat(${width}, minmax(0, 1.4rem))`;
+    spike.attention.forEach((shares, row) => {
+      const layer = spike.first_reader + row;
+      grid.append(element("span", { class: "label" }, `L${layer}`));
+      shares.forEach((value, head) => {
+        const title = `${headName([layer, head])}: ${percent(value)}`;
+        const cell = element("button", { class: `head${value > READS ? " reader" : ""}`, type: "button", id: `reads-${number}-${layer}-${head}`, title, "aria-label": title, "data-head": headName([layer, head]), onclick: () => this.view.pickHead([layer, head]) });
+        cell.style.setProperty("--v", Math.round(100 * value));
+        this.cells.push(cell);
+        grid.append(cell);
+      });
+    });
+    roving(grid, () => width)();
+    const all = spike.attention.length * width;
+    return element("div", {}, element("h4", {}, `Heads that read it: ${spike.heads} of ${all}`),
+      element("p", { class: "soft" }, `Mean attention to the place on the typical text, one row for each layer; underlined if above ${percent(READS)}.`), grid);
+  }
+}
+
+function inDimensions(dims) {
+  return dims.length ? `, mostly in dimension${dims.length > 1 ? "s" : ""} ${dims.join(" and ")}` : "";
+}
+
+/** The page of a neuron, over the page of the view: what it writes, where it fires, what its removal does. */
+function neuronPage(view, name) {
+  const page = view.pages.get(name);
+  const close = () => dialog.close();
+  const dialog = element("dialog", { class: "neuron", "aria-label": `Neuron ${name}`, onclose: () => view.closeNeuron(dialog), onclick: (event) => event.target === dialog && close() },
+    element("div", { class: "row" }, element("h2", {}, `Neuron ${name}`), view.ask ? element("button", { type: "button", class: "tool", onclick: () => (close(), view.toggle(name)) }, view.off.has(name) ? "Switch it on" : "Switch it off") : null,
+      element("button", { type: "button", class: "tool", onclick: close }, "Close")),
+    ...page.spikes.map((one) => writesIn(view, one)),
+    onText(view, page), onTypicalText(page), withoutNeuron(view, page));
+  return dialog;
+}
+
+function writesIn(view, { spike: number, share: value }) {
+  const spike = view.data.circuit[number];
+  const written = value === null ? "is needed for" : `writes ${share(value)} of`;
+  return element("p", {}, `In ${run(spike.layers)}, it ${written} the spike at ${spike.place}${inDimensions(spike.dims)}.`);
+}
+
+/** Its activation at each token of the shown text. */
+function onText(view, { name }) {
+  const text = view.now;
+  const values = text.activations[view.data.neuron_pages.findIndex((page) => page.name === name)];
+  const top = Math.max(...values.map(Math.abs)) || 1;
+  const tokens = text.tokens.map((token, number) => {
+    const value = values[number];
+    const part = Math.abs(value) / top;
+    const classes = ["token", value < 0 ? "below" : "", part > 0.55 ? "strong" : ""].filter(Boolean).join(" ");
+    const box = element("span", { class: classes, title: shown(value) }, visible(token));
+    box.style.setProperty("--v", Math.round(100 * part));
+    return box;
+  });
+  const highest = values.map(Math.abs).indexOf(Math.max(...values.map(Math.abs)));
+  return element("div", {}, element("h3", {}, `On the shown text${view.data.texts.length > 1 ? `, ${text.name}` : ""}`),
+    element("p", { class: "soft" }, `Its largest activation in the intact model is ${shown(values[highest])}, at token ${highest}, ${quoted(text.tokens[highest])}. The darker, the larger; orange: below zero.`),
+    element("div", { class: "strip" }, ...tokens));
+}
+
+/** Its largest activations on the typical text. */
+function onTypicalText({ largest, median, positions }) {
+  const top = Math.abs(largest[0]?.value) || 1;
+  const rows = largest.map(({ value, before, token, after, texts }) => element("tr", {}, element("td", {}, shown(value)), element("td", {}, bar(value / top)),
+    element("td", {}, element("span", { class: "soft" }, before), element("mark", {}, visible(token)), element("span", { class: "soft" }, after), texts > 1 ? ` (in ${texts} texts)` : "")));
+  return element("div", {}, element("h3", {}, `Its ${largest.length} largest activations on the typical text`),
+    element("p", { class: "soft" }, `Its median over ${positions} positions is ${shown(median)}. Texts that begin alike count once.`),
+    element("table", { class: "largest" }, element("tbody", {}, ...rows)));
+}
+
+/** What is left of each spike without it, alone and with what else is needed, beside random neurons. */
+function withoutNeuron(view, { name, spikes }) {
+  const rows = [];
+  for (const one of spikes) {
+    const spike = view.data.circuit[one.spike];
+    const start = rows.length;
+    if (one.alone) rows.push(["it alone", one.alone]);
+    if (one.random) rows.push([`random: ${one.random.parts[0]}`, one.random]);
+    const set = spike.needed ? spike.needed.parts : [];
+    if (set.includes(name) && set.length > 1) {
+      rows.push([`with ${set.filter((part) => part !== name).join(", ")}`, spike.needed]);
+      if (spike.random) rows.push([`${set.length} random neurons`, spike.random]);
+    }
+    if (rows.length > start) rows.splice(start, 0, [`The spike at ${spike.place}, ${run(spike.layers)}: ${counted(spike.heads, "head")} read${spike.heads === 1 ? "s" : ""} it`, null]);
+  }
+  const title = element("h3", {}, "What its removal does");
+  if (!rows.length) return element("div", {}, title, element("p", { class: "soft" }, "It was not removed."));
+  const head = ["removed", "spike left", "heads", "perplexity"].map((words) => element("th", { scope: "col" }, words));
+  const lines = rows.map(([words, left]) => {
+    if (!left) return element("tr", {}, element("th", { scope: "rowgroup", colspan: 4 }, words));
+    const cells = [words, share(left.left), left.heads, left.perplexity === null ? "not measured" : `${left.perplexity.toFixed(2)} times`];
+    return element("tr", {}, ...cells.map((cell) => element("td", {}, String(cell))));
+  });
+  return element("div", {}, title, element("table", { class: "outcomes" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...lines)));
+}
