@@ -144,7 +144,7 @@ def test_the_callback_of_the_page_logs_beside_the_losses_of_the_trainer(run):
 @pytest.mark.slow
 def test_the_guard_of_the_page_ends_the_loop_where_the_reporter_sees_it(run):
     looping = r"again: The bird said, \"I want to play with the bird.\""  # so that the loop begins with the first token
-    names = run("docs/guard.md", {"max_new_tokens=150": "max_new_tokens=52", "again and again:": looping})
+    names = run("docs/guard.md", {"max_new_tokens=150": "max_new_tokens=100", "again and again:": looping})
     events = names["run"].events
     assert events and all(e.data["kept_count"] < e.data["cached_before"] for e in events)
     (event,) = names["reporter"].events
