@@ -44,8 +44,7 @@ class AttentionWatch:
         self.keeps_decoding_queries = False
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
         self._attending = target.attending
-        self._sees_products = target.adapter.attention_interface and not target.adapter.learned_sinks
-        self._sees_products &= not any(self._windows)
+        self._sees_products = not target.adapter.learned_sinks and not any(self._windows)
 
     @property
     def is_seen(self) -> bool:
@@ -192,12 +191,12 @@ class AttentionWatch:
         assert call is not None
         kv = self._layer(layer)
         if kv is not None:
-            pos, columns = kv.pos, call.columns.to(key.device)
+            pos = kv.pos
         else:
             columns = call.columns[:, -key.shape[2] :].to(key.device)
             # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
             pos = columns[:, None].expand(key.shape[:3])
-        return View(pos, call.on(key.device), self._windows[layer], columns)
+        return View(pos, call.on(key.device), self._windows[layer])
 
     def _note_queries(self, attention: Attention) -> None:
         """Keep the latest queries of a layer."""
