@@ -90,3 +90,8 @@ class CurrentCall(threading.local):
     cache: Any = None
     state: CacheState | None = None
     own_masks: bool = False
+
+    def end(self) -> None:
+        """Be outside of a call."""
+        self.call = self.cache = self.state = None
+        self.own_masks = False

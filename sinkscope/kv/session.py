@@ -216,7 +216,7 @@ class Session:
                 now.state.note_held(layers, self._counts_reads)
             return output
         finally:
-            vars(now).clear()
+            now.end()
             COLUMNS.set(None)
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
