@@ -35,7 +35,7 @@ COVERING = (  # each has something that those before it do not have
     "cohere2 afmoe deepseek_v2 exaone4 granite_swa lfm2_moe qwen3_next gemma4_text "
     # experts in other layouts or beside a shared one; chunks; layers of one part each; parts in some layers
     "gpt_oss llama4_text granitemoeshared axk1 nemotron_h olmo_hybrid beam "
-    # positions by ALiBi, by addition, or none; attention outside the interface; one module for q, k and v; norms at the
+    # positions by ALiBi, by addition, or none; attention inside modules; one module for q, k and v; norms at the
     # end of layers; attention in two halves; learned sinks in some layers
     "bloom biogpt gptj mpt gpt_bigcode gpt_neo gpt_neox_japanese git diffllama mimo_v2_flash "
     # indexers; state and keys in one layer; parallel parts; a norm inside the MLP; multipliers; a text model inside
@@ -90,6 +90,7 @@ In full, in all layers: {whole}.
 """
 _NO_ROW = re.compile(r"model type '\w+(-\w+)*' has (no row, and its names propose none|(a|no) row, .+? is refused): ")
 _CLASS = re.compile(r" of \w+ForCausalLM")
+_TYPE = re.compile(r"a model of type '[\w-]+'")
 
 
 def types() -> list[str]:
@@ -127,7 +128,7 @@ def remark(found: Row) -> str:
     shortened = []
     for reason in reasons:
         short = reason.partition("; if it has these parts")[0].partition("; change what is wrong")[0]
-        shortened.append(_CLASS.sub("", _NO_ROW.sub("", short)).partition(": use another model")[0])
+        shortened.append(_TYPE.sub("it", _CLASS.sub("", _NO_ROW.sub("", short))).partition(": use another model")[0])
     return "; ".join(shortened).replace("|", "\\|")
 
 

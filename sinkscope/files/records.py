@@ -35,6 +35,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, read_text
 from sinkscope.files.plain import parse_json
 
+_INPUT = "Input should be "
+"""How pydantic begins most of its messages."""
+
 
 class Wording(NamedTuple):
     """What an error says that a type expects; for use in `Annotated`."""
@@ -42,7 +45,7 @@ class Wording(NamedTuple):
     words: str
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: Callable[[Any], Any]) -> Any:
-        return core_schema.custom_error_schema(handler(kind), "said", custom_error_message=self.words)
+        return core_schema.custom_error_schema(handler(kind), "said", custom_error_message=_INPUT + self.words)
 
 
 Finite = Annotated[float, Strict(), Field(allow_inf_nan=False), Wording("a finite number")]
@@ -60,28 +63,6 @@ T = TypeVar("T")
 def share_of(share: float, count: int) -> int:
     """Return a share of a count, rounded down: 0.29 of 100 is 29, of which floating point numbers make 28."""
     return int(share * count + 1e-6)
-
-
-_WORDS = {
-    "Input should be ": "",
-    "Unexpected keyword argument": "no field of this name",
-    "Extra inputs are not permitted": "no field of this name",
-    "a valid integer": "a whole number",
-    "a valid boolean": "True or False",
-    "a valid array": "a list",
-    "a valid ": "a ",
-    "a whole number or a number": "a number",
-    "greater than or equal to": "a number from",
-    "less than or equal to": "a number up to",
-    "greater than": "a number above",
-    "less than": "a number below",
-    "List should have ": "",
-    "Dictionary should have ": "",
-    "String should have ": "",
-    "Tuple should have ": "",
-    " after validation, not 0": "",
-}
-"""How errors say what pydantic says."""
 
 
 @lru_cache(256)
@@ -196,12 +177,11 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "") -> A
         return SinkscopeError(f"{place}: {cause}{then}".removeprefix(": "))
     alternatives = [problem["msg"] for problem in problems if repr(problem["input"]) == repr(first["input"])]
     expected = " or ".join(dict.fromkeys(alternatives))
-    for theirs, ours in _WORDS.items():
-        expected = expected.replace(theirs, ours)
-    verb, end = " is ", ","
-    if place.endswith(("=", " ")):
-        verb, end = "", ":"
-    return SinkscopeError(f"{place}{verb}{first['input']!r:.80}{end} expected {expected}{then}")
+    if expected.startswith(_INPUT):
+        expected = "expected " + expected.replace(_INPUT, "")
+    if not place.endswith(("=", " ")):
+        place += " is "
+    return SinkscopeError(f"{place}{first['input']!r:.80}: {expected}{then}")
 
 
 def _place(value: Any, problem: Any) -> str:

@@ -44,7 +44,7 @@ def taken_over(
     Args:
         cache: The cache.
         call: The call.
-        arguments: Its arguments; a mask is added for a model whose position biases are as long as it.
+        arguments: Its arguments.
         target: The model.
         is_known: Whether an earlier call of the run used this cache.
     """
@@ -52,8 +52,6 @@ def taken_over(
         adopt(cache, target, call.earlier)
     if call.past and call.new > 1:
         check_mask(arguments.get("attention_mask"), call, target)
-    if not target.adapter.attention_interface and arguments.get("attention_mask") is None:
-        arguments["attention_mask"] = (call.columns >= 0).long()
     return own_layers(cache)
 
 

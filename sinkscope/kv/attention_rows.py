@@ -45,8 +45,7 @@ class AttentionRows:
     @property
     def query_pos(self) -> Int[Tensor, "batch query"]:
         """True position of each query, -1 at padding."""
-        index = self.call.on(self.probs.device)[:, self.first : self.first + self.probs.shape[2]]
-        return index.repeat(len(self.probs) // len(index), 1)  # more than once where layers are joined
+        return self.call.on(self.probs.device)[:, self.first : self.first + self.probs.shape[2]]
 
     def by_position(self, length: int) -> Float[Tensor, "batch head query pos"]:
         """Return the rows over the positions of a text of a length; a position that no slot holds gets nothing."""
@@ -63,13 +62,11 @@ class Watcher:
         fn: The function.
         layers: Layers that it sees; None for all.
         last: How many of the last queries of a call it sees; None for all.
-        joins: Whether it sees the rows of a generated token of all layers at once, as the rows of one, if it can.
     """
 
     fn: Callable[[AttentionRows], None]
     layers: list[int] | None
     last: int | None
-    joins: bool
 
     def first_query(self, queries: int) -> int:
         """Return the index of the first of so many queries that it sees."""

@@ -13,7 +13,6 @@ from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CurrentCall
-from sinkscope.kv.joined_layers import JoinedLayers, alike, is_small
 from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
@@ -43,9 +42,6 @@ class AttentionWatch:
         self.queries_kept = 0
         self.keeps_decoding_queries = False
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
-        self._attending = target.attending
-        self._sees_products = target.adapter.attention_interface and not target.adapter.learned_sinks
-        self._sees_products &= not any(self._windows)
 
     @property
     def is_seen(self) -> bool:
@@ -60,19 +56,7 @@ class AttentionWatch:
             layers: The layers of the cache that this run owns.
             configs: Ids of the configurations of the model.
         """
-        see = self.see
-        self.now.watched = waiting = list[Attention]()
-        if self._may_wait(call, layers):
-            see = waiting.append
-        return Handler(see, configs, masks=self.now.own_masks, idle=not self._is_needed(call, layers))
-
-    def _may_wait(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
-        """Whether rows may be computed after the call: those of small layers, from queries and keys alone."""
-        if not self.watchers or not self._sees_products or self.queries_kept or call.new > 1 or call.past == 0:
-            return False
-        if len(layers) < len(self._attending) or not all([watcher.joins for watcher in self.watchers]):
-            return False
-        return all([kv.gapless and is_small(kv.keys) for kv in layers])
+        return Handler(self.see, configs, masks=self.now.own_masks, idle=not self._is_needed(call, layers))
 
     def _is_needed(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
@@ -154,26 +138,6 @@ class AttentionWatch:
             known_pos = attention.view.pos
         watcher.fn(AttentionRows(attention.layer, first, probs, known_pos, kv, call))
 
-    def show_joined(self) -> None:
-        """Show the rows that waited for the end of the call; those of layers that are alike as the rows of one."""
-        watched, call = [one for one in self.now.watched if not one.is_repeated], self.now.call
-        if not watched:
-            return
-        assert call is not None
-        layers = [self.now.cache.layers[one.layer] for one in watched]
-        if len({one.scaling for one in watched}) == 1 and alike(layers):
-            joined = JoinedLayers(layers)
-            query, key = torch.cat([one.query for one in watched]), torch.cat([one.key for one in watched])
-            probs = watched[0].row_function()(query, key, None)
-            for watcher in self.watchers:
-                watcher.fn(AttentionRows(joined.number, 0, probs, None, joined, call))
-            joined.spread_numbers()
-            return
-        for one in watched:
-            probs = one.row_function()(one.query, one.key, None)
-            for watcher in self.watchers:
-                self._show_rows(watcher, one, 0, probs)
-
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
         if self.replacement is not None and attention.queries > 1:
@@ -192,12 +156,12 @@ class AttentionWatch:
         assert call is not None
         kv = self._layer(layer)
         if kv is not None:
-            pos, columns = kv.pos, call.columns.to(key.device)
+            pos = kv.pos
         else:
             columns = call.columns[:, -key.shape[2] :].to(key.device)
             # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
             pos = columns[:, None].expand(key.shape[:3])
-        return View(pos, call.on(key.device), self._windows[layer], columns)
+        return View(pos, call.on(key.device), self._windows[layer])
 
     def _note_queries(self, attention: Attention) -> None:
         """Keep the latest queries of a layer."""

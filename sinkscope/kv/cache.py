@@ -56,9 +56,10 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         new_keys = self.keys[..., first_new:, :]
         new_values = self.values[..., first_new:, :]
         later = self.moved_numbers(lambda numbers: numbers[..., first_new:])
-        columns = self.columns
-        vars(self).update(vars(whole.copy()))
-        self.columns = columns
+        self.hold(whole.keys, whole.values, whole.known, whole.gapless)
+        self.grown = dict(whole.grown)
+        self.numbers = dict(whole.numbers)
+        self.whole_layer = None
         for name, numbers in later.items():
             self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
         if new:  # not copied at every selection: the room that is made by the first lasts for several
@@ -126,7 +127,13 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
 
     def reset(self) -> None:
         """Make the layer empty, like a new one."""
-        self.__init__(self.number)  # what it inherits only sets keys to zero in some versions of transformers
+        nothing: Any = None
+        self.keys = self.values = nothing  # what it inherits only sets them to zero in some versions of transformers
+        self.is_initialized = False
+        self.empty()
+        self.reordered = False
+        self.rows_from = None
+        self.whole_layer = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows as beam search requests."""

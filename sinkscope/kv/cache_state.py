@@ -14,7 +14,6 @@ from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.usage import Meter
-from sinkscope.tap.call import Attention
 
 
 @dataclass(eq=False)
@@ -84,12 +83,15 @@ class CurrentCall(threading.local):
         call: The forward call; None outside of one.
         cache: The cache of that call.
         state: What is known about that cache.
-        watched: The attention whose rows are shown after the call.
         own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
     """
 
     call: Call | None = None
     cache: Any = None
     state: CacheState | None = None
-    watched: Sequence[Attention] = ()
     own_masks: bool = False
+
+    def end(self) -> None:
+        """Be outside of a call."""
+        self.call = self.cache = self.state = None
+        self.own_masks = False

@@ -40,7 +40,7 @@ class H2O(Policy):
 
     def watch(self, session: Session) -> None:
         """Watch every query of every layer."""
-        session.watch(self._add, joins=self.JOINS_LAYERS)
+        session.watch(self._add)
 
     def _add(self, rows: AttentionRows) -> None:
         if rows.kv is None:  # a call without a cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,9 +11,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinkscope.kv.slots import Slots, flat_slots
-
-SMALL = 1 << 17
-"""Bytes of a small layer's keys."""
 
 
 class JoinedLayers(Slots):
@@ -43,38 +40,20 @@ class JoinedLayers(Slots):
         latest = self.new_pos(new).expand(len(self.layers), -1, -1, -1)  # the same in every layer
         return torch.cat([known, latest.reshape(*known.shape[:2], new)], -1)
 
-    def spread_numbers(self) -> None:
-        """Give each layer its part of the numbers."""
-        for name, of_all in self.numbers.items():
-            for kv, numbers in zip(self.layers, of_all.chunk(len(self.layers)), strict=True):
-                kv.numbers[name] = numbers
-
     def evict(self, keep: Bool[Tensor, "row kv_head slot"], exact: int | None = None) -> None:
         """Free every slot that is not kept in all layers; each head keeps `exact`."""
         assert exact is not None
         index = flat_slots(keep, exact, ragged=False)
         self.numbers = self.moved_numbers(lambda numbers: numbers.take(index))
-        self.spread_numbers()
+        for name, of_all in self.numbers.items():
+            for kv, numbers in zip(self.layers, of_all.chunk(len(self.layers)), strict=True):
+                kv.numbers[name] = numbers
         pos = self.pos.take(index).chunk(len(self.layers))
-        keys, values = self._taken("keys", index), self._taken("values", index)
-        for kv, its_keys, its_values, its_pos in zip(self.layers, keys, values, pos, strict=True):
-            kv.hold(its_keys, its_values, its_pos)
-
-    def _taken(self, name: str, index: Int[Tensor, "row kv_head kept"]) -> Iterator[Tensor]:
-        """The keys or values of each layer that an index among the slots of all layers names."""
-        first: Tensor = getattr(self.layers[0], name)
-        if is_small(first):
-            of_all = torch.cat([getattr(kv, name) for kv in self.layers])
-            yield from torch.embedding(of_all.flatten(0, 2), index).chunk(len(self.layers))
-            return
-        parts = (index % first.shape[:3].numel()).chunk(len(self.layers))
-        for kv, part in zip(self.layers, parts, strict=True):  # one by one, so that what goes is freed at once
-            yield torch.embedding(getattr(kv, name).flatten(0, 2), part)
-
-
-def is_small(layer: Tensor) -> bool:
-    """Return whether copying the keys or values of a layer once more costs less than calls of torch for each layer."""
-    return layer.nbytes <= SMALL
+        of_layer = (index % self.keys.shape[:3].numel()).chunk(len(self.layers))
+        for kv, its_index, its_pos in zip(self.layers, of_layer, pos, strict=True):  # what goes is freed at once
+            keys = torch.embedding(kv.keys.flatten(0, 2), its_index)
+            values = torch.embedding(kv.values.flatten(0, 2), its_index)
+            kv.hold(keys, values, its_pos)
 
 
 def alike(layers: Sequence[Slots]) -> bool:

@@ -68,5 +68,5 @@ class LatestQueries:
         keys, pos = kv.keys, self.pos[:, -last:]
         if hasattr(self.module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = self.module.expand_kv(kv.keys, kv.values)[0]
-        view = View(kv.pos, pos, self.window, call.earlier.pos.to(keys.device))
+        view = View(kv.pos, pos, self.window)
         return self.rows_by_view(self.query[:, :, -last:], keys, view).mul_((pos >= 0)[:, None, :, None])

@@ -13,8 +13,10 @@ SERVED = ("DynamicLayer", "DynamicSlidingWindowLayer")
 def cache_layers(target: Target) -> list[int]:
     """Return layers whose part of the cache holds keys and values alone; others keep a state.
 
-    It is None if an indexer chooses.
+    There are none if an indexer chooses, or if attention is outside transformers' attention interface.
     """
+    if not target.adapter.attention_interface:
+        return []
     for layer in target.attending:
         if hasattr(target.sub(layer, "attn"), "indexer"):
             return []

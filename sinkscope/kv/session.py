@@ -119,14 +119,9 @@ class Session:
         fn: Callable[[AttentionRows], None],
         layers: list[int] | None = None,
         last: int | None = None,
-        joins: bool = False,
     ) -> None:
-        """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all.
-
-        With `joins`, it sees the rows of a generated token after the call, those of all layers as the rows of one if
-        they can be joined; numbers that it keeps for each slot are then those of all layers, too.
-        """
-        self.watching.watchers.append(Watcher(fn, layers, last, joins))
+        """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all."""
+        self.watching.watchers.append(Watcher(fn, layers, last))
 
     def replace_prompts(self, name: str, compute: Callable[[Attention, CacheLayer | None], Tensor | None]) -> None:
         """Let `compute` give the attention of calls with several tokens (`AttentionWatch.replacement`).
@@ -216,17 +211,14 @@ class Session:
             now.call = call
             COLUMNS.set(call.tokens)
             with watching.handler(call, layers, self._configs):
-                try:
-                    output = yield (), kwargs
-                finally:  # layers that ran before an interruption hold the new tokens already
-                    watching.show_joined()
+                output = yield (), kwargs
             if layers and now.state is not None:
                 for act in self._after_call:
                     act(Moment(cache, layers, call, now.state, prefill_ended=False))
                 now.state.note_held(layers, self._counts_reads)
             return output
         finally:
-            vars(now).clear()
+            now.end()
             COLUMNS.set(None)
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:

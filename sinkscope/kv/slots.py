@@ -39,6 +39,10 @@ class Slots:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.empty()
+
+    def empty(self) -> None:
+        """Know of no tokens."""
         self.columns: TokenPositions | None = None
         self.known: Int[Tensor, "batch kv_head known"] | None = None
         self.gapless = False

@@ -36,7 +36,7 @@ class TOVA(Policy):
     def watch(self, session: Session) -> None:
         """Watch the newest query of every layer."""
         target = session.run.target
-        session.watch(partial(self._note, target.shards, target.n_heads), last=1, joins=self.JOINS_LAYERS)
+        session.watch(partial(self._note, target.shards, target.n_heads), last=1)
 
     def _note(self, shards: Shards, heads: int, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache

@@ -21,13 +21,11 @@ def layer_window(target: Target, layer: int) -> int | None:
     config = target.config
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)
-    if config.model_type == "gpt_neo":
-        window, kinds = config.window_size, config.attention_layers
     if not window:
         return None
     if kinds is not None and kinds[layer] == "chunked_attention":
         return ChunkWindow(config.attention_chunk_size)
-    if kinds is not None and kinds[layer] not in ("sliding_attention", "local"):
+    if kinds is not None and kinds[layer] != "sliding_attention":
         return None
     return int(window)
 
@@ -36,12 +34,19 @@ def check_servable(target: Target) -> None:
     """Refuse a model on which no cache policy and no attention observer can act.
 
     Raises:
-        UnsupportedError: It is a TransformerBridge, or its cache holds no keys and values of which a layer sees all.
+        UnsupportedError: It is a TransformerBridge, its attention is outside transformers' attention interface, or its
+            cache holds no keys and values of which a layer sees all.
     """
     if target.kind == "bridge":
         raise UnsupportedError(
             "a TransformerBridge computes its own attention, on which no cache policy, guard or observer acts: give "
             "the plain Hugging Face model"
+        )
+    if not target.adapter.attention_interface:
+        raise UnsupportedError(
+            f"a model of type {target.adapter.model_type!r} computes attention inside its modules, where no cache "
+            "policy, guard or attention observer reaches it: use another model for these; find-sinks and edits work on "
+            "this one"
         )
     if not cache_layers(target):
         raise UnsupportedError(
@@ -61,7 +66,7 @@ def check_attention(target: Target, config: Any) -> None:
         UnsupportedError: It was.
     """
     name = attention_name(config)
-    if name != NAME and target.adapter.attention_interface:
+    if name != NAME:
         raise UnsupportedError(
             f"the attention of {target.name} was set to {name!r} inside the `with`, which would go past what acts "
             "here: set it before the `with`"

@@ -208,7 +208,7 @@ def lines(
         layers: Layer to measure. By default all are measured.
 
     Raises:
-        UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, Falcon).
+        UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, BLOOM, Falcon).
         SinkscopeError: Bad input; the message is one line and says what to do.
 
     Example:

@@ -35,8 +35,8 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
 
     Raises:
         UnsupportedError: The model is a TransformerBridge, which has its own attention, or outside transformers'
-            attention interface (Falcon); attention is neither causal nor a sliding window; or tokens were evicted from
-            the cache.
+            attention interface (BLOOM, Falcon, GPT-J, MPT); attention is neither causal nor a sliding window; or tokens
+            were evicted from the cache.
     """
     check_attention_visible(target)
 

@@ -218,7 +218,8 @@ def barcode(
     At every position, the attention on the suffix is indexed by offset (distance back) and compared with the row one
     period earlier. The score is the share on the same offsets. A head that always looks one token back scores high in
     any text, so heads are ranked by the increase over ordinary text (Xu et al. 2026, sections 1 and 3.2; pictures as in
-    appendix E, Fig. 5). A model whose attention cannot be observed (Falcon with ALiBi) raises an `UnsupportedError`.
+    appendix E, Fig. 5). A model whose attention cannot be observed (BLOOM, Falcon, GPT-J, MPT) raises an
+    `UnsupportedError`.
 
     Args:
         prompt: Text to continue greedily until it loops; from Python also ids. By default the beginning of the typical

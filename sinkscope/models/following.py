@@ -26,7 +26,8 @@ class _Follower:
 
     def leave(self) -> None:
         """Close the generator of a call that has ended or broken off."""
-        generator = vars(self.now).pop("generator", None)
+        generator = getattr(self.now, "generator", None)
+        self.now.generator = None
         if generator is not None:
             generator.close()
 
@@ -41,7 +42,7 @@ class _Follower:
 
     def end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         """Let the generator go on with the output, if there is one."""
-        generator = vars(self.now).get("generator")
+        generator = getattr(self.now, "generator", None)
         if output is not None and generator is not None:
             with suppress(StopIteration):
                 generator.send(output)

@@ -62,10 +62,10 @@ def command(*, words: str, group: str, help: str, options_of: Callable[..., Any]
         every = {one.name: one for one in parameters_of(function)}
         if options_of is not None:
             every = {one.name: one for one in parameters_of(options_of)} | every
-        made = checks_arguments(function, every)
+        made: Any = checks_arguments(function, every)
         target = f"{function.__module__}:{function.__name__}"
-        vars(made)["command"] = Command(words, target, group, help, measures=False)
-        vars(made)["all_parameters"] = tuple(every.values())
+        made.command = Command(words, target, group, help, measures=False)
+        made.all_parameters = tuple(every.values())
         return made
 
     return wrap

@@ -54,7 +54,6 @@ class Attention:
         complete: Whether a handler knows that the only query sees every key, so that no mask is needed.
         evicted: Whether `view` differs from the mask because tokens are missing in the cache.
         compute: Replaces the model's own attention unless it returns None.
-        bias: Number for each head and column so far that is added to the scores; None if there is none.
         is_repeated: Whether the module attends with the same queries and keys as just before, to other values
             (DiffLlama).
     """
@@ -71,7 +70,6 @@ class Attention:
     complete: bool = False
     evicted: bool = False
     compute: Callable[[Attention], Output | None] | None = None
-    bias: Float[Tensor, "_ head _"] | None = None
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
@@ -124,11 +122,6 @@ class Attention:
         """Whether the model's own attention builds the whole matrix of rows."""
         return stock_name(self.module.config) == "eager"
 
-    @property
-    def is_biased(self) -> bool:
-        """Whether the scores are more than products of queries and keys."""
-        return False
-
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"] | None:
         """Return the keys that the model's mask shows to the last query in every head; None if there is no mask."""
         if self.mask is None and not self._masks_itself:
@@ -169,7 +162,7 @@ class Attention:
 
     def row_function(self) -> Callable[[Tensor, Tensor, View | None], Tensor]:
         """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
-        return partial(rows_by_view, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks, bias=self.bias)
+        return partial(rows_by_view, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
 
     def show(self, fn: RowsFunction, *, needs_mask: bool = False, first: int = 0, chunk: int | None = None) -> None:
         """Show rows to `fn`, one chunk of queries at a time.

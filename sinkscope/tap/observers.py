@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.hooks import on_output
+from sinkscope.models.hooks import Hook, on_output
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
+from sinkscope.tap.stock import eager
 from sinkscope.tap.tap import listening
 
 RowObserver = Callable[[int, int, Tensor], None]
@@ -39,7 +41,8 @@ def attention_rows(
         whole: Whether the rows of all heads are shown. If not, a process of several shows those of the heads that it
             holds, and the observer gathers what it makes of them, which is smaller (`target.shards.gather`).
 
-    A TransformerBridge itself builds whole query x key matrices, which are passed on in one piece.
+    A TransformerBridge, and a model outside transformers' attention interface (BLOOM, Falcon, GPT-J, MPT and others),
+    itself builds whole query x key matrices, which are passed on in one piece.
     """
 
     def rows_only(layer: int, first: int, rows: Tensor, _visible: Callable[[], Tensor]) -> None:
@@ -63,7 +66,7 @@ def visible_rows(
     Args:
         target: The model.
         observer: Called as `observer(layer, first_query, rows, visible)`; `visible()` gives `[batch 1 query key]`, what
-            the mask shows. Of a TransformerBridge it is where some head has attention.
+            the mask shows. Of a model that builds its matrices itself it is where some head has attention.
         layers: Layers to show. None shows all.
         rows_per_chunk: Number of queries shown at a time.
         whole: Whether the rows of all heads are shown.
@@ -83,20 +86,38 @@ def visible_rows(
         if layer in wanted:
             call.show(tell, needs_mask=True, chunk=rows_per_chunk)
 
-    if target.kind != "bridge":
+    is_bridge = target.kind == "bridge"
+    if not is_bridge and target.adapter.attention_interface:
         with listening(target, see):
             yield
         return
-    hooks: list[tuple[Any, str, Any]] = []
+    hooks = list[Hook]()
     for layer in wanted:
 
-        def read(rows: Tensor, layer: int = layer) -> None:
+        def read(output: Any, layer: int = layer) -> None:
+            rows = output if is_bridge else _returned_rows(target, layer, output)
+            if whole:
+                rows = target.shards.gather(rows, target.n_heads, 1)
             observer(layer, 0, rows.float(), lambda: (rows > 0).any(1, keepdim=True))
 
-        module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
+        if is_bridge:
+            module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
+        else:
+            module = target.sub(layer, "attn")
         hooks.append((module, "post", on_output(read)))
-    with target.hooks(*hooks):
+    with nullcontext() if is_bridge else eager(target), target.hooks(*hooks):
         yield
+
+
+def _returned_rows(target: Target, layer: int, output: Any) -> Float[Tensor, "batch head query key"]:
+    """The attention rows that a module outside transformers' attention interface returns beside its output."""
+    rows = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+    if not isinstance(rows, Tensor) or rows.ndim != 4:
+        raise UnsupportedError(
+            f"layer {layer} of {target.name} does not return its attention, which is computed inside its module: use "
+            "another model for attention"
+        )
+    return rows
 
 
 def check_attention_visible(target: Target) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,8 @@ from einops import rearrange
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.grouped_heads import per_query_head
-from sinkscope.models.hooks import on_input, on_output
+from sinkscope.models.grouped_heads import head_projection, per_query_head
+from sinkscope.models.hooks import Hook, on_input, on_output
 from sinkscope.models.passes.short import relative_error, token_ids
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
@@ -55,19 +55,27 @@ def attention_error(target: Target) -> float:
     def keep_values(call: Attention) -> None:
         values[call.layer] = call.value.float()
 
+    def keep_given(layer: int, given: Tensor) -> None:
+        value = head_projection("v", target, given).transpose(1, 2).float()
+        most = getattr(target.sub(layer, "attn"), "clip_qkv", None) or torch.inf  # MPT
+        values[layer] = value.clamp(-most, most)
+
     def keep_weights(layer: int, output: Any) -> None:
         weights[layer] = output[1].float()
 
     def keep_heads(layer: int, entering: Tensor) -> None:
         heads[layer] = entering.float().reshape(1, _LONG, -1)
 
-    hooks = [(target.sub(layer, "attn"), "post", on_output(partial(keep_weights, layer))) for layer in layers]
+    hooks: list[Hook] = [
+        (target.sub(layer, "attn"), "post", on_output(partial(keep_weights, layer))) for layer in layers
+    ]
     if adapter.learned_sinks or not adapter.attention_interface:
         for layer in layers:
-            hooks.append((target.sub(layer, "o"), "pre", on_input(partial(keep_heads, layer))))
+            hooks += target.part_hooks(layer, "o", "pre", on_input(partial(keep_heads, layer)))
     ids = token_ids(target, _LONG)
     with _narrowed(target):
-        with listening(target, keep_values), attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
+        tap = listening(target, keep_values) if adapter.attention_interface else _given(target, layers, keep_given)
+        with tap, attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
             target.forward(ids, upto=layers[-1])
         with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
             target.forward(ids, upto=layers[-1])
@@ -82,15 +90,28 @@ def attention_error(target: Target) -> float:
             raise UnsupportedError(
                 f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(own.shape)}"
             )
-        if layer in heads:
+        if layer in heads and layer in values:
             value = per_query_head(values[layer], rows.shape[1])
             weighted = rearrange(rows @ value, "row head query d_head -> row query (head d_head)")
             errors.append(relative_error(weighted, heads[layer]))
+        if not adapter.attention_interface:
+            errors.append(float((rows.sum(-1) - 1).abs().max()))
         if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
             rows = rows / rows.sum(-1, keepdim=True)
             own = own / own.sum(-1, keepdim=True)
         errors.append(float((rows - own).abs().max()))
     return float(torch.tensor(errors).max())  # NaN if one is
+
+
+def _given(target: Target, layers: list[int], keep: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+    """Context manager: `keep` is called with what gives the values of each layer, where it is known how."""
+    hooks = list[Hook]()
+    for layer in layers:
+        part = "v"
+        if target.adapter.qkv_layout is not None and not target.has_part(layer, part):
+            part = "fused_qkv"
+        hooks += target.part_hooks(layer, part, "post", on_output(partial(keep, layer)))
+    return target.hooks(*hooks)
 
 
 @contextmanager

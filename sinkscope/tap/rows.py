@@ -36,7 +36,6 @@ def rows_by_view(
     scaling: float,
     softcap: float | None = None,
     sinks: Float[Tensor, " head"] | None = None,
-    bias: Float[Tensor, "_ head _"] | None = None,
 ) -> Rows:
     """Return the attention rows over what `view` shows, in float32.
 
@@ -47,14 +46,11 @@ def rows_by_view(
         scaling: Factor on the scores.
         softcap: As for `attention_probs`.
         sinks: As for `attention_probs`.
-        bias: Number for each head and column that is added to the scores.
     """
-    mask = added = None
+    mask = None
     if view is not None:
         mask = per_query_head(view.sees(), query.shape[1])
-        if bias is not None and view.columns is not None:
-            added = view.of_keys(bias)
-    return attention_probs(query, key, mask, scaling=scaling, softcap=softcap, sinks=sinks, bias=added)
+    return attention_probs(query, key, mask, scaling=scaling, softcap=softcap, sinks=sinks)
 
 
 def attention_probs(
@@ -65,7 +61,6 @@ def attention_probs(
     scaling: float,
     softcap: float | None = None,
     sinks: Float[Tensor, " head"] | None = None,
-    bias: Float[Tensor, "batch head 1 key"] | None = None,
 ) -> Rows:
     """Softmax of scaled scores for some rows, in float32.
 
@@ -76,7 +71,6 @@ def attention_probs(
         scaling: Factor on the scores.
         softcap: `cap * tanh(score / cap)` (Gemma 2).
         sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
-        bias: Added to the scores (ALiBi).
     """
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
@@ -94,8 +88,6 @@ def attention_probs(
     scores = by_query_head(scores, batch, heads).mul_(scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if bias is not None:
-        scores = scores + bias
     if mask is not None:
         scores.masked_fill_(~mask, torch.finfo(torch.float32).min)
     if sinks is None:

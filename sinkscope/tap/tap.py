@@ -25,12 +25,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from sinkscope.models.target import Target, without_compiler
-from sinkscope.tap.attention_modules import reading
 from sinkscope.tap.call import Attention, Output
 from sinkscope.tap.internals import set_attention
 from sinkscope.tap.listeners import HANDLERS, Handler, listeners_to
-from sinkscope.tap.own_attention import OwnAttention
-from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, eager, stock_attention, stock_name
+from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, stock_attention, stock_name
 
 _LATEST: ContextVar[ref[Tensor] | None] = ContextVar("sinkscope_latest_queries", default=None)
 _LOCK = threading.Lock()
@@ -48,12 +46,8 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     """Context manager: every configuration of the model selects the tap's attention; yields their ids.
 
     The names are registered with transformers once; this changes no other model. A model may be tapped several times.
-    Attention outside transformers' interface is seen by hooks instead.
+    Attention outside transformers' interface is not seen.
     """
-    if not target.adapter.attention_interface:
-        with without_compiler(), eager(target), _tapped_outside(target) as ids:
-            yield ids
-        return
     if NAME not in AttentionInterface():
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _mask)
@@ -75,27 +69,6 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
                 if stock.times == 0:
                     set_attention(config, stock.name)
                     del STOCK[id(config)]
-
-
-@contextmanager
-def _tapped_outside(target: Target) -> Iterator[frozenset[int]]:
-    """Context manager: every attention module of the model is read; yields the ids of its configurations."""
-    configs = frozenset(map(id, configs_of(target)))
-
-    def wanted() -> tuple[bool, bool]:
-        listeners = listeners_to(configs)
-        masks = any(handler.masks for handler in listeners)
-        return masks or not all(handler.idle for handler in listeners), masks
-
-    def attend(call: OwnAttention) -> Tensor:
-        for handler in listeners_to(configs):
-            handler.see(call)
-        return call.finish()[0]
-
-    layers = [layer for layer in range(target.n_layers) if target.has_part(layer, "attn")]
-    modules = {layer: target.sub(layer, "attn") for layer in layers}
-    with reading(modules, target.name, attend, wanted):
-        yield configs
 
 
 def _attend(

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
-
-from sinkscope.models.grouped_heads import per_query_head
 
 
 class ChunkWindow(int):
@@ -24,13 +20,11 @@ class View:
         pos: Position of each key; -1 where there is none.
         query_pos: Position of each query; -1 at padding.
         window: Keys this far back and further are not seen. None means all are seen.
-        columns: Positions of all tokens so far, evicted or not; -1 at padding.
     """
 
     pos: Int[Tensor, "batch kv_head key"]
     query_pos: Int[Tensor, "batch query"]
     window: int | None = None
-    columns: Int[Tensor, "batch column"] | None = None
 
     def section(self, queries: slice, keys: slice) -> View:
         """Return some of the queries and keys."""
@@ -53,20 +47,3 @@ class View:
         if isinstance(self.window, ChunkWindow):
             visible = visible & (key // self.window == query // self.window)
         return visible
-
-    def of_keys(self, bias: Float[Tensor, "_ head _"]) -> Float[Tensor, "batch head 1 key"]:
-        """Return a bias for the keys; what is given where there is none means nothing.
-
-        Args:
-            bias: Number for each head and column; the last ones are those of all tokens so far.
-        """
-        assert self.columns is not None
-        batch, seen = self.columns.shape
-        heads = bias.shape[1]
-        column_of = self.columns.new_zeros(batch, seen + 1)  # the last is for padding
-        place = torch.where(self.columns < 0, seen, self.columns)
-        column_of.scatter_(1, place, torch.arange(seen, device=place.device).expand(batch, seen))
-        at = column_of.gather(1, self.pos.clamp(min=0).flatten(1)).view(self.pos.shape)
-        at = per_query_head(at, heads).expand(batch, heads, -1)
-        found = bias[..., -seen:].expand(batch, heads, seen).gather(-1, at)
-        return rearrange(found, "batch head key -> batch head 1 key").float()

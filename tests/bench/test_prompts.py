@@ -39,9 +39,9 @@ def test_rows_with_a_prompt_and_rows_with_turns(tmp_path):
     [
         ([1], "line 2 is no object: give JSON lines with"),
         ({"text": "a"}, "line 2: [0].prompt is missing: give JSON lines with"),
-        ({"prompt": " "}, "line 2: [0].prompt is ' ', expected a text: give JSON lines with"),
-        ({"prompt": "a", "answers": "b"}, "line 2: [0].answers is 'b', expected a tuple"),
-        ({"turns": [3]}, "line 2: [0] is 3, expected a dictionary"),
+        ({"prompt": " "}, "line 2: [0].prompt is ' ': expected a text: give JSON lines with"),
+        ({"prompt": "a", "answers": "b"}, "line 2: [0].answers is 'b': expected a valid tuple"),
+        ({"turns": [3]}, "line 2: [0] is 3: expected a valid dictionary"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, row, message):

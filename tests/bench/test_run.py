@@ -117,7 +117,7 @@ def test_the_tables_of_two_jobs_are_that_of_the_whole_run(tmp_path):
         ({"methods": ["snapkv:8:window=9"]}, "SnapKV: budget=8 is below"),
         ({"max_new_tokens": 5000}, "prompt 'd0' has"),
         ({"max_new_tokens": 0}, "max_new_tokens=0: expected a whole number from 1"),
-        ({"temperature": -1.0}, "temperature=-1.0: expected a number from 0"),
+        ({"temperature": -1.0}, "temperature=-1.0: expected greater than or equal to 0"),
         ({"given": task((*dialogues(1), *dialogues(1)))}, "there are 2 prompts, some with the same id"),
         (
             {"given": task((Prompt("x", (Turn("a"), Turn("b")), "s"),))},

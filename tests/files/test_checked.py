@@ -29,13 +29,13 @@ class Settings:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"share": 2}, "share is 2, expected a number from 0 to 1"),
-        ({"share": "0.5"}, "share is '0.5', expected a number from 0 to 1"),
-        ({"count": 0}, "count is 0, expected a whole number from 1"),
-        ({"count": True}, "count is True, expected a whole number"),
-        ({"names": ("a", "c")}, "names[1] is 'c', expected 'a' or 'b'"),
-        ({"names": "ab"}, "names is 'ab', expected a tuple"),
-        ({"value": "third"}, "value is 'third', expected 'second' or a finite number"),
+        ({"share": 2}, "share is 2: expected a number from 0 to 1"),
+        ({"share": "0.5"}, "share is '0.5': expected a number from 0 to 1"),
+        ({"count": 0}, "count is 0: expected a whole number from 1"),
+        ({"count": True}, "count is True: expected a whole number"),
+        ({"names": ("a", "c")}, "names[1] is 'c': expected 'a' or 'b'"),
+        ({"names": "ab"}, "names is 'ab': expected a valid tuple"),
+        ({"value": "third"}, "value is 'third': expected 'second' or a finite number"),
     ],
 )
 def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given, said):
@@ -58,5 +58,5 @@ def test_the_error_of_post_init_comes_out_as_it_was():
 
 def test_a_place_inside_of_data_is_named():
     assert checked_value(list[dict[str, Whole]], [{"a": 1}], "file") == [{"a": 1}]
-    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1, expected a whole number from 0$"):
+    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1: expected a whole number from 0$"):
         checked_value(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file")

@@ -52,10 +52,10 @@ def test_the_same_records_however_they_are_packed(tmp_path):
     [
         ("{", "a.jsonl line 2 is not JSON: give samples"),
         ("[" * 100_000, "a.jsonl line 2 is not JSON: give samples"),
-        ([1], "a.jsonl line 2 is [1], expected an object: give samples"),
+        ([1], "a.jsonl line 2 is [1]: expected an object: give samples"),
         ({"size": 3}, "a.jsonl line 2: id is missing: give samples"),
-        ({**GOOD, "id": "b", "size": "3"}, "a.jsonl line 2: size is '3', expected a whole number: give samples"),
-        ({**GOOD, "parts": [{"words": ["x", 1]}]}, "a.jsonl line 2: parts[0].words[1] is 1, expected a string"),
+        ({**GOOD, "id": "b", "size": "3"}, "a.jsonl line 2: size is '3': expected a valid integer: give samples"),
+        ({**GOOD, "parts": [{"words": ["x", 1]}]}, "a.jsonl line 2: parts[0].words[1] is 1: expected a valid string"),
         ({**GOOD, "size": -1}, "a.jsonl line 2: size is -1, expected a number from 0: give samples"),
     ],
 )

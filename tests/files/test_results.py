@@ -164,7 +164,7 @@ WHOLE = json.loads(example().to_json())
         ("{}", "f.json is not a result of sinkscope"),
         (json.dumps(WHOLE | {"schema": 1}), "f.json has schema 1, this version reads 3: run the command again"),
         (json.dumps(WHOLE | {"kind": "magic"}), "f.json holds the unknown kind 'magic'"),
-        (json.dumps(WHOLE | {"result": WHOLE["result"] | {"where": "1"}}), "where is '1', expected a whole number"),
+        (json.dumps(WHOLE | {"result": WHOLE["result"] | {"where": "1"}}), "where is '1': expected a valid integer"),
         (json.dumps(WHOLE | {"result": WHOLE["result"] | {"pair": [1]}}), r"pair\[1\] is missing"),
     ],
 )

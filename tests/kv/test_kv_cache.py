@@ -13,7 +13,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_kit import Drawn, close, decode, model_of, prompts
-from organisms.decoders import decoder
 from refusals import refused
 from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
@@ -293,10 +292,10 @@ def test_usage_is_counted_by_hand(model):
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_neo", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_oss"])
 def test_the_models_own_cache_is_counted_as_it_is(family):
     """A layer with a sliding window holds the window alone, and ours holds everything."""
-    model = model_of(family) if family != "gpt_neo" else decoder(family)
+    model = model_of(family)
     ids, mask = prompts([40], 6)
     stock = DynamicCache(config=model.config)
     decode(model, ids, mask, 40, stock)

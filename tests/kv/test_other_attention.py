@@ -1,8 +1,4 @@
-"""Policies on attention that is computed elsewhere: by the module itself or from latent vectors.
-
-Truth is one pass over everything without a cache, whose attention modules get a mask made of the positions that were
-kept.
-"""
+"""Attention that a module computes itself is read and edited, and no policy acts on it; latent vectors and indexers."""
 
 from __future__ import annotations
 
@@ -11,73 +7,85 @@ from functools import partial
 
 import pytest
 import torch
-from covering import every_nth, slow
-from kv_kit import Drawn, Ragged, beside_ids, close, masks_of_run, prompts, run_policy
-from organisms.decoders import decoder
+from checkpoints import checkpoint
+from kv_kit import Drawn, prompts
+from organisms.decoders import byte_tokenizer, decoder
+from organisms.examine import model_state
 from raw_kit import attention
 from refusals import refused
 from torch import Tensor
 
-from sinkscope.kv import H2O, StreamingLLM
+import sinkscope as ss
+from sinkscope.kv import H2O, Full, Observe, StreamingLLM
 from sinkscope.kv.policy import LayerMoment
-from sinkscope.lines.serve.progressive import Progressive
 from sinkscope.lines.shapes import AShape
+from sinkscope.loops.barcode import barcode
 from sinkscope.opening.live import target_of
+from sinkscope.tap.observers import visible_rows
 
-PROMPT, LENGTHS, STEPS = 70, [70, 57], 5  # more than every window and top-k
-TOTAL = PROMPT + STEPS
-
-
-def masked(model_type: str, shown: Tensor, heads: int):
-    """A hook that gives an attention module a mask of the kind that it takes."""
-    if shown.shape[1] > 1:
-        shown = shown.repeat_interleave(heads // shown.shape[1], 1)
-    if (shown == shown[:, :1]).all():
-        shown = shown[:, :1]
-    given = torch.zeros(shown.shape).masked_fill_(~shown, torch.finfo(torch.float32).min)
-    if model_type == "mpt":
-        given = ~shown
-    return lambda _module, args, kwargs: (args, {**kwargs, "attention_mask": given})
+OUTPUT = {"bloom": "self_attention.dense", "falcon": "self_attention.dense", "gptj": "attn.out_proj"}
+OUTPUT |= {"mpt": "attn.out_proj"}
 
 
-POLICIES = {
-    "drawn": Drawn,
-    "ragged": Ragged,
-    "h2o": H2O,
-    "streaming": StreamingLLM,
-    "progressive": partial(Progressive, every=2, after=0),
-}
-QUICK = """
-bloom drawn 20
-mpt progressive 20
-gptj drawn 20
-falcon ragged 20
-"""
-SLOW = """
-bloom ragged 20
-gpt_neo drawn 40
-mpt drawn 20
-codegen drawn 20
-xglm streaming 20
-gpt_neox_japanese h2o 20
-"""
-
-
-@pytest.mark.parametrize("case", [*QUICK.split("\n")[1:-1], *map(slow, SLOW.split("\n")[1:-1])])
-def test_what_is_kept_is_what_is_seen(case):
-    model_type, name, budget = case.split()
-    policy = POLICIES[name](budget=int(budget))
-    model = decoder(model_type)
+@pytest.mark.parametrize("model_type", OUTPUT)
+@torch.no_grad()
+def test_attention_inside_modules_is_read(model_type):
+    """Rows are those that the model itself reports, and keys are visible up to the query."""
+    model, ids = decoder(model_type), prompts([30, 30])[0]
+    known = attention(model, ids)
+    shown: dict[int, tuple[Tensor, Tensor]] = {}
     target = target_of(model)
-    ids, mask = prompts(LENGTHS, STEPS)
-    logits, kept = run_policy(policy, model, ids, mask, PROMPT)
-    assert all(int(layer.sum(-1).max()) < PROMPT for layer in kept[-1])
-    hooks = []
-    for layer, shown in masks_of_run(model, kept, mask, PROMPT).items():
-        hooks.append((target.sub(layer, "attn"), "pre", masked(model_type, shown, target.n_heads)))
-    with target.hooks(*hooks), torch.no_grad():
-        whole = model(input_ids=ids, use_cache=False, **beside_ids(model, mask, slice(0, TOTAL))).logits
-    close(logits, whole[:, PROMPT - 1 :], 1e-4)
+    before = model_state(model)
+    with visible_rows(target, lambda layer, _first, rows, sees: shown.update({layer: (rows, sees())})):
+        target.forward(ids)
+    assert model_state(model) == before
+    assert shown.keys() == set(range(len(known)))
+    for layer, (rows, sees) in shown.items():
+        torch.testing.assert_close(rows, known[layer])
+        assert torch.equal(sees, torch.ones(2, 1, 30, 30, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize("model_type", OUTPUT)
+@torch.no_grad()
+def test_a_head_inside_modules_is_edited(model_type):
+    """As when the columns of the head are zero in what the output projection reads."""
+    model, ids = decoder(model_type), prompts([30])[0]
+    target = target_of(model)
+    width = target.d_model // target.n_heads
+
+    def without_head(_module, args):
+        hidden = args[0].clone()
+        hidden[..., 2 * width : 3 * width] = 0
+        return hidden, *args[1:]
+
+    module = target.layers[1].get_submodule(OUTPUT[model_type])
+    handle = module.register_forward_pre_hook(without_head)
+    want = model(ids).logits
+    handle.remove()
+    with ss.Ablate(heads=["L1.H2"], value="zero").on(model):
+        torch.testing.assert_close(model(ids).logits, want)
+
+
+WAYS = [Full(), H2O(20), ss.LoopGuard(budget=20), ss.LoopServe(20), AShape(), Observe(lambda _: None)]
+
+
+@pytest.mark.parametrize("model_type", [*OUTPUT, "gpt_neo"])
+def test_nothing_acts_on_attention_inside_modules(model_type):
+    model = decoder(model_type)
+    target_of(model)
+    before = model_state(model)
+    entered = [way.on(model).__enter__ for way in WAYS]
+    for act in [*entered, partial(barcode, model, ids=[5, 6, 7], tokenizer=byte_tokenizer())]:
+        with refused(f"a model of type '{model_type}' computes attention inside its modules.*: use another model for"):
+            act()
+        assert model_state(model) == before
+
+
+def test_a_command_says_which_models_policies_act_on(refusal):
+    folder = str(checkpoint("falcon"))
+    for way in (["--policy", "streaming:8"], ["--guard"]):
+        said = refusal(["generate", "poem", "--model", folder, *way])
+        assert "a model of type 'falcon' computes attention inside its modules" in said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +104,9 @@ class Voting(Drawn):
         return super().scores(at)
 
 
-@pytest.mark.parametrize("model_type", every_nth("bloom gpt_neo mpt xglm gptj deepseek_v2 falcon".split(), 2))
 @torch.no_grad()
-def test_the_last_queries_vote_by_the_attention_of_the_model(model_type):
-    model = decoder(model_type)
+def test_the_last_queries_vote_by_the_attention_of_a_model_with_latent_vectors():
+    model = decoder("deepseek_v2")
     ids = prompts([30])[0]
     known = dict(enumerate(attention(model, ids)[:, 0]))
     policy = Voting(budget=10, known=known, off={})
@@ -107,26 +114,6 @@ def test_the_last_queries_vote_by_the_attention_of_the_model(model_type):
         cache = model(input_ids=ids, use_cache=True).past_key_values
         model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
     assert policy.off.keys() == known.keys() and max(policy.off.values()) < 1e-5
-
-
-@pytest.mark.parametrize("model_type", every_nth(["gptj", "xglm", "bloom", "falcon"], 2))
-@torch.no_grad()
-def test_prompts_are_read_along_lines(model_type):
-    """As in one pass with a mask of the lines; under a position bias they are read by the model's own attention."""
-    target, ids = target_of(decoder(model_type)), prompts([60])[0]
-    index = torch.arange(60)
-    shown = (index <= index[:, None]) & ((index < 3) | (index > index[:, None] - 9))
-    if model_type == "bloom":
-        shown = torch.ones_like(shown).tril()
-    hooks = []
-    for layer in range(target.n_layers):
-        hooks.append((target.sub(layer, "attn"), "pre", masked(model_type, shown[None, None], 1)))
-    with target.hooks(*hooks):
-        want = target.hf(input_ids=ids, use_cache=False).logits
-    with AShape(first=3, local=9).on(target) as run:
-        close(target.hf(input_ids=ids, use_cache=True).logits, want, 1e-4)
-    reasons = {event.data.get("dense") for event in run.events if event.kind == "prefill"}
-    assert reasons == ({"position bias"} if model_type == "bloom" else {None})
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "minimax_m3_vl_text"])

@@ -21,7 +21,7 @@ from sinkscope.conformance.checks import alone
 from sinkscope.conformance.flow import Flow, error_of, outcome_of, right_logits
 from sinkscope.conformance.kit import Kit
 from sinkscope.conformance.models import MODELS, kit_model
-from sinkscope.kv import Full, Observe, Policy, joined_layers, make_policy, policies
+from sinkscope.kv import Full, Observe, Policy, make_policy, policies
 from sinkscope.kv.windows import layer_window
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.shapes import AShape
@@ -120,10 +120,7 @@ def test_under_each_attention_of_transformers(name, attention):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_class_declares_saves_time_alone(name, monkeypatch):
-    """Every layer and head keeps the budget where a class says so; without what it says, the same tokens are kept.
-
-    Large layers are not copied to be joined: the rows of each are shown while they are computed.
-    """
+    """Every layer and head keeps the budget where a class says so; without what it says, the same tokens are kept."""
     flow, factory = Flow(model="llama", lengths=(26, 26), steps=STEPS, budget=BUDGET), partial(made, name)
     declared = outcome_of(factory, flow)
     policy = type(policy_of(name))
@@ -132,12 +129,8 @@ def test_what_a_class_declares_saves_time_alone(name, monkeypatch):
         assert counts == {BUDGET + 1}
     else:
         assert not policy.JOINS_LAYERS
-    for place, name, instead in (
-        (joined_layers, "SMALL", 0),
-        (policy, "JOINS_LAYERS", False),
-        (policy, "KEEPS_BUDGET", False),
-    ):
-        monkeypatch.setattr(place, name, instead)
+    for declaration in ("JOINS_LAYERS", "KEEPS_BUDGET"):
+        monkeypatch.setattr(policy, declaration, False)
         other = outcome_of(factory, flow)
         assert error_of(other.logits, declared.logits) < 1e-5
         for layer, sees in declared.sees.items():

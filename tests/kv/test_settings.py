@@ -28,7 +28,7 @@ REFUSED = {
     "ss.kv.Observe(fn=print, last=0)": "last=0",
     "ss.LoopServe(alpha=0)": "alpha=0: expected a share above 0 and up to 1",
     'ss.LoopServe(variant="best")': "LoopServe: variant='best': expected 'bands' or 'faithful'",
-    'ss.LoopServe(prefill="no")': "LoopServe: prefill='no': expected True or False",
+    'ss.LoopServe(prefill="no")': "LoopServe: prefill='no': expected a valid boolean",
     "ss.LoopServe(prefill=False, decode=False)": "nothing would be done",
     "ss.LoopGuard.paper(budget=32, anchors=32)": "budget=32 leaves nothing beside the 32 anchors: expected at least 33",
     "ss.LoopGuard(budget=8, anchors=9)": "at least 10",

@@ -159,9 +159,9 @@ def test_loops_are_found_in_time(name):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"votes": 4}, "votes is 4, expected a number up to 3"),
-        ({"voters": ("ttr", "p2")}, "voters[1] is 'p2', expected 'ttr', 'cr' or 'p1'"),
-        ({"window": 3}, "window is 3, expected a number from 4, the value of novelty_n"),
+        ({"votes": 4}, "votes is 4: expected less than or equal to 3"),
+        ({"voters": ("ttr", "p2")}, "voters[1] is 'p2': expected 'ttr', 'cr' or 'p1'"),
+        ({"window": 3}, "window is 3: expected greater than or equal to 4, the value of novelty_n"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_a_line(changed, said):

@@ -67,7 +67,6 @@ def test_half_precision_is_no_false_alarm(model_type, dtype):
         ("qwen2_moe", {}, {"down": "mlp.shared_expert.up_proj"}, "."),
         ("llama", {}, {"attn": ""}, "."),
         ("falcon", {}, {"attn": "mlp"}, "."),
-        ("falcon", {}, {"o": "mlp.dense_h_to_4h"}, "."),
         ("granite", {}, {"write_factor": 1.0}, "."),
         ("falcon_h1", {}, {"down_factor": 1.0}, "."),
         ("qwen3_moe", {}, {"post_mlp_norm": "post_attention_layernorm"}, "."),

@@ -72,12 +72,31 @@ RESIDUAL = {"hook_attn_out", "hook_resid_mid"}
         ("gemma2", {"attn_out": None}, RESIDUAL),
         ("gemma2", {"post_mlp_norm": None}, {"hook_mlp_out"}),
         ("llama", {"o": "mlp.gate_proj"}, {"attn.hook_z"}),
+        ("falcon", {"o": "mlp.dense_h_to_4h"}, {"attn.hook_v", "attn.hook_z"}),
     ],
 )
 def test_a_wrong_place_is_not_offered(model_type, fields, refused, dtype):
     model = tiny_model(model_type)[0]
     found = _refused(model.to(dtype), **fields)
     assert found == refused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("model_type", "fields", "refused"),
+    [
+        ("gptj", {}, set()),
+        ("gptj", {"q": "attn.k_proj"}, {"attn.hook_q"}),
+        ("gptj", {"k": "attn.q_proj"}, {"attn.hook_k"}),
+        ("gptj", {"v": "attn.k_proj"}, {"attn.hook_v", "attn.hook_z"}),
+        ("gptj", {"k": "attn.v_proj", "v": "attn.k_proj"}, {"attn.hook_k", "attn.hook_v", "attn.hook_z"}),
+        ("bloom", {"qkv_layout": "beside"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"}),
+        ("mpt", {"qkv_layout": "by head"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"}),
+        ("gptj", {"o": "mlp.fc_in"}, {"attn.hook_v", "attn.hook_z"}),
+    ],
+)
+def test_a_wrong_place_is_not_offered_where_attention_is_inside_modules(model_type, fields, refused, dtype):
+    assert _refused(decoder(model_type).to(dtype), **fields) == refused
 
 
 def test_what_is_not_proved_is_refused_in_one_line():

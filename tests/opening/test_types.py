@@ -11,19 +11,21 @@ from organisms.examine import examine
 
 from experiments.model_types import COVERING, DATA, PAGE, page, types
 
+EXAMINED = {*COVERING[::6], "bloom", "granite"}
 RECORDED = json.loads(DATA.read_text())["result"]
 
 
 @pytest.mark.few_texts
-@pytest.mark.parametrize("model_type", [name if name in COVERING[::6] else slow(name) for name in types()])
+@pytest.mark.parametrize("model_type", [name if name in EXAMINED else slow(name) for name in types()])
 def test_a_type_is_served_as_it_is_recorded(model_type):
     """Nothing is wrong, and what is served stays served, by the version of transformers of the record."""
     if model_type not in RECORDED["types"]:
         pytest.skip("it cannot be built small")
     report = examine(model_type)
     assert not report.wrong
-    if RECORDED["transformers"] == transformers.__version__ and RECORDED["types"][model_type]["status"] == "in full":
-        assert report.status == "in full", report.parts
+    status = RECORDED["types"][model_type]["status"]
+    if RECORDED["transformers"] == transformers.__version__ and status != "refused":
+        assert report.status == status, report.parts
 
 
 def test_the_page_shows_what_was_found():

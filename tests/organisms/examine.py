@@ -95,13 +95,13 @@ def examine(model_type: str) -> TypeReport:
     sites = check_sites(model)
     report.wrong += [f"site {wrong}" for wrong in sites.wrong]
     report.sites = {"right": len(sites.right), "not offered": sorted({s.split(".", 2)[2] for s in sites.refused})}
-    before = _state(model)
+    before = model_state(model)
     _check_attention(report, target)
     for layer in range(1, target.n_layers):
         if target.skips_layers:
             report.must(begins_at(target, layer, target.n_layers - 1), f"a pass from layer {layer} on ends otherwise")
     _check_generation(report, target)
-    report.must(_state(model) == before, "the model was not left as it was")
+    report.must(model_state(model) == before, "the model was not left as it was")
     if model_type in NOT_PLANTED:
         return report
     planted = _plant(target)
@@ -122,7 +122,7 @@ def _check_folder(report: TypeReport, model, tokenizer, planted: Planted):
         report.must(first == planted.site, f"by folder, the first neuron is {first}, planted is {planted.site}")
 
 
-def _state(model) -> list[Any]:
+def model_state(model) -> list[Any]:
     """Hooks, attention and weights of a model."""
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
     sums = [float(parameter.sum()) for parameter in model.parameters()]

@@ -90,12 +90,13 @@ class Run:
         Raises:
             UnsupportedError: A backward pass recomputes a layer, and it is not known for which call.
         """
-        if not hasattr(self._local, "call") and in_backward():
+        call: Call | None = getattr(self._local, "call", None)
+        if call is None and in_backward():
             raise UnsupportedError(
                 f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
                 "known: checkpoint no layer inside the `with`"
             )
-        return getattr(self._local, "call", None)
+        return call
 
     @property
     def events(self) -> list[Event]:
@@ -190,7 +191,7 @@ class Run:
             else:
                 output = yield from self.session.follow(call, module, given)
         finally:
-            vars(self._local).clear()
+            self._local.call = None
         self.passes += 1
         if call.past == 0:  # else the cache was given, and is bound
             self.tracker.bind(call.sequence, cache_in(output))

@@ -225,8 +225,6 @@ class SparsePrompts(Intervention):
             return "sliding window"
         if prompt.softcap is not None:
             return "soft cap"
-        if prompt.is_biased:
-            return "position bias"
         if prompt.sinks is not None:
             return "learned sinks"
         if kv is not None and kv.edited:

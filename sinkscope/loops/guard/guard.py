@@ -266,7 +266,8 @@ class GuardRun:
 
     def on_logits(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
-        moment: Moment | None = vars(self.here).pop("ended", None)
+        moment: Moment | None = getattr(self.here, "ended", None)
+        self.here.ended = None
         ids = kwargs.get("input_ids", args[0] if args else None)
         if moment is None or ids is None:
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from sinkscope.opening.inference import names
 from sinkscope.opening.inference.kinds import Fields, common_adapter
 from sinkscope.opening.inference.sums import LayerSums, layer_sums
 from sinkscope.tap.call import Attention
+from sinkscope.tap.observers import attention_rows
 from sinkscope.tap.tap import listening
 
 _LENGTH = 9
@@ -75,7 +76,7 @@ def propose(hf: nn.Module, row: Adapter | None = None) -> Found:
 
 
 def _proposed(target: Target, row: Adapter | None = None) -> Found:
-    calls = dict[int, Attention]()
+    calls = dict[int, _Attending]()
     try:
         calls = _attention(target)
     except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
@@ -85,7 +86,7 @@ def _proposed(target: Target, row: Adapter | None = None) -> Found:
         attn = [next(iter(_Parts(layer).there(paths)), "") for layer in target.layers]
         target = replace(target, adapter=replace(target.adapter, attention_interface=False))
         rows = tuple(Adapter("", attn=path) for path in attn)
-        outside = replace(target, adapter=replace(target.adapter, rows=rows))
+        outside = replace(target, adapter=replace(target.adapter, rows=rows, o=None))
         try:
             calls = _attention(outside)
         except UnsupportedError:
@@ -98,14 +99,25 @@ def _proposed(target: Target, row: Adapter | None = None) -> Found:
     return common_adapter(target, kinds)
 
 
-def _attention(target: Target) -> dict[int, Attention]:
-    """The attention of the first layer of each kind, by layer."""
-    layers, calls, ran = first_of_kinds(target), dict[int, Attention](), set[int]()
+@dataclass(frozen=True)
+class _Attending:
+    """A module that attends, and whether it has learned sinks."""
+
+    module: nn.Module
+    learned_sinks: bool
+
+
+def _attention(target: Target) -> dict[int, _Attending]:
+    """What attends in the first layer of each kind, by layer."""
+    layers, calls, ran = first_of_kinds(target), dict[int, _Attending](), set[int]()
 
     def see(call: Attention) -> None:
         if call.layer in calls and not call.is_repeated:
             raise NotInferredError(f"layer {call.layer} computes attention twice")
-        calls.setdefault(call.layer, call)
+        calls.setdefault(call.layer, _Attending(call.module, call.settings.get("s_aux") is not None))
+
+    def see_rows(layer: int, _first: int, _rows: Tensor) -> None:
+        calls[layer] = _Attending(target.sub(layer, "attn"), learned_sinks=False)
 
     def enter(layer: int, hidden: Tensor) -> None:
         if layer in ran:
@@ -116,7 +128,11 @@ def _attention(target: Target) -> dict[int, Attention]:
         ran.add(layer)
 
     hooks: list[Hook] = [(target.layers[layer], "pre", on_input(partial(enter, layer))) for layer in layers]
-    with listening(target, see), target.hooks(*hooks):
+    if target.adapter.attention_interface:
+        tap = listening(target, see)
+    else:
+        tap = attention_rows(target, see_rows, layers=layers)
+    with tap, target.hooks(*hooks):
         target.forward(token_ids(target, _LENGTH), upto=max(layers))
     for layer in layers:
         if layer not in ran:
@@ -124,7 +140,7 @@ def _attention(target: Target) -> dict[int, Attention]:
     return calls
 
 
-def _fields(target: Target, layer: int, call: Attention | None, row: Adapter | None) -> Fields:
+def _fields(target: Target, layer: int, call: _Attending | None, row: Adapter | None) -> Fields:
     """What is found in a layer: of each choice the first way for which its sums hold, or else the last."""
     parts = _Parts(target.layers[layer])
     fields: Fields = {}
@@ -141,7 +157,7 @@ def _fields(target: Target, layer: int, call: Attention | None, row: Adapter | N
             fields |= attention
         choices = parts.choices(fields)
     if call is not None:
-        fields["learned_sinks"] = call.settings.get("s_aux") is not None
+        fields["learned_sinks"] = call.learned_sinks
     if fields.get("down") and fields.get("up"):
         fields["fused_gate_up"] = parts.is_fused(fields)
     for _, ways in choices:
@@ -189,7 +205,7 @@ class _Parts:
                 return path
         return None
 
-    def attention(self, call: Attention | None) -> Fields:
+    def attention(self, call: _Attending | None) -> Fields:
         """Return what names say of attention, or of what stands in its place."""
         if call is None:
             attn = self.there(names.ATTENTION)

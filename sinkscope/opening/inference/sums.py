@@ -6,9 +6,13 @@ nothing is alike by chance, and nothing is too small to be seen. The rows of the
 the last token, what enters a layer is a thousand times as large; it shows where only the MLP's part is known whether
 the stream itself passes the layer as it is.
 
-In three rows, the numbers of one head of the queries, keys or values change places at their site, which no norm after
-it sees in other heads. Then exactly this head of what attention gets must change. Attention gives random numbers in one
-head, and of what the output projection reads, only this head's part may differ between tokens.
+In three rows, the numbers of one head of the queries, keys or values change places at their site, for one token, which
+no norm after it sees in other heads. Then exactly this head of what attention gets must change. Attention gives random
+numbers in one head, and of what the output projection reads, only this head's part may differ between tokens.
+
+A module outside transformers' attention interface does not show what it gets, and returns its rows. Then a query must
+change exactly its own row in its head, a key the rows from its token on in its heads, and a value no row, but what the
+output projection reads of these heads from its token on.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from einops import rearrange
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.models.grouped_heads import head_projection
@@ -27,12 +32,14 @@ from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.edits import ROWS, MlpEdits, Recorder, rounded
 from sinkscope.tap.call import Attention
+from sinkscope.tap.observers import attention_rows
 from sinkscope.tap.tap import listening
 
 Rows = Float[Tensor, "row pos width"]
 _TURNED = {"q": 1, "k": 2, "v": 3}  # rows in which a head of them is turned
 _TOKENS = 6
 _HEAD = 1  # the one that is edited, if there are two
+_TOKEN = 2  # the one whose numbers are turned
 _LARGE = 1000.0
 _PASSES = 0.05  # largest relative distance of the stream from what entered, where that is large
 _EXACT = 1e-3  # largest relative distance of a sum from what it must be, in float32
@@ -56,7 +63,14 @@ def layer_sums(target: Target, layers: list[int], *, measures: bool = False) -> 
         if call.layer in checks:
             checks[call.layer].see(call)
 
-    with torch.no_grad(), listening(target, see), target.hooks(*hooks):
+    def see_rows(layer: int, _first: int, rows: Tensor) -> None:
+        checks[layer].see_rows(rows)
+
+    if target.adapter.attention_interface:
+        tap = listening(target, see)
+    else:
+        tap = attention_rows(target, see_rows, layers=layers)
+    with torch.no_grad(), tap, target.hooks(*hooks):
         target.forward(token_ids(target, _TOKENS).expand(ROWS, -1), upto=max(layers))
     return list(checks.values())
 
@@ -131,7 +145,7 @@ class LayerSums:
         except Exception:  # it cannot be split into heads
             return tensor
         self._turned[which] = tuple(heads.shape[2:])
-        head = heads[_TURNED[which], :, _HEAD % heads.shape[2]]
+        head = heads[_TURNED[which], _TOKEN, _HEAD % heads.shape[2]]
         head.copy_(head.roll(1, -1))
         return turned
 
@@ -142,10 +156,8 @@ class LayerSums:
             if given.shape[1] % heads or given.shape[3] != width:
                 continue
             change = (given[_TURNED[which]] - given[0]).detach().float().abs().amax((1, 2))
-            own = torch.arange(len(change), device=change.device) * heads // len(change) == _HEAD % heads
             largest = given.float().abs().max()
-            is_own = bool((change[own] > 0).all()) and bool((change[~own] <= self.tolerance * largest).all())
-            if is_own or largest == 0:
+            if largest == 0 or self._is_where(change, self._own(which, change), largest):
                 self.problems.pop(f"attn.hook_{which}", None)
         batch, count, tokens = call.query.shape[:3]
         self._count = count
@@ -154,15 +166,49 @@ class LayerSums:
         output[:, :, _HEAD % count] = (noise - noise.mean(-1, keepdim=True)).to(output)  # norms take off the mean
         call.compute = lambda _: (output, None)
 
+    def see_rows(self, rows: Float[Tensor, "batch head query key"]) -> None:
+        """Compare the rows that attention returns where it does not show what it gets."""
+        self._count = rows.shape[1]
+        changes = (rows[1:] - rows[:1]).abs().amax(-1)[..., :-1]  # the last token is too large to attend to others
+        largest = changes[: len(_TURNED)].max()
+        query = torch.arange(changes.shape[2], device=rows.device)
+        for which, seen in (("q", query == _TOKEN), ("k", query >= _TOKEN), ("v", query < 0)):
+            change = changes[_TURNED[which] - 1]
+            if which in self._turned and self._is_where(change, self._own(which, change)[:, None] & seen, largest):
+                self.problems.pop(f"attn.hook_{which}", None)
+
+    def _own(self, which: str, change: Tensor) -> Bool[Tensor, " head"]:
+        """The heads that read the turned one."""
+        heads = self._turned[which][0]
+        return torch.arange(len(change), device=change.device) * heads // len(change) == _HEAD % heads
+
+    def _is_where(self, change: Tensor, where: Tensor, largest: Tensor) -> bool:
+        """Whether numbers change in these places, and in no others."""
+        return bool((change[where] > 0).all()) and bool((change[~where] <= self.tolerance * largest).all())
+
     def _prove_heads(self) -> None:
         """The output projection reads its heads side by side."""
         if not self.heads.ran or not self._count:
             return
         count, width = self._count, self.heads.rows.shape[-1]
+        if not self.target.adapter.attention_interface:
+            self._prove_values(count)
+            return
         moved = (self.heads.rows - self.heads.rows[:, :1]).abs().amax((0, 1))
         by_head = moved.reshape(count, -1).amax(1) if width % count == 0 else moved
         if not by_head.sum() <= (1 + self.tolerance) * by_head[_HEAD % count]:
             self.problems["attn.hook_z"] = "the output projection does not read the heads side by side"
+
+    def _prove_values(self, count: int) -> None:
+        """Exactly the part of its own heads of what the output projection reads changes with the turned values."""
+        change = (self.heads.rows[_TURNED["v"]] - self.heads.rows[0]).abs()[:-1]
+        if "attn.hook_v" not in self.problems and "v" in self._turned and change.shape[-1] % count == 0:
+            change = rearrange(change, "pos (head d_head) -> head pos d_head", head=count).amax(-1)
+            later = torch.arange(change.shape[1], device=change.device) >= _TOKEN
+            if self._is_where(change, self._own("v", change)[:, None] & later, change.max()):
+                return
+        for part in ("attn.hook_v", "attn.hook_z"):
+            self.problems[part] = "the output projection is not seen to read the values of the heads side by side"
 
     # -- sums ----------------------------------------------------------------------------------------------------------
 

@@ -132,7 +132,6 @@ def _projection(target: Target, layer: int, direction: Tensor, view: object) -> 
     onto = direction.to(post.device)
     if target.has_part(layer, "post_mlp_norm"):
         onto = onto * gain_of(target, target.sub(layer, "post_mlp_norm")).to(post.device)
-    onto = onto * target.adapter.write_factor
     firing = post.any(0).nonzero().flatten()
     projection = torch.zeros(post.shape[1], device=post.device)
     for some in firing.split(1024):
