@@ -24,9 +24,12 @@ from torch.nn.functional import pad
 from triton.runtime.errors import OutOfResources
 
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BAND, TILE, Bands
+from sinkscope.lines.bands import BAND, PER, TILE, Bands
 
 LOG2_E = 1.4426950408889634  # kernels compute powers of two
+# Kernels read global names only if these are constants of Triton.
+_TILE, _BAND, _PER = tl.constexpr(TILE), tl.constexpr(BAND), tl.constexpr(PER)
+_LINES = tl.constexpr(64)  # blocks of keys that the index counts at a time
 
 
 def fitting(part: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,42 +62,30 @@ class BandIndex:
 
 @triton.jit(do_not_specialize=["keys", "lead", "blocks"])
 @no_type_check
-def _index(
-    columns,
-    column_count,
-    bands,
-    band_count,
-    on_column,
-    on_band,
-    keys,
-    lead,
-    blocks,
-    BAND: tl.constexpr,
-    LINES: tl.constexpr,
-):
+def _index(columns, column_count, bands, band_count, on_column, on_band, keys, lead, blocks):
+    """List the columns of a head, and the bands of a head; a program each."""
     head = tl.program_id(0).to(tl.int64)
-    columns += head * keys
-    column_count += head * blocks
-    on_column += head * keys
-    bands += head * blocks
-    band_count += head * (blocks + 1)
-    on_band += head * blocks
     if tl.program_id(1) == 0:
+        columns += head * keys
+        column_count += head * blocks
         count = 0
-        for start in range(0, blocks, LINES):
-            own = (start + tl.arange(0, LINES))[:, None] * BAND - lead + tl.arange(0, BAND)[None, :]
-            flags = tl.load(on_column + own, mask=(own >= 0) & (own < keys), other=0).to(tl.int32)
-            per_block = tl.sum(flags, 1)
-            earlier = count + tl.cumsum(per_block, 0) - per_block
-            tl.store(columns + earlier[:, None] + tl.cumsum(flags, 1) - flags, own, mask=flags != 0)
-            rows = start + tl.arange(0, LINES)
-            tl.store(column_count + rows, earlier, mask=rows < blocks)
+        for start in range(0, blocks, _LINES):
+            block = start + tl.arange(0, _LINES)
+            own = block[:, None] * _BAND - lead + tl.arange(0, _BAND)[None, :]
+            inside = (own >= 0) & (own < keys)
+            chosen = tl.load(on_column + head * keys + own, mask=inside, other=0).to(tl.int32)
+            per_block = tl.sum(chosen, 1)
+            before = count + tl.cumsum(per_block, 0) - per_block
+            tl.store(columns + before[:, None] + tl.cumsum(chosen, 1) - chosen, own, mask=chosen != 0)
+            tl.store(column_count + block, before, mask=block < blocks)
             count += tl.sum(per_block, 0)
     else:
+        bands += head * blocks
+        band_count += head * (blocks + 1)
         count = 0
-        for start in range(0, blocks + 1, LINES * BAND):
-            band = start + tl.arange(0, LINES * BAND)
-            chosen = tl.load(on_band + band, mask=band < blocks, other=0).to(tl.int32)
+        for start in range(0, blocks + 1, _LINES * _BAND):
+            band = start + tl.arange(0, _LINES * _BAND)
+            chosen = tl.load(on_band + head * blocks + band, mask=band < blocks, other=0).to(tl.int32)
             before = count + tl.cumsum(chosen, 0) - chosen
             tl.store(bands + before, band, mask=chosen != 0)
             tl.store(band_count + band, before, mask=band <= blocks)
@@ -112,7 +103,7 @@ def index_of(chosen: Bands) -> BandIndex:
     found = BandIndex(made(keys), made(grid.blocks), made(grid.blocks), made(grid.blocks + 1))
     flags = chosen.columns.view(torch.uint8), chosen.bands.view(torch.uint8)
     numbers = (keys, grid.lead, grid.blocks)
-    cast(Any, _index)[(heads, 2)](*vars(found).values(), *flags, *numbers, BAND=BAND, LINES=64, num_warps=4)
+    cast(Any, _index)[(heads, 2)](*vars(found).values(), *flags, *numbers, num_warps=4)
     return found
 
 
@@ -138,20 +129,13 @@ def attention_on(
     grid, index = chosen.grid, index_of(chosen)
     query, key, values = (fitting(part, value.dtype) for part in (scores.query, scores.key, value))
     out = torch.empty(scores.queries, scores.heads, values.shape[2], device=value.device, dtype=value.dtype)
-    flags = chosen.bands.view(torch.uint8)
-    strides: list[int] = []
-    for part in (query, key, values, out.transpose(0, 1)):
-        strides += part.stride()[:2]
+    strides = (*query.stride()[:2], *key.stride()[:2], *values.stride()[:2])
     numbers = (scores.scaling * LOG2_E, scores.queries, scores.keys, grid.lead, grid.before, grid.blocks)
     kernel = cast(Any, _attend)[(grid.tiles * scores.heads,)]
     for some in TILINGS if tiling is None else (tiling,):
         try:
             kernel(
-                out,
-                query,
-                key,
-                values,
-                flags,
+                *(out, query, key, values, chosen.bands.view(torch.uint8)),
                 *vars(index).values(),
                 *strides,
                 *numbers,
@@ -159,8 +143,6 @@ def attention_on(
                 GROUP=scores.heads // len(key),
                 WIDTH=key.shape[2],
                 VALUES=values.shape[2],
-                TILE=TILE,
-                BAND=BAND,
                 SIZE=some.size,
                 num_warps=some.warps,
                 num_stages=some.stages,
@@ -200,48 +182,54 @@ def _add(q, key, value, own, key_row, value_row, inside, seen, scaling, top, tot
 
 @triton.jit
 @no_type_check
-def _in_bands(bands, first, last, lead, is_dense, BAND: tl.constexpr, SIZE: tl.constexpr):
-    """Keys of the bands on the list from `first` on, or of these bands themselves where a tile is dense."""
+def _own_tile(queries, GROUP: tl.constexpr):
+    """Find head, kv head and tile of a program: heads of a group beside each other, and the longest rows first."""
+    number, tiles = tl.program_id(0), tl.cdiv(queries, _TILE)
+    kv_head = number // (GROUP * tiles)
+    return kv_head * GROUP + number % GROUP, kv_head, tiles - 1 - (number // GROUP) % tiles
+
+
+@triton.jit
+@no_type_check
+def _listed(column_count, band_count, before, tile, is_dense):
+    """Count what a tile meets before its own keys: bands to skip, keys of the bands after these, and columns."""
+    reached = before + tile * _PER + _PER  # number of bands that begin before the end of the tile
+    skipped = tl.where(is_dense, _PER, tl.load(band_count + _PER))
+    listed = tl.where(is_dense, reached, tl.load(band_count + reached))
+    columns = tl.where(is_dense, 0, tl.load(column_count + before + tile * _PER))
+    return skipped, (listed - skipped) * _BAND, columns
+
+
+@triton.jit
+@no_type_check
+def _in_bands(bands, first, last, lead, is_dense, SIZE: tl.constexpr):
+    """Find the keys of bands on the list from `first` on, or of these bands themselves where a tile is dense."""
     few = tl.arange(0, SIZE)
-    own = few % BAND - lead
-    for piece in tl.static_range(SIZE // BAND):
+    own = few % _BAND - lead
+    for piece in tl.static_range(SIZE // _BAND):
         band = tl.where(is_dense, first + piece, tl.load(bands + first + piece))
-        own += tl.where(few // BAND == piece, (last - band) * BAND, 0)
+        own += tl.where(few // _BAND == piece, (last - band) * _BAND, 0)
     return own
 
 
 @triton.jit
 @no_type_check
 def _in_turn(
-    entry,
-    near,
-    whole,
-    band_keys,
-    column_keys,
-    bands,
-    columns,
-    on_band,
-    skipped,
-    last,
-    lead,
-    keys,
-    blocks,
-    is_dense,
-    BAND: tl.constexpr,
+    entry, begin, whole, band_keys, column_keys, bands, columns, on_band, skipped, last, lead, keys, blocks, is_dense
 ):
-    """Keys of a tile itself (entries below 0), then of bands, then columns; and which exist and are not in a band."""
+    """Find the keys of the tile (entries below 0), then of bands, then columns; and which exist and are in no band."""
     of_bands = entry + whole
     is_band = (entry >= 0) & (of_bands < band_keys)
-    number = skipped + of_bands // BAND
+    number = skipped + of_bands // _BAND
     from_list = tl.load(bands + number, mask=is_band & (number < blocks), other=0)
     band = tl.where(is_dense, number, from_list)
     of_columns = of_bands - band_keys
     is_column = (entry >= 0) & (of_columns >= 0) & (of_columns < column_keys)
     column = tl.load(columns + of_columns, mask=is_column, other=keys)
-    place = tl.where(is_band, (last - band) * BAND - lead + of_bands % BAND, column)
-    place = tl.where(entry < 0, near, place)
+    place = tl.where(is_band, (last - band) * _BAND - lead + of_bands % _BAND, column)
+    place = tl.where(entry < 0, begin + _TILE + entry, place)
     inside = (place >= 0) & (place < keys)
-    banded = tl.load(on_band + last - (place + lead) // BAND, mask=inside & is_column, other=0)
+    banded = tl.load(on_band + last - (place + lead) // _BAND, mask=inside & is_column, other=0)
     return place, inside & (banded == 0)
 
 
@@ -249,85 +237,51 @@ def _in_turn(
 @triton.jit(do_not_specialize=["queries", "keys", "lead", "before", "blocks", "sparse_tiles"])
 @no_type_check
 def _attend(
-    out,
-    query,
-    key,
-    value,
-    on_band,
-    columns,
-    column_count,
-    bands,
-    band_count,
-    query_head,
-    query_row,
-    key_head,
-    key_row,
-    value_head,
-    value_row,
-    out_head,
-    out_row,
-    scaling,
-    queries,
-    keys,
-    lead,
-    before,
-    blocks,
-    sparse_tiles,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUES: tl.constexpr,
-    TILE: tl.constexpr,
-    BAND: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Its own tile first, then the keys of chosen bands and columns before it: heads of a group beside each other."""
-    per: tl.constexpr = TILE // BAND
-    tiles = tl.cdiv(queries, TILE)
-    kv_head = tl.program_id(0) // (GROUP * tiles)
-    head = (kv_head * GROUP + tl.program_id(0) % GROUP).to(tl.int64)
-    tile = tiles - 1 - (tl.program_id(0) // GROUP) % tiles  # the longest rows first
+    out, query, key, value, on_band, columns, column_count, bands, band_count,
+    query_head, query_row, key_head, key_row, value_head, value_row,
+    scaling, queries, keys, lead, before, blocks, sparse_tiles,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of queries of one head."""
+    head, kv_head, tile = _own_tile(queries, GROUP)
+    past = keys - queries
+    last = before + tile * _PER + _PER - 1  # block of its last key, from which bands are counted
+    is_dense = tile >= sparse_tiles
+    head = head.to(tl.int64)
     key += kv_head.to(tl.int64) * key_head
     value += kv_head.to(tl.int64) * value_head
     on_band += head * blocks
     columns += head * keys
     bands += head * blocks
-    band_count += head * (blocks + 1)
-    column_count += head * blocks
-    rows = tile * TILE + tl.arange(0, TILE)
+    rows = tile * _TILE + tl.arange(0, _TILE)
     real = rows < queries
-    at = keys - queries + tl.where(real, rows, 0)
-    wide, tall = tl.arange(0, WIDTH), tl.arange(0, VALUES)
-    own_query = query + head * query_head + rows.to(tl.int64)[:, None] * query_row + wide
+    own_query = query + head * query_head + rows.to(tl.int64)[:, None] * query_row + tl.arange(0, WIDTH)
     q = tl.load(own_query, mask=real[:, None], other=0.0)
-    top = tl.full([TILE], -1e30, tl.float32)  # finite, so that what is not seen weighs exp(-inf) and not nan
-    total = tl.zeros([TILE], tl.float32)
-    sums = tl.zeros([TILE, VALUES], tl.float32)
+    top = tl.full([_TILE], -1e30, tl.float32)  # finite, so that what is not seen weighs exp(-inf) and not nan
+    total = tl.zeros([_TILE], tl.float32)
+    sums = tl.zeros([_TILE, VALUES], tl.float32)
+    column_count += head * blocks
+    band_count += head * (blocks + 1)
+    skipped, band_keys, column_keys = _listed(column_count, band_count, before, tile, is_dense)
 
     # Whole steps of bands before its own tile need no mask. The last band may lack its first keys: it comes later.
-    last = before + tile * per + per - 1  # block of its last key, from which bands are counted
-    is_dense = tile >= sparse_tiles
-    skipped = tl.where(is_dense, per, tl.load(band_count + per))
-    reached = tl.where(is_dense, last + 1, tl.load(band_count + last + 1))
-    band_keys = (reached - skipped) * BAND
     whole = tl.maximum(band_keys - tl.where(lead > 0, 1, 0), 0) // SIZE * SIZE
     for i in range(0, whole, SIZE):
-        own = _in_bands(bands, skipped + i // BAND, last, lead, is_dense, BAND, SIZE)
+        own = _in_bands(bands, skipped + i // _BAND, last, lead, is_dense, SIZE)
         top, total, sums = _add(q, key, value, own, key_row, value_row, None, None, scaling, top, total, sums)
 
     # Its own tile, what is left of the bands, then columns; those in a chosen band are there already.
-    begin = keys - queries + tile * TILE
-    column_keys = tl.where(is_dense, 0, tl.load(column_count + before + tile * per))
-    for i in range(0, TILE + band_keys - whole + column_keys, SIZE):
-        entry = i + tl.arange(0, SIZE) - TILE
-        near = begin + TILE + entry
-        place, visible = _in_turn(
-            entry, near, whole, band_keys, column_keys, bands, columns, on_band, skipped, last, lead, keys, blocks,
-            is_dense, BAND,
+    begin = past + tile * _TILE
+    at = past + tl.where(real, rows, 0)
+    for i in range(0, band_keys - whole + column_keys + _TILE, SIZE):
+        own, visible = _in_turn(
+            i + tl.arange(0, SIZE) - _TILE, begin, whole, band_keys, column_keys, bands, columns, on_band, skipped,
+            last, lead, keys, blocks, is_dense,
         )  # fmt: skip
-        limit = tl.where(visible, place, keys)  # from which position on it is seen
-        seen = limit[None, :] <= at[:, None]
-        top, total, sums = _add(q, key, value, place, key_row, value_row, visible, seen, scaling, top, total, sums)
+        seen = tl.where(visible, own, keys)[None, :] <= at[:, None]
+        top, total, sums = _add(q, key, value, own, key_row, value_row, visible, seen, scaling, top, total, sums)
 
     mean = sums / tl.where(real, total, 1.0)[:, None]
-    own_out = out + head * out_head + rows.to(tl.int64)[:, None] * out_row + tall
+    heads = tl.num_programs(0) // tl.cdiv(queries, _TILE)
+    own_out = out + (rows.to(tl.int64)[:, None] * heads + head) * VALUES + tl.arange(0, VALUES)
     tl.store(own_out, mean.to(out.dtype.element_ty), mask=real[:, None])
