@@ -1,6 +1,6 @@
 """Attention on columns and bands in Triton, of all heads in one launch; a dense head is one that has all bands.
 
-`index_of` lists the columns and bands of every head. A program of `_attend` computes a tile of queries of one head:
+`Listed` has the columns and bands of every head. A program of `_attend` computes a tile of queries of one head:
 first the keys of the tile itself, then those on its list, under one softmax. Blocks of 16 keys of bands and single keys
 of columns are fetched alike, 64 of them at a time. Query heads that share keys are beside each other, so that keys are
 in the cache of the chip.
@@ -18,7 +18,7 @@ from typing import Any, cast, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 from triton.runtime.errors import OutOfResources
@@ -29,7 +29,6 @@ from sinkscope.lines.bands import BAND, PER, TILE, Bands
 LOG2_E = 1.4426950408889634  # kernels compute powers of two
 # Kernels read global names only if these are constants of Triton.
 _TILE, _BAND, _PER = tl.constexpr(TILE), tl.constexpr(BAND), tl.constexpr(PER)
-_LINES = tl.constexpr(64)  # blocks of keys that the index counts at a time
 
 
 def fitting(part: Tensor, dtype: torch.dtype) -> Tensor:
@@ -44,67 +43,25 @@ def fitting(part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class BandIndex:
-    """What the tiles of queries of each head compute; lists are filled up to their counts.
+class Listed:
+    """Chosen columns or bands of each head, for a kernel.
 
     Attributes:
-        columns: Chosen keys, ascending.
-        column_count: How many of these lie before each block of keys.
-        bands: Chosen bands, ascending.
-        band_count: How many of these are below each number.
+        numbers: The chosen ones, ascending; undefined after these.
+        below: How many of the chosen ones are below each number.
     """
 
-    columns: Int[Tensor, "head key"]
-    column_count: Int[Tensor, "head block"]
-    bands: Int[Tensor, "head band"]
-    band_count: Int[Tensor, "head band_number"]
+    numbers: Int[Tensor, "head number"]
+    below: Int[Tensor, "head number"]
 
-
-@triton.jit(do_not_specialize=["keys", "lead", "blocks"])
-@no_type_check
-def _index(columns, column_count, bands, band_count, on_column, on_band, keys, lead, blocks):
-    """List the columns of a head, and the bands of a head; a program each."""
-    head = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 0:
-        columns += head * keys
-        column_count += head * blocks
-        count = 0
-        for start in range(0, blocks, _LINES):
-            block = start + tl.arange(0, _LINES)
-            own = block[:, None] * _BAND - lead + tl.arange(0, _BAND)[None, :]
-            inside = (own >= 0) & (own < keys)
-            chosen = tl.load(on_column + head * keys + own, mask=inside, other=0).to(tl.int32)
-            per_block = tl.sum(chosen, 1)
-            before = count + tl.cumsum(per_block, 0) - per_block
-            tl.store(columns + before[:, None] + tl.cumsum(chosen, 1) - chosen, own, mask=chosen != 0)
-            tl.store(column_count + block, before, mask=block < blocks)
-            count += tl.sum(per_block, 0)
-    else:
-        bands += head * blocks
-        band_count += head * (blocks + 1)
-        count = 0
-        for start in range(0, blocks + 1, _LINES * _BAND):
-            band = start + tl.arange(0, _LINES * _BAND)
-            chosen = tl.load(on_band + head * blocks + band, mask=band < blocks, other=0).to(tl.int32)
-            before = count + tl.cumsum(chosen, 0) - chosen
-            tl.store(bands + before, band, mask=chosen != 0)
-            tl.store(band_count + band, before, mask=band <= blocks)
-            count += tl.sum(chosen, 0)
-
-
-def index_of(chosen: Bands) -> BandIndex:
-    """Make the index of these bands and columns."""
-    grid = chosen.grid
-    heads, keys = chosen.columns.shape
-
-    def made(width: int) -> Tensor:
-        return torch.empty(heads, width, dtype=torch.int32, device=chosen.columns.device)
-
-    found = BandIndex(made(keys), made(grid.blocks), made(grid.blocks), made(grid.blocks + 1))
-    flags = chosen.columns.view(torch.uint8), chosen.bands.view(torch.uint8)
-    numbers = (keys, grid.lead, grid.blocks)
-    cast(Any, _index)[(heads, 2)](*vars(found).values(), *flags, *numbers, num_warps=4)
-    return found
+    @classmethod
+    def of(cls, chosen: Bool[Tensor, "head line"]) -> Listed:
+        """List the chosen columns or bands; nothing waits for a GPU."""
+        chosen = pad(chosen, (0, 1))
+        below = chosen.cumsum(1, dtype=torch.int32) - chosen.int()
+        number = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device).expand_as(below)
+        place = torch.where(chosen, below, chosen.shape[1] - 1)
+        return cls(torch.empty_like(below).scatter_(1, place.long(), number), below)
 
 
 @dataclass(frozen=True)
@@ -126,7 +83,7 @@ def attention_on(
     scores: Scores, value: Float[Tensor, "kv_head key d_value"], chosen: Bands, tiling: Tiling | None = None
 ) -> Float[Tensor, "query head d_value"]:
     """Compute attention of all heads on columns and bands, in the dtype of the values."""
-    grid, index = chosen.grid, index_of(chosen)
+    grid, columns, bands = chosen.grid, Listed.of(chosen.columns), Listed.of(chosen.bands)
     query, key, values = (fitting(part, value.dtype) for part in (scores.query, scores.key, value))
     out = torch.empty(scores.queries, scores.heads, values.shape[2], device=value.device, dtype=value.dtype)
     strides = (*query.stride()[:2], *key.stride()[:2], *values.stride()[:2])
@@ -136,7 +93,7 @@ def attention_on(
         try:
             kernel(
                 *(out, query, key, values, chosen.bands.view(torch.uint8)),
-                *vars(index).values(),
+                *(columns.numbers, columns.below, bands.numbers, bands.below),
                 *strides,
                 *numbers,
                 chosen.sparse_tiles,
@@ -191,17 +148,6 @@ def _own_tile(queries, GROUP: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _listed(column_count, band_count, before, tile, is_dense):
-    """Count what a tile meets before its own keys: bands to skip, keys of the bands after these, and columns."""
-    reached = before + tile * _PER + _PER  # number of bands that begin before the end of the tile
-    skipped = tl.where(is_dense, _PER, tl.load(band_count + _PER))
-    listed = tl.where(is_dense, reached, tl.load(band_count + reached))
-    columns = tl.where(is_dense, 0, tl.load(column_count + before + tile * _PER))
-    return skipped, (listed - skipped) * _BAND, columns
-
-
-@triton.jit
-@no_type_check
 def _in_bands(bands, first, last, lead, is_dense, SIZE: tl.constexpr):
     """Find the keys of bands on the list from `first` on, or of these bands themselves where a tile is dense."""
     few = tl.arange(0, SIZE)
@@ -237,7 +183,7 @@ def _in_turn(
 @triton.jit(do_not_specialize=["queries", "keys", "lead", "before", "blocks", "sparse_tiles"])
 @no_type_check
 def _attend(
-    out, query, key, value, on_band, columns, column_count, bands, band_count,
+    out, query, key, value, on_band, columns, columns_below, bands, bands_below,
     query_head, query_row, key_head, key_row, value_head, value_row,
     scaling, queries, keys, lead, before, blocks, sparse_tiles,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
@@ -251,8 +197,10 @@ def _attend(
     key += kv_head.to(tl.int64) * key_head
     value += kv_head.to(tl.int64) * value_head
     on_band += head * blocks
-    columns += head * keys
-    bands += head * blocks
+    columns += head * (keys + 1)
+    columns_below += head * (keys + 1)
+    bands += head * (blocks + 1)
+    bands_below += head * (blocks + 1)
     rows = tile * _TILE + tl.arange(0, _TILE)
     real = rows < queries
     own_query = query + head * query_head + rows.to(tl.int64)[:, None] * query_row + tl.arange(0, WIDTH)
@@ -260,11 +208,11 @@ def _attend(
     top = tl.full([_TILE], -1e30, tl.float32)  # finite, so that what is not seen weighs exp(-inf) and not nan
     total = tl.zeros([_TILE], tl.float32)
     sums = tl.zeros([_TILE, VALUES], tl.float32)
-    column_count += head * blocks
-    band_count += head * (blocks + 1)
-    skipped, band_keys, column_keys = _listed(column_count, band_count, before, tile, is_dense)
 
     # Whole steps of bands before its own tile need no mask. The last band may lack its first keys: it comes later.
+    skipped = tl.where(is_dense, _PER, tl.load(bands_below + _PER))
+    reached = tl.where(is_dense, last + 1, tl.load(bands_below + last + 1))
+    band_keys = (reached - skipped) * _BAND
     whole = tl.maximum(band_keys - tl.where(lead > 0, 1, 0), 0) // SIZE * SIZE
     for i in range(0, whole, SIZE):
         own = _in_bands(bands, skipped + i // _BAND, last, lead, is_dense, SIZE)
@@ -272,6 +220,7 @@ def _attend(
 
     # Its own tile, what is left of the bands, then columns; those in a chosen band are there already.
     begin = past + tile * _TILE
+    column_keys = tl.where(is_dense, 0, tl.load(columns_below + begin))
     at = past + tl.where(real, rows, 0)
     for i in range(0, band_keys - whole + column_keys + _TILE, SIZE):
         own, visible = _in_turn(

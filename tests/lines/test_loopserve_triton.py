@@ -58,7 +58,7 @@ def test_interpreted_they_equal_sums_and_attention_under_masks(number, found):
         assert error < limit, what
 
 
-LISTS = ("columns", "column_count", "bands", "band_count")
+LISTS = ("columns", "columns_below", "bands", "bands_below")
 NUMBERS = ("keys", "queries", "blocks", "lead", "before", "sparse_tiles")
 
 
