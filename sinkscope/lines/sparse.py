@@ -11,17 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BAND, PER, TILE, Bands
+from sinkscope.lines.bands import PER, TILE, Bands
 from sinkscope.lines.devices import triton_module
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.grouped_heads import kv_head_of
@@ -79,22 +81,14 @@ def line_attention(scores: Scores, value: Values, lines: HeadLines, dense_rows: 
     if not bool(lines.slash[:, 0].all()):
         raise SinkscopeError("lines of a head lack the main diagonal: expected it among them")
     out = torch.empty(scores.heads, scores.queries, value.shape[-1], device=value.device, dtype=value.dtype)
-    group = scores.heads // len(value)
-    for kv_head in range(len(value)):
-        own = slice(kv_head * group, (kv_head + 1) * group)
-        some = HeadLines(lines.chosen[own], lines.queries)
-        for start in range(0, scores.queries, _ROWS):
-            stop = min(scores.queries, start + _ROWS)
-            at = torch.arange(start, stop, device=value.device) + scores.past
-            late = (at >= scores.keys - dense_rows)[:, None] & (
-                at[:, None] >= torch.arange(scores.keys, device=at.device)
-            )
-            seen = some.rows(at) | late
-            parts = scores.query[own, start:stop], scores.key[kv_head, None], value[kv_head, None]
-            query, key, values = (part.to(out.dtype)[None] for part in parts)
-            out[own, start:stop] = scaled_dot_product_attention(
-                query, key, values, seen[None], scale=scores.scaling, enable_gqa=group > 1
-            )[0]
+
+    def seen(heads: list[int], start: int, stop: int) -> Tensor:
+        keys = torch.arange(stop, device=value.device)
+        at = keys[start:, None]
+        late = (at >= scores.keys - dense_rows) & (at >= keys)
+        return HeadLines(lines.chosen[heads, :, :stop], stop - start).rows(keys[start:]) | late
+
+    _by_torch(scores, value, list(range(scores.heads)), out, _ROWS, seen)
     return out
 
 
@@ -127,35 +121,17 @@ def _tiles(scores: Scores, value: Tensor, chosen: Bands, head: int, out: Float[T
     kv_head = kv_head_of(head, scores.heads, len(value))
     query = scores.query[head].float() * scores.scaling
     both = torch.cat([scores.key[kv_head].float(), value[kv_head].float()], 1)  # so that they are gathered at once
+    lines = replace(chosen, columns=chosen.columns[head, None], bands=chosen.bands[head, None])
     future = torch.ones(TILE, TILE, dtype=torch.bool).triu_(1)
     for first in range(0, grid.tiles, _TILES):
-        numbers = torch.arange(first, min(grid.tiles, first + _TILES))
-        for number, keys in zip(numbers.tolist(), _keys_of_tiles(chosen, head, numbers), strict=True):
-            start = number * TILE
-            stop = min(grid.queries, start + TILE)
-            met = both[: grid.past + stop]
-            if number < chosen.sparse_tiles:
-                met = both.index_select(0, keys)
-            weights = query[start:stop] @ met[:, :width].T
-            weights[:, start - stop :].masked_fill_(future[: stop - start, : stop - start], -torch.inf)
+        ends = torch.arange(first + 1, min(grid.tiles, first + _TILES) + 1).mul_(TILE).clamp_(max=grid.queries)
+        for end, met in zip(ends.tolist(), lines.rows(grid.past + ends - 1)[0], strict=True):
+            start = (end - 1) // TILE * TILE
+            keys_and_values = both.index_select(0, met[: grid.past + end].nonzero().flatten())
+            weights = query[start:end] @ keys_and_values[:, :width].T
+            weights[:, start - end :].masked_fill_(future[: end - start, : end - start], -torch.inf)
             torch.softmax(weights, 1, out=weights)
-            out[start:stop] = weights @ met[:, width:]
-
-
-def _keys_of_tiles(chosen: Bands, head: int, tiles: Int[Tensor, " tile"]) -> tuple[Int[Tensor, " some"], ...]:
-    """The keys that some tiles of a head meet: columns outside its bands, those of bands, and those of the tile."""
-    grid, bands = chosen.grid, chosen.bands[head]
-    last = (grid.before + tiles * PER + PER - 1)[:, None]  # block of a tile's last key
-    columns = chosen.columns[head].nonzero().flatten()
-    back = last - grid.block_of(columns)
-    alone = (back >= PER) & ~bands[back.clamp(min=0)]
-    far = bands.nonzero().flatten()[PER:].flip(0)
-    begin = (last - far) * BAND - grid.lead
-    of_bands = (begin[:, :, None] + torch.arange(BAND)).flatten(1)
-    own = grid.past + tiles[:, None] * TILE + torch.arange(TILE)
-    keys = torch.cat([columns.expand(len(tiles), -1), of_bands, own], 1)
-    met = torch.cat([alone, of_bands >= 0, own < grid.keys], 1)
-    return keys[met].split(met.sum(1).tolist())
+            out[start:end] = weights @ keys_and_values[:, width:]
 
 
 def _side_by_side(compute: Callable[[int], None], heads: list[int]) -> None:
@@ -185,15 +161,31 @@ def _dense(scores: Scores, value: Tensor, heads: list[int], out: Tensor) -> None
     rows = scores.queries
     if scores.past:
         rows = _ROWS  # at a time: on a CPU PyTorch builds their mask
+    _by_torch(scores, value, heads, out, rows, lambda _, start, stop: causal_lower_right(stop - start, stop))
+
+
+def _by_torch(
+    scores: Scores, value: Tensor, heads: list[int], out: Tensor, rows: int, mask: Callable[[list[int], int, int], Any]
+) -> None:
+    """Write PyTorch's attention of some heads, some rows at a time.
+
+    Args:
+        scores: The scores of a layer.
+        value: Values of all positions.
+        heads: The heads, ascending.
+        out: Where it is written.
+        rows: Number of queries at a time.
+        mask: Gives the mask of some heads, of the queries at positions from the second to before the third argument.
+    """
     kv_head = partial(kv_head_of, heads=scores.heads, kv_heads=len(value))
     for own_head, some in groupby(heads, key=kv_head):  # so that no keys are copied
         own = list(some)
-        for start in range(0, scores.queries, rows):
-            stop = min(scores.queries, start + rows)
-            end = scores.past + stop
-            parts = scores.query[own, start:stop], scores.key[own_head, None, :end], value[own_head, None, :end]
+        for start in range(scores.past, scores.keys, rows):
+            stop = min(scores.keys, start + rows)
+            at = slice(start - scores.past, stop - scores.past)
+            parts = scores.query[own, at], scores.key[own_head, None, :stop], value[own_head, None, :stop]
             query, key, values = (part.to(out.dtype)[None] for part in parts)
-            visible, grouped = causal_lower_right(stop - start, end), query.shape[1] != key.shape[1]
-            out[own, start:stop] = scaled_dot_product_attention(
-                query, key, values, visible, scale=scores.scaling, enable_gqa=grouped
+            seen = mask(own, start, stop)
+            out[own, at] = scaled_dot_product_attention(
+                query, key, values, seen, scale=scores.scaling, enable_gqa=len(own) > 1
             )[0]
