@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinkscope.lines.attention import Scores, attention_of, causal_cells
+from sinkscope.lines.attention import Scores, attention_of
 
 TILE = 64
 """Queries in a block."""
@@ -37,6 +37,9 @@ PER = TILE // BAND
 """Bands that lie in the diagonal block."""
 NEAR = 2 * PER
 """Bands that are always chosen: each query sees the 64 keys before it."""
+ByColumn = Float[Tensor, "head key"]
+ByBand = Float[Tensor, "head block"]
+ByThreshold = Float[Tensor, "head threshold"]
 _BELOW = 12  # octaves below the density of even attention: what lies on lines below that is left out
 _FINE = 0.06  # octaves between the threshold and one that is too high
 
@@ -82,8 +85,8 @@ class BlockGrid:
 
     @property
     def cells(self) -> int:
-        """Number of causal cells."""
-        return causal_cells(self.queries, self.keys)
+        """Number of causal cells: each query sees one key more than the one before."""
+        return self.queries * (2 * self.keys - self.queries + 1) // 2
 
     def sparse_queries(self, dense_rows: int) -> int:
         """Number of queries before those that see everything: `dense_rows` at the end, and those of the same tile."""
@@ -137,7 +140,7 @@ def lengths_of(grid: BlockGrid, device: torch.device) -> Lengths:
     return Lengths(columns.to(device), own.to(device), torch.cat([near, far[PER:]]).to(device))
 
 
-def crossed(grid: BlockGrid, counts: Float[Tensor, "head block"]) -> Float[Tensor, "head block"]:
+def crossed(grid: BlockGrid, counts: ByBand) -> ByBand:
     """Count the cells of a line that lines of the other kind cross, if the latter are of bands from `PER` on.
 
     Args:
@@ -219,16 +222,11 @@ class SampleSums(Protocol):
     rows: int
     thresholds: int
 
-    def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
+    def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
         ...
 
-    def held(
-        self,
-        columns: Float[Tensor, "head key"],
-        bands: Float[Tensor, "head block"],
-        least: Float[Tensor, "head threshold"],
-    ) -> Float[Tensor, "head threshold"]:
+    def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
         """Weight on the lines whose densities reach each threshold; every cell counts once."""
         ...
 
@@ -254,7 +252,7 @@ class StoredRows:
         self._back: Int[Tensor, "block row"] = back.clamp(min=0)  # blocks after a row have no weight
         self._whole = self._probs.sum(3)
 
-    def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
+    def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
         outside = (~chosen.bands).float()[:, self._back]
         by_column = (outside[:, :, None] @ self._probs).flatten(1)
@@ -264,12 +262,7 @@ class StoredRows:
         by_band.scatter_add_(1, self._back.flatten().expand(len(by_band), -1), by_block)
         return by_column[:, self._grid.lead : self._grid.lead + self._grid.keys], by_band
 
-    def held(
-        self,
-        columns: Float[Tensor, "head key"],
-        bands: Float[Tensor, "head block"],
-        least: Float[Tensor, "head threshold"],
-    ) -> Float[Tensor, "head threshold"]:
+    def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
         """Weight on the lines whose densities reach each threshold; every cell counts once."""
         reaching = (self._grid.blocked(columns)[..., None] >= least[:, None, None]).float()
         of_columns = self._probs @ reaching
@@ -322,11 +315,7 @@ def choose_bands(
 
 
 def _threshold(
-    sample: SampleSums,
-    grid: BlockGrid,
-    columns: Float[Tensor, "head key"],
-    bands: Float[Tensor, "head block"],
-    alpha: float,
+    sample: SampleSums, grid: BlockGrid, columns: ByColumn, bands: ByBand, alpha: float
 ) -> tuple[Float[Tensor, "head 1"], Bool[Tensor, "head 1"]]:
     """The highest density, to 4 %, from which on lines hold `alpha` of the sample; and whether one does."""
     least = math.log2(sample.rows / grid.cells) - _BELOW

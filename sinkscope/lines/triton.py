@@ -13,7 +13,7 @@ This module needs triton, so it is imported when it is used. `TRITON_INTERPRET=1
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast, no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -40,6 +40,17 @@ def fitting(part: Tensor, dtype: torch.dtype) -> Tensor:
     if part.stride(2) != 1:
         return part.contiguous()
     return part
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, options: list[dict[str, int]], **sizes: int) -> None:
+    """Launch a kernel with the first options whose shared memory the device has."""
+    for number, own in enumerate(options, 1):
+        try:
+            kernel[grid](*arguments, **sizes, **own)
+            return
+        except OutOfResources:
+            if number == len(options):
+                raise
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,26 +99,19 @@ def attention_on(
     out = torch.empty(scores.queries, scores.heads, values.shape[2], device=value.device, dtype=value.dtype)
     strides = (*query.stride()[:2], *key.stride()[:2], *values.stride()[:2])
     numbers = (scores.scaling * LOG2_E, scores.queries, scores.keys, grid.lead, grid.before, grid.blocks)
-    kernel = cast(Any, _attend)[(grid.tiles * scores.heads,)]
-    for some in TILINGS if tiling is None else (tiling,):
-        try:
-            kernel(
-                *(out, query, key, values, chosen.bands.view(torch.uint8)),
-                *(columns.numbers, columns.below, bands.numbers, bands.below),
-                *strides,
-                *numbers,
-                chosen.sparse_tiles,
-                GROUP=scores.heads // len(key),
-                WIDTH=key.shape[2],
-                VALUES=values.shape[2],
-                SIZE=some.size,
-                num_warps=some.warps,
-                num_stages=some.stages,
-            )
-            break
-        except OutOfResources:
-            if some.size == TILINGS[-1].size or tiling is not None:
-                raise
+    arguments = (
+        *(out, query, key, values, chosen.bands.view(torch.uint8)),
+        *(columns.numbers, columns.below, bands.numbers, bands.below),
+        *strides,
+        *numbers,
+        chosen.sparse_tiles,
+    )
+    sizes = {"GROUP": scores.heads // len(key), "WIDTH": key.shape[2], "VALUES": values.shape[2]}
+    options = [
+        {"SIZE": some.size, "num_warps": some.warps, "num_stages": some.stages}
+        for some in (TILINGS if tiling is None else [tiling])
+    ]
+    launch(_attend, (grid.tiles * scores.heads,), *arguments, options=options, **sizes)
     return out[:, :, : value.shape[2]]
 
 

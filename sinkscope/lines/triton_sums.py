@@ -15,14 +15,13 @@ from typing import Any, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
-from triton.runtime.errors import OutOfResources
 
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BAND, Bands, BlockGrid
-from sinkscope.lines.triton import LOG2_E, fitting
+from sinkscope.lines.bands import BAND, Bands, BlockGrid, ByBand, ByColumn, ByThreshold
+from sinkscope.lines.triton import LOG2_E, fitting, launch
 
 SIZE = 64
 """Keys at a time in the choice, and rows of the sample."""
@@ -58,32 +57,22 @@ class ComputedRows:
         self._chunks = -(-grid.blocks * BAND // (SIZE * CHUNK))
         self._heads = scores.heads
         partial = query.new_empty(scores.heads, len(padded), self._chunks, dtype=torch.float32)
-        self._run(_normalisers, partial)
+        self._run(_normalisers, partial, query.new_zeros(scores.heads, len(padded), dtype=torch.float32))
         self._total = torch.logsumexp(partial * (1 / LOG2_E), 2) * LOG2_E
 
     def _run(self, kernel: Any, *own: Any, **sizes: int) -> None:
+        options = [{"num_warps": 4, "num_stages": stages} for stages in (3, 2, 1)]
         grid = (self._chunks, self._heads, self._parts)
-        for stages in (3, 2, 1):
-            try:
-                kernel[grid](*own, *self._arguments, **self._sizes, **sizes, num_warps=4, num_stages=stages)
-                return
-            except OutOfResources:  # shared memory is short
-                if stages == 1:
-                    raise
+        launch(kernel, grid, *own, *self._arguments, options=options, **self._sizes, **sizes)
 
-    def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
+    def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
         columns = self._total.new_empty(self._heads, self._parts, self._grid.keys)
         bands = self._total.new_empty(self._heads, SIZE * self._parts, self._grid.blocks)
         self._run(_sums, columns, bands, self._total, chosen.columns.view(torch.uint8), chosen.bands.view(torch.uint8))
         return columns.sum(1), bands.sum(1)
 
-    def held(
-        self,
-        columns: Float[Tensor, "head key"],
-        bands: Float[Tensor, "head block"],
-        least: Float[Tensor, "head threshold"],
-    ) -> Float[Tensor, "head threshold"]:
+    def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
         """Weight on the lines whose densities reach each threshold; every cell counts once."""
         held = columns.new_empty(self._heads, self._parts * self._chunks, least.shape[1])
         self._run(_held, held, self._total, columns, bands, least.contiguous(), THRESHOLDS=least.shape[1])
@@ -92,11 +81,14 @@ class ComputedRows:
 
 @triton.jit
 @no_type_check
-def _rows(query, at, head, WIDTH: tl.constexpr):
-    """Numbers of the rows of this program, its queries, and their positions."""
-    rows = head * (tl.num_programs(2) * _SIZE) + tl.program_id(2) * _SIZE + tl.arange(0, _SIZE)
+def _sampled(query, key, at, last, total, head_stride, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """What a program reads: numbers of rows, their queries, positions, last blocks and sums; and keys of the head."""
+    head, part = tl.program_id(1), tl.program_id(2) * _SIZE + tl.arange(0, _SIZE)
+    rows = head * (tl.num_programs(2) * _SIZE) + part
     q = tl.load(query + rows.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH))
-    return rows, q, tl.load(at + tl.program_id(2) * _SIZE + tl.arange(0, _SIZE))
+    own_at = tl.load(at + part)
+    norm = tl.where(own_at >= 0, tl.load(total + rows), 0.0)
+    return rows, q, own_at, tl.load(last + part), norm, key + (head // GROUP).to(tl.int64) * head_stride
 
 
 @triton.jit
@@ -113,31 +105,21 @@ def _scores(q, key, at, stride, scaling, own, keys):
 @triton.jit(do_not_specialize=["keys", "lead", "blocks"])  # once for prompts of all lengths
 @no_type_check
 def _normalisers(
-    partial, query, key, at, last, head_stride, stride, scaling, keys, lead, blocks,
+    partial, total, query, key, at, last, head_stride, stride, scaling, keys, lead, blocks,
     GROUP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Logarithm to base 2 of the sum of a row's weights in a chunk of keys."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    rows, q, own_at = _rows(query, at, head, WIDTH)
-    key += (head // GROUP).to(tl.int64) * head_stride
+    chunk = tl.program_id(0)
+    rows, q, own_at, _, _, key = _sampled(query, key, at, last, total, head_stride, GROUP, WIDTH)
     top = tl.full([_SIZE], -1e30, tl.float32)  # finite, so that what is not seen weighs exp(-inf) and not nan
-    total = tl.zeros([_SIZE], tl.float32)
+    summed = tl.zeros([_SIZE], tl.float32)
     for step in range(_CHUNK):
         own = (chunk * _CHUNK + step) * _SIZE - lead + tl.arange(0, _SIZE)
         scores = _scores(q, key, own_at, stride, scaling, own, keys)
         new = tl.maximum(top, tl.max(scores, 1))
-        total = total * tl.exp2(top - new) + tl.sum(tl.exp2(scores - new[:, None]), 1)
+        summed = summed * tl.exp2(top - new) + tl.sum(tl.exp2(scores - new[:, None]), 1)
         top = new
-    tl.store(partial + rows * tl.num_programs(0) + chunk, top + tl.log2(total))
-
-
-@triton.jit
-@no_type_check
-def _sampled(query, at, last, total, head, WIDTH: tl.constexpr):
-    """As `_rows`, with the last block of each row's tile, and the logarithm of the sum of its weights."""
-    rows, q, own_at = _rows(query, at, head, WIDTH)
-    last_block = tl.load(last + tl.program_id(2) * _SIZE + tl.arange(0, _SIZE))
-    return rows, q, own_at, last_block, tl.where(own_at >= 0, tl.load(total + rows), 0.0)
+    tl.store(partial + rows * tl.num_programs(0) + chunk, top + tl.log2(summed))
 
 
 @triton.jit
@@ -158,8 +140,7 @@ def _sums(
 ):  # fmt: skip
     """Sums of columns outside the chosen bands, and of each row's bands outside the chosen columns."""
     head, part = tl.program_id(1), tl.program_id(2)
-    rows, q, own_at, last_block, norm = _sampled(query, at, last, total, head, WIDTH)
-    key += (head // GROUP).to(tl.int64) * head_stride
+    rows, q, own_at, last_block, norm, key = _sampled(query, key, at, last, total, head_stride, GROUP, WIDTH)
     columns += (head * tl.num_programs(2) + part).to(tl.int64) * keys
     bands += rows.to(tl.int64) * blocks
     on_column += head.to(tl.int64) * keys
@@ -192,8 +173,7 @@ def _held(
 ):  # fmt: skip
     """Weight of a chunk on lines from each threshold on: a whole block where its band is, else the columns in it."""
     head, number = tl.program_id(1), tl.arange(0, THRESHOLDS)
-    _, q, own_at, last_block, norm = _sampled(query, at, last, total, head, WIDTH)
-    key += (head // GROUP).to(tl.int64) * head_stride
+    _, q, own_at, last_block, norm, key = _sampled(query, key, at, last, total, head_stride, GROUP, WIDTH)
     columns += head.to(tl.int64) * keys
     bands += head * blocks
     threshold = tl.load(least + head * THRESHOLDS + number)
