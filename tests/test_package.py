@@ -79,6 +79,13 @@ def test_functions_named_like_their_modules_stay_callable(first):
     assert python(code + "ss.models, ss.load, ss.trace, ss.generate, ss.lines))))").stdout == "True\n"
 
 
+def test_modules_of_a_package_that_a_measurement_shadows_can_be_imported_under_another_name():
+    code = """import sinkscope.lines.serve.serve as serve, sinkscope.lines.lines as lines, sinkscope as ss, sys
+print(all(sys.modules[f"sinkscope.lines.{name}"] is one for name, one in (("serve.serve", serve), ("lines", lines))))
+print(callable(ss.lines), hasattr(ss.lines, "nothing"), hasattr(ss.heads, "heads"))"""
+    assert python(code).stdout == "True\nTrue False False\n"
+
+
 def _module(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 

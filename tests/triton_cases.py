@@ -21,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 from sinkscope.lines import band_attention, select_bands
 from sinkscope.lines import triton as kernel
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import NEAR, Bands, BlockGrid, StoredRows, choose_bands
+from sinkscope.lines.bands import BAND, NEAR, Bands, BlockGrid, StoredRows, choose_bands
 from sinkscope.lines.choice import sampled_rows
 from sinkscope.lines.triton_sums import ComputedRows
 
@@ -60,13 +60,14 @@ def case(queries: int, past: int, width: int, kv: int, dtype: str) -> dict[str, 
         ours, plain = ComputedRows(scores, rows), StoredRows(scores, rows)
         for name, a, b in zip(("columns", "bands"), ours.sums(chosen), plain.sums(chosen), strict=True):
             found[name] = off(a, b)
-        densities = torch.rand(4, chosen.grid.keys), torch.rand(4, chosen.grid.blocks)
-        least = torch.rand(4, 32)
-        found["held"] = off(ours.held(*densities, least), plain.held(*densities, least))
+        generator = torch.Generator().manual_seed(1)
+        sizes = (past + queries, chosen.grid.blocks, 32)
+        columns, bands, least = (torch.rand(4, size, generator=generator) for size in sizes)
+        found["held"] = off(ours.held(columns, bands, least), plain.held(columns, bands, least))
         picked = select_bands(scores, 0.8, sample=70)
         stored = StoredRows(scores, sampled_rows(chosen.grid, 70, 0, 0))  # the sample that `select_bands` draws
         same = choose_bands(stored, chosen.grid, 4, 0.8, 4, 9.0, 0, value.device)
-        found["cells"] = float((picked.attended() - same.attended()).abs().max())
+        found["cells"] = float((picked.cells() - same.cells()).abs().max()) / (BAND * queries)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark says in one sentence: the best method where intervals part, with the cost of every score."""
+"""What a benchmark says in one sentence of 30 words: the best method where intervals part, with the cost of a score."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def control_of(groups: Sequence[BenchGroup]) -> BenchGroup | None:
 
 
 def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
-    """Return what a method other than the full cache reads and computes, as shares of all, in words."""
+    """Return what a method other than the full cache reads in a step and computes of prompts, as shares, in words."""
     found: list[str] = []
     if group.method == FULL:
         return found
@@ -42,7 +42,7 @@ def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
             found.append(f"reads {read / whole:.0%}")
     cells = group.metrics.get("cells")
     if cells is not None:
-        found.append(f"computes {cells:.0%} of prompts")
+        found.append(f"computes {cells:.0%}")
     return found
 
 
@@ -55,7 +55,7 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     task, compared, control = task_class(groups[0].task), ranked(groups), control_of(groups)
     said = f"{task.control} was not run"
     if control is not None:
-        said = f"{control.method}, the control, has {task.shown.format(control.score)}"
+        said = f"control {control.method} has {task.shown.format(control.score)}"
     if not compared:
         return f"In {groups[0].title}, {said}; no other method was run."
     best, *others = compared

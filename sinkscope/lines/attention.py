@@ -1,18 +1,15 @@
-"""From what attention is computed in a layer, and what of it lies on lines."""
+"""The parts from which the attention of a layer is computed, and attention of some queries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.tap.rows import attention_probs
-
-_ROWS = 64  # queries whose attention is built at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,60 +71,26 @@ class Scores:
         return replace(self, query=self.query[:, start - self.past : stop - self.past], key=self.key[:, :stop])
 
 
-def causal_cells(queries: int, keys: int) -> int:
-    """Count the causal cells if the queries are at the last positions: each sees one key more than the one before."""
-    return queries * (2 * keys - queries + 1) // 2
-
-
-def attention_of(scores: Scores, rows: Int[Tensor, "*head row"]) -> Float[Tensor, "head row key"]:
-    """Compute causal attention of some queries, of all heads or each, in float32.
+def attention_of(scores: Scores, rows: Int[Tensor, " row"]) -> Float[Tensor, "head row key"]:
+    """Compute causal attention of some queries in float32.
 
     Args:
         scores: The scores of a layer.
         rows: Indices of the queries.
     """
     rows = rows.to(scores.query.device, non_blocking=True)
-    query = scores.query.take_along_dim(rows.expand(scores.heads, -1)[..., None], 1)
-    key, at = torch.arange(scores.keys, device=rows.device), (rows + scores.past)[..., None]
+    key, at = torch.arange(scores.keys, device=rows.device), (rows + scores.past)[:, None]
     seen = key <= at
     if scores.window is not None:
         seen &= key > at - scores.window
     return attention_probs(
-        query[None],
+        scores.query[None, :, rows],
         scores.key[None],
-        seen.view(1, -1, *seen.shape[-2:]),
+        seen[None, None],
         scaling=scores.scaling,
         softcap=scores.softcap,
         sinks=scores.sinks,
     )[0]
-
-
-@runtime_checkable
-class SeenRows(Protocol):
-    """Lines, or columns and bands."""
-
-    def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "head row key"]:
-        """Return which keys the queries at these positions see."""
-        ...
-
-
-def recovered(scores: Scores, lines: SeenRows, rows: Int[Tensor, " row"] | None = None) -> Float[Tensor, " head"]:
-    """Measure the share of attention that lies on the lines; every cell is counted once.
-
-    Args:
-        scores: As for `select_lines`.
-        lines: Lines of every head, or columns and bands.
-        rows: Indices of the queries to use. None uses all.
-    """
-    if rows is None:
-        rows = torch.arange(scores.queries)
-    scores.check_plain()
-    rows = rows.to(scores.query.device, non_blocking=True)
-    total = torch.zeros(scores.heads, dtype=torch.float64, device=rows.device)
-    for part in rows.split(_ROWS):
-        on_lines = attention_of(scores, part) * lines.rows(scores.past + part)
-        total += on_lines.sum((1, 2), dtype=torch.float64)
-    return (total / len(rows)).float()
 
 
 def slash_sums(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]) -> Float[Tensor, "head key"]:

@@ -22,12 +22,12 @@ from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinkscope.lines.attention import Scores, attention_of, causal_cells
+from sinkscope.lines.attention import Scores, attention_of
 
 TILE = 64
 """Queries in a block."""
@@ -37,6 +37,9 @@ PER = TILE // BAND
 """Bands that lie in the diagonal block."""
 NEAR = 2 * PER
 """Bands that are always chosen: each query sees the 64 keys before it."""
+ByColumn = Float[Tensor, "head key"]
+ByBand = Float[Tensor, "head block"]
+ByThreshold = Float[Tensor, "head threshold"]
 _BELOW = 12  # octaves below the density of even attention: what lies on lines below that is left out
 _FINE = 0.06  # octaves between the threshold and one that is too high
 
@@ -82,8 +85,8 @@ class BlockGrid:
 
     @property
     def cells(self) -> int:
-        """Number of causal cells."""
-        return causal_cells(self.queries, self.keys)
+        """Number of causal cells: each query sees one key more than the one before."""
+        return self.queries * (2 * self.keys - self.queries + 1) // 2
 
     def sparse_queries(self, dense_rows: int) -> int:
         """Number of queries before those that see everything: `dense_rows` at the end, and those of the same tile."""
@@ -96,10 +99,6 @@ class BlockGrid:
         """Number of blocks of keys, and of bands."""
         return self.before + PER * self.tiles
 
-    def block_of(self, position: Int[Tensor, " *n"]) -> Int[Tensor, " *n"]:
-        """Return the block of keys at a position."""
-        return (position + self.lead) // BAND
-
     def last_block(self, at: Int[Tensor, " row"]) -> Int[Tensor, " row"]:
         """Return the last block of keys of the tile of the query at a position; its band 0."""
         return self.before + (at - self.past) // TILE * PER + PER - 1
@@ -108,74 +107,55 @@ class BlockGrid:
         """Split the last dimension, of keys, into blocks, of which the first and the last are filled with zeros."""
         return rearrange(pad(by_key, (self.lead, self.short)), "... (block own) -> ... block own", own=BAND)
 
+    def by_key(self, by_block: Tensor) -> Tensor:
+        """Repeat the last dimension, of blocks, for the keys of each block."""
+        every = repeat(by_block, "... block -> ... (block own)", own=BAND)
+        return every[..., self.lead : self.lead + self.keys]
+
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """How long the lines of a grid are, and where they cross, on a device.
+    """How long the lines of a grid are, on a device.
 
     Attributes:
-        grid: The tiles.
-        block: The block of each key.
         columns: Number of causal cells of each column.
+        own: Number of these in the tile of its own.
         bands: Number of causal cells of each band.
-        own: Number of cells of each column in the tile of its own.
-        until: Where the lines end that cross a column of each block, or each band, among those of the other kind.
-        since: Where they begin.
     """
 
-    grid: BlockGrid
-    block: Int[Tensor, " key"]
     columns: Int[Tensor, " key"]
-    bands: Int[Tensor, " block"]
     own: Int[Tensor, " key"]
-    until: Int[Tensor, " block"]
-    since: Int[Tensor, " block"]
-
-    def crossed(self, counts: Float[Tensor, "head block"]) -> Float[Tensor, "head block"]:
-        """Cells of a line that lines of the other kind cross, if the latter are of bands from `PER` on.
-
-        Args:
-            counts: Bands, each counted as 1, or the number of columns in each block.
-
-        Returns:
-            For a column of each block, or for each band.
-        """
-        # Every PER-th of them meets the same line. The sums are along the last dimension, which is faster on a GPU.
-        steps = pad(counts, (PER, -self.grid.blocks % PER)).unflatten(1, (-1, PER)).mT
-        in_steps = steps.cumsum(2).flatten(1)
-        met = TILE * (in_steps.index_select(1, self.until) - in_steps.index_select(1, self.since))
-        if self.grid.short:
-            met -= self.grid.short * counts.flip(1)
-        return met
+    bands: Int[Tensor, " block"]
 
 
 @lru_cache(4)  # the layers of a prompt are of one grid
 def lengths_of(grid: BlockGrid, device: torch.device) -> Lengths:
     """Return the lengths of a grid's lines."""
     position = torch.arange(grid.keys)
-    to_end = TILE - (position - grid.past) % TILE
-    band = torch.arange(grid.blocks)
-    late = band - grid.before - PER + 1  # it meets no block of keys in tiles before late / PER
-    rows = grid.queries - TILE * ((late.clamp(min=0) + PER - 1) // PER)
-    lacking = torch.where((late >= 0) & (late % PER == 0), grid.lead * rows.clamp(max=TILE), 0)
-    far = BAND * rows - lacking
-    own = torch.arange(TILE, 0, -1)  # cells of the columns of a tile
-    per_step = -(-grid.blocks // PER) + 1
+    to_end = torch.minimum(TILE - (position - grid.past) % TILE, grid.keys - position)
+    own = torch.where(position >= grid.past, to_end, 0)
+    near = grid.blocked(own)[grid.before :].sum(1).view(-1, PER).sum(0).flip(0)
+    far = crossed(grid, grid.blocked(torch.ones(1, grid.keys, dtype=torch.double)).sum(2))[0].long()
+    columns = torch.arange(grid.keys, 0, -1).clamp(max=grid.queries)
+    return Lengths(columns.to(device), own.to(device), torch.cat([near, far[PER:]]).to(device))
 
-    def place(number: Tensor) -> Tensor:  # where it is among numbers of which every PER-th stand together
-        return number % PER * per_step + number // PER
 
-    last = (own - grid.short).clamp(min=0)
-    near = (own * (grid.tiles - 1) + last).view(PER, BAND).sum(1).flip(0)
-    found = {
-        "block": grid.block_of(position),
-        "columns": torch.arange(grid.keys, 0, -1).clamp(max=grid.queries),
-        "bands": torch.cat([near, far[PER:]]),
-        "own": torch.where(position >= grid.past, torch.minimum(to_end, grid.keys - position), 0),
-        "until": place(grid.blocks - 1 - band + PER),
-        "since": place((grid.before - 1 - band + PER).clamp(min=0)),
-    }
-    return Lengths(grid, **{name: values.to(device) for name, values in found.items()})
+def crossed(grid: BlockGrid, counts: ByBand) -> ByBand:
+    """Count the cells of a line that lines of the other kind cross, if the latter are of bands from `PER` on.
+
+    Args:
+        grid: The tiles.
+        counts: Bands, each counted as 1, or the number of columns in each block.
+
+    Returns:
+        For a column of each block, or for each band.
+    """
+    # Every PER-th of them meets the same line. The sums are along the last dimension, which is faster on a GPU.
+    steps = pad(counts, (0, -grid.blocks % PER)).unflatten(1, (-1, PER)).mT.cumsum(2)
+    so_far = steps.mT.flatten(1)[:, : grid.blocks]
+    met = so_far.flip(1)
+    met[:, : grid.before] -= so_far[:, : grid.before].flip(1)
+    return TILE * met - grid.short * counts.flip(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,17 +198,16 @@ class Bands:
         lengths = lengths_of(self.grid, self.columns.device)
         far = self.bands.float()
         far[:, :PER] = 0
-        left = lengths.columns - lengths.own - lengths.crossed(far).index_select(1, lengths.block)
+        left = lengths.columns - lengths.own - self.grid.by_key(crossed(self.grid, far))
         return (self.bands * lengths.bands).sum(1) + (self.columns * left).sum(1)
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "head row key"]:
         """Return which keys the queries at these positions see."""
         grid = self.grid
-        position = torch.arange(grid.keys, device=at.device)
-        back = grid.last_block(at)[:, None] - grid.block_of(position)
-        seen = self.columns[:, None] | self.bands[:, back.clamp(min=0)]
-        is_dense = (at - grid.past) // TILE >= self.sparse_tiles
-        return (seen | is_dense[:, None]) & (at[:, None] >= position)
+        back = grid.last_block(at)[:, None] - torch.arange(grid.blocks, device=at.device)
+        is_dense = ((at - grid.past) // TILE >= self.sparse_tiles)[:, None]
+        in_band = grid.by_key(self.bands[:, back.clamp(min=0)] | is_dense)
+        return (self.columns[:, None] | in_band) & (at[:, None] >= torch.arange(grid.keys, device=at.device))
 
 
 @runtime_checkable
@@ -243,16 +222,11 @@ class SampleSums(Protocol):
     rows: int
     thresholds: int
 
-    def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
+    def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
         ...
 
-    def held(
-        self,
-        columns: Float[Tensor, "head key"],
-        bands: Float[Tensor, "head block"],
-        least: Float[Tensor, "head threshold"],
-    ) -> Float[Tensor, "head threshold"]:
+    def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
         """Weight on the lines whose densities reach each threshold; every cell counts once."""
         ...
 
@@ -278,7 +252,7 @@ class StoredRows:
         self._back: Int[Tensor, "block row"] = back.clamp(min=0)  # blocks after a row have no weight
         self._whole = self._probs.sum(3)
 
-    def sums(self, chosen: Bands) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head block"]]:
+    def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
         outside = (~chosen.bands).float()[:, self._back]
         by_column = (outside[:, :, None] @ self._probs).flatten(1)
@@ -286,14 +260,9 @@ class StoredRows:
         by_block = (self._probs @ left[..., None]).flatten(1)
         by_band = torch.zeros_like(outside[:, :, 0])
         by_band.scatter_add_(1, self._back.flatten().expand(len(by_band), -1), by_block)
-        return by_column[:, self._grid.lead :][:, : self._grid.keys], by_band
+        return by_column[:, self._grid.lead : self._grid.lead + self._grid.keys], by_band
 
-    def held(
-        self,
-        columns: Float[Tensor, "head key"],
-        bands: Float[Tensor, "head block"],
-        least: Float[Tensor, "head threshold"],
-    ) -> Float[Tensor, "head threshold"]:
+    def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
         """Weight on the lines whose densities reach each threshold; every cell counts once."""
         reaching = (self._grid.blocked(columns)[..., None] >= least[:, None, None]).float()
         of_columns = self._probs @ reaching
@@ -328,8 +297,8 @@ def choose_bands(
     lengths = lengths_of(grid, device)
     for number in range(2):
         column_weight, band_weight = sample.sums(Bands(columns, bands, grid))
-        column_left = lengths.columns - lengths.crossed(bands.float()).index_select(1, lengths.block)
-        band_left = lengths.bands - lengths.crossed(grid.blocked(columns.float()).sum(2))
+        column_left = lengths.columns - grid.by_key(crossed(grid, bands.float()))
+        band_left = lengths.bands - crossed(grid, grid.blocked(columns.float()).sum(2))
         of_columns, of_bands = column_weight / column_left.clamp_(min=1), band_weight / band_left.clamp_(min=1)
         of_columns[:, :begin] = torch.inf
         of_bands[:, :NEAR] = torch.inf
@@ -346,11 +315,7 @@ def choose_bands(
 
 
 def _threshold(
-    sample: SampleSums,
-    grid: BlockGrid,
-    columns: Float[Tensor, "head key"],
-    bands: Float[Tensor, "head block"],
-    alpha: float,
+    sample: SampleSums, grid: BlockGrid, columns: ByColumn, bands: ByBand, alpha: float
 ) -> tuple[Float[Tensor, "head 1"], Bool[Tensor, "head 1"]]:
     """The highest density, to 4 %, from which on lines hold `alpha` of the sample; and whether one does."""
     least = math.log2(sample.rows / grid.cells) - _BELOW

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, check_values
 from sinkscope.lines.attention import Scores, attention_of
-from sinkscope.lines.bands import Bands, BlockGrid, SampleSums, StoredRows, choose_bands
+from sinkscope.lines.bands import Bands, BlockGrid, StoredRows, choose_bands
 from sinkscope.lines.devices import triton_module
 from sinkscope.lines.faithful import faithful_lines
 from sinkscope.lines.head_lines import HeadLines
@@ -67,20 +67,14 @@ def select_bands(
         columns = torch.zeros(scores.heads, grid.keys, dtype=torch.bool, device=device)
         bands = torch.ones(scores.heads, grid.blocks, dtype=torch.bool, device=device)
         return Bands(columns, bands, grid, dense_rows)
-    return choose_bands(sums_over(scores, rows), grid, scores.heads, alpha, begin, dense_above, dense_rows, device)
+    module = triton_module(device, "triton_sums")
+    rows_of = StoredRows if module is None else module.ComputedRows
+    return choose_bands(rows_of(scores, rows), grid, scores.heads, alpha, begin, dense_above, dense_rows, device)
 
 
 def sampled_rows(grid: BlockGrid, sample: int, seed: int, dense_rows: int) -> Int[Tensor, " row"]:
     """Draw the queries from which columns and bands are chosen: none of those that see everything."""
     return sample_queries(grid.sparse_queries(dense_rows), sample, seed)
-
-
-def sums_over(scores: Scores, rows: Int[Tensor, " row"]) -> SampleSums:
-    """Make sums over some rows of attention: by Triton where it computes, else from rows in memory."""
-    module = triton_module(scores.key.device, "triton_sums")
-    if module is not None:
-        return module.ComputedRows(scores, rows)
-    return StoredRows(scores, rows)
 
 
 @torch.no_grad()

@@ -58,11 +58,7 @@ class HeadLines:
         both = self.chosen.sum(-2) * self.lengths()
         return (both - self.vertical * crossing_counts(self.slash, self.past)).sum(-1)
 
-    def density(self) -> Float[Tensor, "*choice head"]:
-        """Return the share of all causal cells that lie on the lines."""
-        return self.cells() / self.lengths().sum()
-
-    def attended(self, dense_rows: int) -> Float[Tensor, "*choice head"]:
+    def attended(self, dense_rows: int = 0) -> Float[Tensor, "*choice head"]:
         """Return the share of all causal cells on the lines or in the last rows."""
         every, rows = self.lengths().sum(), min(dense_rows, self.queries)
         body = HeadLines(self.chosen[..., : self.chosen.shape[-1] - rows], self.queries - rows)

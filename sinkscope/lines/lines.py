@@ -270,7 +270,7 @@ def weighed(
     return own, {
         "mass": mass,
         "random_mass": random_mass,
-        "cells": own.density(),
+        "cells": own.attended(),
         "segments": shared_by_second(first, second),
         "segments_relative": shared_by_second(first, inside),
         "segments_random": shared_by_second(first_random, second_random),

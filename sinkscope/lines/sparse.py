@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -79,22 +80,14 @@ def line_attention(scores: Scores, value: Values, lines: HeadLines, dense_rows: 
     if not bool(lines.slash[:, 0].all()):
         raise SinkscopeError("lines of a head lack the main diagonal: expected it among them")
     out = torch.empty(scores.heads, scores.queries, value.shape[-1], device=value.device, dtype=value.dtype)
-    group = scores.heads // len(value)
-    for kv_head in range(len(value)):
-        own = slice(kv_head * group, (kv_head + 1) * group)
-        some = HeadLines(lines.chosen[own], lines.queries)
-        for start in range(0, scores.queries, _ROWS):
-            stop = min(scores.queries, start + _ROWS)
-            at = torch.arange(start, stop, device=value.device) + scores.past
-            late = (at >= scores.keys - dense_rows)[:, None] & (
-                at[:, None] >= torch.arange(scores.keys, device=at.device)
-            )
-            seen = some.rows(at) | late
-            parts = scores.query[own, start:stop], scores.key[kv_head, None], value[kv_head, None]
-            query, key, values = (part.to(out.dtype)[None] for part in parts)
-            out[own, start:stop] = scaled_dot_product_attention(
-                query, key, values, seen[None], scale=scores.scaling, enable_gqa=group > 1
-            )[0]
+
+    def seen(heads: list[int], start: int, stop: int) -> Tensor:
+        keys = torch.arange(stop, device=value.device)
+        at = keys[start:, None]
+        late = (at >= scores.keys - dense_rows) & (at >= keys)
+        return HeadLines(lines.chosen[heads, :, :stop], stop - start).rows(keys[start:]) | late
+
+    _by_torch(scores, value, list(range(scores.heads)), out, _ROWS, seen)
     return out
 
 
@@ -143,11 +136,14 @@ def _tiles(scores: Scores, value: Tensor, chosen: Bands, head: int, out: Float[T
 
 
 def _keys_of_tiles(chosen: Bands, head: int, tiles: Int[Tensor, " tile"]) -> tuple[Int[Tensor, " some"], ...]:
-    """The keys that some tiles of a head meet: columns outside its bands, those of bands, and those of the tile."""
+    """The keys that some tiles of a head meet: columns outside its bands, those of bands, and those of the tile.
+
+    Listing them costs less than asking of each key whether a tile meets it.
+    """
     grid, bands = chosen.grid, chosen.bands[head]
     last = (grid.before + tiles * PER + PER - 1)[:, None]  # block of a tile's last key
     columns = chosen.columns[head].nonzero().flatten()
-    back = last - grid.block_of(columns)
+    back = last - (columns + grid.lead) // BAND
     alone = (back >= PER) & ~bands[back.clamp(min=0)]
     far = bands.nonzero().flatten()[PER:].flip(0)
     begin = (last - far) * BAND - grid.lead
@@ -185,15 +181,31 @@ def _dense(scores: Scores, value: Tensor, heads: list[int], out: Tensor) -> None
     rows = scores.queries
     if scores.past:
         rows = _ROWS  # at a time: on a CPU PyTorch builds their mask
+    _by_torch(scores, value, heads, out, rows, lambda _, start, stop: causal_lower_right(stop - start, stop))
+
+
+def _by_torch(
+    scores: Scores, value: Tensor, heads: list[int], out: Tensor, rows: int, mask: Callable[[list[int], int, int], Any]
+) -> None:
+    """Write PyTorch's attention of some heads, some rows at a time.
+
+    Args:
+        scores: The scores of a layer.
+        value: Values of all positions.
+        heads: The heads, ascending.
+        out: Where it is written.
+        rows: Number of queries at a time.
+        mask: Gives the mask of some heads, of the queries at positions from the second to before the third argument.
+    """
     kv_head = partial(kv_head_of, heads=scores.heads, kv_heads=len(value))
     for own_head, some in groupby(heads, key=kv_head):  # so that no keys are copied
         own = list(some)
-        for start in range(0, scores.queries, rows):
-            stop = min(scores.queries, start + rows)
-            end = scores.past + stop
-            parts = scores.query[own, start:stop], scores.key[own_head, None, :end], value[own_head, None, :end]
+        for start in range(scores.past, scores.keys, rows):
+            stop = min(scores.keys, start + rows)
+            at = slice(start - scores.past, stop - scores.past)
+            parts = scores.query[own, at], scores.key[own_head, None, :stop], value[own_head, None, :stop]
             query, key, values = (part.to(out.dtype)[None] for part in parts)
-            visible, grouped = causal_lower_right(stop - start, end), query.shape[1] != key.shape[1]
-            out[own, start:stop] = scaled_dot_product_attention(
-                query, key, values, visible, scale=scores.scaling, enable_gqa=grouped
+            seen = mask(own, start, stop)
+            out[own, at] = scaled_dot_product_attention(
+                query, key, values, seen, scale=scores.scaling, enable_gqa=len(own) > 1
             )[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines.attention import Scores, attention_of, slash_sums
+from sinkscope.lines.bands import Bands
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
@@ -110,6 +111,27 @@ def weight_on(scores: Scores, lines: HeadLines) -> Float[Tensor, "choice head"]:
             seen = HeadLines(chosen[..., : probs.shape[2]], lines.queries).rows(at)
             weights[number] += (probs * seen).sum((1, 2))
     return weights
+
+
+def recovered(
+    scores: Scores, lines: HeadLines | Bands, rows: Int[Tensor, " row"] | None = None
+) -> Float[Tensor, " head"]:
+    """Measure the share of attention that lies on the lines; every cell is counted once.
+
+    Args:
+        scores: As for `select_lines`.
+        lines: Lines of every head, or columns and bands.
+        rows: Indices of the queries to use. None uses all.
+    """
+    if rows is None:
+        rows = torch.arange(scores.queries)
+    scores.check_plain()
+    rows = rows.to(scores.query.device, non_blocking=True)
+    total = torch.zeros(scores.heads, dtype=torch.float64, device=rows.device)
+    for part in rows.split(ROWS):
+        on_lines = attention_of(scores, part) * lines.rows(scores.past + part)
+        total += on_lines.sum((1, 2), dtype=torch.float64)
+    return (total / len(rows)).float()
 
 
 def _in_blocks(scores: Scores) -> Iterator[tuple[Int[Tensor, " row"], Float[Tensor, "head row key"]]]:

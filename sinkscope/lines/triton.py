@@ -1,6 +1,6 @@
 """Attention on columns and bands in Triton, of all heads in one launch; a dense head is one that has all bands.
 
-`index_of` lists the columns and bands of every head. A program of `_attend` computes a tile of queries of one head:
+`Listed` has the columns and bands of every head. A program of `_attend` computes a tile of queries of one head:
 first the keys of the tile itself, then those on its list, under one softmax. Blocks of 16 keys of bands and single keys
 of columns are fetched alike, 64 of them at a time. Query heads that share keys are beside each other, so that keys are
 in the cache of the chip.
@@ -13,20 +13,22 @@ This module needs triton, so it is imported when it is used. `TRITON_INTERPRET=1
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast, no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 from triton.runtime.errors import OutOfResources
 
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BAND, TILE, Bands
+from sinkscope.lines.bands import BAND, PER, TILE, Bands
 
 LOG2_E = 1.4426950408889634  # kernels compute powers of two
+# Kernels read global names only if these are constants of Triton.
+_TILE, _BAND, _PER = tl.constexpr(TILE), tl.constexpr(BAND), tl.constexpr(PER)
 
 
 def fitting(part: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,80 +42,37 @@ def fitting(part: Tensor, dtype: torch.dtype) -> Tensor:
     return part
 
 
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, options: list[dict[str, int]], **sizes: int) -> None:
+    """Launch a kernel with the first options whose shared memory the device has."""
+    for number, own in enumerate(options, 1):
+        try:
+            kernel[grid](*arguments, **sizes, **own)
+            return
+        except OutOfResources:
+            if number == len(options):
+                raise
+
+
 @dataclass(frozen=True, eq=False)
-class BandIndex:
-    """What the tiles of queries of each head compute; lists are filled up to their counts.
+class Listed:
+    """Chosen columns or bands of each head, for a kernel.
 
     Attributes:
-        columns: Chosen keys, ascending.
-        column_count: How many of these lie before each block of keys.
-        bands: Chosen bands, ascending.
-        band_count: How many of these are below each number.
+        numbers: The chosen ones, ascending; undefined after these.
+        below: How many of the chosen ones are below each number.
     """
 
-    columns: Int[Tensor, "head key"]
-    column_count: Int[Tensor, "head block"]
-    bands: Int[Tensor, "head band"]
-    band_count: Int[Tensor, "head band_number"]
+    numbers: Int[Tensor, "head number"]
+    below: Int[Tensor, "head number"]
 
-
-@triton.jit(do_not_specialize=["keys", "lead", "blocks"])
-@no_type_check
-def _index(
-    columns,
-    column_count,
-    bands,
-    band_count,
-    on_column,
-    on_band,
-    keys,
-    lead,
-    blocks,
-    BAND: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    head = tl.program_id(0).to(tl.int64)
-    columns += head * keys
-    column_count += head * blocks
-    on_column += head * keys
-    bands += head * blocks
-    band_count += head * (blocks + 1)
-    on_band += head * blocks
-    if tl.program_id(1) == 0:
-        count = 0
-        for start in range(0, blocks, LINES):
-            own = (start + tl.arange(0, LINES))[:, None] * BAND - lead + tl.arange(0, BAND)[None, :]
-            flags = tl.load(on_column + own, mask=(own >= 0) & (own < keys), other=0).to(tl.int32)
-            per_block = tl.sum(flags, 1)
-            earlier = count + tl.cumsum(per_block, 0) - per_block
-            tl.store(columns + earlier[:, None] + tl.cumsum(flags, 1) - flags, own, mask=flags != 0)
-            rows = start + tl.arange(0, LINES)
-            tl.store(column_count + rows, earlier, mask=rows < blocks)
-            count += tl.sum(per_block, 0)
-    else:
-        count = 0
-        for start in range(0, blocks + 1, LINES * BAND):
-            band = start + tl.arange(0, LINES * BAND)
-            chosen = tl.load(on_band + band, mask=band < blocks, other=0).to(tl.int32)
-            before = count + tl.cumsum(chosen, 0) - chosen
-            tl.store(bands + before, band, mask=chosen != 0)
-            tl.store(band_count + band, before, mask=band <= blocks)
-            count += tl.sum(chosen, 0)
-
-
-def index_of(chosen: Bands) -> BandIndex:
-    """Make the index of these bands and columns."""
-    grid = chosen.grid
-    heads, keys = chosen.columns.shape
-
-    def made(width: int) -> Tensor:
-        return torch.empty(heads, width, dtype=torch.int32, device=chosen.columns.device)
-
-    found = BandIndex(made(keys), made(grid.blocks), made(grid.blocks), made(grid.blocks + 1))
-    flags = chosen.columns.view(torch.uint8), chosen.bands.view(torch.uint8)
-    numbers = (keys, grid.lead, grid.blocks)
-    cast(Any, _index)[(heads, 2)](*vars(found).values(), *flags, *numbers, BAND=BAND, LINES=64, num_warps=4)
-    return found
+    @classmethod
+    def of(cls, chosen: Bool[Tensor, "head line"]) -> Listed:
+        """List the chosen columns or bands; nothing waits for a GPU."""
+        chosen = pad(chosen, (0, 1))
+        below = chosen.cumsum(1, dtype=torch.int32) - chosen.int()
+        number = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device).expand_as(below)
+        place = torch.where(chosen, below, chosen.shape[1] - 1)
+        return cls(torch.empty_like(below).scatter_(1, place.long(), number), below)
 
 
 @dataclass(frozen=True)
@@ -135,40 +94,24 @@ def attention_on(
     scores: Scores, value: Float[Tensor, "kv_head key d_value"], chosen: Bands, tiling: Tiling | None = None
 ) -> Float[Tensor, "query head d_value"]:
     """Compute attention of all heads on columns and bands, in the dtype of the values."""
-    grid, index = chosen.grid, index_of(chosen)
+    grid, columns, bands = chosen.grid, Listed.of(chosen.columns), Listed.of(chosen.bands)
     query, key, values = (fitting(part, value.dtype) for part in (scores.query, scores.key, value))
     out = torch.empty(scores.queries, scores.heads, values.shape[2], device=value.device, dtype=value.dtype)
-    flags = chosen.bands.view(torch.uint8)
-    strides: list[int] = []
-    for part in (query, key, values, out.transpose(0, 1)):
-        strides += part.stride()[:2]
+    strides = (*query.stride()[:2], *key.stride()[:2], *values.stride()[:2])
     numbers = (scores.scaling * LOG2_E, scores.queries, scores.keys, grid.lead, grid.before, grid.blocks)
-    kernel = cast(Any, _attend)[(grid.tiles * scores.heads,)]
-    for some in TILINGS if tiling is None else (tiling,):
-        try:
-            kernel(
-                out,
-                query,
-                key,
-                values,
-                flags,
-                *vars(index).values(),
-                *strides,
-                *numbers,
-                chosen.sparse_tiles,
-                GROUP=scores.heads // len(key),
-                WIDTH=key.shape[2],
-                VALUES=values.shape[2],
-                TILE=TILE,
-                BAND=BAND,
-                SIZE=some.size,
-                num_warps=some.warps,
-                num_stages=some.stages,
-            )
-            break
-        except OutOfResources:
-            if some.size == TILINGS[-1].size or tiling is not None:
-                raise
+    arguments = (
+        *(out, query, key, values, chosen.bands.view(torch.uint8)),
+        *(columns.numbers, columns.below, bands.numbers, bands.below),
+        *strides,
+        *numbers,
+        chosen.sparse_tiles,
+    )
+    sizes = {"GROUP": scores.heads // len(key), "WIDTH": key.shape[2], "VALUES": values.shape[2]}
+    options = [
+        {"SIZE": some.size, "num_warps": some.warps, "num_stages": some.stages}
+        for some in (TILINGS if tiling is None else [tiling])
+    ]
+    launch(_attend, (grid.tiles * scores.heads,), *arguments, options=options, **sizes)
     return out[:, :, : value.shape[2]]
 
 
@@ -200,48 +143,43 @@ def _add(q, key, value, own, key_row, value_row, inside, seen, scaling, top, tot
 
 @triton.jit
 @no_type_check
-def _in_bands(bands, first, last, lead, is_dense, BAND: tl.constexpr, SIZE: tl.constexpr):
-    """Keys of the bands on the list from `first` on, or of these bands themselves where a tile is dense."""
+def _own_tile(queries, GROUP: tl.constexpr):
+    """Find head, kv head and tile of a program: heads of a group beside each other, and the longest rows first."""
+    number, tiles = tl.program_id(0), tl.cdiv(queries, _TILE)
+    kv_head = number // (GROUP * tiles)
+    return kv_head * GROUP + number % GROUP, kv_head, tiles - 1 - (number // GROUP) % tiles
+
+
+@triton.jit
+@no_type_check
+def _in_bands(bands, first, last, lead, is_dense, SIZE: tl.constexpr):
+    """Find the keys of bands on the list from `first` on, or of these bands themselves where a tile is dense."""
     few = tl.arange(0, SIZE)
-    own = few % BAND - lead
-    for piece in tl.static_range(SIZE // BAND):
+    own = few % _BAND - lead
+    for piece in tl.static_range(SIZE // _BAND):
         band = tl.where(is_dense, first + piece, tl.load(bands + first + piece))
-        own += tl.where(few // BAND == piece, (last - band) * BAND, 0)
+        own += tl.where(few // _BAND == piece, (last - band) * _BAND, 0)
     return own
 
 
 @triton.jit
 @no_type_check
 def _in_turn(
-    entry,
-    near,
-    whole,
-    band_keys,
-    column_keys,
-    bands,
-    columns,
-    on_band,
-    skipped,
-    last,
-    lead,
-    keys,
-    blocks,
-    is_dense,
-    BAND: tl.constexpr,
+    entry, begin, whole, band_keys, column_keys, bands, columns, on_band, skipped, last, lead, keys, blocks, is_dense
 ):
-    """Keys of a tile itself (entries below 0), then of bands, then columns; and which exist and are not in a band."""
+    """Find the keys of the tile (entries below 0), then of bands, then columns; and which exist and are in no band."""
     of_bands = entry + whole
     is_band = (entry >= 0) & (of_bands < band_keys)
-    number = skipped + of_bands // BAND
+    number = skipped + of_bands // _BAND
     from_list = tl.load(bands + number, mask=is_band & (number < blocks), other=0)
     band = tl.where(is_dense, number, from_list)
     of_columns = of_bands - band_keys
     is_column = (entry >= 0) & (of_columns >= 0) & (of_columns < column_keys)
     column = tl.load(columns + of_columns, mask=is_column, other=keys)
-    place = tl.where(is_band, (last - band) * BAND - lead + of_bands % BAND, column)
-    place = tl.where(entry < 0, near, place)
+    place = tl.where(is_band, (last - band) * _BAND - lead + of_bands % _BAND, column)
+    place = tl.where(entry < 0, begin + _TILE + entry, place)
     inside = (place >= 0) & (place < keys)
-    banded = tl.load(on_band + last - (place + lead) // BAND, mask=inside & is_column, other=0)
+    banded = tl.load(on_band + last - (place + lead) // _BAND, mask=inside & is_column, other=0)
     return place, inside & (banded == 0)
 
 
@@ -249,85 +187,54 @@ def _in_turn(
 @triton.jit(do_not_specialize=["queries", "keys", "lead", "before", "blocks", "sparse_tiles"])
 @no_type_check
 def _attend(
-    out,
-    query,
-    key,
-    value,
-    on_band,
-    columns,
-    column_count,
-    bands,
-    band_count,
-    query_head,
-    query_row,
-    key_head,
-    key_row,
-    value_head,
-    value_row,
-    out_head,
-    out_row,
-    scaling,
-    queries,
-    keys,
-    lead,
-    before,
-    blocks,
-    sparse_tiles,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUES: tl.constexpr,
-    TILE: tl.constexpr,
-    BAND: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Its own tile first, then the keys of chosen bands and columns before it: heads of a group beside each other."""
-    per: tl.constexpr = TILE // BAND
-    tiles = tl.cdiv(queries, TILE)
-    kv_head = tl.program_id(0) // (GROUP * tiles)
-    head = (kv_head * GROUP + tl.program_id(0) % GROUP).to(tl.int64)
-    tile = tiles - 1 - (tl.program_id(0) // GROUP) % tiles  # the longest rows first
+    out, query, key, value, on_band, columns, columns_below, bands, bands_below,
+    query_head, query_row, key_head, key_row, value_head, value_row,
+    scaling, queries, keys, lead, before, blocks, sparse_tiles,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of queries of one head."""
+    head, kv_head, tile = _own_tile(queries, GROUP)
+    past = keys - queries
+    last = before + tile * _PER + _PER - 1  # block of its last key, from which bands are counted
+    is_dense = tile >= sparse_tiles
+    head = head.to(tl.int64)
     key += kv_head.to(tl.int64) * key_head
     value += kv_head.to(tl.int64) * value_head
     on_band += head * blocks
-    columns += head * keys
-    bands += head * blocks
-    band_count += head * (blocks + 1)
-    column_count += head * blocks
-    rows = tile * TILE + tl.arange(0, TILE)
+    columns += head * (keys + 1)
+    columns_below += head * (keys + 1)
+    bands += head * (blocks + 1)
+    bands_below += head * (blocks + 1)
+    rows = tile * _TILE + tl.arange(0, _TILE)
     real = rows < queries
-    at = keys - queries + tl.where(real, rows, 0)
-    wide, tall = tl.arange(0, WIDTH), tl.arange(0, VALUES)
-    own_query = query + head * query_head + rows.to(tl.int64)[:, None] * query_row + wide
+    own_query = query + head * query_head + rows.to(tl.int64)[:, None] * query_row + tl.arange(0, WIDTH)
     q = tl.load(own_query, mask=real[:, None], other=0.0)
-    top = tl.full([TILE], -1e30, tl.float32)  # finite, so that what is not seen weighs exp(-inf) and not nan
-    total = tl.zeros([TILE], tl.float32)
-    sums = tl.zeros([TILE, VALUES], tl.float32)
+    top = tl.full([_TILE], -1e30, tl.float32)  # finite, so that what is not seen weighs exp(-inf) and not nan
+    total = tl.zeros([_TILE], tl.float32)
+    sums = tl.zeros([_TILE, VALUES], tl.float32)
 
     # Whole steps of bands before its own tile need no mask. The last band may lack its first keys: it comes later.
-    last = before + tile * per + per - 1  # block of its last key, from which bands are counted
-    is_dense = tile >= sparse_tiles
-    skipped = tl.where(is_dense, per, tl.load(band_count + per))
-    reached = tl.where(is_dense, last + 1, tl.load(band_count + last + 1))
-    band_keys = (reached - skipped) * BAND
+    skipped = tl.where(is_dense, _PER, tl.load(bands_below + _PER))
+    reached = tl.where(is_dense, last + 1, tl.load(bands_below + last + 1))
+    band_keys = (reached - skipped) * _BAND
     whole = tl.maximum(band_keys - tl.where(lead > 0, 1, 0), 0) // SIZE * SIZE
     for i in range(0, whole, SIZE):
-        own = _in_bands(bands, skipped + i // BAND, last, lead, is_dense, BAND, SIZE)
+        own = _in_bands(bands, skipped + i // _BAND, last, lead, is_dense, SIZE)
         top, total, sums = _add(q, key, value, own, key_row, value_row, None, None, scaling, top, total, sums)
 
     # Its own tile, what is left of the bands, then columns; those in a chosen band are there already.
-    begin = keys - queries + tile * TILE
-    column_keys = tl.where(is_dense, 0, tl.load(column_count + before + tile * per))
-    for i in range(0, TILE + band_keys - whole + column_keys, SIZE):
-        entry = i + tl.arange(0, SIZE) - TILE
-        near = begin + TILE + entry
-        place, visible = _in_turn(
-            entry, near, whole, band_keys, column_keys, bands, columns, on_band, skipped, last, lead, keys, blocks,
-            is_dense, BAND,
+    begin = past + tile * _TILE
+    column_keys = tl.where(is_dense, 0, tl.load(columns_below + begin))
+    at = past + tl.where(real, rows, 0)
+    for i in range(0, band_keys - whole + column_keys + _TILE, SIZE):
+        own, visible = _in_turn(
+            i + tl.arange(0, SIZE) - _TILE, begin, whole, band_keys, column_keys, bands, columns, on_band, skipped,
+            last, lead, keys, blocks, is_dense,
         )  # fmt: skip
-        limit = tl.where(visible, place, keys)  # from which position on it is seen
-        seen = limit[None, :] <= at[:, None]
-        top, total, sums = _add(q, key, value, place, key_row, value_row, visible, seen, scaling, top, total, sums)
+        seen = tl.where(visible, own, keys)[None, :] <= at[:, None]
+        top, total, sums = _add(q, key, value, own, key_row, value_row, visible, seen, scaling, top, total, sums)
 
     mean = sums / tl.where(real, total, 1.0)[:, None]
-    own_out = out + head * out_head + rows.to(tl.int64)[:, None] * out_row + tall
+    heads = tl.num_programs(0) // tl.cdiv(queries, _TILE)
+    own_out = out + (rows.to(tl.int64)[:, None] * heads + head) * VALUES + tl.arange(0, VALUES)
     tl.store(own_out, mean.to(out.dtype.element_ty), mask=real[:, None])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from textwrap import fill
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.files.catalog import Command
 from sinkscope.files.progress import watched_by
@@ -62,6 +64,16 @@ class Measurement(Generic[P, R]):
         own_doc = inspect.getdoc(self.function) or ""
         returns = f"    A `Result`, of `result = sinkscope.{self.function.__name__}(model)`."
         self.__doc__ = "\n".join([own_doc, "", "Returns:", returns, "", "Every measurement takes:", *every])
+
+    if not TYPE_CHECKING:  # for a type checker, a measurement has no other attributes
+
+        def __getattr__(self, name: str) -> ModuleType:
+            """Find a module of the package of the same name, as `import sinkscope.lines.bands as bands` does."""
+            package = self.__module__.rpartition(".")[0]
+            module = sys.modules.get(f"{package}.{name}")
+            if module is None or package.rpartition(".")[2] != self.__dict__.get("__name__"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return module
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:

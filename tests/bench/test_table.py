@@ -105,31 +105,46 @@ GOOD, BAD = "snapkv:4 1*20 read=3", "h2o:4 0*20 read=3"
         ("file", ["h2o:8 1"], "full was not run."),
         ("file", ["full 1"], "no other method was run."),
         ("file", ["h2o:8 1 0*3 cells=0.5 read=5.5", "full 1*4"],
-         "h2o:8 has 25% (5%-70%, reads 61%, computes 50% of prompts) in file s (score), too close to full to rank; "
-         "full, the control, has 100%."),
+         "h2o:8 has 25% (5%-70%, reads 61%, computes 50%) in file s (score), too close to full to rank; "
+         "control full has 100%."),
         ("loops", ["loopguard:64 0*3", "full 1 1 0", "h2o:8 0 1"],
          "loopguard:64 has 0% (0%-56%, reads 100%) in loops s (answers that loop), too close to h2o:8 (reads "
-         "100%) to rank; full, the control, has 67%."),
+         "100%) to rank; control full has 67%."),
         # The cost of both stands in the sentence that does not rank them.
         ("file", [FULL_READ, "snapkv:4 1*19 0 read=3", "loopserve:4 1*18 0*2 read=8.1 cells=1.32"],
-         "snapkv:4 has 95% (76%-99%, reads 33%) in file s (score), too close to loopserve:4 (reads 90%, computes 132% "
-         "of prompts) to rank; full, the control, has 100%."),
+         "snapkv:4 has 95% (76%-99%, reads 33%) in file s (score), too close to loopserve:4 (reads 90%, computes 132%) "
+         "to rank; control full has 100%."),
         # The best is named only where intervals part.
         ("file", [FULL_READ, GOOD, BAD],
-         "snapkv:4 is the best of 2 in file s (score) with 100% (84%-100%, reads 33%); full, the control, has 100%."),
+         "snapkv:4 is the best of 2 in file s (score) with 100% (84%-100%, reads 33%); control full has 100%."),
         ("file", [FULL_READ, GOOD, "h2o:4 0*4 1*16 read=3"], "in file s (score), too close to h2o:4 (reads 33%) to "),
         # One answer shows no difference.
         ("text", ["random:8 9", "h2o:8 1"],
-         "h2o:8 has 1 nats in text s (divergence from full attention), too close to random:8 to rank; "
-         "random:8, the control, has 9 nats."),
+         "h2o:8 has 1 nats in text s (KL to full), too close to random:8 to rank; "
+         "control random:8 has 9 nats."),
         # Of two random parts, the one that keeps as much as the best method stands beside it.
-        ("text", ["random:8 8*20", "random:4 4*20", "h2o:8 1*20"], "random:8, the control, has 8 nats."),
+        ("text", ["random:8 8*20", "random:4 4*20", "h2o:8 1*20"], "control random:8 has 8 nats."),
     ],
 )  # fmt: skip
 def test_a_conclusion(task: str, answers: list[str], said: str):
     conclusion = table(*[record for some in answers for record in scored(task, some)]).conclusion()
     assert said in conclusion
     assert not said.startswith(("h2o:8 has", "loopguard:64 has")) or said == conclusion
+
+
+@pytest.mark.parametrize("task", ["file", "text", "loops", "recall", "needle"])
+def test_score_interval_and_costs_of_both_methods_stand_in_one_sentence_of_at_most_30_words(task: str):
+    costs = "cells=0.5 set=drawn"
+    answers = [
+        f"full 0*10 1*10 read=9 {costs}",
+        f"random:8 1*20 read=3 {costs}",
+        f"snapkv:4 0*9 1*11 read=3 {costs}",
+        f"h2o:4 0*10 1*10 read=3 {costs}",
+    ]
+    said = table(*[record for some in answers for record in scored(task, some)]).conclusion()
+    assert said.count("reads 33%, computes 50%)") == 2 and said.count(".") == said.count("0.") + 1
+    assert f"({task_class(task).unit})" in said and "control" in said
+    assert len(said.split()) <= 30, said
 
 
 def test_every_method_that_is_compared_is_printed():
@@ -156,7 +171,7 @@ def test_a_printed_table_breaks_no_cell_and_names_the_columns_that_are_left_out(
 
 def test_the_number_of_the_best_method_stands_first_beside_the_control_of_the_task():
     number, *_ = table(*scored("text", "random:8 9"), *scored("text", "h2o:8 1"), *scored("text", "tova:8 2")).numbers()
-    assert (number.label, number.value) == ("text s, h2o:8: divergence from full attention", 1.0)
+    assert (number.label, number.value) == ("text s, h2o:8: KL to full", 1.0)
     assert (number.contrast, number.control, number.share) == ("random:8", 9.0, False)
     number, *_ = table(*scored("loops", "full 1*3 0"), *scored("loops", "loopguard:64 0*4")).numbers()
     assert (number.value, number.contrast, number.control, number.share) == (0.0, "full", 0.75, True)

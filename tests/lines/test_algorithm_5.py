@@ -14,7 +14,8 @@ from lines_kit import dense, lines_of, on_lines
 from repository import ROOT
 from torch import Tensor
 
-from sinkscope.lines.attention import Scores, recovered
+from sinkscope.lines import recovered
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.choice import select_lines
 from sinkscope.lines.faithful import faithful_lines
 from sinkscope.lines.sample import sample_queries
@@ -114,7 +115,7 @@ def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without():
     scores = drawn(4, 40, 60, 7, sharp=9.0)
     scores.key[0, 3] = torch.nan
     lines = select_lines(scores, 0.3)
-    assert (lines.density()[:2] == 1).all() and (lines.density()[2:] < 1).all()
+    assert (lines.attended()[:2] == 1).all() and (lines.attended()[2:] < 1).all()
 
 
 def test_the_page_names_a_function_for_lines_of_each_algorithm():

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.lines import bands as rule
-from sinkscope.lines.attention import Scores, recovered
+from sinkscope.lines import recovered
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, StoredRows, lengths_of
 from sinkscope.lines.choice import sampled_rows, select_bands
 

@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lines_kit import dense, per_head
@@ -41,16 +39,12 @@ CASES = [  # queries, keys before them, width, kv heads, dtype: nothing is a mul
 def found():
     """All cases, in one process that reads the variable before it imports triton."""
     pytest.importorskip("triton")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            int(np.ones(1, dtype=np.int64))  # Triton 3.6's interpreter does so; NumPy 2.5 refuses
-        except TypeError:
-            pytest.skip("Triton's interpreter does not run with this version of NumPy")
     here = ROOT / "tests"
     path = os.pathsep.join([str(here), str(here.parent), *filter(None, sys.path)])
     run = [sys.executable, str(here / "triton_cases.py"), json.dumps(CASES)]
     done = subprocess.run(run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    if "only 0-dimensional arrays can be converted" in done.stderr:  # Triton 3.6's interpreter, with NumPy from 2.4 on
+        pytest.skip("Triton's interpreter does not run with this version of NumPy")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -59,12 +53,12 @@ def found():
 def test_interpreted_they_equal_sums_and_attention_under_masks(number, found):
     case = found["cases"][number]
     limit = 2e-6 if CASES[number][-1] == "float32" else 5e-4  # weights and the result are rounded
-    assert case.pop("cells", 0.0) < 0.02  # a line at the threshold may be chosen or not
+    assert case.pop("cells", 0.0) <= 1  # a band at the threshold may be chosen or not, in each head
     for what, error in case.items():
         assert error < limit, what
 
 
-LISTS = ("columns", "column_count", "bands", "band_count")
+LISTS = ("columns", "columns_below", "bands", "bands_below")
 NUMBERS = ("keys", "queries", "blocks", "lead", "before", "sparse_tiles")
 
 
@@ -79,7 +73,7 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype,
 
     from sinkscope.lines import triton as kernel
 
-    fixed = {"GROUP": 4, "WIDTH": width, "VALUES": width, "TILE": kernel.TILE, "BAND": kernel.BAND}
+    fixed = {"GROUP": 4, "WIDTH": width, "VALUES": width}
     names = kernel._attend.arg_names
     pointers = dict.fromkeys(("query", "key", "value", "out"), "*bf16" if dtype == "bfloat16" else "*fp32")
     fits: list[bool] = []

@@ -44,7 +44,7 @@ class TextFidelity(Task):
     name = "text"
     main = "kl"
     low_is_good = True
-    unit = "divergence from full attention"
+    unit = "KL to full"
     shown = "{:.2g} nats"
     control = "random"
     columns = ("agree", "first")

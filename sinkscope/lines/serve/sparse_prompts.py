@@ -17,11 +17,12 @@ from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
-from sinkscope.lines.attention import Scores, causal_cells, recovered
-from sinkscope.lines.bands import Bands
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.bands import Bands, BlockGrid
 from sinkscope.lines.devices import lack_of_library, triton_module
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sparse import band_attention, dense_attention, line_attention
+from sinkscope.lines.sums import recovered
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
 
@@ -54,14 +55,6 @@ class PromptRow:
             real, occupied = view.query_pos[row] >= 0, view.pos[row, 0] >= 0
             query, key, value = query[:, real], key[:, occupied], value[:, occupied]
         return cls(Scores(query, key, prompt.scaling), value, prompt.layer, real)
-
-    def cells(self) -> int:
-        """Return the number of causal cells."""
-        return causal_cells(self.scores.queries, self.scores.keys)
-
-    def dense(self) -> Float[Tensor, "head query d_value"]:
-        """Return the attention of all queries to everything."""
-        return dense_attention(self.scores, self.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,29 +155,20 @@ class SparsePrompts(Intervention):
         why_dense = self.why_dense(prompt, view, kv)
         rows: dict[int, PromptRow] = {}
         reads: dict[int, PromptRead] = {}
-        if why_dense is None:
-            for number in range(len(prompt.query)):
-                row = PromptRow.of(prompt, view, number, whole_rows)
-                if not row.scores.queries:
-                    continue
-                rows[number] = row
-                reads[number] = self.read(row)
+        for number in range(len(prompt.query) if why_dense is None else 0):
+            row = PromptRow.of(prompt, view, number, whole_rows)
+            if row.scores.queries:
+                rows[number], reads[number] = row, self.read(row)
         _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
-        if why_dense is not None:
+        builds_no_matrix = whole_rows and not session.now.own_masks and not prompt.is_eager  # the model's own attention
+        if why_dense is not None or (builds_no_matrix and all(read.output is None for read in reads.values())):
             return None
-        flat = all(read.output is None for read in reads.values())
-        if (
-            flat and whole_rows and not session.now.own_masks and not prompt.is_eager
-        ):  # stock attention builds no matrix
-            return None
-        if whole_rows and len(reads) == 1 and reads[0].output is not None:
-            return rearrange(reads[0].output, "head query d_value -> 1 query head d_value").to(prompt.query.dtype)
         batch, heads, queries = prompt.query.shape[:3]
         whole = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
         for number, row in rows.items():
             output = reads[number].output
             if output is None:
-                output = row.dense()
+                output = dense_attention(row.scores, row.value)
             whole[number, row.real] = rearrange(output, "head query d_value -> query head d_value").to(whole.dtype)
         return whole
 
@@ -194,6 +178,7 @@ class SparsePrompts(Intervention):
         if self.too_short(scores.queries, scores.keys, scores.key.device) is not None:
             return _dense_read(scores, 0.0)
         lines = self.lines(scores, row.layer)
+        query_cells = scores.keys / BlockGrid(scores.queries, scores.keys).cells  # share of all cells
         met = min(self.choice_rows, scores.queries)  # queries that meet all keys besides attention
         if isinstance(lines, HeadLines):
             output, kernel = line_attention(scores, row.value, lines, self.dense_rows), "mask"
@@ -202,7 +187,7 @@ class SparsePrompts(Intervention):
         else:
             attended, dense = lines.attended(), lines.dense
             if scores.key.device.type == "cpu" and bool(dense.all()):
-                return _dense_read(scores, met * scores.keys / row.cells())
+                return _dense_read(scores, met * query_cells)
             output = band_attention(scores, row.value, lines)
             kernel = "blocks" if triton_module(scores.key.device, "triton") is None else "triton"
         held_out = self.held_out(scores, row.layer)
@@ -210,7 +195,7 @@ class SparsePrompts(Intervention):
         if held_out is not None and len(held_out):
             shares = recovered(scores, lines, held_out)
             met += len(held_out)
-        return PromptRead(attended, dense, kernel, output, shares, met * scores.keys / row.cells())
+        return PromptRead(attended, dense, kernel, output, shares, met * query_cells)
 
     def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used."""
