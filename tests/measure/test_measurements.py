@@ -43,7 +43,7 @@ QUICK = {  # arguments with which a measurement takes about a second
     "find_sinks": {"max_repeats": 64},
     "heads": {"count": 2},
     "lines": {"count": 2, "length": 48, "layers": [1]},
-    "patch_eval": {"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16},
+    "patch_eval": {"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16, "max_repeats": 8},
     "patch_make": {"max_repeats": 300, "pieces": 2, "length": 16},
     "precision": {"schemes": ["a8-tensor"], "pieces": 3, "length": 16},
     "repeat": {"max_repeats": 24, "ablate": True},

@@ -29,31 +29,16 @@ QUERIES_AT_ONCE = 128
 
 @dataclass(frozen=True)
 class AfterCopies:
-    """Attention and output after copies, mean over words: without the patch, with it, and with random neurons.
+    """Attention and output after copies of each word: without the patch, with it, and with random neurons.
 
     Attributes:
         attention: Share of its attention that the text gives to the copies, mean over the heads of the layers that can
             read each spike. NaN: no such layer attends.
-        repeats: Probability that the model repeats the word after the last copy.
+        one_more: Probability that the model writes the word once more after the last copy.
     """
 
-    attention: Float[np.ndarray, "case spike"]
-    repeats: Float[np.ndarray, " case"]
-
-    def sentences(self, spikes: Sequence[str]) -> list[str]:
-        """Say what the text attends to in the layers of each spike, and how likely the word is repeated."""
-        lines: list[str] = []
-        for spike, cases in zip(spikes, self.attention.T, strict=True):
-            if not np.isnan(cases[0]):
-                lines.append(
-                    f"Heads that can read the spike of {spike} give the copies {_in_cases(cases)} of their attention."
-                )
-        return [*lines, f"The model repeats the word with a probability of {_in_cases(self.repeats)}."]
-
-
-def _in_cases(cases: Float[np.ndarray, " case"]) -> str:
-    before, after, random = cases
-    return f"{after:.0%} (without the patch: {before:.0%}; random neurons: {random:.0%})"
+    attention: Float[np.ndarray, "case spike word"]
+    one_more: Float[np.ndarray, "case word"]
 
 
 @torch.no_grad()
@@ -69,22 +54,17 @@ def after_copies(
         rows: Copies of the words, each after `before` other tokens.
         before: Number of tokens before the copies.
     """
-    attention: list[list[float]] = []
-    repeats: list[float] = []
+    attention: list[Tensor] = []
+    one_more: list[list[float]] = []
     ordinary = text_rows(setup.tokenizer, setup.text, 1, AFTER, None)
     texts = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
     for edit in edits:
         with under(edit, setup.target):
             read = [_of_text(setup.target, ids, before) for ids in texts]
-        layers = torch.stack([received for received, _ in read]).mean(0)
-        attention.append([_mean_of(layers, spike) for spike in spikes])
-        repeats.append(float(torch.tensor([chance for _, chance in read]).mean()))
-    return AfterCopies(np.array(attention), np.array(repeats))
-
-
-def _mean_of(received: Float[Tensor, " layer"], spike: Spike) -> float:
-    """Return the mean over the layers that attend and can read a spike."""
-    return float(received[spike.first + 1 : spike.last + 2].nanmean())
+        layers = torch.stack([received for received, _ in read], 1)
+        attention.append(torch.stack([layers[spike.first + 1 : spike.last + 2].nanmean(0) for spike in spikes]))
+        one_more.append([chance for _, chance in read])
+    return AfterCopies(torch.stack(attention).numpy(), np.array(one_more))
 
 
 def _of_text(target: Target, ids: Int[Tensor, " pos"], before: int) -> tuple[Float[Tensor, " layer"], float]:

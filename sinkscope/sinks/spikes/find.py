@@ -39,6 +39,11 @@ def find_spikes(survey: Survey, tokenizer: object) -> tuple[list[Spike], Place |
     return spikes, rare
 
 
+def first_spikes(survey: Survey, tokenizer: object) -> list[Spike]:
+    """Return the spikes of the first token, first layers first."""
+    return [spike for spike in find_spikes(survey, tokenizer)[0] if spike.place.is_first]
+
+
 def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
     """Yield the spikes at one place, the highest first."""
     mask = place.there(survey.ids)
