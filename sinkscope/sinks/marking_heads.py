@@ -22,10 +22,11 @@ from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.style import BLUE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.first_tokens import HAS, FirstTokens, left_of, share_of, spike_of
+from sinkscope.sinks.first_tokens import HAS, FirstTokens, share_of, spike_of
 from sinkscope.sinks.repetition.norm import name_of
 from sinkscope.sinks.spikes.marks import marking_heads
 from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
+from sinkscope.sinks.spikes.texts import left_of
 from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 
 CONTROL_DRAWS = 3  # random sets of as many heads

@@ -14,9 +14,10 @@ from raw_kit import inputs_edited, residuals
 from refusals import refused
 
 from sinkscope.results.parts import Head, sites_of
-from sinkscope.sinks.first_tokens import FirstTokens, left_of, spike_of
+from sinkscope.sinks.first_tokens import FirstTokens, spike_of
 from sinkscope.sinks.marking_heads import MarkingHeads, heads
 from sinkscope.sinks.spikes.marks import marking_heads
+from sinkscope.sinks.spikes.texts import left_of
 
 pytestmark = pytest.mark.few_texts
 

@@ -26,11 +26,11 @@ from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Component, Parts, Tokens
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.first_tokens import left_of
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
 from sinkscope.sinks.spikes.controls import INTACT, claim_of, random_neurons
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.steps import sinks_of
+from sinkscope.sinks.spikes.texts import left_of
 from sinkscope.sinks.tokens import TokenRows
 
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]

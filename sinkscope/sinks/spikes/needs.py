@@ -272,6 +272,10 @@ def reading_heads(survey: Survey, spike: Spike) -> dict[Head, float]:
 
 def readers_of(survey: Survey, spike: Spike, texts: SpikeTexts) -> tuple[int, float | None]:
     """Return heads in the spike's layers that attend to the place in these texts, and the margin over texts."""
-    received = survey.received(spike.mask)[_layers(spike, survey.target.n_layers)][:, :, texts.rows]
+    return count_readers(survey.received(spike.mask)[_layers(spike, survey.target.n_layers)][:, :, texts.rows])
+
+
+def count_readers(received: Float[Tensor, "layer head text"]) -> tuple[int, float | None]:
+    """Return how many heads give more than 0.3 of their attention, mean over texts, and the margin over texts."""
     by_text = (received > READS).flatten(0, 1).sum(0).float()
     return int((received.mean(-1) > READS).sum()), margin_of(by_text.numpy())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.results.parts import Component, Head, Neuron
@@ -50,7 +50,6 @@ class Spike:
         before: The same before the run.
         ratio: Norm at the place over the typical one after the peak, mean over the place, without what dimensions
             that are massive at all positions have everywhere.
-        usual: The 95 % quantile of that ratio over ordinary positions.
         ratio_margin: Two standard errors of the ratio over texts. None: too few texts.
     """
 
@@ -66,7 +65,6 @@ class Spike:
     norm: float
     before: float
     ratio: float
-    usual: float
     ratio_margin: float | None = None
 
     @property
@@ -85,16 +83,10 @@ class Spike:
         """The layers whose heads can read it: from the second of the run to the one after the last."""
         return range(self.first + 1, self.last + 2)
 
-    def cases(self) -> tuple[Int[Tensor, " case"], Int[Tensor, " case"]]:
-        """Return texts and positions of the place."""
-        text, position = self.mask.nonzero().T
-        return text, position
-
     def per_text(self, values: Float[Tensor, " case"]) -> Float[Tensor, " text"]:
         """Return the mean of values of the place's positions over each text that has any."""
-        texts = self.cases()[0]
-        chosen = texts.unique()
-        return torch.stack([values[texts == text].float().mean() for text in chosen])
+        texts = self.mask.nonzero()[:, 0]
+        return torch.stack([values[texts == text].float().mean() for text in texts.unique()])
 
 
 @dataclass(frozen=True)
