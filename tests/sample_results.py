@@ -11,7 +11,6 @@ from sinkscope.sinks.spikes.records import (
     Alone,
     Attended,
     Chance,
-    CopiesReach,
     Largest,
     MarkLeft,
     Needed,
@@ -25,6 +24,7 @@ from sinkscope.sinks.spikes.records import (
     SpikeResult,
 )
 from sinkscope.sinks.spikes.result import FindSinks
+from sinkscope.sinks.spikes.spike import Copies
 
 FIRST = PlaceWords("the first token", "<s>", 1.0)
 STOP = PlaceWords("'.' wherever it stands", ".", 0.5)
@@ -70,7 +70,7 @@ def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResu
         alone=(Alone(2, None, 412, 0.3, 20, 1.2, 0.83), Alone(2, None, 77, 0.9, 31, 1.01, 0.14)),
         backups=(Neuron(2, None, 3),),
         marks=(MarkLeft("attention 0", 0.01, 0.001), MarkLeft("L0.H1 and L0.H2", 0.02, None)),
-        copies=(CopiesReach(" the", 300, 0.01, 0.9, 1024), CopiesReach(" a", None, 0.0, 0.1, 1024)),
+        copies=(Copies(" the", 300, 0.01, 0.9, 1024), Copies(" a", None, 0.0, 0.1, 1024)),
         like=like,
         heads=32,
     )

@@ -72,7 +72,7 @@ def copies_of(
             for token, row in zip(waiting, rows, strict=True):
                 own = row[len(before) :] / row[0]
                 half, word = half_reached(own), target.tokenizer.decode([token])
-                found[number, token] = Copies(word, token, half, float(own[0]), float(own[-1]), length)
+                found[number, token] = Copies(word, half, float(own[0]), float(own[-1]), length)
         progress("copies", length, limit)
         if length == limit:
             break

@@ -13,17 +13,17 @@ from sinkscope.models.text import beginning
 from sinkscope.sinks.spikes.figure import draw
 from sinkscope.sinks.spikes.find import find_spikes
 from sinkscope.sinks.spikes.needs import count_readers
-from sinkscope.sinks.spikes.places import Place, pieces, sink_places
+from sinkscope.sinks.spikes.places import pieces, sink_places
 from sinkscope.sinks.spikes.records import (
     Attended,
     Largest,
     OtherBos,
     OtherSpike,
-    PlaceWords,
     Readers,
     SinkRate,
     claims_of,
     spike_result,
+    words_of,
 )
 from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.steps import Sinks, other_survey, sinks_of, with_copies, with_marks
@@ -123,11 +123,6 @@ def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Atten
         if heads > 1:
             found.append(Attended(words_of(place), heads))
     return tuple(sorted(found, key=lambda one: -one.heads))
-
-
-def words_of(place: Place) -> PlaceWords:
-    """Return the record of a place."""
-    return PlaceWords(place.words, next(iter(place.common), ""), place.share)
 
 
 def largest_norm(survey: Survey, tokenizer: Any) -> Largest:

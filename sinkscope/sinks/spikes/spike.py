@@ -125,7 +125,6 @@ class Needs:
         needed: The smallest set found that leaves less than a quarter of the spike. None: no set that was tried does.
         random: Sets of as many random neurons of the same layers; or other components, each alone.
         alone: Each writer alone, in the order of what that leaves.
-        tried: The set that left least, if none is enough.
         backups: Neurons that write it only when the others are gone.
     """
 
@@ -135,7 +134,6 @@ class Needs:
     needed: Removal | None
     random: tuple[Removal, ...] = ()
     alone: tuple[Removal, ...] = ()
-    tried: Removal | None = None
     backups: tuple[Neuron, ...] = ()
 
 
@@ -162,7 +160,6 @@ class Copies:
 
     Attributes:
         token: The token.
-        id: Its id.
         half: The first number of copies of which the last reaches half. None: none does.
         one: What one copy reaches.
         last: What the last copy reaches.
@@ -170,7 +167,6 @@ class Copies:
     """
 
     token: str
-    id: int
     half: int | None
     one: float
     last: float
