@@ -32,8 +32,8 @@ def losses(target: Target, ids: TokenRows) -> Float[Tensor, " row"]:
         predictions = logits_of(target, rows)[:, 1:-1].flatten(0, 1)
         following = rows[:, 2:].flatten().to(predictions.device)
         loss = cross_entropy(predictions, following, reduction="none")
-        read.append(loss.unflatten(0, (len(rows), -1)).mean(1).cpu())
-    return torch.cat(read)
+        read.append(loss.unflatten(0, (len(rows), -1)).mean(1))
+    return torch.cat(read).cpu().double()
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def ordinary_text(setup: Setup, edits: Sequence[SinkPatch | None], pieces: int, 
     read, logits = list[Tensor](), list[Tensor]()
     for edit in edits:
         with under(edit, target):
-            read.append(losses(target, ids).double())
+            read.append(losses(target, ids))
             if len(logits) < 2:
                 logits.append(logits_of(target, ids[:COMPARED]))
         setup.progress("perplexity", len(read), len(edits))
