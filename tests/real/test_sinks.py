@@ -132,7 +132,7 @@ def test_no_head_of_layer_0_marks_the_first_token_alone(setup):
     with plain.heads_replaced(model, 0, range(9), plain.heads_mean(model, ids, 0)):
         left = plain.activations(model, ids, 11)[:, 0, 1229].mean() / intact
     assert left > 0.3
-    made = heads.on(setup, count=8)
+    made = heads.on(setup, n_tokens=8)
     assert "L0" not in made.conclusion() or "undecided" in made.conclusion()
 
 

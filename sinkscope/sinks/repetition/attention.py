@@ -51,7 +51,7 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     outcome = Outcome("attention", (layer,), gives=f"get {{}} of the attention in layer {layer}")
     claim = claim_of_copies(sweep.count, outcome, torch.stack([copies, one, usual.expand(count)]), exact=sweep.named)
     return Repeat(
-        read="attention",
+        quantity="attention",
         claims=(claim,),
         conditions=("natural text", "copies", "one copy"),
         values=torch.stack([part.mean(0) for part in times.split(parts)]).numpy(),

@@ -58,7 +58,7 @@ def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat
             outcome = Outcome("norm", (one.spike.peak,), effect="the copies' projection at {}")
             claims.insert(0, claim_of_cases(one.needed_neurons, claims[-1].place, outcome, last[[1, 0, 2]] / last[0]))
     return Repeat(
-        read="norm",
+        quantity="norm",
         claims=tuple(claims),
         conditions=tuple(conditions),
         repeats=np.array([[half_reached(row) or np.nan for row in rows] for rows in values], dtype=float),
@@ -88,5 +88,5 @@ def read_vocabulary(setup: Setup, spikes: Sequence[Measured], limit: int, sample
     columns = in_chunks(setup, work, ids, resume, what="vocabulary", size=TOKENS, layers=names, max_repeats=limit)
     repeats = np.array([columns[name] for name in names], dtype=float)
     return Repeat(
-        read="norm", conditions=tuple(names), ids=tuple(ids), tokens=token_texts(target, ids), repeats=repeats
+        quantity="norm", conditions=tuple(names), ids=tuple(ids), tokens=token_texts(target, ids), repeats=repeats
     )
