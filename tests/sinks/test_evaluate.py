@@ -131,6 +131,9 @@ def test_the_conclusion_says_what_is_repaired_and_what_is_not():
     proof = proof_of_two()
     proof.along[2] = proof.along[1]  # random neurons do the same
     assert "(random neurons repair norm in layers 4-5)" in PatchEvaluation(neurons=(), proof=proof).conclusion()
+    half = proof_of_two()
+    half.along[1, 1, 0] = 0.8  # one of two words still reaches it
+    assert "repairs attention in layers 4-5, but not" in PatchEvaluation(neurons=(), proof=half).conclusion()
     at_once = proof_of_two()
     at_once.along[3] = at_once.along[0]
     assert PatchEvaluation(neurons=(), proof=replace(at_once, following=None)).conclusion() == (
