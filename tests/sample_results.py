@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sinkscope.files.provenance import ModelInfo, Provenance
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.records import (
     Alone,
@@ -48,7 +48,7 @@ NEEDED = Needed(
 def claim(kind: str, left: float) -> Claim:
     """What is left without both neurons."""
     contrasts = Contrast("intact", 1.0), Contrast("random", 0.98, 3)
-    search = Search("neurons alone", 3)
+    search = SearchSpace("neurons alone", 3)
     return Claim("makes", NEURONS, Outcome(kind, (2,)), FIRST.words, left, contrasts, 4, search, 0.01)
 
 

@@ -45,7 +45,7 @@ class Contrast:
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchSpace:
     """What was searched before a claim was made, or before it was said that there is none.
 
     Attributes:
@@ -70,8 +70,8 @@ class Outcome:
         layers: The layers after which it is read.
         unit: What 1 is: "intact": the value without an edit; "cases": all cases.
         effect: What a part makes, in a sentence; {} is the place. Empty: the kind, at the place.
-        gives: What the subject does, in a sentence; {} is the value, a second one the place. Empty: it gives a share
-            of the effect.
+        gives: Template of the verb phrase where the subject is added: the first {} is the value, a second one the
+            place. Empty: it gives a share of the effect.
     """
 
     kind: str
@@ -112,7 +112,7 @@ class Claim:
     value: float
     contrasts: tuple[Contrast, ...]
     draws: int
-    search: Search
+    search: SearchSpace
     margin: float | None = None
     edit: str = ""
 
@@ -159,7 +159,7 @@ class Claim:
 
     @property
     def brings(self) -> bool:
-        """Whether it is about what the subject brings, and not about what an edit of it leaves."""
+        """Whether the claim is about adding the subject, and not about removing it."""
         return all(contrast.kind != "intact" for contrast in self.contrasts)
 
     @property
@@ -195,7 +195,7 @@ class Claim:
         return f"{said[:1].upper()}{said[1:]} ({beside})."
 
     def _does(self, share: str) -> str:
-        """What the subject does, if without it the effect is gone; or how much it brings, or what it reduces."""
+        """Return the verb phrase of the sentence."""
         if self.brings and self.outcome.gives:
             return self.outcome.gives.replace("{}", share, 1).replace("{}", self.place)
         verb, effect = "make", self.outcome.at(self.place)

@@ -114,7 +114,7 @@ def is_several(parts: Parts) -> bool:
 
 
 def removed(parts: Parts, edit: str = "", names: str = "") -> str:
-    """Return how a sentence goes on that says what is left: only heads and components still write, as elsewhere.
+    """Return "without it", or "with it replaced" of heads and components, which still write.
 
     Args:
         parts: The parts.

@@ -49,7 +49,7 @@ class Number:
 
 
 def number_of(claim: Claim) -> Number:
-    """Return what a claim says is lost or, of what its subject brings, there; beside its nearest control."""
+    """Return the number of a claim for a card: the share that is lost or added, beside the nearest control."""
     value, control = claim.value, claim.control.value
     kind, names = claim.outcome.kind, in_words(claim.subject, 2)
     label = f"{kind} with {names} {claim.edit}".strip()

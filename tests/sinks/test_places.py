@@ -10,12 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.sinks.spikes.places import (
-    LEAST_CASES,
-    Rule,
-    pieces,
-    sink_places,
-)
+from sinkscope.sinks.spikes.places import LEAST_CASES, Rule, sink_places, split_by_label
 
 TEXTS, LENGTH, VOCAB = 48, 40, 60
 BOS, COMMA = 1, 7
@@ -41,7 +36,7 @@ def put(ids: Tensor, token: int, often: int, seed: int = 0) -> Tensor:
 
 
 def said(ids: Tensor, there: Tensor) -> str | None:
-    found = pieces(ids, there, decode)
+    found = split_by_label(ids, there, decode)
     return " and ".join(place.words for place in found) or None
 
 
@@ -65,7 +60,7 @@ def test_scattered_places_are_a_piece_without_words_and_few_are_left_over():
     ids = texts()
     there = torch.rand(TEXTS, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.02
     there[:, 0] = False
-    (place,) = pieces(ids, there, decode)
+    (place,) = split_by_label(ids, there, decode)
     counts = Counter(ids[there].tolist())
     assert place.rule is None and place.mask.equal(there)
     assert [counts[int(token[1:])] for token in place.common] == [count for _, count in counts.most_common(3)]
@@ -76,7 +71,7 @@ def test_first_tokens_of_some_texts_are_a_piece_of_their_own():
     ids = texts(bos=False)
     there = (ids < 30) & (torch.arange(LENGTH) == 0)
     there[0, 9] = True  # alone, and left out
-    (first,) = pieces(ids, there, decode)
+    (first,) = split_by_label(ids, there, decode)
     assert first.is_first and first.words.startswith("some first tokens (") and not first.mask[:, 9].any()
     assert first.share == pytest.approx(float((ids[:, 0] < 30).float().mean()))
 
@@ -85,9 +80,9 @@ def test_in_few_texts_a_few_places_without_words_are_a_piece_and_fewer_are_left_
     ids = texts()[:4]
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[[0, 1, 2], [5, 9, 20]] = True
-    assert len(pieces(ids, there, decode)) == 1
+    assert len(split_by_label(ids, there, decode)) == 1
     there[0, 5] = False
-    assert pieces(ids, there, decode) == []
+    assert split_by_label(ids, there, decode) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,13 +93,13 @@ def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
     generator = torch.Generator().manual_seed(seed)
     there = (ids == COMMA) | (torch.rand(ids.shape, generator=generator) < noise)
     there[:, 0] |= bool(seed % 2)
-    found = pieces(ids, there, decode)
+    found = split_by_label(ids, there, decode)
     covered = torch.zeros_like(there)
     for place in found:
         piece = place.mask
         assert not bool((piece & covered).any()) and int(piece.sum()) >= LEAST_CASES
         covered |= piece
-        meant = piece if place.rule is None else place.means(ids)
+        meant = piece if place.rule is None else place.matches(ids)
         assert not bool((piece & ~meant).any())
         both = int((meant & there).sum())
         assert both >= 0.9 * int(meant.sum())
@@ -115,8 +110,8 @@ def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
 
 def test_rules_mean_the_same_positions_in_texts_of_any_length():
     comma = Rule("x", tokens=(COMMA,), first=True)
-    assert comma.means(torch.tensor([[COMMA, 3, COMMA, 3], [3, 3, 3, COMMA]])).nonzero().tolist() == [[0, 0], [1, 3]]
-    assert Rule("x", position=9).means(torch.zeros(2, 4, dtype=torch.long)).any().item() is False
+    assert comma.matches(torch.tensor([[COMMA, 3, COMMA, 3], [3, 3, 3, COMMA]])).nonzero().tolist() == [[0, 0], [1, 3]]
+    assert Rule("x", position=9).matches(torch.zeros(2, 4, dtype=torch.long)).any().item() is False
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
-from sinkscope.sinks.spikes.places import Place, pieces
+from sinkscope.sinks.spikes.places import Place, split_by_label
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Mask, Survey
 
@@ -34,7 +34,7 @@ def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
         ordinary = torch.ones_like(anywhere)
         ordinary[:, 0] = False
     spikes: list[Spike] = []
-    for place in pieces(survey.ids, anywhere, tokenizer.decode):
+    for place in split_by_label(survey.ids, anywhere, tokenizer.decode):
         spikes += sorted(spikes_at(survey, place, ordinary), key=lambda spike: spike.first)
     return spikes
 

@@ -13,7 +13,7 @@ from sinkscope.models.text import beginning
 from sinkscope.sinks.spikes.figure import draw
 from sinkscope.sinks.spikes.find import find_spikes
 from sinkscope.sinks.spikes.needs import count_readers
-from sinkscope.sinks.spikes.places import pieces, sink_places
+from sinkscope.sinks.spikes.places import sink_places, split_by_label
 from sinkscope.sinks.spikes.records import (
     Attended,
     Largest,
@@ -118,7 +118,7 @@ def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Atten
     for one in sinks.spikes:
         there &= ~one.spike.mask
     found: list[Attended] = []
-    for place in pieces(survey.ids, there, tokenizer.decode):
+    for place in split_by_label(survey.ids, there, tokenizer.decode):
         heads = int((survey.received(place.mask).nanmean(-1)[layers] > READS).sum())
         if heads > 1:
             found.append(Attended(words_of(place), heads))

@@ -1,7 +1,7 @@
 """Sinks and spikes are sets of places. Words label a set afterwards, and decide nothing.
 
-`sink_places` finds the positions that heads attend to. `pieces` parts a set of places by the simplest words that mean
-hardly anything else; what no words cover is a piece as well, or left out if it is too little to be measured.
+`sink_places` finds the positions that heads attend to. `split_by_label` parts a set of places by the simplest words
+that mean hardly anything else; what no words cover is a piece as well, or left out if it is too little to be measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SINK_HEADS = 2  # an attention sink needs at least this many heads
 POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a position in most texts
 PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
 MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
-LEAST_CASES = 3  # a piece needs so many places, and a position so many different tokens
+LEAST_CASES = 3  # minimum positions of a place
 SOME_TEXTS = 0.2  # least share of the texts that have a place
 COMMON = 3  # tokens named where no words fit
 Decode = Callable[[list[int]], str]
@@ -45,7 +45,7 @@ class Rule:
     tokens: tuple[int, ...] = ()
     first: bool = False
 
-    def means(self, ids: TokenRows) -> Mask:
+    def matches(self, ids: TokenRows) -> Mask:
         """Return the positions of some texts that the words mean."""
         if self.position is not None:
             return (torch.arange(ids.shape[1], device=ids.device) == self.position).expand_as(ids)
@@ -96,11 +96,11 @@ class Place:
         """Whether it is the first token, of all texts or of some."""
         return not bool(self.mask[:, 1:].any())
 
-    def means(self, ids: TokenRows) -> Mask:
+    def matches(self, ids: TokenRows) -> Mask:
         """Return the positions of any texts that the words mean; none if there are no words."""
         if self.rule is None:
             return torch.zeros_like(ids, dtype=torch.bool)
-        return self.rule.means(ids)
+        return self.rule.matches(ids)
 
     def __str__(self) -> str:
         return self.words
@@ -131,7 +131,7 @@ def sink_places(above: Bool[Tensor, "layer head text at"]) -> Mask:
 # --- describing ------------------------------------------------------------------------------------------------------
 
 
-def pieces(ids: TokenRows, whole: Mask, decode: Decode) -> list[Place]:
+def split_by_label(ids: TokenRows, whole: Mask, decode: Decode) -> list[Place]:
     """Return the parts of a set of places; what is left over is too few positions.
 
     Words have a precision of at least 0.9, and the first ones that have it are taken. What no words cover is a piece of
@@ -145,7 +145,7 @@ def pieces(ids: TokenRows, whole: Mask, decode: Decode) -> list[Place]:
     found: list[Place] = []
     rest, least = whole, min(LEAST_CASES, len(ids))
     first, behind = Rule("", position=0), (torch.arange(ids.shape[1]) > 0).expand_as(ids)
-    for rule, fits in [*_rules(ids, whole, decode), (None, first.means(ids)), (None, behind)]:
+    for rule, fits in [*_rules(ids, whole, decode), (None, first.matches(ids)), (None, behind)]:
         piece = fits & rest
         precise = rule is None or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
         enough = int(piece.sum()) >= least and float(piece.any(1).float().mean()) >= SOME_TEXTS
@@ -179,7 +179,7 @@ def _rules(ids: TokenRows, there: Mask, decode: Decode) -> list[tuple[Rule, Mask
     if len(tokens) > 1:
         listed = word_list([*names.values()], COMMON)
         rules.append(Rule(f"the first of {listed} in a text", tokens=tokens, first=True))
-    return [(rule, rule.means(ids)) for rule in rules]
+    return [(rule, rule.matches(ids)) for rule in rules]
 
 
 def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:

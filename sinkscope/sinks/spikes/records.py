@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Component, Neuron
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.spike import Copies, Measured, Part, Removal, Share
@@ -360,7 +360,7 @@ def claims_of(measured: Measured) -> tuple[Claim, ...]:
     if needs is None or needs.needed is None or not needs.random:
         return ()
     removal, place = needs.needed, spike.place.words
-    search = Search("neurons alone", len(needs.alone))
+    search = SearchSpace("neurons alone", len(needs.alone))
     intact, layers = Contrast("intact", 1.0), tuple(range(spike.first, spike.last + 1))
     name = "" if all(isinstance(part, Neuron) for part in removal.parts) else "other components, each alone"
     random = min(needs.random, key=lambda one: one.left)
