@@ -127,11 +127,10 @@ def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Atten
 
 def largest_norm(survey: Survey, tokenizer: Any) -> Largest:
     """Return the largest norm over the typical one that was seen anywhere."""
-    best = int(survey.ratios.argmax())
-    layer, rest = divmod(best, survey.ids.numel())
-    text, position = divmod(rest, survey.ids.shape[1])
+    ratios = survey.ratios
+    layer, text, position = map(int, torch.unravel_index(ratios.argmax(), ratios.shape))
     token = tokenizer.decode([int(survey.ids[text, position])])
-    return Largest(float(survey.ratios[layer, text, position]), token, position, layer)
+    return Largest(float(ratios.max()), token, position, layer)
 
 
 def other_bos(setup: Setup) -> OtherBos | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Component, Neuron
+from sinkscope.sinks.spikes.controls import INTACT
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.spike import Copies, Measured, Part, Removal, Share
 
@@ -361,16 +362,15 @@ def claims_of(measured: Measured) -> tuple[Claim, ...]:
         return ()
     removal, place = needs.needed, spike.place.words
     search = SearchSpace("neurons alone", len(needs.alone))
-    intact, layers = Contrast("intact", 1.0), tuple(range(spike.first, spike.last + 1))
     name = "" if all(isinstance(part, Neuron) for part in removal.parts) else "other components, each alone"
     random = min(needs.random, key=lambda one: one.left)
     of_spike = Claim(
         "makes",
         removal.parts,
-        Outcome("spike", layers),
+        Outcome("spike", tuple(range(spike.first, spike.last + 1))),
         place,
         removal.left,
-        (intact, Contrast("random", random.left, len(needs.random), name)),
+        (INTACT, Contrast("random", random.left, len(needs.random), name)),
         needs.texts,
         search,
         removal.left_margin,
@@ -384,7 +384,7 @@ def claims_of(measured: Measured) -> tuple[Claim, ...]:
         Outcome("attention", tuple(spike.reading_layers)),
         place,
         removal.attention,
-        (intact, Contrast("random", random.attention, len(needs.random), name)),
+        (INTACT, Contrast("random", random.attention, len(needs.random), name)),
         needs.texts,
         search,
     )
