@@ -41,7 +41,7 @@ QUICK = {  # arguments with which a measurement takes about a second
     "barcode": {"max_new_tokens": 8, "heads": ["L0.H0"]},
     "circuit": {"max_repeats": 16, "texts": 1},
     "find_sinks": {"max_repeats": 64},
-    "heads": {"count": 2},
+    "heads": {"n_tokens": 2},
     "lines": {"count": 2, "length": 48, "layers": [1]},
     "patch_eval": {"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16, "max_repeats": 8},
     "patch_make": {"max_repeats": 300, "pieces": 2, "length": 16},
