@@ -101,9 +101,9 @@ def calls() -> dict[str, Callable[[Any], Any]]:
     """Each call of the table, as a function of the model."""
     found: dict[str, Callable[[Any], Any]] = {
         "find_sinks": ss.find_sinks,
-        "heads": partial(ss.heads, count=6),
+        "heads": partial(ss.heads, n_tokens=6),
         "circuit": ss.circuit,
-        "repeat": partial(ss.repeat, max_repeats=64, read="attention"),
+        "repeat": partial(ss.repeat, max_repeats=64, quantity="attention"),
         "lines": partial(ss.lines, count=4, length=128),
         "trace, all sites": partial(ss.trace, tokens=IDS, sites="*"),
         "generate, plain": generated,

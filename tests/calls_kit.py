@@ -19,7 +19,7 @@ MEASURED: dict[str, Callable[..., Any]] = {
     "heads": partial(ss.heads, count=2),
     "circuit": partial(ss.circuit, max_repeats=64),
     "repeat": partial(ss.repeat, max_repeats=24, ablate=True),
-    "probability": partial(ss.repeat, max_repeats=24, read="probability"),
+    "probability": partial(ss.repeat, max_repeats=24, quantity="probability"),
     "attack": partial(ss.attack, lengths=[4], sequences=4),
     "patch make": partial(ss.patch_make, max_repeats=300, pieces=2, length=16),
     "lines": partial(ss.lines, count=2, length=48),

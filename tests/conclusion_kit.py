@@ -24,7 +24,7 @@ def check_size(conclusion: str):
 
 def key(claim: Claim) -> tuple[Any, ...]:
     """What two claims have in common that speak of the same thing."""
-    return (frozenset(claim.subject), claim.outcome.kind, frozenset(claim.outcome.heads), claim.place)
+    return (frozenset(claim.subject), claim.outcome.kind, claim.place)
 
 
 def contradictions(claims: Sequence[Claim]) -> list[tuple[Claim, Claim]]:

@@ -44,7 +44,7 @@ def atlas(token: str) -> Repeat:
     return Repeat(
         model=found.model,
         provenance=found.provenance,
-        read="norm",
+        quantity="norm",
         ids=tuple(range(4)),
         conditions=("intact",),
         tokens=("a", token, "c", " d"),

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sinkscope.files.provenance import ModelInfo, Provenance
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.records import (
     Alone,
     Attended,
     Chance,
-    CopiesReach,
     Largest,
     MarkLeft,
     Needed,
@@ -25,6 +24,7 @@ from sinkscope.sinks.spikes.records import (
     SpikeResult,
 )
 from sinkscope.sinks.spikes.result import FindSinks
+from sinkscope.sinks.spikes.spike import Copies
 
 FIRST = PlaceWords("the first token", "<s>", 1.0)
 STOP = PlaceWords("'.' wherever it stands", ".", 0.5)
@@ -48,7 +48,7 @@ NEEDED = Needed(
 def claim(kind: str, left: float) -> Claim:
     """What is left without both neurons."""
     contrasts = Contrast("intact", 1.0), Contrast("random", 0.98, 3)
-    search = Search("neurons alone", 3)
+    search = SearchSpace("neurons alone", 3)
     return Claim("makes", NEURONS, Outcome(kind, (2,)), FIRST.words, left, contrasts, 4, search, 0.01)
 
 
@@ -70,7 +70,7 @@ def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResu
         alone=(Alone(2, None, 412, 0.3, 20, 1.2, 0.83), Alone(2, None, 77, 0.9, 31, 1.01, 0.14)),
         backups=(Neuron(2, None, 3),),
         marks=(MarkLeft("attention 0", 0.01, 0.001), MarkLeft("L0.H1 and L0.H2", 0.02, None)),
-        copies=(CopiesReach(" the", 300, 0.01, 0.9, 1024), CopiesReach(" a", None, 0.0, 0.1, 1024)),
+        copies=(Copies(" the", 300, 0.01, 0.9, 1024), Copies(" a", None, 0.0, 0.1, 1024)),
         like=like,
         heads=32,
     )

@@ -19,7 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Intervention, SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure import Setup
-from sinkscope.sinks.patch.evaluate import errors_of
+from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.patch.patches import random_patch
 
 SHOTS_SEED = 1234  # seed of the examples before a question; the harness's default
@@ -46,7 +46,7 @@ def evaluate_tasks(setup: Setup, patch: SinkPatch, names: Sequence[str], questio
     for task, metric in answers[0]:
         samples = torch.stack([one[task, metric] for one in answers])
         original, patched, random = samples.mean(1).tolist()
-        error, random_error = errors_of(samples).tolist()
+        margin, random_margin = (margin_of((one - samples[0]).numpy()) for one in samples[1:])
         rows.append(
             {
                 "task": task,
@@ -56,9 +56,9 @@ def evaluate_tasks(setup: Setup, patch: SinkPatch, names: Sequence[str], questio
                 "patched": patched,
                 "random": random,
                 "difference": patched - original,
-                "difference_se": error,
+                "difference_margin": margin,
                 "random_difference": random - original,
-                "random_se": random_error,
+                "random_margin": random_margin,
             }
         )
     return rows

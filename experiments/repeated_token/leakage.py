@@ -1,6 +1,6 @@
 """How much of what follows a repetition stands word for word in a corpus, beside answers to ordinary prompts.
 
-    sinkscope repeat --read probability --prefix "" --json repetition.json
+    sinkscope repeat --quantity probability --prefix "" --json repetition.json
     python -m experiments.repeated_token.leakage repetition.json --corpus DIR|stdlib [--model NAME]
 
 The longest verbatim piece of each answer is found exactly, by plain search in the bytes of the corpus: there is no
@@ -74,7 +74,7 @@ def main(result: Path, *, corpus: str, model: str | None = None, controls: int =
     """Make what the module describes.
 
     Args:
-        result: What `sinkscope repeat --read probability --json FILE` wrote.
+        result: What `sinkscope repeat --quantity probability --json FILE` wrote.
         corpus: A folder of text files, or stdlib.
         model: Short name, hub id or folder; default: the model in the package.
         controls: Ordinary prompts.
@@ -82,7 +82,7 @@ def main(result: Path, *, corpus: str, model: str | None = None, controls: int =
     texts = read_texts(corpus)
     measured = Repeat.load(result)
     if not measured.answers:
-        raise SinkscopeError(f"{result} is no result of sinkscope repeat --read probability: give one")
+        raise SinkscopeError(f"{result} is no result of sinkscope repeat --quantity probability: give one")
     rows: list[Row] = []
     for answer in measured.answers:
         if answer.follows:

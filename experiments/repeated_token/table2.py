@@ -91,9 +91,15 @@ def measured_cells(row: Row | None) -> tuple[str, ...]:
     return (
         f"{100 * row['original']:.2f}",
         f"{100 * row['patched']:.2f}",
-        f"{100 * row['difference']:+.2f} +- {100 * row['difference_se']:.2f}",
-        f"{100 * row['random_difference']:+.2f} +- {100 * row['random_se']:.2f}",
+        in_points(row["difference"], row["difference_margin"]),
+        in_points(row["random_difference"], row["random_margin"]),
     )
+
+
+def in_points(difference: float, margin: float | None) -> str:
+    """Return a difference in percentage points, with two standard errors where there are enough questions."""
+    said = f"{100 * difference:+.2f}"
+    return said if margin is None else f"{said} +- {100 * margin:.2f}"
 
 
 def measure(name: str, model: object, questions: int | None, device: str | None, dtype: str | None) -> list[Row]:

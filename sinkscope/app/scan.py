@@ -87,7 +87,7 @@ def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
 PARTS = (
     Part("find_sinks", "find-sinks", find_sinks.on, streams=True, seconds=70),
     Part("circuit", "circuit", circuit.on, quick={"max_repeats": 300}, seconds=30),
-    Part("heads", "heads", heads.on, quick={"count": 8}, streams=True),
+    Part("heads", "heads", heads.on, quick={"n_tokens": 8}, streams=True),
     Part(
         "repeat",
         "repeat --ablate",
@@ -96,7 +96,7 @@ PARTS = (
         {"ablate": True, "max_repeats": 300},
         streams=True,
     ),
-    Part("attack", "attack", attack.on, quick={"sequences": 8, "count": 96}),
+    Part("attack", "attack", attack.on, quick={"sequences": 8, "n_tokens": 96}),
     Part("patch_make", "patch make", patch_make.on, quick=None),
     Part("barcode", "barcode", barcode.on, quick={"max_new_tokens": 64}),
     Part("why", "why", why.on, quick={"max_new_tokens": 64, "cuts": 3}),

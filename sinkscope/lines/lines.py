@@ -30,7 +30,7 @@ from sinkscope.measure import Hidden, Natural, Number, Result, Setup, measuremen
 from sinkscope.measure.attention_texts import texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.checks import attending_layers
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Lines
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
@@ -112,7 +112,7 @@ class LineWeights(Result):
             value=1 - self.shown("mass"),
             contrasts=(Contrast("intact", 1.0), Contrast("random", 1 - self.shown("random_mass"), name=RANDOM)),
             draws=len(self.tokens),
-            search=Search("lines", 2 * max(self.tokens)),
+            search=SearchSpace("lines", 2 * max(self.tokens)),
             margin=margin_of(self.text_mass[self.shown_eta]),
         )
         return (claim,)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sinkscope.results.notation import percent, short_sentence
-from sinkscope.results.parts import Head, Parts, in_words, is_several, kind_of, removed
+from sinkscope.results.parts import Parts, in_words, is_several, kind_of, removed
 
 NEEDED = 0.5
 """Share of an effect that an edit must take away (or bring) more than every contrast, to be needed (or sufficient)."""
@@ -14,8 +14,6 @@ NOTHING = 0.2
 """An edit that leaves as much as one of its contrasts, within this share, shows nothing."""
 NAMED, BRIEFLY_NAMED = 4, 2  # parts that a sentence names
 DOUBTS = {"not shown": "it is not shown that", "undecided": "it is undecided whether"}
-EXAMPLES = (" (most often ", " (any token")
-"""How brackets begin that a short sentence leaves out of the words for a place."""
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
 ContrastKind = Literal["intact", "random", "one copy", "other tokens", "other"]
 
@@ -47,26 +45,19 @@ class Contrast:
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchSpace:
     """What was searched before a claim was made, or before it was said that there is none.
 
     Attributes:
         what: What was tried, in a few words.
         tried: How many.
-        most: The largest effect of all that were tried, before any threshold. None: it was not a search for a largest.
-        best: Where the largest was.
     """
 
     what: str
     tried: int
-    most: float | None = None
-    best: str = ""
 
     def __str__(self) -> str:
-        most = ""
-        if self.most is not None and self.most > 0:
-            most = f"; the most: {self.best + ' ' if self.best else ''}{self.most:.0%}"
-        return f"{self.tried:,} {self.what} tried{most}"
+        return f"{self.tried:,} {self.what} tried"
 
 
 @dataclass(frozen=True)
@@ -77,20 +68,16 @@ class Outcome:
         kind: "spike": the projection of the residual stream on the direction of the spike; "attention": what heads give
             to the place; "norm": the norm; or the label of another measurement.
         layers: The layers after which it is read.
-        heads: The heads whose attention or output it is.
         unit: What 1 is: "intact": the value without an edit; "cases": all cases.
         effect: What a part makes, in a sentence; {} is the place. Empty: the kind, at the place.
-        lost_of: What a share is lost of, if the effect does not say it.
-        gives: What the subject does, in a sentence; {} is the value, a second one the place. Empty: it gives a share
-            of the effect.
+        gives: Template of the verb phrase where the subject is added: the first {} is the value, a second one the
+            place. Empty: it gives a share of the effect.
     """
 
     kind: str
     layers: tuple[int, ...] = ()
-    heads: tuple[Head, ...] = ()
     unit: Literal["intact", "cases"] = "intact"
     effect: str = ""
-    lost_of: str = ""
     gives: str = ""
 
     def at(self, place: str) -> str:
@@ -125,7 +112,7 @@ class Claim:
     value: float
     contrasts: tuple[Contrast, ...]
     draws: int
-    search: Search
+    search: SearchSpace
     margin: float | None = None
     edit: str = ""
 
@@ -172,7 +159,7 @@ class Claim:
 
     @property
     def brings(self) -> bool:
-        """Whether it is about what the subject brings, and not about what an edit of it leaves."""
+        """Whether the claim is about adding the subject, and not about removing it."""
         return all(contrast.kind != "intact" for contrast in self.contrasts)
 
     @property
@@ -189,43 +176,33 @@ class Claim:
         """Return what is shown of the subject, with the value and its control; a negative says what was searched.
 
         Args:
-            brief: Name fewer parts, and leave out the search, what a share is lost of, and what the words for the
-                place add in brackets.
+            brief: Name fewer parts, and leave out the search.
         """
-        place, said, of = self.place, in_words(self.subject, NAMED), ""
-        if brief:
-            place, said = without_example(place), in_words(self.subject, BRIEFLY_NAMED)
-        elif self.outcome.lost_of:
-            of = f" of {self.outcome.lost_of}"
         value, chance = self.value, self.control.value
         lost = self.takes and self.verdict == "needed"
         if lost:
             value, chance = 1 - value, 1 - chance
         share, control = percent_pair(value, chance)
-        said = f"{said} {self._does(share, place)}"
+        said = f"{in_words(self.subject, BRIEFLY_NAMED if brief else NAMED)} {self._does(share)}"
         if not self.brings:
             end = "is gone" if lost else "stays"
             if self.raises:
                 end = "is there"
-            said = (
-                f"{DOUBTS.get(self.verdict, '')} {said}: {removed(self.subject, self.edit)} {share}{of} {end}".strip()
-            )
+            said = f"{DOUBTS.get(self.verdict, '')} {said}: {removed(self.subject, self.edit)} {share} {end}".strip()
         beside = f"{self.control.in_words(self.subject)}: {control}"
         if self.verdict == "not shown" and not brief:
             beside += f"; {self.search}"
         return f"{said[:1].upper()}{said[1:]} ({beside})."
 
-    def _does(self, share: str, place: str) -> str:
-        """What the subject does, if without it the effect is gone; or how much it brings, or what it reduces."""
+    def _does(self, share: str) -> str:
+        """Return the verb phrase of the sentence."""
         if self.brings and self.outcome.gives:
-            return self.outcome.gives.replace("{}", share, 1).replace("{}", place)
-        verb, effect = "make", self.outcome.at(place)
+            return self.outcome.gives.replace("{}", share, 1).replace("{}", self.place)
+        verb, effect = "make", self.outcome.at(self.place)
         if self.brings:
             verb, effect = "give", f"{share} of {effect}"
         elif self.raises:
             verb = "reduce"
-        elif self.role.startswith("marks"):
-            verb, effect = "mark", place
         if not is_several(self.subject):
             verb += "s"
         return f"{verb} {effect}"
@@ -236,13 +213,6 @@ class Claim:
 
 
 Claims = tuple[Claim, ...]
-
-
-def without_example(place: str) -> str:
-    """Return the words for a place, without what they add in brackets."""
-    for begin in EXAMPLES:
-        place = place.partition(begin)[0]
-    return place
 
 
 def percent_pair(share: float, control: float) -> tuple[str, str]:

@@ -8,10 +8,7 @@ from typing import Literal
 
 from sinkscope.results.notation import head_name, neuron_name, word_list
 
-ComponentKind = Literal[
-    "token embedding", "position embedding", "attention", "mixer", "mlp", "layer", "key bias", "value"
-]
-Swap = Literal["copies", "one cluster", "sink places", "first tokens"]
+ComponentKind = Literal["token embedding", "attention", "mixer", "mlp", "layer"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Component:
-    """What else writes into the residual stream; "position" is the rotary embedding alone, "layer" all of a layer, and
-    "value" what heads read of a place, which is zeroed.
+    """What else writes into the residual stream; "layer" is all of a layer.
 
     A mixer is what a layer without softmax attention has in its place, such as a convolution.
     """
@@ -69,28 +65,23 @@ class Component:
 
     def __str__(self) -> str:
         if self.layer is None:
-            return "value there" if self.kind == "value" else self.kind
+            return self.kind
         if self.kind == "layer":
             return f"layer {self.layer}"
         kind = "MLP" if self.kind == "mlp" else self.kind
         return f"{kind} of layer {self.layer}"
 
 
-VALUE = Component("value")
-
-
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of the input: `count` copies of one, or so many that one head marks, or those at some places."""
+    """Tokens of the input: `count` copies of one, or those at the places of a sink."""
 
-    which: Swap
+    which: Literal["copies", "sink places"]
     count: int = 0
 
     def __str__(self) -> str:
         if self.which == "copies":
             return f"{self.count} copies of a token"
-        if self.which == "one cluster":
-            return f"{self.count} tokens of one cluster"
         return self.which
 
 
@@ -123,7 +114,7 @@ def is_several(parts: Parts) -> bool:
 
 
 def removed(parts: Parts, edit: str = "", names: str = "") -> str:
-    """Return how a sentence goes on that says what is left: only heads and components still write, as elsewhere.
+    """Return "without it", or "with it replaced" of heads and components, which still write.
 
     Args:
         parts: The parts.
@@ -131,7 +122,7 @@ def removed(parts: Parts, edit: str = "", names: str = "") -> str:
         names: What they are called. Empty: it, or them.
     """
     it = names or ("them" if is_several(parts) else "it")
-    if not edit and all(isinstance(part, Neuron | Lines) or part == VALUE for part in parts):
+    if not edit and all(isinstance(part, Neuron | Lines) for part in parts):
         return f"without {it}"
     return f"with {it} {edit or 'replaced'}"
 

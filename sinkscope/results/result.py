@@ -49,7 +49,7 @@ class Number:
 
 
 def number_of(claim: Claim) -> Number:
-    """Return what a claim says is lost or, of what its subject brings, there; beside its nearest control."""
+    """Return the number of a claim for a card: the share that is lost or added, beside the nearest control."""
     value, control = claim.value, claim.control.value
     kind, names = claim.outcome.kind, in_words(claim.subject, 2)
     label = f"{kind} with {names} {claim.edit}".strip()
@@ -77,7 +77,6 @@ class Result(Envelope):
 
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
     table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field with records
-    table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are not shown as columns
     brief_rows: ClassVar[int] = FEW_ROWS  # rows that a command prints, unless it is asked to explain
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
     glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
@@ -171,9 +170,6 @@ class Result(Envelope):
         plain fields.
         """
         rows = plain(self._records())
-        for name in self.table_without:
-            for row in rows:
-                del row[name]
         if rows or self.table_of:
             return rows
         own = self.own_fields()

@@ -21,7 +21,7 @@ from sinkscope.sinks.spikes.edited import Reading, Written, run_edits
 from sinkscope.sinks.spikes.marks import first_writer
 from sinkscope.sinks.spikes.spike import Measured, Parts
 from sinkscope.sinks.spikes.steps import first_spike, sinks_of
-from sinkscope.sinks.spikes.texts import means_of
+from sinkscope.sinks.spikes.texts import left_of, means_of
 
 HAS = 0.5  # share of the first token's projection from which a token has the spike
 
@@ -69,13 +69,6 @@ class FirstTokens:
     def left(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "edit token"]:
         """Measure what is left of the tokens' projection under each edit."""
         return left_of(self.along(tokens, edits))
-
-
-def left_of(along: Float[Tensor, "state token"]) -> Float[Tensor, "edit token"]:
-    """Divide the mean over tokens under each edit by the intact one, and add how far each token moves that ratio."""
-    intact, edited = along[:1], along[1:]
-    left = edited.mean(1, keepdim=True) / intact.mean()
-    return left + (edited - left * intact) / intact.mean()
 
 
 def share_of(value: float, margin: float | None) -> str:

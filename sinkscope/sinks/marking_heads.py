@@ -22,10 +22,11 @@ from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.style import BLUE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.first_tokens import HAS, FirstTokens, left_of, share_of, spike_of
+from sinkscope.sinks.first_tokens import HAS, FirstTokens, share_of, spike_of
 from sinkscope.sinks.repetition.norm import name_of
 from sinkscope.sinks.spikes.marks import marking_heads
 from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
+from sinkscope.sinks.spikes.texts import left_of
 from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 
 CONTROL_DRAWS = 3  # random sets of as many heads
@@ -168,7 +169,7 @@ def draw(result: MarkingHeads) -> go.Figure:
     figure=draw,
 )
 def heads(
-    setup: Setup, *, tokens: Sequence[str] | None = None, count: Natural = 32, spike: Whole | None = None
+    setup: Setup, *, tokens: Sequence[str] | None = None, n_tokens: Natural = 32, spike: Whole | None = None
 ) -> MarkingHeads:
     """Find the attention heads that mark the first token, by what is left of a spike without their output.
 
@@ -177,15 +178,15 @@ def heads(
     addition to BOS itself. Heads are judged as one set over all of these tokens (Yona et al. 2025, section 4.3).
 
     Args:
-        tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
-        count: Number of tokens of the text to put first.
+        tokens: Words to put first, one token each. By default `n_tokens` tokens of the text, drawn by the seed.
+        n_tokens: Number of tokens of the text to put first.
         spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token
             that need neurons.
 
     Example:
-        sinkscope heads --model llama-2-7b --count 8
+        sinkscope heads --model llama-2-7b --n-tokens 8
     """
-    words, chosen = _first_tokens(setup, tokens, count), spike_of(setup, spike)
+    words, chosen = _first_tokens(setup, tokens, n_tokens), spike_of(setup, spike)
     if chosen is None:
         return MarkingHeads(spike=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
     first = FirstTokens.before_writers(chosen)

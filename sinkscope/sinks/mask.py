@@ -80,7 +80,7 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
     """
     setup = Setup.open(model, **opening)
     survey = survey_of(setup, setup.bos)
-    spikes, _ = find_spikes(survey, setup.tokenizer)
+    spikes = find_spikes(survey, setup.tokenizer)
     spikes.sort(key=lambda spike: -spike.size)
     return tuple(dict.fromkeys(dim for spike in spikes for dim in dims_of(spike, survey)))
 

@@ -128,7 +128,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         stands out, or no MLP writes it.
     """
     survey = survey_of(setup, setup.bos)
-    spikes, _ = find_spikes(survey, setup.tokenizer)
+    spikes = find_spikes(survey, setup.tokenizer)
     numbers: dict[str, float] = {}
     if survey.target.attending:
         numbers["sink_rate"] = float(survey.sink_rate.mean())

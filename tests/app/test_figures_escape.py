@@ -16,7 +16,7 @@ from sinkscope.results.result import Result
 
 CHOICES = {  # one of a few words, or packed numbers
     "contexts",
-    "read",
+    "quantity",
     "verdict",
     "records.verdict",
     "rounded.scheme",

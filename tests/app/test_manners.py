@@ -134,7 +134,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):
     for use in (
         lambda: patch.on(model).__enter__(),
         lambda: ss.generate(model, "poem", patch=here, max_new_tokens=2),
-        lambda: ss.patch_eval(model, patch=here, pieces=2, length=16),
+        lambda: ss.patch_eval(model, patch=here, pieces=2, length=16, max_repeats=8),
     ):
         with pytest.warns(SinkscopeWarning, match="has the same shape and other weights"):
             use()

@@ -16,7 +16,9 @@ from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.following import AFTER, after_copies
 from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.precision.precision import precision
+from sinkscope.sinks.spikes.find import first_spikes
 from sinkscope.sinks.spikes.steps import sinks_of
+from sinkscope.sinks.spikes.survey import survey_of
 
 SPIKE = ((11, 1229), (11, 1487))
 """The neurons that write the spike: 72 % and 28 % of it."""
@@ -29,17 +31,37 @@ def setup(smollm2) -> Setup:
     return Setup.open(smollm2.model)
 
 
-def test_the_patch_holds_the_neurons_at_their_values_and_costs_what_plain_hooks_say(setup):
-    """Perplexity without the first prediction, on the pieces that the command reads."""
+@pytest.mark.slow
+def test_patch_eval_says_of_each_spike_what_plain_hooks_read(setup):
+    """The patch of the late spike: norm, attention and next token at copies in both spikes, and ordinary text."""
     values = dict.fromkeys(SPIKE, 0.05)
-    made = patch_eval.on(setup, patch=SinkPatch(sites=SPIKE, calibrated=values), pieces=2, length=64)
-    ids = held_out(setup, 2, 64)
-    model = setup.target.hf
-    intact = plain.nll(model, ids)[:, 1:].mean().exp()
-    with plain.held(model, values):
-        patched = plain.nll(model, ids)[:, 1:].mean().exp()
-    assert [one.perplexity for one in made.read[:2]] == pytest.approx([intact.item(), patched.item()], rel=2e-5)
-    assert abs(made.read[1].change) < 0.01  # ordinary text keeps its perplexity
+    made = patch_eval.on(setup, patch=SinkPatch(sites=SPIKE, calibrated=values), max_repeats=512, pieces=2, length=64)
+    proof, model = made.proof, setup.target.hf
+    words = [setup.tokenizer(word, add_special_tokens=False).input_ids[0] for word in proof.words]
+    rows = torch.tensor([[setup.bos] + proof.repeats * [word] for word in words])
+    ids = torch.cat([rows, text_rows(setup.tokenizer, setup.text, 1, AFTER, None).expand(len(rows), -1)], 1)
+    end, spikes = rows.shape[1], first_spikes(survey_of(setup, setup.bos), setup.tokenizer)
+    pieces = held_out(setup, 2, 64)
+    assert [one.last for one in spikes] == [8, 29] and proof.failing.any(1).all()
+    for case, held in enumerate(({}, values)):
+        with plain.held(model, held):
+            states = plain.residuals(model, rows)
+            given = [
+                torch.stack([a[0, :, end:, 1:end].sum(-1).mean() for a in plain.attentions(model, row[None])])
+                for row in ids
+            ]
+            chances = [model(row[None]).logits[0, -1].softmax(-1)[row[-1]].item() for row in rows]
+            perplexity = plain.nll(model, pieces)[:, 1:].mean().exp().item()
+        for number, spike in enumerate(spikes):
+            along = (states[spike.peak, :, -1] - spike.mean) @ spike.direction / spike.size
+            assert proof.along[case, number] == pytest.approx(along.numpy(), rel=1e-3, abs=1e-4)
+            layers = torch.stack(given)[:, spike.first + 1 : spike.last + 2].mean(1)
+            assert proof.attention(number)[case] == pytest.approx(layers[proof.failing[number]].mean().item(), rel=1e-3)
+        assert proof.following.one_more[case] == pytest.approx(chances, rel=1e-2)
+        assert proof.ordinary.perplexity[case].perplexity == pytest.approx(perplexity, rel=2e-5)
+    assert abs(proof.ordinary.perplexity[1].change) < 0.01  # ordinary text keeps its perplexity
+    says = "repairs norm and attention in layers 11-29, but not norm and attention in layers 1-8 and the next token"
+    assert says in made.conclusion() and "random neurons repair nothing" in made.conclusion()
 
 
 def test_the_patch_keeps_copies_from_becoming_sinks(setup):
@@ -68,11 +90,11 @@ def test_attention_and_output_after_copies_are_those_of_plain_hooks(setup):
             given = torch.stack([probs[0, :, 401:, 1:401].sum(-1).mean() for probs in plain.attentions(model, ids)])
             chance = model(ids).logits[0, 400].softmax(-1)[word]
         layers = [given[spike.first + 1 : spike.last + 2].mean().item() for spike in spikes]
-        assert read.attention[case].tolist() == pytest.approx(layers, rel=1e-3)
-        assert read.repeats[case] == pytest.approx(chance.item(), rel=1e-2)
+        assert read.attention[case, :, 0].tolist() == pytest.approx(layers, rel=1e-3)
+        assert read.one_more[case, 0] == pytest.approx(chance.item(), rel=1e-2)
     late = next(number for number, spike in enumerate(spikes) if spike.peak >= 11)
-    assert read.attention[0].min() > 0.9 and read.attention[1, late] < 0.2 < 0.9 < read.attention[1, 1 - late]
-    assert read.repeats.max() < 0.1
+    assert read.attention[0].min() > 0.9 and read.attention[1, late, 0] < 0.2 < 0.9 < read.attention[1, 1 - late, 0]
+    assert read.one_more.max() < 0.1
 
 
 def rounded(values: torch.Tensor, bits: int, dims: tuple[int, ...]) -> torch.Tensor:
@@ -110,7 +132,7 @@ def test_no_head_of_layer_0_marks_the_first_token_alone(setup):
     with plain.heads_replaced(model, 0, range(9), plain.heads_mean(model, ids, 0)):
         left = plain.activations(model, ids, 11)[:, 0, 1229].mean() / intact
     assert left > 0.3
-    made = heads.on(setup, count=8)
+    made = heads.on(setup, n_tokens=8)
     assert "L0" not in made.conclusion() or "undecided" in made.conclusion()
 
 

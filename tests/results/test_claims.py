@@ -9,7 +9,7 @@ from conclusion_kit import contradictions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, Search, percent_pair
+from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, SearchSpace, percent_pair
 from sinkscope.results.parts import Component, Head, Neuron, Tokens
 
 SHARES = st.floats(0, 1.2) | st.sampled_from([0.0, 0.2, 0.4999, 0.5, 0.5001, 0.8, 1.0])
@@ -19,7 +19,7 @@ SUBJECTS = ((Neuron(1, None, 3),), (Head(0, 1), Component("token embedding")), (
 def claim(value: float, *contrasts: float, subject=SUBJECTS[0], margin: float | None = 0.0, place="'.'") -> Claim:
     kinds = ("intact", "random", "elsewhere")
     made = tuple(Contrast(kind, share) for kind, share in zip(kinds, contrasts, strict=False))
-    return Claim("makes", subject, Outcome("spike"), place, value, made, 4, Search("sets", 9), margin)
+    return Claim("makes", subject, Outcome("spike"), place, value, made, 4, SearchSpace("sets", 9), margin)
 
 
 @given(SHARES, SHARES, SHARES, st.sampled_from(SUBJECTS), st.none() | st.floats(0, 0.3))
@@ -45,7 +45,7 @@ def test_a_verdict_holds_against_every_contrast_and_the_words_say_no_more(value,
 def test_what_copies_bring_is_said_beside_its_control(value, single, others):
     beside = Contrast("one copy", single), Contrast("other tokens", others)
     outcome = Outcome("norm", gives="reach {} of the norm")
-    copies = Claim("repeats", (Tokens("copies", 24),), outcome, "'.'", value, beside, 4, Search("tokens", 9), 0.0)
+    copies = Claim("repeats", (Tokens("copies", 24),), outcome, "'.'", value, beside, 4, SearchSpace("tokens", 9), 0.0)
     said = copies.sentence()
     assert said.startswith("24 copies of a token reach ") and len(copies.shortest().split()) <= 30
     assert not re.search(r"is gone|stays|is there|It is|-0%", said)

@@ -50,7 +50,7 @@ def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
 )
 def test_planted_groups_are_recovered_token_by_token(family, bos):
     o = organism(family, 1, bos=bos)
-    result = attack(o.model, tokenizer=o.tokenizer, sequences=0, count=EVERY)
+    result = attack(o.model, tokenizer=o.tokenizer, sequences=0, n_tokens=EVERY)
     found, planted = result.clusters, planted_heads(o, result.clusters.ids)
     np.testing.assert_array_equal(found.head, planted)
     assert len(found.ids) == o.model.config.vocab_size == result.searched
@@ -58,7 +58,7 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
     assert (found.has >= served).all() and not found.unneeded.any() and found.another < 0.05
     assert f" alone gives {served.mean():.0%} (± " in result.conclusion()
     assert sum(row["tokens"] for row in result.rows()) == served.sum()
-    some = attack(o.model, tokenizer=o.tokenizer, sequences=0, count=20).clusters
+    some = attack(o.model, tokenizer=o.tokenizer, sequences=0, n_tokens=20).clusters
     np.testing.assert_array_equal(some.head, planted[some.ids])
     assert len(some.ids) == 20
 
@@ -66,7 +66,7 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
 def test_where_no_head_of_layer_0_marks_it_is_an_answer():
     """GPT-2 marks by position, and heads that are not in layer 0 mark in another organism."""
     o = organism("gpt2", 0)
-    found = attack(o.model, tokenizer=o.tokenizer, count=40)
+    found = attack(o.model, tokenizer=o.tokenizer, n_tokens=40)
     assert found.clusters.heads == [] and found.clusters.unneeded.all() and found.attempts == ()
     tried = f"40 of {o.model.config.vocab_size} tokens"
     assert found.conclusion().startswith(
@@ -86,7 +86,7 @@ def test_conclusion_says_tokens_that_need_no_head_where_they_are_most():
 
 def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeypatch):
     o = new_organism("llama", 1)
-    measured = functools.partial(attack, o.model, tokenizer=o.tokenizer, sequences=0, count=EVERY)
+    measured = functools.partial(attack, o.model, tokenizer=o.tokenizer, sequences=0, n_tokens=EVERY)
     monkeypatch.setattr(module, "TOKENS", 12)
     whole = measured().to_dict()["result"]
     asked = []
@@ -113,7 +113,7 @@ def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeyp
 
 
 def attack_on(o: Organism, folder: Path, **options) -> ClusterAttack:
-    options = {"length": 8, "sequences": 24, "count": EVERY, **options}
+    options = {"length": 8, "sequences": 24, "n_tokens": EVERY, **options}
     return attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
 

@@ -1,9 +1,11 @@
-"""patch_eval, and the harness inside the patch: the same numbers counted by hand."""
+"""patch_eval: the same numbers counted by hand, and what it says of spikes that a patch leaves."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from attack_kit import setup_of, text_file
@@ -12,11 +14,15 @@ from organisms import Organism, organism
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
+from sinkscope.measure.margin import margin_of
 from sinkscope.opening.live import target_of
-from sinkscope.results.parts import sites_of
+from sinkscope.results.parts import Neuron, sites_of
 from sinkscope.sinks.held_out import held_out
-from sinkscope.sinks.patch.evaluate import PatchEvaluation, errors_of, patch_eval
+from sinkscope.sinks.patch.evaluate import PatchEvaluation, patch_eval
+from sinkscope.sinks.patch.following import AfterCopies
+from sinkscope.sinks.patch.ordinary import OrdinaryText, Perplexity
 from sinkscope.sinks.patch.patches import random_patch
+from sinkscope.sinks.patch.proof import PatchProof
 
 
 def loud(o: Organism) -> SinkPatch:
@@ -25,13 +31,13 @@ def loud(o: Organism) -> SinkPatch:
 
 
 def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchEvaluation:
-    options = {"text": text_file(o, folder), "pieces": 5, "length": 24}
+    options = {"text": text_file(o, folder), "pieces": 5, "length": 24, "max_repeats": 8}
     return patch_eval(o.model, patch, tokenizer=o.tokenizer, **(options | changes))
 
 
 def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
     """Of the intact model, of the patched one, and under the random control; two texts at a time."""
-    monkeypatch.setattr("sinkscope.sinks.patch.evaluate.PIECES", 2)
+    monkeypatch.setattr("sinkscope.sinks.patch.ordinary.PIECES", 2)
     o = organism("llama", 2)
     patch = loud(o)
     patch.save(tmp_path / "patch.json")
@@ -50,15 +56,22 @@ def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
             each.append([loss(row) for row in ids])
     each = torch.tensor(each)
     plain, patched, drawn = perplexities = each.mean(1).exp().tolist()
-    assert [one.perplexity for one in found.read] == pytest.approx(perplexities, rel=1e-5)
-    errors = errors_of(each)
-    assert errors.tolist() == pytest.approx(((each[1:] - each[0]).std(1) / 5**0.5).tolist(), rel=1e-3)
-    none, row, random_row = found.rows()
-    assert none["change"] == 0 and row["change"] == pytest.approx(patched / plain - 1, rel=1e-3)
-    assert abs(row["change"]) > 10 * abs(random_row["change"])
+    ordinary = found.proof.ordinary
+    assert [one.perplexity for one in ordinary.perplexity] == pytest.approx(perplexities, rel=1e-5)
+    none, row, random_row = ordinary.perplexity
+    assert (none.change, none.margin) == (0, 0) and row.change == pytest.approx(patched / plain - 1, rel=1e-3)
+    assert abs(row.change) > 10 * abs(random_row.change)
     assert sites_of(found.neurons) == tuple(o.truth.neurons)
-    assert random_row["change"] == pytest.approx(drawn / plain - 1, rel=1e-4, abs=1e-6)
-    assert row["two_errors"] == pytest.approx(2 * float(errors[0]) * patched / plain, rel=1e-3)
+    assert random_row.change == pytest.approx(drawn / plain - 1, rel=1e-4, abs=1e-6)
+    assert row.margin == pytest.approx(margin_of((each[1] - each[0]).numpy()) * patched / plain, rel=1e-3)
+    formula = 2.78 * float((each[1] - each[0]).std()) / 5**0.5 * patched / plain  # Student's t of five pieces
+    assert row.margin == pytest.approx(formula, rel=0.25)
+    assert found.rows()[-1]["patched"] == row.change
+    with torch.no_grad():
+        intact = o.model(ids[:4]).logits
+        with under(patch, target_of(o.model, o.tokenizer)):
+            change = o.model(ids[:4]).logits - intact
+    assert ordinary.largest_change == pytest.approx(float(change.abs().max()), rel=1e-4)
 
 
 def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
@@ -85,6 +98,57 @@ def test_random_patch_is_as_many_others_of_the_same_place(tmp_path):
     assert len(sites) == len(patch.checked_sites) and not set(sites) & set(patch.checked_sites)
     assert {(s.layer, s.expert) for s in sites} == {(s.layer, s.expert) for s in patch.checked_sites}
     assert sites == drawn(1) != drawn(2)
+
+
+def proof_of_two(**changes) -> PatchProof:
+    """A patch of the late of two spikes: the early one stays, one of two words reaches it, and text attends to it."""
+    along = np.zeros((5, 2, 2))
+    along[:3] = [[[0.1, 0.9], [0.8, 0.9]], [[0.1, 0.9], [0.1, 0.1]], [[0.1, 0.9], [0.8, 0.9]]]
+    attention = np.array([[[0.1, 0.9], [0.9, 0.9]], [[0.1, 0.9], [0.4, 0.2]], [[0.1, 0.9], [0.9, 0.9]]])
+    rows = tuple(Perplexity(name, 20.0, 0.0, None) for name in ("none", "patch", "random patch"))
+    fields = {
+        "words": ("a", "b"),
+        "repeats": 64,
+        "spikes": ("layers 1-2", "layers 4-5"),
+        "along": along,
+        "following": AfterCopies(attention, np.array([[0.1, 0.0], [0.2, 0.1], [0.1, 0.0]])),
+        "ordinary": OrdinaryText(4, 24, rows, 0.5, 0.01, "a"),
+    }
+    return PatchProof(**(fields | changes))
+
+
+def test_the_conclusion_says_what_is_repaired_and_what_is_not():
+    """A spike's words alone count for it; what copies do not break in the intact model is not said to be repaired."""
+    evaluation = PatchEvaluation(neurons=(Neuron(4, None, 7),), proof=proof_of_two())
+    said = "norm and attention in layers 4-5, but not norm and attention in layers 1-2 and the next token"
+    assert evaluation.conclusion() == f"At copies, the patch of L4.N7 repairs {said} (random neurons repair nothing)."
+    table = {
+        (row["reading"], row["spike"]): (row["intact"], row["patched"], row["random"]) for row in evaluation.rows()
+    }
+    assert table["last copy", "layers 1-2"] == (0.9, 0.9, 0.9) == table["attention to copies", "layers 1-2"]
+    assert table["attention to copies", "layers 4-5"] == pytest.approx((0.9, 0.3, 0.9))
+    assert table["one more copy", None] == pytest.approx((0.05, 0.15, 0.05))
+    proof = proof_of_two()
+    proof.along[2] = proof.along[1]  # random neurons do the same
+    assert "(random neurons repair norm in layers 4-5)" in PatchEvaluation(neurons=(), proof=proof).conclusion()
+    half = proof_of_two()
+    half.along[1, 1, 0] = 0.8  # one of two words still reaches it
+    assert "repairs attention in layers 4-5, but not" in PatchEvaluation(neurons=(), proof=half).conclusion()
+    at_once = proof_of_two()
+    at_once.along[3] = at_once.along[0]
+    assert PatchEvaluation(neurons=(), proof=replace(at_once, following=None)).conclusion() == (
+        "There is nothing to repair: of 2 words, none has a spike only after 64 copies."
+    )
+    repeats_before = replace(proof_of_two().following, one_more=np.full((3, 2), 0.9))
+    assert "the next token" not in str(PatchEvaluation(neurons=(), proof=proof_of_two(following=repeats_before)))
+
+
+def test_a_model_without_a_spike_has_its_cost_only(tmp_path):
+    o = organism("llama", 0, kind="none")
+    found = evaluated(o, tmp_path, SinkPatch(layer=1, neurons=[3]))
+    assert "has nothing to repair: the first token has no spike" in found.conclusion()
+    assert [row["reading"] for row in found.rows()] == ["change of the perplexity"]
+    found.figure()
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from raw_kit import inputs_edited, residuals
 from refusals import refused
 
 from sinkscope.results.parts import Head, sites_of
-from sinkscope.sinks.first_tokens import FirstTokens, left_of, spike_of
+from sinkscope.sinks.first_tokens import FirstTokens, spike_of
 from sinkscope.sinks.marking_heads import MarkingHeads, heads
 from sinkscope.sinks.spikes.marks import marking_heads
+from sinkscope.sinks.spikes.texts import left_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -26,7 +27,7 @@ BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 
 def measured(o: Organism | HardModel, folder: Path, **options) -> MarkingHeads:
     text = text_file(o, folder, 8, seed=9)
-    return heads(o.model, tokenizer=o.tokenizer, text=text, **{"count": 12, **options})
+    return heads(o.model, tokenizer=o.tokenizer, text=text, **{"n_tokens": 12, **options})
 
 
 def groups_of(o: Organism, tokens: tuple[str, ...]) -> list[int]:
@@ -133,7 +134,7 @@ def test_a_set_is_judged_as_one(left_without, marking):
 
 def test_a_spike_elsewhere_has_no_first_tokens(tmp_path):
     m = hard("two_delimiters", "llama")
-    found = heads(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), count=4)
+    found = heads(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), n_tokens=4)
     assert found.marking is None and found.conclusion().startswith("No neurons are known that a norm spike")
 
 
@@ -154,7 +155,7 @@ def test_of_tokens_that_do_not_have_the_spike_nothing_is_said(tmp_path):
 
 def test_layers_without_attention_have_no_heads(tmp_path):
     m = hard("hybrid", "lfm2")
-    found = heads(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), count=4)
+    found = heads(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), n_tokens=4)
     assert found.heads and all(head.layer % 2 == 0 for head in found.heads)
     assert {head.layer for head in found.marking.heads} == {0}
 

@@ -20,13 +20,15 @@ from organisms import organism as new_organism
 from raw_kit import attention, residuals
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import plain
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Result
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.following import AFTER
-from sinkscope.sinks.patch.make import PatchMade, Verdict, patch_make
+from sinkscope.sinks.patch.make import PatchMade, Verdict, judged, patch_make
+from sinkscope.sinks.patch.proof import PatchProof
 from sinkscope.sinks.spikes.steps import first_spike
 
 pytestmark = pytest.mark.few_texts
@@ -88,12 +90,11 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
         with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():
             given = attention(o.model, after)[layers, :, :, end:, 1:end].sum(-1).mean()
             chances = o.model(after).logits[range(len(rows)), end - 1].softmax(-1)[range(len(rows)), ids]
-        assert proof.following.attention[condition, 0] == pytest.approx(float(given), rel=1e-3, abs=1e-5)
-        assert proof.following.repeats[condition] == pytest.approx(float(chances.mean()), rel=1e-3, abs=1e-6)
-    few = {"pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
+        assert proof.attention(0)[condition] == pytest.approx(float(given), rel=1e-3, abs=1e-5)
+        assert proof.following.one_more[condition] == pytest.approx(chances.numpy(), rel=1e-3, abs=1e-6)
+    few = {"max_repeats": 2 * o.truth.repeats_expected, "pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
     again = patch_eval(o.model, patch, tokenizer=o.tokenizer, **few)
-    assert [one.perplexity for one in proof.perplexity] == pytest.approx([one.perplexity for one in again.read])
-    assert (proof.largest_change, proof.flips) == pytest.approx((again.largest_change, again.flips))
+    assert plain(again.proof) == plain(proof)  # both commands measure one proof
 
 
 def test_only_words_that_need_repair_prove_it():
@@ -103,25 +104,27 @@ def test_only_words_that_need_repair_prove_it():
     along = proof.along.copy()
     along[:, 0, 0] = 0.25
     some = replace(made, proof=replace(proof, along=along))
-    assert some.claims[0].draws == len(proof.words) - 1 and some.proof.judged(0.01)[0] == "made"
+    assert some.claims[0].draws == len(proof.words) - 1 and judged(some.proof, 0.01)[0] == "made"
     assert f"copies of {len(proof.words) - 1} of {len(proof.words)} words reach at most " in some.conclusion()
     none = replace(proof, along=np.broadcast_to(along[:, :, :1], along.shape))
-    assert none.judged(0.01)[0] == "no-repeats"
+    assert judged(none, 0.01)[0] == "no-repeats"
     along = proof.along.copy()
     along[3] = along[0]
     at_once = replace(proof, along=along)
-    assert at_once.judged(0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
-    none, patched, random = proof.perplexity
-    assert replace(proof, perplexity=(none, replace(patched, change=np.nan), random)).judged(0.01)[0] == "refused"
-    harmful = replace(proof, perplexity=(none, replace(patched, change=0.02), random))
-    assert harmful.judged(0.01) == (
-        "refused",
-        "the perplexity of held-out text rises by 2.00%, and the limit is 1.00%.",
-    )
-    assert harmful.judged(0.03)[0] == "made"
+    assert judged(at_once, 0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
+    none, patched, random = proof.ordinary.perplexity
+
+    def with_change(change: float) -> PatchProof:
+        perplexity = none, replace(patched, change=change), random
+        return replace(proof, ordinary=replace(proof.ordinary, perplexity=perplexity))
+
+    assert judged(with_change(np.nan), 0.01)[0] == "refused"
+    refused = "refused", "the perplexity of held-out text rises by 2.00%, and the limit is 1.00%."
+    assert judged(with_change(0.02), 0.01) == refused
+    assert judged(with_change(0.02), 0.03)[0] == "made"
     returns = proof.along.copy()
     returns[1, 0, 1] = returns[0, 0, 1]
-    assert replace(proof, along=returns).judged(0.01)[0] == "not-repaired"
+    assert judged(replace(proof, along=returns), 0.01)[0] == "not-repaired"
     with pytest.raises(SinkscopeError, match="it harms"):
         _ = replace(made, verdict="refused", reason="it harms").patch
 
@@ -139,8 +142,8 @@ def test_make_then_eval(here, typed):
     o = organism("llama", 2)
     o.save("model")
     text_file(o, here, 16)
-    few = "--model model --text words.txt --pieces 4 --length 24"
-    out, err = typed(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json")
+    few = "--model model --text words.txt --pieces 4 --length 24 --max-repeats 250"
+    out, err = typed(f"patch make {few} --out out/patch.json --json made.json")
     assert err == "JSON: made.json\n" and "words reach at most 0% of the spike" in " ".join(out.split())
     made = Result.load("made.json")
     assert isinstance(made, PatchMade)

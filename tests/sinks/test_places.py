@@ -10,15 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.sinks.spikes.places import (
-    LEAST_CASES,
-    Place,
-    Rule,
-    pieces,
-    sink_places,
-    spike_places,
-    texts_with,
-)
+from sinkscope.sinks.spikes.places import LEAST_CASES, Rule, sink_places, split_by_label
 
 TEXTS, LENGTH, VOCAB = 48, 40, 60
 BOS, COMMA = 1, 7
@@ -44,7 +36,7 @@ def put(ids: Tensor, token: int, often: int, seed: int = 0) -> Tensor:
 
 
 def said(ids: Tensor, there: Tensor) -> str | None:
-    found, _ = pieces(ids, there, decode)
+    found = split_by_label(ids, there, decode)
     return " and ".join(place.words for place in found) or None
 
 
@@ -64,33 +56,23 @@ def test_the_simplest_words_are_taken():
     assert said(ids, at == 1) == "'t2' at position 1"
 
 
-def test_each_of_several_tokens_is_looked_at_though_one_never_comes_first():
-    ids = torch.randint(10, 90, (4, 64))
-    ids[:, [5, 9]] = torch.tensor([3, 7])
-    whole = torch.isin(ids, torch.tensor([3, 7]))
-    rows, at = texts_with(Place.of(ids, whole, whole, None, decode).cases, ids)
-    assert Counter(ids[rows, at].tolist()) == {3: 2, 7: 2}
-
-
 def test_scattered_places_are_a_piece_without_words_and_few_are_left_over():
     ids = texts()
     there = torch.rand(TEXTS, LENGTH, generator=torch.Generator().manual_seed(3)) < 0.02
     there[:, 0] = False
-    ((place,), left) = pieces(ids, there, decode)
+    (place,) = split_by_label(ids, there, decode)
     counts = Counter(ids[there].tolist())
-    assert place.rule is None and place.there(ids).equal(there) and left is None
+    assert place.rule is None and place.mask.equal(there)
     assert [counts[int(token[1:])] for token in place.common] == [count for _, count in counts.most_common(3)]
     assert place.words.startswith(f"{int(there.sum())} other positions, most often")
-    nothing, left = pieces(ids, there, decode, lambda _: False)
-    assert not nothing and left.there(ids).equal(there) and left.common == place.common
 
 
 def test_first_tokens_of_some_texts_are_a_piece_of_their_own():
     ids = texts(bos=False)
     there = (ids < 30) & (torch.arange(LENGTH) == 0)
-    there[:6, 9] = True
-    ((first,), left) = pieces(ids, there, decode, lambda piece: bool(piece[:, 0].any()))
-    assert first.is_first and first.words.startswith("some first tokens (") and len(left.cases) == 6
+    there[0, 9] = True  # alone, and left out
+    (first,) = split_by_label(ids, there, decode)
+    assert first.is_first and first.words.startswith("some first tokens (") and not first.mask[:, 9].any()
     assert first.share == pytest.approx(float((ids[:, 0] < 30).float().mean()))
 
 
@@ -98,10 +80,9 @@ def test_in_few_texts_a_few_places_without_words_are_a_piece_and_fewer_are_left_
     ids = texts()[:4]
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[[0, 1, 2], [5, 9, 20]] = True
-    assert len(pieces(ids, there, decode)[0]) == 1
+    assert len(split_by_label(ids, there, decode)) == 1
     there[0, 5] = False
-    found, left = pieces(ids, there, decode)
-    assert found == () and len(left.cases) == 2
+    assert split_by_label(ids, there, decode) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -112,26 +93,25 @@ def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
     generator = torch.Generator().manual_seed(seed)
     there = (ids == COMMA) | (torch.rand(ids.shape, generator=generator) < noise)
     there[:, 0] |= bool(seed % 2)
-    found, left = pieces(ids, there, decode)
+    found = split_by_label(ids, there, decode)
     covered = torch.zeros_like(there)
     for place in found:
-        piece = place.there(ids)
+        piece = place.mask
         assert not bool((piece & covered).any()) and int(piece.sum()) >= LEAST_CASES
-        assert place.coverage == pytest.approx(int(piece.sum()) / int(there.sum()))
         covered |= piece
-        meant = piece if place.rule is None else place.means(ids)
+        meant = piece if place.rule is None else place.matches(ids)
         assert not bool((piece & ~meant).any())
         both = int((meant & there).sum())
         assert both >= 0.9 * int(meant.sum())
-    assert not bool((covered & ~there).any()) and int((there & ~covered).sum()) == (
-        0 if left is None else len(left.cases)
-    )
+    assert not bool((covered & ~there).any())
+    left = there & ~covered
+    assert int(left[:, 1:].sum()) < LEAST_CASES or float(left[:, 1:].any(1).float().mean()) < 0.2
 
 
 def test_rules_mean_the_same_positions_in_texts_of_any_length():
     comma = Rule("x", tokens=(COMMA,), first=True)
-    assert comma.means(torch.tensor([[COMMA, 3, COMMA, 3], [3, 3, 3, COMMA]])).nonzero().tolist() == [[0, 0], [1, 3]]
-    assert Rule("x", position=9).means(torch.zeros(2, 4, dtype=torch.long)).any().item() is False
+    assert comma.matches(torch.tensor([[COMMA, 3, COMMA, 3], [3, 3, 3, COMMA]])).nonzero().tolist() == [[0, 0], [1, 3]]
+    assert Rule("x", position=9).matches(torch.zeros(2, 4, dtype=torch.long)).any().item() is False
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -165,14 +145,3 @@ def test_a_head_that_fails_in_some_texts_does_not_hide_the_sink():
     above[0, :2, :, 0] = True
     above[0, 0, ::4, 0] = False
     assert bool(sink_places(above)[:, 0].all())
-
-
-def test_a_norm_stands_out_beside_the_typical_one_of_its_layer():
-    norms = 1 + 0.2 * torch.rand(3, TEXTS, LENGTH, generator=torch.Generator().manual_seed(0))
-    norms[1] *= 100
-    norms[1, :, 4] *= 2.5
-    norms[2, :, 5] *= 4
-    assert spike_places(norms).nonzero()[:, 1].unique().tolist() == [5]
-    assert not spike_places(norms[:2]).any()
-    norms[0, :, 1:] *= 9  # most of the positions: nothing stands out
-    assert not spike_places(norms[:1]).any()

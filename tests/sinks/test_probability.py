@@ -1,4 +1,4 @@
-"""`repeat --read probability` on a model that repeats until its sink sets in, and its numbers found another way."""
+"""`repeat --quantity probability` on a model that repeats until its sink sets in, and its numbers found another way."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def short_answers(monkeypatch):
 def measured(**changes) -> Repeat:
     o = repeater()
     words = [o.tokenizer.decode([repeated_word()])]
-    options = {"read": "probability", "tokens": words, "prefix": PREFIX, "max_repeats": 300}
+    options = {"quantity": "probability", "tokens": words, "prefix": PREFIX, "max_repeats": 300}
     return repeat(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
@@ -106,7 +106,7 @@ def test_repetition_has_stopped_only_where_it_never_comes_back(likely, expected)
 def test_a_model_without_a_sink_is_measured_without_a_patch_and_answers_only_where_the_context_holds_it():
     o = organism("llama", 0, kind="none")
     o.model.config.max_position_embeddings = 64
-    result = repeat(o.model, tokenizer=o.tokenizer, read="probability")
+    result = repeat(o.model, tokenizer=o.tokenizer, quantity="probability")
     assert result.conditions == ("intact",) and {answer.copies for answer in result.answers} == {5}
     assert len(result.figure().data) == len(result.tokens)
 

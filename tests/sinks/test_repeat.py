@@ -1,4 +1,4 @@
-"""`repeat --read norm` and `--read attention`: against planted truth and against the long way; what is refused."""
+"""`repeat` of norms and of attention: against planted truth and against the long way; what is refused."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_where_no_spike_is_at_the_first_token_nothing_is_said_of_copies(tmp_path
     delimiter = m.tokenizer.decode([m.truth.delimiters[0]])
     result = repeat(m.model, tokens=[delimiter], **options)
     assert result.conclusion().startswith("No norm spike was found at the first token") and result.values is None
-    attended = repeat(m.model, read="attention", **options)
+    attended = repeat(m.model, quantity="attention", **options)
     assert f"{delimiter!r} wherever it stands" in attended.tokens[0]
 
 
@@ -128,7 +128,7 @@ def test_every_special_token_of_a_text_stands_before_the_repetitions():
 def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
     """In natural text, with copies, and with one copy; and what the copies get together."""
     count, text = 60, text_file(llama, tmp_path, 1, length=900)
-    result = measured(llama, read="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
+    result = measured(llama, quantity="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
     bos = llama.tokenizer.bos_token_id
     natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
     copies = torch.tensor([[bos, *[result.ids[0]] * count]])
@@ -150,7 +150,7 @@ def test_layers_without_attention_are_left_out():
     """A hybrid whose attention layers are 0, 2, ..."""
     hybrid = hard("plain", "lfm2")
     kinds = hybrid.model.config.layer_types
-    attended = repeat(hybrid.model, read="attention", tokenizer=hybrid.tokenizer, prefix="a", max_repeats=4)
+    attended = repeat(hybrid.model, quantity="attention", tokenizer=hybrid.tokenizer, prefix="a", max_repeats=4)
     layers = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
     assert np.flatnonzero(np.isfinite(attended.values[0, 1])).tolist() == layers
 
@@ -165,14 +165,14 @@ def test_layers_without_attention_are_left_out():
         ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains a repeated token"),
         ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: there is room for \d+$"),
         ({"prefix": "of " * 2048, "tokens": ["poem"]}, r"2\d\d\d tokens around them .*: there is room for 0"),
-        ({"tokens": ["all"], "read": "probability"}, "--tokens all belongs to --read norm"),
+        ({"tokens": ["all"], "quantity": "probability"}, "--tokens all belongs to --quantity norm"),
         (
             {"tokens": ["all"], "prefix": "a poem"},
-            "--tokens all belongs to --read norm without --prefix: leave it out, or ask for that",
+            "--tokens all belongs to --quantity norm without --prefix: leave it out, or ask for that",
         ),
-        ({"ablate": True, "read": "attention"}, "--ablate belongs to --read norm"),
-        ({"patch": "p.json"}, "--patch belongs to --read probability"),
-        ({"resume": "parts"}, "--resume belongs to --tokens all, and not to --read norm"),
+        ({"ablate": True, "quantity": "attention"}, "--ablate belongs to --quantity norm"),
+        ({"patch": "p.json"}, "--patch belongs to --quantity probability"),
+        ({"resume": "parts"}, "--resume belongs to --tokens all, and not to --quantity norm"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(llama, options, message):

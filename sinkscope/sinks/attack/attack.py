@@ -149,7 +149,7 @@ def attack(
     setup: Setup,
     *,
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
-    count: Natural = 256,
+    n_tokens: Natural = 256,
     spike: Whole | None = None,
     length: Annotated[int, Field(ge=2)] = 8,
     sequences: Whole = 32,
@@ -165,8 +165,8 @@ def attack(
     spike elsewhere.
 
     Args:
-        tokens: Tokens to cluster and to attack with. By default `count` tokens of the vocabulary.
-        count: Tokens of the vocabulary, drawn by the seed; a larger number than it has is all of them.
+        tokens: Tokens to cluster and to attack with. By default `n_tokens` tokens of the vocabulary.
+        n_tokens: Tokens of the vocabulary, drawn by the seed; a larger number than it has is all of them.
         spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token
             that need neurons.
         length: Tokens per sequence.
@@ -177,7 +177,7 @@ def attack(
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
     everyone = vocabulary(setup.target, tokens)
-    ids = everyone if tokens else sorted(sample_tokens(everyone, count, setup.seed))
+    ids = everyone if tokens else sorted(sample_tokens(everyone, n_tokens, setup.seed))
     if sequences:
         check_length(setup.target, f"--length {length}", length, remedy="give a shorter one")
     chosen = spike_of(setup, spike)

@@ -1,120 +1,113 @@
-"""What a patch costs elsewhere: the perplexity of ordinary text, compared with no patch and a random-neuron patch."""
+"""What a patch repairs of what repeated words break, and what it costs on ordinary text."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import plotly.express as px
 import plotly.graph_objects as go
-import torch
-from jaxtyping import Float
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from pydantic import Field
 
-from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Option, Result, Setup, measurement
-from sinkscope.models.target import Target
+from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.style import figure_of
-from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
-from sinkscope.sinks.patch.patches import random_patch, read_patch_argument
-from sinkscope.sinks.tokens import TokenRows
-
-PIECES = 8  # in one pass
-COMPARED = 4  # pieces of which every logit is compared
-
-
-def losses(target: Target, ids: TokenRows) -> Float[Tensor, " row"]:
-    """Measure the mean loss of each piece in nats, without the first token's prediction: texts begin alike."""
-    read = []
-    for rows in ids.split(PIECES):
-        # One row of logits after the other: along another axis torch adds float32 up less exactly (4e-4 of 262k tokens)
-        predictions = logits_of(target, rows)[:, 1:-1].flatten(0, 1)
-        following = rows[:, 2:].flatten().to(predictions.device)
-        loss = cross_entropy(predictions, following, reduction="none")
-        read.append(loss.unflatten(0, (len(rows), -1)).mean(1).cpu())
-    return torch.cat(read)
-
-
-def errors_of(samples: Float[Tensor, "condition sample"]) -> Float[Tensor, " edit"]:
-    """Return the standard error of the mean difference to the first condition, over paired samples."""
-    return (samples[1:] - samples[0]).std(1) / math.sqrt(samples.shape[1])
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """Perplexity of held-out text.
-
-    Attributes:
-        patch: "none"; "patch"; "random patch": as many random neurons of the same layers.
-        perplexity: The perplexity.
-        change: Difference to the perplexity without a patch, as a share of it.
-        two_errors: Two standard errors of the change, over paired pieces.
-    """
-
-    patch: str
-    perplexity: float
-    change: float
-    two_errors: float
+from sinkscope.results.tables import Table
+from sinkscope.sinks.held_out import Length, Pieces
+from sinkscope.sinks.patch.patches import read_patch_argument
+from sinkscope.sinks.patch.proof import CASES, RANDOM, PatchProof, Repair, proof_of
+from sinkscope.sinks.spikes.find import first_spikes
+from sinkscope.sinks.spikes.survey import survey_of
+from sinkscope.sinks.tokens import repetition_limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchEvaluation(Result):
-    """Perplexity of held-out text with and without a patch.
+    """What a patch repairs, and what it costs.
 
     Attributes:
-        read: The perplexity without a patch, with it, and with a random one.
         neurons: Neurons of the patch.
-        largest_change: Largest change of a logit under the patch, in a few of the pieces.
-        flips: Share of next tokens there whose likeliest prediction changes.
-        largest_at: The token after which that logit is read.
+        proof: What it does to repeated words in each spike of the first token, and to ordinary text.
     """
 
     page = "measure/patch"
-    percent = ("change", "two_errors")
-    table_of = "read"
+    percent = CASES[: RANDOM + 1]
+    glossary: ClassVar = {
+        "reading": "what is read at copies of the words that need repair, or of held-out text",
+        "spike": "the spike of the first token, by its layers",
+        "intact": "without a patch",
+        "patched": "under the patch",
+        "random": "under a patch of as many random neurons of the same layers",
+    }
 
-    read: tuple[Perplexity, ...]
     neurons: tuple[Neuron, ...]
-    largest_change: float
-    flips: float
-    largest_at: str = ""
+    proof: PatchProof
 
     def conclusion(self) -> str:
-        """Say how the patch changes the perplexity, beside random neurons."""
-        _, patched, random = self.read
-        texts = f"{self.settings['pieces']} held-out texts of {self.settings['length']} tokens"
-        return (
-            f"The patch of {in_words(self.neurons, 3)} changes the perplexity of {texts} by {patched.change:+.2%} "
-            f"(± {patched.two_errors:.2%}; random neurons: {random.change:+.2%})."
+        """Say what the patch repairs and what it does not, beside random neurons."""
+        proof, repairs = self.proof, self.proof.repairs()
+        if not proof.spikes:
+            return f"The patch of {in_words(self.neurons, 3)} has nothing to repair: the first token has no spike."
+        if not repairs:
+            words = count_of(len(proof.words), "word")
+            return f"There is nothing to repair: of {words}, none has a spike only after {proof.repeats:,} copies."
+        good = [one for one in repairs if one.patched]
+        bad = [one for one in repairs if not one.patched]
+        said = f"repairs {_in_words(good)}, but not {_in_words(bad)}"
+        if not good or not bad:
+            said = f"repairs {_in_words(good)}" if good else f"does not repair {_in_words(bad)}"
+        chance = [one for one in repairs if one.random]
+        control = f"random neurons repair {_in_words(chance) if chance else 'nothing'}"
+        return short_sentence(
+            f"At copies, the patch of {in_words(self.neurons, most)} {said} ({control})." for most in (3, 1)
         )
 
     def details(self) -> list[str]:
-        """Say what changes beside the mean loss."""
-        return [changed_logits(self.largest_change, self.largest_at, self.flips)]
+        """Say what is read in each spike, after copies and on ordinary text."""
+        return self.proof.sentences()
+
+    def rows(self) -> Table:
+        """Return a row for each number that is read without a patch, with it, and with a random one."""
+        proof, rows = self.proof, list[tuple[str, str | None, Any]]()
+        for number, spike in enumerate(proof.spikes):
+            rows.append(("last copy", spike, proof.furthest(number)))
+            rows.append(("attention to copies", spike, proof.attention(number)))
+        changes = [one.change for one in proof.ordinary.perplexity]
+        rows += [("one more copy", None, proof.one_more()), ("change of the perplexity", None, changes)]
+        table: Table = []
+        for reading, spike, cases in rows:
+            if cases is not None:
+                numbers = dict(zip(self.percent, map(float, cases), strict=True))
+                table.append({"reading": reading, "spike": spike, **numbers})
+        return table
 
 
-def changed_logits(largest: float, after: str, flips: float) -> str:
-    """Say how much a patch changes logits."""
-    return (
-        f"The largest change of a logit is {largest:.2g} (after {after!r}); {flips:.2%} of the likeliest tokens change."
-    )
+def _in_words(repairs: Sequence[Repair]) -> str:
+    parts: list[str] = []
+    for spike in dict.fromkeys(one.spike for one in repairs):
+        what = word_list([one.what for one in repairs if one.spike == spike])
+        parts.append(f"{what} in {spike}" if spike else f"the {what}")
+    return word_list(parts)
 
 
 def draw(result: PatchEvaluation) -> go.Figure:
-    """Draw the change by the patch and by a random patch, with two standard errors."""
-    labels = {"change": "change of the perplexity", "patch": ""}
-    fig = px.scatter(result.rows()[1:], render_mode="svg", x="patch", y="change", error_y="two_errors", labels=labels)
-    return figure_of(fig.update_yaxes(tickformat=".2%"), result, width=900, height=480)
+    """Draw what is read at copies without the patch, with it, and with random neurons."""
+    rows: Table = []
+    for row in result.rows()[:-1]:
+        reading = " in ".join(filter(None, (row["reading"], row["spike"])))
+        rows += [{"reading": reading, "case": case, "share": row[case]} for case in result.percent]
+    axes: dict[str, Any] = {"x": "reading", "y": "share", "color": "case", "barmode": "group"}
+    fig = px.bar(rows, **axes, labels={"reading": "", "share": ""}) if rows else go.Figure()
+    return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=900, height=480)
 
 
 @measurement(
     group="Sinks",
-    help="Measure what a patch costs.",
+    help="Measure what a patch repairs and costs.",
     figure=draw,
     words="patch eval",
     loading="whole",
@@ -124,16 +117,19 @@ def patch_eval(
     setup: Setup,
     patch: Annotated[Any, Option(metavar="FILE", required=True)] = None,
     *,
+    max_repeats: Annotated[int, Field(ge=2)] | None = None,
     pieces: Pieces = 32,
     length: Length = 64,
 ) -> PatchEvaluation:
-    """Measure the perplexity without a patch, with it, and with a patch of as many random neurons of the same layers.
+    """Measure what a patch repairs at repeated words in each spike of the first token, and what it costs elsewhere.
 
-    The random neurons hold their values at the second token. Perplexity is measured on pieces of the typical text after
-    the part that neutral values are taken from.
+    Everything is read without a patch, with it, and with a patch of as many random neurons of the same layers, which
+    hold their values at the second token. Perplexity is measured on pieces of the typical text after the part that
+    neutral values are taken from.
 
     Args:
         patch: The patch.json to evaluate; from Python also a `SinkPatch`.
+        max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
         pieces: Number of pieces of held-out text.
         length: Tokens per piece.
 
@@ -142,30 +138,8 @@ def patch_eval(
     """
     edit = read_patch_argument(patch)
     edit.check(setup.target)
-    ids = held_out(setup, pieces, length)
-    setup.record(
-        patch=None if isinstance(patch, SinkPatch) else Path(patch).name,
-        pieces=len(ids),
-        length=ids.shape[1],
-    )
-    read = []
-    for each in (None, edit, random_patch(setup, edit)):
-        with under(each, setup.target):
-            read.append(losses(setup.target, ids))
-        setup.progress("perplexity", len(read), 3)
-    samples = torch.stack(read).cpu().double()
-    perplexity = samples.mean(1).exp()
-    errors = [0.0, *(2 * errors_of(samples) * perplexity[1:] / perplexity[0]).tolist()]
-    change = (perplexity / perplexity[0] - 1).tolist()
-    rows = zip(("none", "patch", "random patch"), perplexity.tolist(), change, errors, strict=True)
-    intact = logits_of(setup.target, ids[:COMPARED])
-    with edit.on(setup.target):
-        patched = logits_of(setup.target, ids[:COMPARED])
-    change_at = (patched - intact).abs().amax(-1).flatten().cpu()
-    return PatchEvaluation(
-        read=tuple(Perplexity(*row) for row in rows),
-        neurons=edit.checked_sites,
-        largest_change=float(change_at.max()),
-        largest_at=setup.tokenizer.decode([int(ids[:COMPARED].flatten()[change_at.argmax()])]),
-        flips=float((patched.argmax(-1) != intact.argmax(-1)).float().mean()),
-    )
+    most = repetition_limit(setup.target, max_repeats)
+    setup.record(patch=None if isinstance(patch, SinkPatch) else Path(patch).name, max_repeats=most)
+    spikes = first_spikes(survey_of(setup, setup.bos), setup.tokenizer)
+    proof = proof_of(setup, spikes, edit, most, pieces, length)
+    return PatchEvaluation(neurons=edit.checked_sites, proof=proof)

@@ -1,112 +1,55 @@
-"""A patch of the neurons that a spike needs, and the proof of what it does to repetition and to ordinary text:
-
-1. The spikes of the first token, and the neutral values of the neurons that one of them needs.
-2. Copies of words: how far the last one goes along each spike, without the patch, with it, and with random neurons.
-3. Text after copies of the words that need repair: the attention that it gives to them; and whether the model repeats
-   the word.
-4. Held-out text: its perplexity and its logits.
-"""
+"""A patch of the neurons that a spike needs, made if what it does to repetition and to ordinary text proves it."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float
 from pydantic import Field
-from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_output
 from sinkscope.files.processes import is_first
-from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Option, Result, Setup, Whole, measurement
-from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Neuron
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.results.tables import Table
-from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.first_tokens import HAS, spike_of
+from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.held_out import Length, Pieces
-from sinkscope.sinks.patch.evaluate import Perplexity, changed_logits, patch_eval
-from sinkscope.sinks.patch.following import AfterCopies, after_copies
-from sinkscope.sinks.patch.patches import random_patch
-from sinkscope.sinks.repetition.norm import name_of
-from sinkscope.sinks.repetition.sweep import append_copy, claim_of_cases, claim_of_copies
-from sinkscope.sinks.spikes.copies import FIRST_LENGTH, along_spikes, half_reached
-from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.patch.proof import CASES, INTACT, ONCE, OTHERS, PATCHED, RANDOM, PatchProof, proof_of
+from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies
 from sinkscope.sinks.spikes.steps import sinks_of
-from sinkscope.sinks.tokens import pick_tokens, prefix_of, repeated, repetition_limit
+from sinkscope.sinks.tokens import repetition_limit
 
-INTACT, PATCHED, RANDOM, ONCE, OTHERS = range(5)
-CASES = ("intact", "patched", "random", "one copy", "other tokens")
 Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
 
 
-@dataclass(frozen=True)
-class PatchProof:
-    """What a patch does to repeated words and to ordinary text.
+def judged(proof: PatchProof, limit: float) -> tuple[Verdict, str]:
+    """Return the verdict on the patch of the first spike of a proof, and its reason.
 
-    Cases: "intact", "patched" and "random" are the last copy of each word without a patch, with it, and with as many
-    random neurons of the same layers patched; without a patch also "one copy" behind ordinary text, and "other tokens".
-
-    Attributes:
-        words: The words that were repeated.
-        repeats: How often each is repeated.
-        spikes: The spikes of the first token, by their layers; that whose neurons are patched comes first.
-        along: Projection on the direction of each spike, as a share of the first token's.
-        following: What follows copies of the words that need repair. None: no word does.
-        perplexity: Of held-out text in the first three cases.
-        largest_change: Largest change of a logit of held-out text under the patch.
-        flips: Share of its next tokens whose likeliest prediction changes.
-        largest_at: The token after which that logit is read.
+    Args:
+        proof: What the patch does.
+        limit: Largest accepted relative increase of the perplexity.
     """
-
-    words: tuple[str, ...]
-    repeats: int
-    spikes: tuple[str, ...]
-    along: Float[np.ndarray, "case spike word"]
-    following: AfterCopies | None
-    perplexity: tuple[Perplexity, ...]
-    largest_change: float
-    flips: float
-    largest_at: str = ""
-
-    @property
-    def has_spike(self) -> Bool[Tensor, "case spike word"]:
-        """Return whether a position reaches half of the first token's projection."""
-        return torch.from_numpy(self.along >= HAS)
-
-    @property
-    def failing(self) -> Bool[Tensor, " word"]:
-        """Return the words that need repair: copies reach the patched spike in the intact model, and one does not."""
-        return self.has_spike[INTACT, 0] & ~self.has_spike[ONCE, 0]
-
-    def judged(self, limit: float) -> tuple[Verdict, str]:
-        """Return the verdict and its reason."""
-        if not self.failing.any():
-            tried = f"{self.repeats:,} copies of {count_of(len(self.words), 'word')}"
-            return "no-repeats", f"{tried} do not reach half of the first token in the spike of {self.spikes[0]}."
-        left = int((self.has_spike[PATCHED, 0] & self.failing).sum())
-        if left:
-            return (
-                "not-repaired",
-                f"under the patch, {count_of(left, 'word')} still reach the spike of {self.spikes[0]}.",
-            )
-        rise = self.perplexity[PATCHED].change
-        if not rise <= limit:
-            return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
-        return "made", f"repeated words no longer reach the spike of {self.spikes[0]}."
+    failing, spike = proof.failing[0], proof.spikes[0]
+    if not failing.any():
+        tried = f"{proof.repeats:,} copies of {count_of(len(proof.words), 'word')}"
+        return "no-repeats", f"{tried} do not reach half of the first token in the spike of {spike}."
+    left = int((proof.has_spike[PATCHED, 0] & failing).sum())
+    if left:
+        return "not-repaired", f"under the patch, {count_of(left, 'word')} still reach the spike of {spike}."
+    rise = proof.ordinary.perplexity[PATCHED].change
+    if not rise <= limit:
+        return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
+    return "made", f"repeated words no longer reach the spike of {spike}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,48 +103,24 @@ class PatchMade(Result):
     def claims(self) -> Claims:
         """Make the claims about copies of the words that need repair, beside random neurons."""
         proof = self.proof
-        if proof is None or not bool(proof.failing.any()):
+        if proof is None or not proof.failing[0].any():
             return ()
-        along = torch.from_numpy(proof.along)
-        copies = claim_of_copies(proof.repeats, Outcome("norm"), along[[INTACT, ONCE, OTHERS], 0])
+        along = torch.from_numpy(proof.along[:, 0])
+        copies = claim_of_copies(proof.repeats, Outcome("norm"), along[[INTACT, ONCE, OTHERS]])
         outcome = Outcome("norm", effect=f"the spike of {proof.spikes[0]} at {{}}")
-        left = along[[PATCHED, INTACT, RANDOM], 0][:, proof.failing] / along[INTACT, 0, proof.failing]
+        failing = along[:, proof.failing[0]]
+        left = failing[[PATCHED, INTACT, RANDOM]] / failing[INTACT]
         return claim_of_cases(self.sites, copies.place, outcome, left, edit="patched"), copies
 
     def conclusion(self) -> str:
         """Say what the patch does in its own spike, or why there is none."""
         if self.verdict != "made" or self.proof is None:
             return f"No patch was made: {self.reason}"
-        return self._line(0, self.proof.failing)
+        return self.proof.line(0)
 
     def details(self) -> list[str]:
         """Say what is so in the other spikes, in attention and output, and in ordinary text."""
-        proof = self.proof
-        if proof is None:
-            return []
-        every = torch.ones(len(proof.words), dtype=torch.bool)
-        lines = [self._line(number, every) for number in range(1, len(proof.spikes))]
-        if proof.following is not None:
-            lines += proof.following.sentences(proof.spikes)
-        _, patched, random = proof.perplexity
-        texts = f"{self.settings['pieces']} held-out texts of {self.settings['length']} tokens"
-        return [
-            *lines,
-            f"The perplexity of {texts} changes by {patched.change:+.3%} (± {patched.two_errors:.3%}; random neurons: "
-            f"{random.change:+.3%}).",
-            changed_logits(proof.largest_change, proof.largest_at, proof.flips),
-        ]
-
-    def _line(self, number: int, words: Bool[Tensor, " word"]) -> str:
-        """Say what the last copies of some words reach in a spike with and without the patch."""
-        assert self.proof is not None
-        along = self.proof.along[:, number, words.numpy()]
-        before, after, random = (along[case].max() for case in (INTACT, PATCHED, RANDOM))
-        copies = f"copies of {along.shape[1]} of {count_of(self.proof.along.shape[2], 'word')}"
-        return (
-            f"Under the patch, {copies} reach at most {after:.0%} of the spike of {self.proof.spikes[number]} (without "
-            f"it: {before:.0%}; random neurons: {random:.0%})."
-        )
+        return [] if self.proof is None else self.proof.sentences()[1:]
 
     def rows(self) -> Table:
         """Return a row per spike and word: what the last copy reaches in each case."""
@@ -285,59 +204,5 @@ def _made(
     patch = SinkPatch(sites=sites, calibrated=dict(zip(sites, calibrated, strict=True)))
     others = [one.spike for one in sinks.at_first if one is not chosen]
     proof = proof_of(setup, [chosen.spike, *others], patch, most, pieces, length)
-    verdict, reason = proof.judged(limit)
+    verdict, reason = judged(proof, limit)
     return PatchMade(verdict=verdict, reason=reason, sites=sites, calibrated=calibrated, proof=proof)
-
-
-@torch.no_grad()
-def proof_of(
-    setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int, pieces: int, length: int
-) -> PatchProof:
-    """Measure what a patch does to repeated words and to ordinary text.
-
-    Args:
-        setup: The model and its text.
-        spikes: The spikes of the first token, first that which is patched.
-        patch: The patch.
-        limit: Largest number of repetitions.
-        pieces: Number of pieces of held-out text.
-        length: Tokens per piece.
-    """
-    target, ids = setup.target, pick_tokens(setup)
-    before = prefix_of(setup, ids)
-    tried = min(FIRST_LENGTH, limit)
-    intact = along_spikes(target, spikes, repeated(before, ids, tried))
-    halves = [half_reached(row[len(before) :]) for row in intact[0]]
-    if None in halves and tried < limit:
-        tried = limit
-        intact = along_spikes(target, spikes, repeated(before, ids, tried))
-        halves = [half_reached(row[len(before) :]) for row in intact[0]]
-    # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
-    count = max(2, min(tried, 2 * max([half for half in halves if half is not None], default=tried)))
-    rows = repeated(before, ids, count)
-    last = rows.shape[1] - 1
-    along = [torch.stack([of_spike[:, last] for of_spike in intact])]
-    edits = (None, patch, random_patch(setup, patch))
-    for edit in edits[1:]:
-        setup.progress("patches", len(along), len(CASES))
-        with under(edit, target):
-            along.append(torch.stack([of_spike[:, last] for of_spike in along_spikes(target, spikes, rows)]))
-    ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
-    others = ordinary[torch.arange(len(rows)) % len(ordinary)]
-    beside = along_spikes(target, spikes, append_copy(others, rows))  # a copy is last, and text before it
-    along += [torch.stack([of_spike[:, at] for of_spike in beside]) for at in (last, last - 1)]
-    cost = patch_eval.on(setup, patch=patch, pieces=pieces, length=length)
-    proof = PatchProof(
-        words=token_texts(target, ids),
-        repeats=count,
-        spikes=tuple(map(name_of, spikes)),
-        along=torch.stack(along).numpy(),
-        following=None,
-        perplexity=tuple(cost.read),
-        largest_change=cost.largest_change,
-        flips=cost.flips,
-        largest_at=cost.largest_at,
-    )
-    if not bool(proof.failing.any()):
-        return proof
-    return replace(proof, following=after_copies(setup, spikes, edits, rows[proof.failing], len(before)))

@@ -21,16 +21,16 @@ from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.measure import Result, Setup, measurement
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
 from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Component, Parts, Tokens
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.first_tokens import left_of
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
 from sinkscope.sinks.spikes.controls import INTACT, claim_of, random_neurons
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.steps import sinks_of
+from sinkscope.sinks.spikes.texts import left_of
 from sinkscope.sinks.tokens import TokenRows
 
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]
@@ -163,7 +163,7 @@ def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept
     """Return the places of norm spikes, and draw as many other tokens of each text."""
     there = torch.zeros_like(ids, dtype=torch.bool)
     for place in places:
-        there |= place.means(ids)
+        there |= place.matches(ids)
     generator = draws(setup.seed, "places beside those of the sink")
     others = torch.rand(DRAWS, *ids.shape, generator=generator).masked_fill(there, 2.0)
     random = others.argsort(-1).argsort(-1) < there.sum(1, keepdim=True)
@@ -228,5 +228,5 @@ class Texts:
         random = [float(other.mean()) for other in others]
         outcome = Outcome(name, effect=f"most of what rounding {WORDS[name]} costs")
         contrasts = INTACT, Contrast("random", min(random, default=float(by_text.mean())), DRAWS, "random ones")
-        search = Search("random ones", DRAWS)
+        search = SearchSpace("random ones", DRAWS)
         return claim_of("protects", subject, outcome, exact, by_text, contrasts, search, "exact")

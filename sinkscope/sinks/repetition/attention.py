@@ -40,7 +40,7 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     ids = torch.cat([ids, natural[:, -TAIL:].expand(len(ids), -1)], 1)
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[:, before:-TAIL] = True
-    keys = torch.stack([place.means(ids) & ~there, there], 2).float()
+    keys = torch.stack([place.matches(ids) & ~there, there], 2).float()
     received = attention_from(target, ids, keys, sweep.rows.shape[1]) / TAIL  # row place layer
     visible = torch.arange(sweep.rows.shape[1], ids.shape[1])[:, None] + 1
     times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
@@ -51,7 +51,7 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     outcome = Outcome("attention", (layer,), gives=f"get {{}} of the attention in layer {layer}")
     claim = claim_of_copies(sweep.count, outcome, torch.stack([copies, one, usual.expand(count)]), exact=sweep.named)
     return Repeat(
-        read="attention",
+        quantity="attention",
         claims=(claim,),
         conditions=("natural text", "copies", "one copy"),
         values=torch.stack([part.mean(0) for part in times.split(parts)]).numpy(),

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure import Setup
@@ -34,40 +33,37 @@ def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat
         spikes: The spikes.
         ablate: Read them also with the neurons zeroed that each spike needs, and with as many random ones.
     """
-    setup, target = sweep.setup, sweep.setup.target
-    directions = [one.spike for one in spikes]
-    conditions = [name_of(one.spike) for one in spikes]
+    setup, target, claims = sweep.setup, sweep.setup.target, list[Claim]()
+    directions, conditions = [one.spike for one in spikes], [name_of(one.spike) for one in spikes]
     values = [row[:, sweep.before :] for row in along_spikes(target, directions, sweep.rows)]
     beside = [along_spikes(target, directions, rows) for rows in contrast_rows(setup, sweep.rows, sweep.before)]
-    claims: list[Claim] = []
-    for number, spike in enumerate(directions):
-        outcome = Outcome(
-            "norm", (spike.peak,), gives=f"reach {{}} of the spike of {name_of(spike)} at the first token"
-        )
-        last = torch.stack([values[number][:, -1], *(rows[number][:, -1] for rows in beside)])
-        claims.append(claim_of_copies(sweep.count, outcome, last))
+    for spike, *rows in zip(directions, values, *beside, strict=True):
+        gives = f"reach {{}} of the spike of {name_of(spike)} at the first token"
+        last = torch.stack([row[:, -1] for row in rows])
+        claims.append(claim_of_copies(sweep.count, Outcome("norm", (spike.peak,), gives=gives), last))
     for one, intact in zip(spikes, values[:], strict=True):
         if not ablate or not one.needed_neurons:
             continue
-        edits = {"needed neurons zeroed": one.needed_neurons}
-        edits["random neurons zeroed"] = random_neurons(target, one.needed_neurons, setup.seed)
-        read: list[Tensor] = []
-        for words, neurons in edits.items():
+        read = [intact]
+        random = random_neurons(target, one.needed_neurons, setup.seed)
+        for words, neurons in {"needed": one.needed_neurons, "random": random}.items():
             with Ablate(sites=neurons).on(target):
                 read.append(along_spikes(target, [one.spike], sweep.rows)[0][:, sweep.before :])
-            conditions.append(f"{name_of(one.spike)}, {words}")
+            conditions.append(f"{name_of(one.spike)}, {words} neurons zeroed")
             values.append(read[-1])
             setup.progress("repetitions", len(values), 3 * len(spikes))
         converging = torch.tensor([half_reached(row) is not None for row in intact])
         if bool(converging.any()):
-            left = torch.stack([read[0][:, -1], intact[:, -1], read[1][:, -1]])[:, converging] / intact[converging, -1]
+            last = torch.stack([row[converging, -1] for row in read])
             outcome = Outcome("norm", (one.spike.peak,), effect="the copies' projection at {}")
-            claims.insert(0, claim_of_cases(one.needed_neurons, claims[-1].place, outcome, left))
-    repeats = np.array([[half_reached(row) or np.nan for row in rows] for rows in values], dtype=float)
-    points = torch.stack(values)[:, :, sweep.counts - 1].numpy()
-    fields = sweep.fields()
+            claims.insert(0, claim_of_cases(one.needed_neurons, claims[-1].place, outcome, last[[1, 0, 2]] / last[0]))
     return Repeat(
-        read="norm", claims=tuple(claims), conditions=tuple(conditions), repeats=repeats, values=points, **fields
+        quantity="norm",
+        claims=tuple(claims),
+        conditions=tuple(conditions),
+        repeats=np.array([[half_reached(row) or np.nan for row in rows] for rows in values], dtype=float),
+        values=torch.stack(values)[:, :, sweep.counts - 1].numpy(),
+        **sweep.fields(),
     )
 
 
@@ -88,10 +84,9 @@ def read_vocabulary(setup: Setup, spikes: Sequence[Measured], limit: int, sample
         each = copies_of(target, directions, tokens, prefix_of(setup, tokens), limit)
         return {name_of(spike): [one.half for one in found] for spike, found in zip(directions, each, strict=True)}
 
-    settings = {"layers": [name_of(spike) for spike in directions], "max_repeats": limit}
-    columns = in_chunks(setup, work, ids, resume, what="vocabulary", size=TOKENS, **settings)
     names = [name_of(spike) for spike in directions]
+    columns = in_chunks(setup, work, ids, resume, what="vocabulary", size=TOKENS, layers=names, max_repeats=limit)
     repeats = np.array([columns[name] for name in names], dtype=float)
     return Repeat(
-        read="norm", conditions=tuple(names), ids=tuple(ids), tokens=token_texts(target, ids), repeats=repeats
+        quantity="norm", conditions=tuple(names), ids=tuple(ids), tokens=token_texts(target, ids), repeats=repeats
     )

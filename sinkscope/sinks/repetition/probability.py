@@ -68,7 +68,7 @@ def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
             if name != "random neurons" and sweep.before + copies + NEW_TOKENS <= longest:
                 answers += answers_after(sweep, copies, act)
     return Repeat(
-        read="probability",
+        quantity="probability",
         claims=tuple(claims),
         conditions=tuple(edits),
         repeats=np.array([[stopped_after(row) for row in rows] for rows in values]),

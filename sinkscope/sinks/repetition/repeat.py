@@ -14,28 +14,33 @@ from sinkscope.sinks.chunks import Resume
 from sinkscope.sinks.repetition.attention import TAIL, read_attention
 from sinkscope.sinks.repetition.norm import read_norms, read_vocabulary
 from sinkscope.sinks.repetition.probability import read_probabilities
-from sinkscope.sinks.repetition.result import Repeat, What
+from sinkscope.sinks.repetition.result import Quantity, Repeat
 from sinkscope.sinks.repetition.sweep import sweep_of
 from sinkscope.sinks.spikes.steps import sinks_of
 
 EVERY_TOKEN = ["all"]
-OWN = {"ablate": "--read norm", "patch": "--read probability", "sample": "--tokens all", "resume": "--tokens all"}
+OWN = {
+    "ablate": "--quantity norm",
+    "patch": "--quantity probability",
+    "sample": "--tokens all",
+    "resume": "--tokens all",
+}
 """What an option belongs to."""
 NO_SPIKE = "No norm spike was found at the first token, so repetitions are compared with nothing; see `circuit`."
 
 
-def refuse_unused(*, read: str, tokens: Sequence[str] | None, **options: Any) -> None:
+def refuse_unused(*, quantity: str, tokens: Sequence[str] | None, **options: Any) -> None:
     """Refuse options that the reading has no use for, before a model is opened.
 
     Raises:
         SinkscopeError: An option belongs to another reading.
     """
-    what = "--tokens all" if list(tokens or ()) == EVERY_TOKEN else f"--read {read}"
+    what = "--tokens all" if list(tokens or ()) == EVERY_TOKEN else f"--quantity {quantity}"
     for name, own in OWN.items():
         if options[name] and what != own:
             raise SinkscopeError(f"--{name} belongs to {own}, and not to {what}: leave it out, or ask for that")
-    if what == "--tokens all" and (read != "norm" or options["prefix"]):
-        raise SinkscopeError("--tokens all belongs to --read norm without --prefix: leave it out, or ask for that")
+    if what == "--tokens all" and (quantity != "norm" or options["prefix"]):
+        raise SinkscopeError("--tokens all belongs to --quantity norm without --prefix: leave it out, or ask for that")
 
 
 @measurement(
@@ -46,7 +51,7 @@ def refuse_unused(*, read: str, tokens: Sequence[str] | None, **options: Any) ->
 def repeat(
     setup: Setup,
     *,
-    read: What = "norm",
+    quantity: Quantity = "norm",
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...|all", reads="commas")] = None,
     prefix: str | None = None,
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
@@ -62,9 +67,9 @@ def repeat(
     and Table 3).
 
     Args:
-        read: "norm": projection of the repeated token on each spike of the first token; "attention" that copies and the
-            sink receive; "probability" that the token comes once more, before and after a patch, and what the model
-            writes after 50 and 400 repetitions.
+        quantity: What is read. "norm": projection of the repeated token on each spike of the first token; "attention"
+            that copies and the sink receive; "probability" that the token comes once more, before and after a patch,
+            and what the model writes after 50 and 400 repetitions.
         tokens: Words to repeat, each one token; all is the whole vocabulary. By default five words of the text.
         prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
@@ -78,15 +83,15 @@ def repeat(
         sinkscope repeat --model llama-2-7b --max-repeats 500
     """
     every = list(tokens or ()) == EVERY_TOKEN
-    room = TAIL if read == "attention" else 0
+    room = TAIL if quantity == "attention" else 0
     sweep = sweep_of(setup, None if every else tokens, prefix, max_repeats, room)
-    if read == "probability":
+    if quantity == "probability":
         return read_probabilities(sweep, patch)
     sinks = sinks_of(setup)
-    if read == "attention" and sinks.spikes:
+    if quantity == "attention" and sinks.spikes:
         return read_attention(sweep, sinks.spikes[0].spike)
     if not sinks.at_first:
-        return Repeat(read=read, instead=NO_SPIKE)
+        return Repeat(quantity=quantity, instead=NO_SPIKE)
     if every:
         return read_vocabulary(setup, sinks.at_first, sweep.count, sample, resume)
     return read_norms(sweep, sinks.at_first, ablate)

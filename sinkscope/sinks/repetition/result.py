@@ -19,7 +19,7 @@ from sinkscope.results.tables import Table
 HALF = 0.5
 """Share of the spike's norm, or probability, from which a token counts as a sink, or as repeated."""
 TURNS = {"norm": "reach half of the first token's projection", "probability": "stop being repeated"}
-What = Literal["norm", "attention", "probability"]
+Quantity = Literal["norm", "attention", "probability"]
 SHOWN_TEXT = 40  # characters of an answer in the table
 
 
@@ -47,9 +47,9 @@ class Repeat(Result):
     """One reading of a model over the number of repetitions of a token.
 
     Attributes:
-        read: "norm": projection on the direction of each spike, as a share of the first token's; "attention": attention
-            that the last 64 tokens, which are natural text, give to places, over what each place would get if all
-            tokens got the same; "probability": probability that the token comes once more.
+        quantity: What was read. "norm": projection on the direction of each spike, as a share of the first token's;
+            "attention": attention that the last 64 tokens, which are natural text, give to places, over what each place
+            would get if all tokens got the same; "probability": probability that the token comes once more.
         instead: What there is instead of a finding.
         claims: What neurons do after the copies, if that was measured; then what copies do.
         ids: Ids of the repeated tokens.
@@ -67,12 +67,12 @@ class Repeat(Result):
     drawing: ClassVar = "sinkscope.sinks.repetition.result:draw"
     glossary: ClassVar = {
         "condition": "what was read, or under which edit",
-        "norm": "projection on the spike's direction after the last repetition, over that of the first token",
+        "projection": "on the spike's direction after the last repetition, over that of the first token",
         "attention": "what a place gets in the layer after the peak of the spike, over what uniform attention gives it",
         "probability": "of the token to come once more after the last repetition",
     }
 
-    read: What
+    quantity: Quantity
     instead: str | None = None
     claims: Claims = ()
     ids: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ class Repeat(Result):
 
     def conclusion(self) -> str:
         """Say how many words converge in each spike; of other readings, the first claim."""
-        if self.read != "norm" or self.repeats is None or self.instead is not None:
+        if self.quantity != "norm" or self.repeats is None or self.instead is not None:
             return super().conclusion()
         said: list[str] = []
         for condition, repeats in zip(self.conditions, self.repeats, strict=True):
@@ -99,7 +99,7 @@ class Repeat(Result):
 
     def details(self) -> list[str]:
         """Say the facts; of a reading of spikes, no mean over words of which some converge and others do not."""
-        return self.facts() if self.read == "norm" else super().details()
+        return self.facts() if self.quantity == "norm" else super().details()
 
     def facts(self) -> list[str]:
         """Say how many tokens turn under each condition."""
@@ -107,11 +107,16 @@ class Repeat(Result):
         if self.repeats is not None:
             for condition, repeats in zip(self.conditions, self.repeats, strict=True):
                 turned = repeats[np.isfinite(repeats)]
-                line = f"{len(turned)} of {len(repeats)} tokens {TURNS[self.read]} ({condition}"
+                line = f"{len(turned)} of {len(repeats)} tokens {TURNS[self.quantity]} ({condition}"
                 if len(turned):
                     line += f"; {_after(int(turned.min()), int(turned.max()))}"
                 lines.append(f"{line}).")
         return lines
+
+    @property
+    def column(self) -> str:
+        """The name of what was read in tables and drawings: of the reading of norms it is a share."""
+        return "projection" if self.quantity == "norm" else self.quantity
 
     def rows(self) -> Table:
         """Return a row per answer; without answers, one per condition and token."""
@@ -119,7 +124,7 @@ class Repeat(Result):
             return [{**vars(answer), "follows": answer.follows[:SHOWN_TEXT]} for answer in self.answers]
         columns: dict[str, Any] = {"repeats": self.repeats}
         if self.values is not None:
-            columns = {self.read: self.values[:, :, self.shown], **columns}
+            columns = {self.column: self.values[:, :, self.shown], **columns}
         return long_table(columns, condition=self.conditions, token=self.tokens)
 
 
@@ -134,10 +139,10 @@ def draw(result: Repeat) -> go.Figure:
     """Draw a line per token and a panel per condition; of a vocabulary a histogram."""
     fig: Any = go.Figure()
     if result.at is not None and result.values is not None:
-        x = "layer" if result.read == "attention" else "repetitions"
+        x = "layer" if result.quantity == "attention" else "repetitions"
         axes: dict[str, Any] = {"condition": result.conditions, "token": result.tokens, x: result.at.tolist()}
-        rows = long_table({result.read: result.values}, **axes)
-        shown: dict[str, Any] = {"x": x, "y": result.read, "color": "token", "facet_col": "condition"}
+        rows = long_table({result.column: result.values}, **axes)
+        shown: dict[str, Any] = {"x": x, "y": result.column, "color": "token", "facet_col": "condition"}
         fig = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=True)
         fig.update_yaxes(exponentformat="power")
         if result.repeats is not None:

@@ -15,7 +15,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.draws import draws
 from sinkscope.models.text import beginning
-from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, Search
+from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, SearchSpace
 from sinkscope.results.notation import word_form
 from sinkscope.results.parts import Neuron, Parts, Tokens
 from sinkscope.sinks.chunks import token_texts
@@ -156,7 +156,7 @@ def claim_of_cases(
         kinds = ("intact", "random")
     contrasts = list(map(Contrast, kinds, values[1:].mean(1).tolist()))
     count = values.shape[1]
-    search = Search(word_form(count, "case", "cases"), count)
+    search = SearchSpace(word_form(count, "case", "cases"), count)
     return claim_of("makes", subject, outcome, place, values[0], contrasts, search, edit, exact)
 
 

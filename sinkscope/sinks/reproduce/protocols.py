@@ -21,7 +21,7 @@ from sinkscope.results.notation import read_neuron
 from sinkscope.results.parts import Component, Neuron
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import copies_of
-from sinkscope.sinks.spikes.find import find_spikes
+from sinkscope.sinks.spikes.find import first_spikes
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey, read_survey
 from sinkscope.sinks.spikes.texts import SpikeTexts
@@ -40,8 +40,7 @@ Protocol = Callable[[Setup, Survey, Published], Any]
 
 def highest(survey: Survey, tokenizer: Any) -> Spike | None:
     """Return the spike of the first token with the largest departure; None if there is none."""
-    spikes = [spike for spike in find_spikes(survey, tokenizer)[0] if spike.place.is_first]
-    return max(spikes, key=lambda spike: spike.size, default=None)
+    return max(first_spikes(survey, tokenizer), key=lambda spike: spike.size, default=None)
 
 
 def layers(setup: Setup, survey: Survey, __: Published) -> list[int | None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Neuron, Parts, sites_of
 
 INTACT = Contrast("intact", 1.0)
@@ -50,7 +50,7 @@ def claim_of(
     place: str,
     left: Float[Tensor, " draw"],
     contrasts: Sequence[Contrast],
-    search: Search,
+    search: SearchSpace,
     edit: str = "",
     exact: bool = False,
 ) -> Claim:

@@ -21,23 +21,13 @@ AT_ONCE = 1 << 24  # elements of the widest activation of a pass
 @torch.no_grad()
 def along_spikes(target: Target, spikes: Sequence[Spike], rows: TokenRows) -> list[Float[Tensor, "row pos"]]:
     """Projection of every position on each spike's direction after its peak, as a share of the spike."""
-    layers = sorted({spike.peak for spike in spikes})
-    sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]
-
-    def project(layer: int, states: Tensor) -> Tensor:
-        here = [spike for spike in spikes if spike.peak == layer]
-        return torch.stack([spike.along(states.float().cpu()) for spike in here])
-
-    size = max(1, AT_ONCE // (rows.shape[1] * target.d_mlp))
-    found: dict[int, list[Tensor]] = {number: [] for number in range(len(spikes))}
-    for some in rows.split(size):
-        states = trace(target, some, sites, batch_size=len(some))
-        for site, layer in zip(sites, layers, strict=True):
-            along = iter(project(layer, states[site]))
-            for number, spike in enumerate(spikes):
-                if spike.peak == layer:
-                    found[number].append(next(along))
-    return [torch.cat(found[number]) for number in range(len(spikes))]
+    site = "blocks.{}.hook_resid_post"
+    found: list[list[Tensor]] = [[] for _ in spikes]
+    for some in rows.split(max(1, AT_ONCE // (rows.shape[1] * target.d_mlp))):
+        states = trace(target, some, [site.format(spike.peak) for spike in spikes], batch_size=len(some))
+        for spike, along in zip(spikes, found, strict=True):
+            along.append(spike.along(states[site.format(spike.peak)].float().cpu()))
+    return [torch.cat(along) for along in found]
 
 
 def half_reached(along: Float[Tensor, " copy"]) -> int | None:
@@ -82,7 +72,7 @@ def copies_of(
             for token, row in zip(waiting, rows, strict=True):
                 own = row[len(before) :] / row[0]
                 half, word = half_reached(own), target.tokenizer.decode([token])
-                found[number, token] = Copies(word, token, half, float(own[0]), float(own[-1]), length)
+                found[number, token] = Copies(word, half, float(own[0]), float(own[-1]), length)
         progress("copies", length, limit)
         if length == limit:
             break

@@ -39,7 +39,7 @@ Written = Mapping[Part, Float[Tensor, " d"]]
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """Texts, edits of them, and what is read.
+    """A run: texts, their edits, and what is read.
 
     Attributes:
         ids: The texts.

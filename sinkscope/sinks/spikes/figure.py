@@ -54,44 +54,31 @@ def draw(result: Any) -> go.Figure:
 def _draw_spike(fig: Any, spike: SpikeResult, colour: str) -> None:
     """The run of a spike as a band, and the shares of what writes it and what erases it."""
     low, high = spike.layers
-    name = f"layer{run(*spike.layers)}"
     fig.add_vrect(low - 0.5, high + 0.5, fillcolor=colour, opacity=0.15, line_width=0, row=1, col=1)
     parts = [*spike.writers, *spike.erasers]
-    layers = [_layer(one) for one in parts]
     names = [_needed_in(spike, one) for one in parts]
     fig.add_bar(
-        x=layers, y=[one.share for one in parts], base=0, text=names, textangle=-90, textfont_size=11,
-        textposition="outside", constraintext="none", cliponaxis=False, hovertext=[escape(one.part) for one in parts],
-        name=name, marker_color=colour, offset=-0.4, width=0.8, row=1, col=2,
+        x=[_layer(one) for one in parts], y=[one.share for one in parts], base=0, text=names, textangle=-90,
+        textfont_size=11, textposition="outside", constraintext="none", cliponaxis=False,
+        hovertext=[escape(one.part) for one in parts], name=f"layer{run(*spike.layers)}", marker_color=colour,
+        offset=-0.4, width=0.8, row=1, col=2,
     )  # fmt: skip
 
 
 def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
     """The heads that attend to a spike's place: intact, without what it needs, and without random neurons."""
-    names, needs = [], []
-    for spike in spikes:
-        if spike.needed is not None:
-            names.append(f"layer{run(*spike.layers)}")
-            needs.append(spike.needed)
+    names = [f"layer{run(*spike.layers)}" for spike in spikes if spike.needed is not None]
+    needs = [spike.needed for spike in spikes if spike.needed is not None]
     counts = {
         "heads, intact": (BEFORE, [need.heads[0] for need in needs]),
         "heads, without the needed": (AFTER, [need.heads[1] for need in needs]),
         "heads, without random ones": (GREY, [None if need.random is None else need.random.heads for need in needs]),
     }
     for number, (name, (colour, heads)) in enumerate(counts.items()):
-        place = {"offset": 0.27 * number - 0.4, "width": 0.26}
         fig.add_bar(
-            x=names,
-            y=heads,
-            text=heads,
-            textposition="outside",
-            cliponaxis=False,
-            name=name,
-            marker_color=colour,
-            **place,
-            row=1,
-            col=4,
-        )
+            x=names, y=heads, text=heads, textposition="outside", cliponaxis=False, name=name, marker_color=colour,
+            offset=0.27 * number - 0.4, width=0.26, row=1, col=4,
+        )  # fmt: skip
 
 
 def _needed_in(spike: SpikeResult, one: PartShare) -> str:

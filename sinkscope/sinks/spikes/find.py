@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
-from sinkscope.sinks.spikes.places import Place, pieces
+from sinkscope.sinks.spikes.places import Place, split_by_label
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Mask, Survey
 
@@ -18,8 +19,8 @@ FACTOR = 3.0  # a spike's norm over the typical one
 SAME = 0.5  # cosine to the direction at the peak from which a layer carries the same spike
 
 
-def find_spikes(survey: Survey, tokenizer: object) -> tuple[list[Spike], Place | None]:
-    """The spikes of each place, first layers first, and the positions that stand out but are too few for a place.
+def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
+    """The spikes of each place, first layers first.
 
     Args:
         survey: The survey.
@@ -32,16 +33,20 @@ def find_spikes(survey: Survey, tokenizer: object) -> tuple[list[Spike], Place |
     if not bool(ordinary.any()):  # every position stands out somewhere
         ordinary = torch.ones_like(anywhere)
         ordinary[:, 0] = False
-    places, rare = pieces(survey.ids, anywhere, tokenizer.decode)  # pyright: ignore[reportAttributeAccessIssue]
     spikes: list[Spike] = []
-    for place in places:
+    for place in split_by_label(survey.ids, anywhere, tokenizer.decode):
         spikes += sorted(spikes_at(survey, place, ordinary), key=lambda spike: spike.first)
-    return spikes, rare
+    return spikes
+
+
+def first_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
+    """Return the spikes of the first token, first layers first."""
+    return [spike for spike in find_spikes(survey, tokenizer) if spike.place.is_first]
 
 
 def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
     """Yield the spikes at one place, the highest first."""
-    mask = place.there(survey.ids)
+    mask = place.mask
     mean = survey.states[:, ordinary].mean(1)
     away = survey.states[:, mask].mean(1) - mean
     size = away.norm(dim=-1)
@@ -66,7 +71,6 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
             norm=float(norms[peak]),
             before=float(norms[first - 1] if first else survey.entered[0][mask].norm(dim=-1).mean()),
             ratio=float(ratios[mask].mean()),
-            usual=float(ratios[ordinary].quantile(0.95)),
         )
         yield replace(spike, ratio_margin=margin_of(spike.per_text(ratios[mask]).numpy()))
         free[first : last + 1] = False

@@ -12,22 +12,23 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import beginning
 from sinkscope.sinks.spikes.figure import draw
 from sinkscope.sinks.spikes.find import find_spikes
-from sinkscope.sinks.spikes.places import Place, pieces, sink_places
+from sinkscope.sinks.spikes.needs import count_readers
+from sinkscope.sinks.spikes.places import sink_places, split_by_label
 from sinkscope.sinks.spikes.records import (
     Attended,
     Largest,
     OtherBos,
     OtherSpike,
-    PlaceWords,
     Readers,
     SinkRate,
     claims_of,
     spike_result,
+    words_of,
 )
 from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.steps import Sinks, other_survey, sinks_of, with_copies, with_marks
 from sinkscope.sinks.spikes.survey import READS, Mask, Survey
-from sinkscope.sinks.spikes.texts import EDITED
+from sinkscope.sinks.spikes.texts import most_often
 from sinkscope.sinks.tokens import repetition_limit
 
 FEW_COPIES = 64  # copies that `find_sinks` tries
@@ -101,12 +102,9 @@ def at_first(survey: Survey) -> Mask:
 
 def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:
     """Return heads that attend to a place, in as many texts as edits are tried in."""
-    number = mask.sum(1)
-    order = number.argsort(descending=True, stable=True)[:EDITED]
-    received = survey.received(mask)[survey.target.attending][:, :, order[number[order] > 0]]
-    by_text = (received > READS).flatten(0, 1).sum(0).float()
-    total = received.shape[0] * received.shape[1]
-    return Readers(place, int((received.mean(-1) > READS).sum()), total, margin_of(by_text.numpy()), len(by_text))
+    received = survey.received(mask)[survey.target.attending][:, :, most_often(mask)]
+    heads, margin = count_readers(received)
+    return Readers(place, heads, received[..., 0].numel(), margin, received.shape[2])
 
 
 def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Attended, ...]:
@@ -120,25 +118,19 @@ def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Atten
     for one in sinks.spikes:
         there &= ~one.spike.mask
     found: list[Attended] = []
-    for place in pieces(survey.ids, there, tokenizer.decode)[0]:
-        heads = int((survey.received(place.there(survey.ids)).nanmean(-1)[layers] > READS).sum())
+    for place in split_by_label(survey.ids, there, tokenizer.decode):
+        heads = int((survey.received(place.mask).nanmean(-1)[layers] > READS).sum())
         if heads > 1:
             found.append(Attended(words_of(place), heads))
     return tuple(sorted(found, key=lambda one: -one.heads))
 
 
-def words_of(place: Place) -> PlaceWords:
-    """Return the record of a place."""
-    return PlaceWords(place.words, next(iter(place.common), ""), place.share)
-
-
 def largest_norm(survey: Survey, tokenizer: Any) -> Largest:
     """Return the largest norm over the typical one that was seen anywhere."""
-    best = int(survey.ratios.argmax())
-    layer, rest = divmod(best, survey.ids.numel())
-    text, position = divmod(rest, survey.ids.shape[1])
+    ratios = survey.ratios
+    layer, text, position = map(int, torch.unravel_index(ratios.argmax(), ratios.shape))
     token = tokenizer.decode([int(survey.ids[text, position])])
-    return Largest(float(survey.ratios[layer, text, position]), token, position, layer)
+    return Largest(float(ratios.max()), token, position, layer)
 
 
 def other_bos(setup: Setup) -> OtherBos | None:
@@ -151,6 +143,6 @@ def other_bos(setup: Setup) -> OtherBos | None:
     received = readers_of(survey, "the first token", at_first(survey))
     spikes = [
         OtherSpike(words_of(one.place), (one.first, one.last), one.ratio)
-        for one in find_spikes(survey, setup.tokenizer)[0]
+        for one in find_spikes(survey, setup.tokenizer)
     ]
     return OtherBos(bos is not None, token, received.heads, received.margin, tuple(spikes))

@@ -37,14 +37,12 @@ class Found:
 
     Attributes:
         needed: The smallest set found that leaves less than a quarter; empty if none does.
-        tried: The set that leaves least.
         order: All that were tried alone, those without which least is left first.
         left: What is left without each of them.
         backups: Those that write the spike only when others are gone.
     """
 
     needed: tuple[Neuron, ...] = ()
-    tried: tuple[Neuron, ...] = ()
     order: tuple[Neuron, ...] = ()
     left: tuple[float, ...] = ()
     backups: tuple[Neuron, ...] = ()
@@ -82,8 +80,7 @@ def needs_of(survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Se
     for neuron, left in zip(found.order, found.left, strict=True):
         if (neuron,) != needed and (neuron in needed or abs(1 - left) >= CHANGES):
             alone.append((neuron,))
-    sets = [needed or found.tried] if needed or found.tried else []
-    removals = measured(texts, sets, means, every_loss=True)
+    removals = measured(texts, [needed] if needed else [], means, every_loss=True)
     beside = measured(texts, [*random, *alone], means, every_loss=False)
     random_left, singles = beside[: len(random)], beside[len(random) :]
     if len(needed) == 1 and isinstance(needed[0], Neuron):
@@ -93,10 +90,9 @@ def needs_of(survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Se
         heads=heads,
         heads_margin=margin,
         texts=len(texts.rows),
-        needed=removals[0] if needed else None,
+        needed=next(iter(removals), None),
         random=tuple(random_left),
         alone=tuple(singles),
-        tried=removals[0] if removals and not needed else None,
         backups=found.backups,
     )
 
@@ -140,8 +136,8 @@ def search(texts: SpikeTexts, neurons: Sequence[Neuron]) -> Found:
         left = texts.along([(member,) for member in members]).mean(1)
         by_left = left.abs().argsort(stable=True).tolist()
         order = tuple(members[number] for number in by_left)
-        needed, tried = smallest_set(texts, order)
-        found = Found(needed, tried, order, tuple(left[by_left].tolist()), tuple(backups))
+        needed = smallest_set(texts, order)
+        found = Found(needed, order, tuple(left[by_left].tolist()), tuple(backups))
         fresh = () if needed else taking_over(texts, members)
         if not fresh:
             return found
@@ -150,8 +146,8 @@ def search(texts: SpikeTexts, neurons: Sequence[Neuron]) -> Found:
     return found
 
 
-def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[tuple[Neuron, ...], tuple[Neuron, ...]]:
-    """Return the smallest set of neurons that leaves less than a quarter of the spike, and the set that leaves least.
+def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[Neuron, ...]:
+    """Return the smallest set of neurons that leaves less than a quarter of the spike; it is empty if none does.
 
     A neuron joins if without it and those before less is left; then members are left out that are not needed.
 
@@ -167,14 +163,14 @@ def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[tuple[Neur
         if left < least:
             best, least = (*best, neuron), left
     if least >= LEFT:
-        return (), best
+        return ()
     while len(best) > 1:
         fewer = [best[:number] + best[number + 1 :] for number in range(len(best))]
         left = texts.along(list(fewer)).mean(1).abs()
         if float(left.min()) >= LEFT:
             break
         best = fewer[int(left.argmin())]
-    return best, best
+    return best
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
@@ -269,6 +265,10 @@ def place_attention(texts: SpikeTexts) -> Float[Tensor, "layer head text"]:
 
 def readers_of(texts: SpikeTexts) -> tuple[int, float | None]:
     """Return heads in the spike's layers that attend to the place in these texts, and the margin over texts."""
-    received = place_attention(texts)
+    return count_readers(place_attention(texts))
+
+
+def count_readers(received: Float[Tensor, "layer head text"]) -> tuple[int, float | None]:
+    """Return how many heads give more than 0.3 of their attention, mean over texts, and the margin over texts."""
     by_text = (received > READS).flatten(0, 1).sum(0).float()
     return int((received.mean(-1) > READS).sum()), margin_of(by_text.numpy())

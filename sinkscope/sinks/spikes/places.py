@@ -1,8 +1,7 @@
 """Sinks and spikes are sets of places. Words label a set afterwards, and decide nothing.
 
-`sink_places` finds the positions that heads attend to, and `spike_places` those whose norm stands out. `pieces` parts
-such a set by the simplest words that mean hardly anything else; what no words cover is a piece as well, or left over
-if it is too little to be measured.
+`sink_places` finds the positions that heads attend to. `split_by_label` parts a set of places by the simplest words
+that mean hardly anything else; what no words cover is a piece as well, or left out if it is too little to be measured.
 """
 
 from __future__ import annotations
@@ -13,25 +12,21 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange, reduce
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.results.notation import word_list
 from sinkscope.sinks.tokens import Mask, TokenRows
 
 ENOUGH = 0.9  # least coverage and precision of words
-SPIKE_RATIO = 3.0  # a spike: a norm this many times the typical one
 SINK_HEADS = 2  # an attention sink needs at least this many heads
 POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a position in most texts
 PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
 MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
-LEAST_CASES = 3  # a piece needs so many places, and a position so many different tokens
+LEAST_CASES = 3  # minimum positions of a place
 SOME_TEXTS = 0.2  # least share of the texts that have a place
 COMMON = 3  # tokens named where no words fit
-PLACE_TEXTS = 4  # texts in which a place is looked at
 Decode = Callable[[list[int]], str]
-Cases = tuple[tuple[int, int], ...]
-"""Positions, as pairs of the number of a text and a position."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Rule:
     tokens: tuple[int, ...] = ()
     first: bool = False
 
-    def means(self, ids: TokenRows) -> Mask:
+    def matches(self, ids: TokenRows) -> Mask:
         """Return the positions of some texts that the words mean."""
         if self.position is not None:
             return (torch.arange(ids.shape[1], device=ids.device) == self.position).expand_as(ids)
@@ -60,32 +55,28 @@ class Rule:
         return fits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
     """A set of positions of the texts that were surveyed, with the words that label it.
 
     Attributes:
-        cases: The positions, as pairs of the number of a text and a position.
+        mask: The positions.
         rule: The words. None: no words mean these positions and hardly any others.
-        coverage: Share of the whole set, of which this is a piece.
         share: Share of the texts that have such a position.
         common: The most common tokens.
     """
 
-    cases: Cases
+    mask: Mask
     rule: Rule | None
-    coverage: float
     share: float
     common: tuple[str, ...]
 
     @classmethod
-    def of(cls, ids: TokenRows, whole: Mask, there: Mask, rule: Rule | None, decode: Decode) -> Place:
-        """Return a piece of a set of places, `whole`, in some texts."""
-        piece = there & whole
+    def of(cls, ids: TokenRows, piece: Mask, rule: Rule | None, decode: Decode) -> Place:
+        """Return the place of some positions of texts."""
         return cls(
-            cases=tuple((text, at) for text, at in piece.nonzero().tolist()),
+            mask=piece,
             rule=rule,
-            coverage=int(piece.sum()) / int(whole.sum()),
             share=float(piece.any(1).float().mean()),
             common=tuple(decode([token]) for token, _ in Counter(ids[piece].tolist()).most_common(COMMON)),
         )
@@ -98,48 +89,21 @@ class Place:
         tokens = word_list([repr(token) for token in self.common])
         if self.is_first:
             return f"some first tokens (most often {tokens})"
-        return f"{len(self.cases):,} other positions, most often {self.common[0]!r}"
+        return f"{int(self.mask.sum()):,} other positions, most often {self.common[0]!r}"
 
     @property
     def is_first(self) -> bool:
         """Whether it is the first token, of all texts or of some."""
-        return not any(at for _, at in self.cases)
+        return not bool(self.mask[:, 1:].any())
 
-    def there(self, ids: TokenRows) -> Mask:
-        """Return the positions as a mask of the texts that were surveyed, which may be cut off."""
-        mask = torch.zeros_like(ids, dtype=torch.bool)
-        text, at = torch.tensor(self.cases).T
-        within = at < ids.shape[1]
-        mask[text[within], at[within]] = True
-        return mask
-
-    def means(self, ids: TokenRows) -> Mask:
+    def matches(self, ids: TokenRows) -> Mask:
         """Return the positions of any texts that the words mean; none if there are no words."""
         if self.rule is None:
             return torch.zeros_like(ids, dtype=torch.bool)
-        return self.rule.means(ids)
+        return self.rule.matches(ids)
 
     def __str__(self) -> str:
         return self.words
-
-
-def texts_with(cases: Cases, ids: TokenRows) -> tuple[Int[Tensor, " some"], Int[Tensor, " some"]]:
-    """Return numbers of some texts with a place, and its position in each; those in which it comes first.
-
-    Different neurons may make the spikes of several tokens, so these take turns, and a text may stand there twice.
-
-    Args:
-        cases: The place.
-        ids: The texts in which it was found, whole.
-    """
-    seen: Counter[int] = Counter()
-    turns: list[tuple[int, int, int]] = []
-    for text, position in sorted(cases, key=lambda case: case[1]):
-        token = int(ids[text, position])
-        turns.append((seen[token], position, text))
-        seen[token] += 1
-    _, at, rows = torch.tensor(sorted(turns)[:PLACE_TEXTS]).T
-    return rows, at
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -164,30 +128,11 @@ def sink_places(above: Bool[Tensor, "layer head text at"]) -> Mask:
     return there | (suffice & (steadily >= MOST_TEXTS * number))
 
 
-def stands_out(norms: Float[Tensor, "*norm"], typical: Float[Tensor, "*typical"]) -> Bool[Tensor, "*norm"]:
-    """Return where norms are more than three times the typical one."""
-    return norms > SPIKE_RATIO * typical
-
-
-def spike_places(norms: Float[Tensor, "layer text pos"]) -> Mask:
-    """Return the positions whose norm stands out after some layer.
-
-    The typical norm of a layer is the median.
-
-    Args:
-        norms: Norm of every position after each layer.
-    """
-    typical = norms.flatten(1).median(1).values
-    return stands_out(norms, rearrange(typical, "layer -> layer 1 1")).any(0)
-
-
 # --- describing ------------------------------------------------------------------------------------------------------
 
 
-def pieces(
-    ids: TokenRows, whole: Mask, decode: Decode, holds: Callable[[Mask], bool] = lambda _: True
-) -> tuple[tuple[Place, ...], Place | None]:
-    """Return the parts of a set of places, and what is left over: too few, or such as do not hold.
+def split_by_label(ids: TokenRows, whole: Mask, decode: Decode) -> list[Place]:
+    """Return the parts of a set of places; what is left over is too few positions.
 
     Words have a precision of at least 0.9, and the first ones that have it are taken. What no words cover is a piece of
     its own, first tokens apart from others. A fifth of the texts have to have a piece.
@@ -196,19 +141,18 @@ def pieces(
         ids: The texts.
         whole: The places in them.
         decode: Writes token ids as text.
-        holds: What else a piece has to meet.
     """
     found: list[Place] = []
     rest, least = whole, min(LEAST_CASES, len(ids))
     first, behind = Rule("", position=0), (torch.arange(ids.shape[1]) > 0).expand_as(ids)
-    for rule, fits in [*_rules(ids, whole, decode), (None, first.means(ids)), (None, behind)]:
+    for rule, fits in [*_rules(ids, whole, decode), (None, first.matches(ids)), (None, behind)]:
         piece = fits & rest
         precise = rule is None or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
         enough = int(piece.sum()) >= least and float(piece.any(1).float().mean()) >= SOME_TEXTS
-        if precise and enough and holds(piece):
-            found.append(Place.of(ids, whole, piece, rule, decode))
+        if precise and enough:
+            found.append(Place.of(ids, piece, rule, decode))
             rest = rest & ~piece
-    return tuple(found), Place.of(ids, whole, rest, None, decode) if bool(rest.any()) else None
+    return found
 
 
 def _rules(ids: TokenRows, there: Mask, decode: Decode) -> list[tuple[Rule, Mask]]:
@@ -235,7 +179,7 @@ def _rules(ids: TokenRows, there: Mask, decode: Decode) -> list[tuple[Rule, Mask
     if len(tokens) > 1:
         listed = word_list([*names.values()], COMMON)
         rules.append(Rule(f"the first of {listed} in a text", tokens=tokens, first=True))
-    return [(rule, rule.means(ids)) for rule in rules]
+    return [(rule, rule.matches(ids)) for rule in rules]
 
 
 def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:

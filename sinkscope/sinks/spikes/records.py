@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sinkscope.results.claims import Claim, Contrast, Outcome, Search
+from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Component, Neuron
-from sinkscope.sinks.spikes.spike import Mark, Measured, Part, Removal, Share
+from sinkscope.sinks.spikes.controls import INTACT
+from sinkscope.sinks.spikes.places import Place
+from sinkscope.sinks.spikes.spike import Copies, Measured, Part, Removal, Share
 
 
 @dataclass(frozen=True)
@@ -129,25 +132,6 @@ class MarkLeft:
 
 
 @dataclass(frozen=True)
-class CopiesReach:
-    """What copies of a token reach, as shares of the first token's projection on the spike's direction.
-
-    Attributes:
-        token: The token.
-        half: The first number of copies that reaches half. None: none of `count` does.
-        one: What one copy reaches.
-        last: What the last copy reaches.
-        count: Number of copies.
-    """
-
-    token: str
-    half: int | None
-    one: float
-    last: float
-    count: int
-
-
-@dataclass(frozen=True)
 class SpikeResult:
     """A spike as a result says it.
 
@@ -188,7 +172,7 @@ class SpikeResult:
     alone: tuple[Alone, ...]
     backups: tuple[Neuron, ...]
     marks: tuple[MarkLeft, ...]
-    copies: tuple[CopiesReach, ...]
+    copies: tuple[Copies, ...]
     like: int | None
     heads: int
 
@@ -298,15 +282,17 @@ def part_name(part: Part) -> str:
 def spike_result(measured: Measured) -> SpikeResult:
     """Return the record of a spike."""
     spike, needs = measured.spike, measured.needs
-    shares = {one.part: one.share for one in measured.neurons}
+    shares = {one.part: one for one in measured.neurons}
     alone: list[Alone] = []
     for one in needs.alone if needs is not None else ():
         (neuron,) = one.parts
-        assert isinstance(neuron, Neuron)
-        site = neuron.layer, neuron.expert, neuron.neuron
-        alone.append(Alone(*site, one.left, one.heads, one.perplexity, shares.get(neuron, 0.0)))
+        share = shares[neuron].share if neuron in shares else 0.0
+        alone.append(Alone(**vars(neuron), left=one.left, heads=one.heads, perplexity=one.perplexity, share=share))
+    marks: list[MarkLeft] = []
+    for mark in measured.marks:
+        marks.append(MarkLeft(" and ".join(map(part_name, mark.parts)), mark.left, mark.margin, mark.others))
     return SpikeResult(
-        place=PlaceWords(spike.place.words, next(iter(spike.place.common), ""), spike.place.share),
+        place=words_of(spike.place),
         layers=(spike.first, spike.last),
         peak=spike.peak,
         norm=spike.norm,
@@ -314,34 +300,27 @@ def spike_result(measured: Measured) -> SpikeResult:
         ratio=spike.ratio,
         ratio_margin=spike.ratio_margin,
         dims=spike.dims,
-        writers=tuple(part_share(one) for one in measured.writers if abs(one.share) >= LISTED),
-        neurons=tuple(neuron_share(one) for one in measured.neurons),
-        erasers=tuple(part_share(one) for one in measured.erasers),
+        writers=part_shares(one for one in measured.writers if abs(one.share) >= LISTED),
+        neurons=tuple(NeuronShare(**vars(one.part), share=one.share, margin=one.margin) for one in measured.neurons),
+        erasers=part_shares(measured.erasers),
         needed=needed_record(measured),
         alone=tuple(alone),
         backups=needs.backups if needs is not None else (),
-        marks=tuple(map(mark_left, measured.marks)),
-        copies=tuple(CopiesReach(one.token, one.half, one.one, one.last, one.count) for one in measured.copies),
+        marks=tuple(marks),
+        copies=measured.copies,
         like=measured.like,
         heads=needs.heads if needs is not None else 0,
     )
 
 
-def part_share(one: Share) -> PartShare:
-    """Return the record of a component's share."""
-    return PartShare(part_name(one.part), one.share, one.margin)
+def part_shares(shares: Iterable[Share]) -> tuple[PartShare, ...]:
+    """Return the records of components' shares."""
+    return tuple(PartShare(part_name(one.part), one.share, one.margin) for one in shares)
 
 
-def mark_left(mark: Mark) -> MarkLeft:
-    """Return the record of a mark."""
-    return MarkLeft(" and ".join(map(part_name, mark.parts)), mark.left, mark.margin, mark.others)
-
-
-def neuron_share(one: Share) -> NeuronShare:
-    """Return the record of a neuron's share."""
-    neuron = one.part
-    assert isinstance(neuron, Neuron)
-    return NeuronShare(neuron.layer, neuron.expert, neuron.neuron, one.share, one.margin)
+def words_of(place: Place) -> PlaceWords:
+    """Return the record of a place."""
+    return PlaceWords(place.words, place.common[0], place.share)
 
 
 def needed_record(measured: Measured) -> Needed | None:
@@ -382,17 +361,16 @@ def claims_of(measured: Measured) -> tuple[Claim, ...]:
     if needs is None or needs.needed is None or not needs.random:
         return ()
     removal, place = needs.needed, spike.place.words
-    search = Search("neurons alone", len(needs.alone))
-    intact, layers = Contrast("intact", 1.0), tuple(range(spike.first, spike.last + 1))
+    search = SearchSpace("neurons alone", len(needs.alone))
     name = "" if all(isinstance(part, Neuron) for part in removal.parts) else "other components, each alone"
     random = min(needs.random, key=lambda one: one.left)
     of_spike = Claim(
         "makes",
         removal.parts,
-        Outcome("spike", layers),
+        Outcome("spike", tuple(range(spike.first, spike.last + 1))),
         place,
         removal.left,
-        (intact, Contrast("random", random.left, len(needs.random), name)),
+        (INTACT, Contrast("random", random.left, len(needs.random), name)),
         needs.texts,
         search,
         removal.left_margin,
@@ -406,7 +384,7 @@ def claims_of(measured: Measured) -> tuple[Claim, ...]:
         Outcome("attention", tuple(spike.reading_layers)),
         place,
         removal.attention,
-        (intact, Contrast("random", random.attention, len(needs.random), name)),
+        (INTACT, Contrast("random", random.attention, len(needs.random), name)),
         needs.texts,
         search,
     )

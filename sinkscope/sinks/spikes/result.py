@@ -85,20 +85,33 @@ class SpikesFound(Result):
         if self.readers.heads or self.spikes:
             return sentences.readers(self.readers, self.spikes, self.bos)
         if self.learned_heads:
-            return sentences.learned(self.learned_heads, self.readers.total)
-        return sentences.no_spike(self.largest)
+            return self._learned
+        return self._no_spike
 
     def details(self) -> list[str]:
         """Return the spikes, each in a line, and what else heads attend to."""
         lines = [sentences.spike_line(one) for one in self.spikes if one.like is None]
         lines += [sentences.elsewhere(one, self.spikes[one.like]) for one in self.spikes if one.like is not None]
         if not self.spikes and self.readers.heads:
-            lines.append(sentences.no_spike(self.largest))
+            lines.append(self._no_spike)
         said = {self.readers.place} if not self.spikes else set()
-        lines += [sentences.attended(one) for one in self.attended if one.place.words not in said]
+        lines += [
+            sentences.ATTENDED.format(heads=one.heads, place=one.place.words)
+            for one in self.attended
+            if one.place.words not in said
+        ]
         if self.learned_heads and (self.readers.heads or self.spikes):  # else the conclusion says it
-            lines.append(sentences.learned(self.learned_heads, self.readers.total))
+            lines.append(self._learned)
         return lines[:LINES]
+
+    @property
+    def _learned(self) -> str:
+        return sentences.LEARNED.format(heads=self.learned_heads, total=self.readers.total)
+
+    @property
+    def _no_spike(self) -> str:
+        ratio, token = f"{self.largest.ratio:.1f}", repr(self.largest.token)
+        return sentences.NO_SPIKE.format(ratio=ratio, token=token, layer=self.largest.layer)
 
     def rows(self) -> Table:
         """A row for each neuron, or component, that was removed alone, or that is needed, in the order of need."""

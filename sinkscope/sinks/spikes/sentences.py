@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sinkscope.results.notation import count_of, percent, word_list
-from sinkscope.sinks.spikes.records import Attended, Largest, MarkLeft, Needed, OtherBos, Readers, SpikeResult
+from sinkscope.sinks.spikes.records import MarkLeft, Needed, OtherBos, Readers, SpikeResult
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
 RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio} ({dims})."
@@ -164,21 +164,6 @@ def marking_heads(spike: SpikeResult) -> list[str]:
         return []
     mark: MarkLeft = spike.marks[1]
     return [MARKED.format(parts=word_list(mark.part.split(" and "), SHOWN), left=percent(mark.left))]
-
-
-def no_spike(largest: Largest) -> str:
-    """That no norm stands out, with the largest ratio that was seen."""
-    return NO_SPIKE.format(ratio=f"{largest.ratio:.1f}", token=repr(largest.token), layer=largest.layer)
-
-
-def attended(one: Attended) -> str:
-    """Return heads that attend to a place without a spike."""
-    return ATTENDED.format(heads=one.heads, place=one.place.words)
-
-
-def learned(heads: int, total: int) -> str:
-    """Return heads that attend to their learned sink logit."""
-    return LEARNED.format(heads=heads, total=total)
 
 
 # --- words ---

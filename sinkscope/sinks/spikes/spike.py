@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.results.parts import Component, Head, Neuron
@@ -50,7 +50,6 @@ class Spike:
         before: The same before the run.
         ratio: Norm at the place over the typical one after the peak, mean over the place, without what dimensions
             that are massive at all positions have everywhere.
-        usual: The 95 % quantile of that ratio over ordinary positions.
         ratio_margin: Two standard errors of the ratio over texts. None: too few texts.
     """
 
@@ -66,7 +65,6 @@ class Spike:
     norm: float
     before: float
     ratio: float
-    usual: float
     ratio_margin: float | None = None
 
     @property
@@ -85,16 +83,10 @@ class Spike:
         """The layers whose heads can read it: from the second of the run to the one after the last."""
         return range(self.first + 1, self.last + 2)
 
-    def cases(self) -> tuple[Int[Tensor, " case"], Int[Tensor, " case"]]:
-        """Return texts and positions of the place."""
-        text, position = self.mask.nonzero().T
-        return text, position
-
     def per_text(self, values: Float[Tensor, " case"]) -> Float[Tensor, " text"]:
         """Return the mean of values of the place's positions over each text that has any."""
-        texts = self.cases()[0]
-        chosen = texts.unique()
-        return torch.stack([values[texts == text].float().mean() for text in chosen])
+        texts = self.mask.nonzero()[:, 0]
+        return torch.stack([values[texts == text].float().mean() for text in texts.unique()])
 
 
 @dataclass(frozen=True)
@@ -133,7 +125,6 @@ class Needs:
         needed: The smallest set found that leaves less than a quarter of the spike. None: no set that was tried does.
         random: Sets of as many random neurons of the same layers; or other components, each alone.
         alone: Each writer alone, in the order of what that leaves.
-        tried: The set that left least, if none is enough.
         backups: Neurons that write it only when the others are gone.
     """
 
@@ -143,7 +134,6 @@ class Needs:
     needed: Removal | None
     random: tuple[Removal, ...] = ()
     alone: tuple[Removal, ...] = ()
-    tried: Removal | None = None
     backups: tuple[Neuron, ...] = ()
 
 
@@ -170,7 +160,6 @@ class Copies:
 
     Attributes:
         token: The token.
-        id: Its id.
         half: The first number of copies of which the last reaches half. None: none does.
         one: What one copy reaches.
         last: What the last copy reaches.
@@ -178,7 +167,6 @@ class Copies:
     """
 
     token: str
-    id: int
     half: int | None
     one: float
     last: float

@@ -22,7 +22,6 @@ from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.find import find_spikes
 from sinkscope.sinks.spikes.marks import marks_of
 from sinkscope.sinks.spikes.needs import needs_of, same_needs
-from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.spike import Measured
 from sinkscope.sinks.spikes.survey import Survey, survey_of
 from sinkscope.sinks.spikes.writers import neurons_of, neutral_values, writers_of
@@ -39,12 +38,10 @@ class Sinks:
     Attributes:
         survey: The survey.
         spikes: The spikes, each with what was measured of it; those that most heads read come first.
-        rare: Positions that stand out and are too few for a place. None: there are none.
     """
 
     survey: Survey
     spikes: tuple[Measured, ...]
-    rare: Place | None
 
     @property
     def at_first(self) -> tuple[Measured, ...]:
@@ -64,7 +61,7 @@ def first_spike(setup: Setup) -> Measured | None:
 
 def _steps(setup: Setup) -> Sinks:
     survey = survey_of(setup, setup.bos)
-    spikes, rare = find_spikes(survey, setup.tokenizer)
+    spikes = find_spikes(survey, setup.tokenizer)
     measured: list[Measured] = []
     for number, spike in enumerate(spikes):
         writers, erasers = writers_of(survey, spike)
@@ -80,7 +77,7 @@ def _steps(setup: Setup) -> Sinks:
         one = replace(one, neutral=neutral_values(survey, spike.ordinary, one.needed_neurons))
         measured.append(one)
         setup.progress("spikes", number + 1, len(spikes))
-    return Sinks(survey, _by_readers(measured), rare)
+    return Sinks(survey, _by_readers(measured))
 
 
 def _by_readers(measured: Sequence[Measured]) -> tuple[Measured, ...]:

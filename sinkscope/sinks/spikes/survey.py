@@ -33,7 +33,7 @@ TokenRows = Int[Tensor, "text pos"]
 Mask = Bool[Tensor, "text pos"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Survey:
     """What one pass over texts shows.
 
@@ -42,23 +42,23 @@ class Survey:
         ids: The texts.
         entered: The residual stream where it enters each layer and, last, after all layers.
         mlp: What the MLP of each layer adds to it.
-        wrapped: Whether the layers of the model return a tuple.
         attention: Attention that each position receives, mean over the later queries that see it; 0 for the last
             position, and in layers that do not attend or whose window is narrower than 24 positions.
         own: Attention that each position gives itself.
         seen: Number of later queries that see each position.
         learned: Attention to the learned sink logit of each head, mean over queries; 0 without any.
+        wrapped: Whether the layers of the model return a tuple.
     """
 
     target: Target
     ids: TokenRows
     entered: Float[Tensor, "layer_1 text pos d_model"]
     mlp: Float[Tensor, "layer text pos d_model"]
-    wrapped: bool
     attention: Float[Tensor, "layer head text pos"]
     own: Float[Tensor, "layer head text pos"]
     seen: Float[Tensor, "layer pos"]
     learned: Float[Tensor, "layer head text"]
+    wrapped: bool = False
 
     @property
     def states(self) -> Float[Tensor, "layer text pos d_model"]:
@@ -155,63 +155,54 @@ def read_survey(target: Target, ids: TokenRows, progress: Callable[[int], None] 
     Raises:
         SinkscopeError: A state is not finite.
     """
-    parts: list[_Reading] = []
+    depth, heads = target.n_layers, target.n_heads
+    survey = Survey(
+        target=target,
+        ids=ids,
+        entered=torch.zeros(depth + 1, *ids.shape, target.d_model),
+        mlp=torch.zeros(depth, *ids.shape, target.d_model),
+        attention=torch.zeros(depth, heads, *ids.shape),
+        own=torch.zeros(depth, heads, *ids.shape),
+        seen=torch.zeros(depth, ids.shape[1]),
+        learned=torch.zeros(depth, heads, len(ids)),
+    )
     size = max(1, AT_ONCE // (ids.shape[1] * target.d_mlp))
     if not target.resident:
         size = len(ids)  # a streamed model is read from disk once
-    for rows in ids.split(size):
-        parts.append(_Reading(target, rows))
-        parts[-1].run()
-        progress(sum(len(part.ids) for part in parts))
-    first = parts[0]
-    return Survey(
-        target=target,
-        ids=ids,
-        entered=torch.cat([part.entered for part in parts], 1),
-        mlp=torch.cat([part.mlp for part in parts], 1),
-        wrapped=first.wrapped,
-        attention=torch.cat([part.attention for part in parts], 2),
-        own=torch.cat([part.own for part in parts], 2),
-        seen=first.seen,
-        learned=torch.cat([part.learned for part in parts], 2),
-    )
+    for start in range(0, len(ids), size):
+        _Reading(survey, slice(start, start + size)).run()
+        progress(min(start + size, len(ids)))
+    return survey
 
 
 class _Reading:
-    """One pass of a survey, with the attributes of `Survey`."""
+    """One pass over some texts of a survey, which fills its tensors."""
 
-    def __init__(self, target: Target, ids: TokenRows) -> None:
-        self.target, self.ids, self.wrapped = target, ids, False
-        depth, heads = target.n_layers, target.n_heads
-        self.entered = torch.zeros(depth + 1, *ids.shape, target.d_model)
-        self.mlp = torch.zeros(depth, *ids.shape, target.d_model)
-        self.attention = torch.zeros(depth, heads, *ids.shape)
-        self.own = torch.zeros(depth, heads, *ids.shape)
-        self.seen = torch.zeros(depth, ids.shape[1])
-        self.learned = torch.zeros(depth, heads, len(ids))
+    def __init__(self, survey: Survey, texts: slice) -> None:
+        self.survey, self.target, self.texts = survey, survey.target, texts
         self._calls: list[Any] = []
 
     def run(self) -> None:
         """Run the texts through the model."""
-        target, hooks = self.target, list[Hook]()
+        target, hooks, ids = self.target, list[Hook](), self.survey.ids[self.texts]
         layers = list(range(target.n_layers))
         for layer in layers:
             hooks += self._hooks(layer)
         rows = nullcontext()
         if target.attending:
-            rows = visible_rows(target, self._attend, layers=layers, rows_per_chunk=self.ids.shape[1], whole=False)
+            rows = visible_rows(target, self._attend, layers=layers, rows_per_chunk=ids.shape[1], whole=False)
         with target.hooks(*hooks), rows:
-            target.forward(self.ids, upto=target.n_layers - 1)
+            target.forward(ids, upto=target.n_layers - 1)
 
     def _hooks(self, layer: int) -> list[Hook]:
         target, hooks = self.target, list[Hook]()
         module = target.layers[layer]
         if layer == 0:
-            hooks.append((module, "first", on_input(partial(self._keep, self.entered, 0))))
+            hooks.append((module, "first", on_input(partial(self._keep, self.survey.entered, 0))))
         if target.has_neurons(layer) and not target.adapter.adds:
             hooks.append(keep_call(target, layer, self._calls))
         elif target.has_neurons(layer):
-            take = partial(self._keep, self.mlp, layer)
+            take = partial(self._keep, self.survey.mlp, layer)
             if target.has_part(layer, "post_mlp_norm"):
                 hooks += target.part_hooks(layer, "post_mlp_norm", "post", on_hidden(take))
             else:
@@ -220,17 +211,17 @@ class _Reading:
         return hooks
 
     def _keep(self, where: Tensor, number: int, values: Tensor) -> None:
-        where[number] = values.detach().float().reshape(where.shape[1:]).cpu()
+        where[number, self.texts] = values.detach().float().cpu().reshape(where[number, self.texts].shape)
 
     def _after(self, layer: int, output: Any) -> None:
-        hidden = first_tensor(output)
-        self.wrapped = isinstance(output, tuple)
-        self._keep(self.entered, layer + 1, hidden)
+        hidden, survey = first_tensor(output), self.survey
+        survey.wrapped = isinstance(output, tuple)
+        self._keep(survey.entered, layer + 1, hidden)
         if self._calls:
-            self._keep(self.mlp, layer, self._calls.pop().added(hidden))
+            self._keep(survey.mlp, layer, self._calls.pop().added(hidden))
         else:
-            self.mlp[layer] *= self.target.adapter.write_factor
-        if not bool(self.entered[layer + 1].isfinite().all()):
+            survey.mlp[layer, self.texts] *= self.target.adapter.write_factor
+        if not bool(hidden.isfinite().all()):
             raise SinkscopeError(
                 f"layer {layer} of {self.target.name} gives infinite or NaN values in {self.target.dtype}; "
                 "try --dtype float32, and check the checkpoint"
@@ -243,12 +234,12 @@ class _Reading:
         probs: Float[Tensor, "text head query key"],
         visible: Callable[[], Bool[Tensor, "text _ query key"]],
     ) -> None:
-        gather = partial(self.target.shards.gather, size=self.target.n_heads, dim=0)
+        survey, gather = self.survey, partial(self.target.shards.gather, size=self.target.n_heads, dim=0)
         sees = visible()[0, 0].cpu().tril(-1)
         whole = gather(probs.transpose(0, 1)).cpu()
         if bool(sees[-1, 0]) or int(sees[-1].sum()) + 1 >= NARROWEST:
-            self.seen[layer] = sees.sum(0)
-            self.attention[layer] = (whole * sees).sum(2) / self.seen[layer].clamp(min=1)
-            self.own[layer] = whole.diagonal(dim1=2, dim2=3)
+            survey.seen[layer] = sees.sum(0)
+            survey.attention[layer, :, self.texts] = (whole * sees).sum(2) / survey.seen[layer].clamp(min=1)
+            survey.own[layer, :, self.texts] = whole.diagonal(dim1=2, dim2=3)
         if self.target.adapter.learned_sinks:
-            self.learned[layer] = 1 - whole.sum(-1).mean(-1)
+            survey.learned[layer, :, self.texts] = 1 - whole.sum(-1).mean(-1)

@@ -33,12 +33,9 @@ class SpikeTexts:
     rows: Int[Tensor, " text"]
 
     @classmethod
-    def of(cls, survey: Survey, spike: Spike, count: int = EDITED) -> SpikeTexts:
+    def of(cls, survey: Survey, spike: Spike) -> SpikeTexts:
         """Return the first texts that have the place most often."""
-        number = spike.mask.sum(1)
-        order = number.argsort(descending=True, stable=True)[:count]
-        rows = order[number[order] > 0].sort().values
-        return cls(survey, spike, rows)
+        return cls(survey, spike, most_often(spike.mask))
 
     @property
     def ids(self) -> TokenRows:
@@ -67,11 +64,22 @@ class SpikeTexts:
         return run_edits(self.survey.target, reading)
 
 
+def most_often(place: Mask) -> Int[Tensor, " some"]:
+    """Return the numbers of the texts that have a place most often."""
+    number = place.sum(1)
+    order = number.argsort(descending=True, stable=True)[:EDITED]
+    return order[number[order] > 0].sort().values
+
+
 def left_by_text(effects: Effects, place: Mask) -> Float[Tensor, "edit text"]:
     """Return what is left of a spike under each edit: a ratio of means over texts, and how far each text moves it."""
     texts = place.nonzero()[:, 0]
-    by_text = torch.stack([effects.along[:, texts == text].mean(1) for text in texts.unique()], 1)
-    intact, edited = by_text[:1], by_text[1:]
+    return left_of(torch.stack([effects.along[:, texts == text].mean(1) for text in texts.unique()], 1))
+
+
+def left_of(along: Float[Tensor, "state case"]) -> Float[Tensor, "edit case"]:
+    """Divide the mean over cases under each edit by the intact one, and add how far each case moves that ratio."""
+    intact, edited = along[:1], along[1:]
     left = edited.mean(1, keepdim=True) / intact.mean()
     return left + (edited - left * intact) / intact.mean()
 
