@@ -123,6 +123,7 @@ def measured(file: Path) -> Row:
         vector = steering(values, keep)
         fitted[name] = {
             "norm": float(train.norm(dim=1).mean()),
+            "first_ratio": float(values[:, 0].norm(dim=1).median() / held.norm(dim=1).median()),
             "first_component": first_component(train),
             "unexplained": float(left.mean()),
             "unexplained_margin": margin_of(left),

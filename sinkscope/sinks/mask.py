@@ -19,8 +19,7 @@ from sinkscope.opening.open import open_target
 from sinkscope.sinks.spikes.find import FACTOR, find_spikes
 from sinkscope.sinks.spikes.find_sinks import LATER
 from sinkscope.sinks.spikes.places import sink_places
-from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.survey import READS, Survey, read_survey, survey_of
+from sinkscope.sinks.spikes.survey import READS, read_survey, survey_of
 from sinkscope.sinks.tokens import TokenRows
 
 LEAST_TYPICAL = 4  # tokens that a typical norm needs
@@ -64,9 +63,10 @@ def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tok
 
 
 def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
-    """Return the residual dimensions that carry norm spikes: the fewest without which no spike stands out any more.
+    """Return the residual dimensions that carry norm spikes: each holds a tenth of a spike's square after its peak.
 
-    Typical text is read as by `find_sinks`. Of each spike the largest dimensions are taken, after its peak.
+    Typical text is read as by `find_sinks`, whose result has these dimensions for each spike. What other dimensions
+    hold may still stand out: where that matters, leave out positions instead (`sink_mask`).
 
     Args:
         model: A live model, a name, or a Target. By default the model in the package.
@@ -82,16 +82,7 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
     survey = survey_of(setup, setup.bos)
     spikes = find_spikes(survey, setup.tokenizer)
     spikes.sort(key=lambda spike: -spike.size)
-    return tuple(dict.fromkeys(dim for spike in spikes for dim in dims_of(spike, survey)))
-
-
-def dims_of(spike: Spike, survey: Survey) -> tuple[int, ...]:
-    """Return the fewest dimensions without which a spike no longer stands out at its peak, the largest first."""
-    typical = float(survey.norms[spike.peak].median())
-    order = spike.direction.abs().argsort(descending=True, stable=True)
-    squares = (spike.direction[order].cpu().double() * spike.size).square()
-    left = squares.flip(0).cumsum(0).flip(0).sqrt()  # what is left without those before each
-    return tuple(order.cpu()[left > FACTOR * typical].tolist())
+    return tuple(dict.fromkeys(dim for spike in spikes for dim in spike.dims))
 
 
 def _of_row(target: Target, ids: TokenRows) -> Mask:

@@ -97,22 +97,15 @@ def test_where_there_is_no_spike_no_dimension_carries_one(tmp_path):
     assert ss.sink_dims(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path, 100)) == ()
 
 
-def test_without_the_dimensions_the_norm_no_longer_stands_out_and_without_fewer_it_does():
+def test_the_dimensions_hold_a_tenth_of_the_square_of_a_spike():
     m = organism("llama", 0)
     dims = ss.sink_dims(m.model, tokenizer=m.tokenizer)
-    assert set(dims) <= set(m.truth.residual_dims)
     after = residuals(m.model, m.natural(4, 48))
-
-    def stands_out(without):
-        ratios = []
-        for resid in after:
-            typical = resid[:, 1:].norm(dim=-1).median()
-            resid = resid[:, 0].clone()
-            resid[:, list(without)] = 0
-            ratios.append(float(resid.norm(dim=-1).median() / typical))
-        return max(ratios) > 3
-
-    assert stands_out(dims[:-1]) and not stands_out(dims)
+    ratios = [float((resid[:, 0].norm(dim=-1) / resid[:, 1:].norm(dim=-1).median()).median()) for resid in after]
+    spike = after[max(range(len(after)), key=ratios.__getitem__)][:, 0].mean(0)
+    shares = spike.square() / spike.square().sum()
+    assert set(dims) == set((shares >= 0.1).nonzero().flatten().tolist()) <= set(m.truth.residual_dims)
+    assert [float(shares[dim]) for dim in dims] == sorted((float(shares[dim]) for dim in dims), reverse=True)
 
 
 def test_a_folder_is_read_layer_by_layer(tmp_path):

@@ -12,7 +12,7 @@ ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} ar
 ERASED = "{parts} {take} it away again."
 MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike is left{others}{readers}."
 NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike are left{readers}."
-READ = "; without {parts}, {after} of {before} heads"
+READ = "; without {parts}, {heads}"
 MARKED = "With {parts} replaced at the place, {left} of the spike is left."
 ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} {attend} there."
 NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical one, at {token} after layer {layer}."
@@ -93,7 +93,7 @@ def without(spike: SpikeResult, needed: Needed) -> str:
         left += ", and no head of its layers attends there"
     else:
         heads = with_margin(after, needed.heads_margin[1])
-        left = f"{percent(needed.left)} of the spike and {heads} of {before} heads are left"
+        left = f"{percent(needed.left)} of the spike and {of_heads(heads, needed.heads)} are left"
         if needed.random is not None:
             chance.append(count_of(needed.random.heads, "head"))
     if needed.perplexity is not None:
@@ -154,8 +154,15 @@ def readers_left(needed: Needed | None) -> str:
     parts = word_list([component(part) for part in needed.parts])
     if len(needed.parts) > 2:
         parts = f"{len(needed.parts)} {'neurons' if needed.neurons else 'components'}"
-    before, after = needed.heads
-    return READ.format(parts=parts, after=after, before=before)
+    return READ.format(parts=parts, heads=of_heads(str(needed.heads[1]), needed.heads))
+
+
+def of_heads(left: str, heads: tuple[int, int]) -> str:
+    """Return how many heads are left, in words, of those before; some attend to a place only after a removal."""
+    before, after = heads
+    if after > before:
+        return f"{left} heads (before: {before})"
+    return f"{left} of {before} heads"
 
 
 def marking_heads(spike: SpikeResult) -> list[str]:
