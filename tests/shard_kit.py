@@ -32,7 +32,7 @@ def unequal_seeds(model, tokenizer):
 
 
 def unequal_settings(model, tokenizer):
-    ss.heads(model, tokenizer=tokenizer, count=4 + dist.get_rank())
+    ss.heads(model, tokenizer=tokenizer, n_tokens=4 + dist.get_rank())
 
 
 def alone(model, tokenizer):

@@ -84,7 +84,7 @@ def test_another_file_of_that_name_is_not_used(tmp_path):
 def test_a_command_is_measured_in_a_process_of_its_own(tmp_path):
     row = table.measured(table.Command("--version"), tmp_path, ROOT)
     assert (row["exit_code"], row["cut"]) == (0, False) and "0." in row["said"]
-    assert row["cpu_seconds"] < 30 and 1e7 < row["peak_bytes"] < 1e9
+    assert row["cpu_seconds"] < 30 and 1e7 < row["peak_bytes"] < 3e9
     assert "missing" in table.measured(table.Command("--version", needs="x.json"), tmp_path, ROOT)["not_run"]
 
 

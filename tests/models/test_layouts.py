@@ -64,7 +64,7 @@ def along(target: Target, layer: int, at: int, edit: tuple[Neuron, ...]) -> Tens
     """Projection of a position after a layer on a direction, intact and without some neurons: [state, text]."""
     mask = torch.zeros_like(IDS, dtype=torch.bool)
     mask[:, at] = True
-    place = Place.of(IDS, mask, mask, None, str)
+    place = Place.of(IDS, mask, None, str)
     zero, way = torch.zeros(target.d_model), direction(target)
     spike = Spike(place, mask, ~mask, layer, layer, layer, zero, way, 1.0, 1.0, 1.0, 1.0, 1.0)
     return run_edits(target, Reading(IDS, mask, spike, [edit])).along
