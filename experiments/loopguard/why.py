@@ -5,7 +5,7 @@
 
 The organisms of the tests loop for causes that their weights were written for, one or two at once. The model in the
 package continues story openings. The outputs of real models are those that `experiments.loopguard.real` has written
-without a remedy; models whose loops are measured once are not measured again.
+without a remedy; given again, the command goes on with those that are not measured yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from experiments.loopguard.real import FULL
 from experiments.loopguard.real_openings import openings_of
-from experiments.record import Row, earlier, record, value_of_each
+from experiments.record import Row, earlier, record
 from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.loops import Loops
@@ -72,16 +72,6 @@ def asked_of_output(setup: Setup, output: Row) -> Row:
     return {"model": output["model"], "kind": output["kind"], "number": output["number"], **row_of(found)}
 
 
-def asked_of_loops(file: Path, outputs: Sequence[Row], progress: ProgressBar) -> list[Row]:
-    """What keeps each loop of a real model going."""
-    setup = Setup.open(load(str(file)), loading="whole")
-    rows: list[Row] = []
-    for number, output in enumerate(outputs):
-        rows.append(asked_of_output(setup, output))
-        progress(file.stem, number + 1, len(outputs))
-    return rows
-
-
 def row_of(found: Why) -> Row:
     """A measurement in a row."""
     said = NO_LOOP
@@ -104,7 +94,8 @@ def main(*, runs: Path | None = None, real: Path | None = None, count: int = 12,
     started = time.perf_counter()
     organisms, bundled = list[Row](), list[Row]()
     of_real: list[Row] = earlier(out / NAME).get("real", [])
-    known = set(value_of_each(of_real, "model"))
+    result: Row = {"organisms": organisms, "models": bundled, "real": of_real}
+    settings = {"cuts": CUTS, "draws": 3, "count": count, "sampling": "greedy", "half": HALF}
     made = kept_loops()
     with ProgressBar() as progress:
         for number, organism in enumerate(made):
@@ -116,13 +107,18 @@ def main(*, runs: Path | None = None, real: Path | None = None, count: int = 12,
         for number, prompt in enumerate(prompts):
             bundled.append(asked_of_model(setup, prompt))
             progress(setup.target.name, number + 1, len(prompts))
-        if runs is not None and real is not None:
-            for file in sorted(real.glob("*.gguf")):
-                if file.stem not in known:
-                    of_real += asked_of_loops(file, loops_of(runs / "runs.jsonl", file.stem), progress)
-    result = {"organisms": organisms, "models": bundled, "real": of_real}
-    settings = {"cuts": CUTS, "draws": 3, "count": count, "sampling": "greedy", "half": HALF}
-    write_atomic(out / NAME, record("loopguard-why", result, settings, started=started))
+        write_atomic(out / NAME, record("loopguard-why", result, settings, started=started))
+        for file in sorted(real.glob("*.gguf")) if real else []:
+            assert runs is not None, "the outputs of real models: give --runs"
+            setup = Setup.open(load(str(file)), loading="whole")
+            known = {(row["model"], row["number"]) for row in of_real}
+            outputs = [
+                one for one in loops_of(runs / "runs.jsonl", file.stem) if (file.stem, one["number"]) not in known
+            ]
+            for number, output in enumerate(outputs):
+                of_real.append(asked_of_output(setup, output))
+                write_atomic(out / NAME, record("loopguard-why", result, settings, started=started))
+                progress(file.stem, number + 1, len(outputs))
 
 
 if __name__ == "__main__":
