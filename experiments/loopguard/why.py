@@ -112,12 +112,11 @@ def main(*, runs: Path | None = None, real: Path | None = None, count: int = 12,
             assert runs is not None, "the outputs of real models: give --runs"
             setup = Setup.open(load(str(file)), loading="whole")
             known = {(row["model"], row["number"]) for row in of_real}
-            outputs = [
-                one for one in loops_of(runs / "runs.jsonl", file.stem) if (file.stem, one["number"]) not in known
-            ]
+            outputs = loops_of(runs / "runs.jsonl", file.stem)
             for number, output in enumerate(outputs):
-                of_real.append(asked_of_output(setup, output))
-                write_atomic(out / NAME, record("loopguard-why", result, settings, started=started))
+                if (file.stem, output["number"]) not in known:
+                    of_real.append(asked_of_output(setup, output))
+                    write_atomic(out / NAME, record("loopguard-why", result, settings, started=started))
                 progress(file.stem, number + 1, len(outputs))
 
 
