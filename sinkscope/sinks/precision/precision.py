@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
@@ -23,7 +23,8 @@ from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
 from sinkscope.results.notation import word_list
-from sinkscope.results.parts import Component, Parts, Tokens
+from sinkscope.results.parts import Component, Parts, Tokens, in_words
+from sinkscope.results.result import Number, number_of
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
@@ -69,7 +70,7 @@ class Precision(Result):
         "outcome": "what is rounded",
         "place": "what stays exact",
         "left": "what stays of the divergence that rounding causes",
-        "control": "the least that stays with as many random ones exact, over 3 draws",
+        "control": "the least that stays with as many random places, neurons or layers exact, over 3 draws",
         "contrast": "that control",
     }
 
@@ -79,6 +80,16 @@ class Precision(Result):
     def rows(self) -> Table:
         """Return a row for each claim."""
         return [claim.row() for claim in self.claims]
+
+    def numbers(self) -> list[Number]:
+        """Return the share of each cost that goes while something stays exact."""
+        numbers: dict[str, Number] = {}
+        for claim in self.claims:
+            number = number_of(claim)
+            rounded = WORDS[claim.outcome.kind]
+            label = f"of what rounding {rounded} costs goes with {in_words(claim.subject)} exact"
+            numbers.setdefault(number.key, replace(number, label=label))
+        return list(numbers.values())
 
     def facts(self) -> list[str]:
         """Say what each rounding costs."""
@@ -227,6 +238,7 @@ class Texts:
         by_text, *others = left_of(torch.cat([cost[None], read]))
         random = [float(other.mean()) for other in others]
         outcome = Outcome(name, effect=f"most of what rounding {WORDS[name]} costs")
-        contrasts = INTACT, Contrast("random", min(random, default=float(by_text.mean())), DRAWS, "random ones")
-        search = SearchSpace("random ones", DRAWS)
+        others_words = f"random {field}"
+        contrasts = INTACT, Contrast("random", min(random, default=float(by_text.mean())), DRAWS, others_words)
+        search = SearchSpace(others_words, DRAWS)
         return claim_of("protects", subject, outcome, exact, by_text, contrasts, search, "exact")
