@@ -34,6 +34,8 @@ FOLDER = Path(__file__).parents[1] / "docs/notebooks"
 PLOTLY = "application/vnd.plotly.v1+json"
 FOLDED = {"jupyter": {"source_hidden": True}, "tags": ["checks"]}  # of the last cell, which holds the checks
 LARGEST = 300_000  # bytes of a notebook
+MODEL = 'MODEL = None  # or "../../real/smollm2-135m.gguf"'
+"""The first code cell of a notebook, which chooses the model; None: the one in the package."""
 
 
 def digest(notebook: Any) -> str:
@@ -42,13 +44,27 @@ def digest(notebook: Any) -> str:
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
-def executed(path: Path) -> Any:
-    """Run a notebook and return it with its outputs as they are stored."""
+def ran(path: Path, model: Path | None = None) -> Any:
+    """Run a notebook and return it with all outputs; a cell that fails raises.
+
+    Args:
+        path: The notebook, which is left as it is.
+        model: What to run it with instead of the model in the package.
+    """
     notebook: Any = nbformat.read(path, as_version=4)
+    if model is not None:
+        chosen = next(cell for cell in notebook.cells if cell.source == MODEL)
+        chosen.source = f"MODEL = {str(model)!r}"
     environment = {**os.environ, "PLOTLY_RENDERER": "plotly_mimetype", "OMP_NUM_THREADS": "1"}
     resources = {"metadata": {"path": str(path.parent)}}
     client = NotebookClient(notebook, timeout=1200, kernel_name="python3", resources=resources)
     client.execute(env=environment)
+    return notebook
+
+
+def executed(path: Path) -> Any:
+    """Run a notebook and return it with its outputs as they are stored."""
+    notebook = ran(path)
     for cell in notebook.cells:
         cell.metadata = {}
         if cell.cell_type == "code":

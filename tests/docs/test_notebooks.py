@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from refusals import refused
 
-from tools.notebooks import FOLDER, LARGEST, PLOTLY, check, digest, executed, text_of
+from tools.notebooks import FOLDER, LARGEST, MODEL, PLOTLY, check, digest, executed, text_of
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -30,6 +30,14 @@ def test_outputs_are_those_of_the_code(path):
     kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}
     assert {"image/png", PLOTLY} <= kinds
     check(path.name, path.read_text())
+
+
+@EVERY
+def test_another_model_is_one_line(path):
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert cells[0] == MODEL
+    loads = [line for cell in cells for line in cell.splitlines() if "ss.load(" in line]
+    assert loads and all("ss.load(MODEL" in line for line in loads)
 
 
 def test_large_notebooks_and_folders_are_refused():

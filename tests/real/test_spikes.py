@@ -101,7 +101,7 @@ def test_gemma3_is_a_relay_of_which_the_first_neuron_is_needed(of_gemma3):
 def test_what_is_said_of_smollm2(of_smollm2):
     lines = [of_smollm2.conclusion(), *of_smollm2.details()]
     assert len(lines) <= 6 and max(len(sentence.split()) for line in lines for sentence in line.split(". ")) <= 30
-    assert "149 in layers 12-30" in lines[0] and "with or without <|im_start|>" in lines[0]
+    assert "149 in layers 12-29" in lines[0] and "with or without <|im_start|>" in lines[0]
     assert lines[1].startswith("Layers 11-29: L11.N1229 (73%) and L11.N1487 (27%) raise the norm at the first token")
     assert "Either writer is enough" in lines[1] and "gone" not in " ".join(lines)
 

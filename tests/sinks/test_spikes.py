@@ -121,7 +121,7 @@ def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it
     found = ss.find_sinks()
     assert found.needed == (Neuron(1, None, 338),)
     assert found.conclusion() == (
-        "20 of 48 heads give the first token more than 0.3 of their attention, with or without <s>: 20 in layers 2-6."
+        "20 of 48 heads give the first token more than 0.3 of their attention, with or without <s>: 20 in layers 2-5."
     )
     again = FindSinks.load(found.save(tmp_path / "sinks.json"))
     assert again.to_dict() == found.to_dict() and again.summary() == found.summary()

@@ -83,7 +83,7 @@ class SpikesFound(Result):
     def conclusion(self) -> str:
         """Return how many heads attend where; or, if none does, the spikes alone."""
         if self.readers.heads or self.spikes:
-            return sentences.readers(self.readers, self.spikes, self.bos)
+            return sentences.readers(self.readers, self.spikes, self.bos, self.layers_read)
         if self.learned_heads:
             return self._learned
         return self._no_spike

@@ -24,8 +24,11 @@ WRITES = 0.1  # share from which a neuron or a component is named
 KEPT = 0.75  # share of the heads that are left without either of two neurons, if either is enough
 
 
-def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | None) -> str:
-    """Return how many heads attend to a place, in which layers, and with the other choice of BOS."""
+def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | None, n_layers: int) -> str:
+    """Return how many heads attend to a place, in which layers, and with the other choice of BOS.
+
+    Heads of a layer read what the layer before has left: those of a spike are one layer later than it, up to the last.
+    """
     bos, parts = "", list[str]()
     if other is not None and said.place == "the first token":
         bos = f" ({other.heads} {'with' if other.bos else 'without'} {other.token})"
@@ -33,7 +36,8 @@ def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | No
             bos = f", with or without {other.token}"
     for spike in sorted(spikes, key=lambda one: one.layers):
         if spike.place.words == said.place and spike.heads:
-            parts.append(f"{spike.heads} in layers {spike.layers[0] + 1}-{spike.layers[1] + 1}")
+            last = min(spike.layers[1] + 1, n_layers - 1)
+            parts.append(f"{spike.heads} in layers {spike.layers[0] + 1}-{last}")
     layers = f": {word_list(parts)}" if parts else ""
     heads = with_margin(said.heads, said.margin)
     return READERS.format(heads=heads, total=said.total, place=said.place, bos=bos, layers=layers)
