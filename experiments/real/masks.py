@@ -36,7 +36,7 @@ from tests.real import texts
 LAYERS = {"smollm2-135m": 14, "gemma3-270m": 9}
 """A layer inside the largest spike."""
 LENGTH = 64  # tokens of a text
-FEATURES, STEPS, BATCH, SEEDS = 1024, 400, 256, 3
+FEATURES, STEPS, BATCH, SEEDS = 512, 300, 256, 3
 Activations = Float[Tensor, "token d_model"]
 
 
