@@ -47,7 +47,7 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 @torch.no_grad()
 def test_a_policy_keeps_the_positions_that_attention_says(smollm2, prompt, maps, name):
-    """In all 90 kv heads; nearly equal scores may swap a position in a few of them."""
+    """In all 90 kv heads; nearly equal scores may swap a position in a few, in TOVA in the three of a layer at once."""
     policy, keeps = POLICIES[name]
     model, n_kv = smollm2.model, smollm2.model.config.num_key_value_heads
     cache, same, heads = DynamicCache(), 0, 0
@@ -60,7 +60,7 @@ def test_a_policy_keeps_the_positions_that_attention_says(smollm2, prompt, maps,
             assert len(kept) == BUDGET and len({*kept} - {*right}) <= 1
             same += kept == right
             heads += 1
-    assert heads == 90 and same >= 88
+    assert heads == 90 and same >= 87
 
 
 def test_generate_writes_what_stock_transformers_write(smollm2, prompt):
