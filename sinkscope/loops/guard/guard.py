@@ -110,7 +110,6 @@ class LoopGuard(Intervention):
     penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
     local: Whole = 4
     act: Literal["rewind", "cut", "stop", "report"] = "rewind"
-
     KIND: ClassVar[str] = "guard"
 
     def __post_init__(self) -> None:
