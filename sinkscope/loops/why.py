@@ -14,8 +14,9 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import torch
+from pydantic import Field, Strict
 
-from sinkscope.files.records import between, checked_value
+from sinkscope.files.records import Wording
 from sinkscope.hooks.edit.decode import decode
 from sinkscope.kv.windows import check_servable
 from sinkscope.kv.without import Without
@@ -30,7 +31,8 @@ from sinkscope.results.notation import word_list
 from sinkscope.results.style import BLUE, GREY, figure_of, panels
 
 CONTINUED = 64  # tokens after a cut, or four periods
-FEWEST_CUTS = 3  # half of two continuations is one
+Cuts = Annotated[int, Strict(), Field(ge=3), Wording("a whole number from 3")]
+"""Number of cuts; half of two continuations would be one."""
 DRAWS = 3  # random changes beside each cause
 CAUSES = ("copies", "sink")
 """The loop's copies in the cache, and the sink."""
@@ -246,7 +248,7 @@ def why(
     *,
     answer: Annotated[str | Sequence[int] | None, Option("--answer-file", metavar="FILE|-", reads="text")] = None,
     max_new_tokens: Natural | None = None,
-    cuts: Natural = 6,
+    cuts: Cuts = 6,
 ) -> Why:
     """Take away, one after another, what may keep a loop going, and let the model continue.
 
@@ -269,7 +271,6 @@ def why(
     """
     target = setup.target
     check_servable(target)
-    checked_value(between(int, FEWEST_CUTS, None), cuts, "cuts")
     if answer is None:
         ids, prompt_tokens = prompt_and_continuation(setup, prompt, max_new_tokens, CONTINUED)
     else:

@@ -120,7 +120,7 @@ def test_a_loop_at_the_beginning_of_the_prompt_is_undecided():
     copies = found.tried[0]
     assert (copies.without, copies.goes_on, copies.control, found.kept_by) == ("copies", 0.0, None, ())
     assert found.conclusion().startswith("Undecided: fewer tokens stand before the loop of period 6 than it has")
-    with refused("cuts is 2: expected greater than or equal to 3"):
+    with refused("cuts 2: expected a whole number from 3"):
         why(made.model, made.turn, tokenizer=made.tokenizer, cuts=2)
 
 

@@ -158,7 +158,7 @@ class LoopGuard(Intervention):
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
-        return f"{in_words(cuts[0])} {count_of(len(cuts) - 1, 'more alarm')} followed."
+        return f"{in_words(cuts[0])} Then {count_of(len(cuts) - 1, 'more alarm')} followed."
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""
