@@ -117,9 +117,13 @@ class Result(Envelope):
     def numbers(self) -> list[Number]:
         """Return the numbers and words by which two models are compared: of its claims, unless overridden."""
         numbers: dict[str, Number] = {}
-        for number in map(number_of, self._claims):  # of those about the same outcome and kind of parts, the first
+        for number in map(self.number, self._claims):  # of those about the same outcome and kind of parts, the first
             numbers.setdefault(number.key, number)
         return list(numbers.values())
+
+    def number(self, claim: Claim) -> Number:
+        """Return the number of a claim; a subclass may name it otherwise."""
+        return number_of(claim)
 
     @property
     def _claims(self) -> Claims:

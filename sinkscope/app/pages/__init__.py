@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from importlib import import_module
 from importlib.resources import files
+from itertools import groupby
 from string import Template
 from typing import Any
 
@@ -129,14 +130,15 @@ def _contents(sections: Sequence[Section]) -> str:
     """Links to the sections with what they conclude, by what they are about; nothing for a single section."""
     if len(sections) < 2:
         return ""
-    lines: list[str] = []
-    for number, one in enumerate(sections):
-        before = sections[number - 1].about if number else ""
-        if one.about != before and one.about:
-            lines.append(f"</ul><h2>{text(one.about)}</h2><ul>")
-        said = f": {text(one.conclusion)}" if one.conclusion else ""
-        lines.append(f'<li><a href="#r{number}">{one.heading}</a>{said}</li>')
-    return f'<nav aria-label="Contents"><ul>{"".join(lines)}</ul></nav>'.replace("<ul></ul>", "")
+    lists: list[str] = []
+    for about, group in groupby(enumerate(sections), key=lambda numbered: numbered[1].about):
+        lines: list[str] = []
+        for number, one in group:
+            said = f": {text(one.conclusion)}" if one.conclusion else ""
+            lines.append(f'<li><a href="#r{number}">{one.heading}</a>{said}</li>')
+        title = f"<h2>{text(about)}</h2>" if about else ""
+        lists.append(f"{title}<ul>{''.join(lines)}</ul>")
+    return f'<nav aria-label="Contents">{"".join(lists)}</nav>'
 
 
 def _file(name: str) -> str:

@@ -24,7 +24,7 @@ from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
 from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Component, Parts, Tokens, in_words
-from sinkscope.results.result import Number, number_of
+from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
@@ -81,15 +81,10 @@ class Precision(Result):
         """Return a row for each claim."""
         return [claim.row() for claim in self.claims]
 
-    def numbers(self) -> list[Number]:
-        """Return the share of each cost that goes while something stays exact."""
-        numbers: dict[str, Number] = {}
-        for claim in self.claims:
-            number = number_of(claim)
-            rounded = WORDS[claim.outcome.kind]
-            label = f"of what rounding {rounded} costs goes with {in_words(claim.subject)} exact"
-            numbers.setdefault(number.key, replace(number, label=label))
-        return list(numbers.values())
+    def number(self, claim: Claim) -> Number:
+        """Return the share of a cost that goes while something stays exact."""
+        label = f"of what rounding {WORDS[claim.outcome.kind]} costs goes with {in_words(claim.subject)} exact"
+        return replace(super().number(claim), label=label)
 
     def facts(self) -> list[str]:
         """Say what each rounding costs."""
