@@ -34,6 +34,11 @@ def earlier(file: Path) -> Row:
     return {}
 
 
+def read_rows(file: Path) -> list[Row]:
+    """The rows of JSON lines."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 def write_rows(file: Path, rows: Iterable[Row]) -> None:
     """Write rows as JSON lines."""
     lines: list[str] = []

@@ -24,7 +24,7 @@ from experiments.loopguard.honest_answers import honest_answers
 from experiments.loopguard.real import FULL
 from experiments.loopguard.real_openings import HALVES
 from experiments.loopguard.real_table import interval
-from experiments.record import Row, record
+from experiments.record import Row, read_rows, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import MonitorSettings, Tail, tail_period
@@ -128,8 +128,7 @@ def main(works: Sequence[Path], *, model: Path, out: Path = Path("figures/loopgu
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     outputs: list[Row] = []
     for work in works:
-        for line in (work / "runs.jsonl").read_text().splitlines():
-            one = json.loads(line)
+        for one in read_rows(work / "runs.jsonl"):
             if one["arm"] == FULL and one["model"] == model.name:
                 outputs.append(one)
     result: dict[str, Any] = {}

@@ -26,7 +26,7 @@ import torch
 
 from experiments.loopguard.real import FULL
 from experiments.loopguard.real_openings import openings_of
-from experiments.record import Row, record
+from experiments.record import Row, read_rows, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.measure.margin import margin_of
@@ -43,8 +43,7 @@ Reader = Callable[[str, str], float]
 def outputs_of(work: Path, model: str) -> dict[str, dict[int, Row]]:
     """The outputs of a model on the half that is reported, by remedy and number of the opening."""
     outputs: dict[str, dict[int, Row]] = defaultdict(dict)
-    for line in (work / "runs.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_rows(work / "runs.jsonl"):
         if (row["model"], row["half"]) == (model, HALF):
             outputs[row["arm"]][row["number"]] = row
     return dict(outputs)

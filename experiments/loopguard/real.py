@@ -22,7 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, NoRepeatNGramLogi
 from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 
 from experiments.loopguard.real_openings import openings_of
-from experiments.record import Row
+from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.decode import decoding, to_end
@@ -208,8 +208,7 @@ def main(
     done: set[tuple[str, str, int]] = set()
     stock: dict[tuple[str, int], Row] = {}
     if file.is_file():
-        for line in file.read_text().splitlines():
-            row = json.loads(line)
+        for row in read_rows(file):
             if all(row[key] == value for key, value in setting.items()):
                 done.add((row["arm"], row["half"], row["number"]))
                 if row["arm"] == FULL:

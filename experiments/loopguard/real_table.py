@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from experiments.loopguard.real import FULL
 from experiments.loopguard.real_openings import HALVES
-from experiments.record import Row, record
+from experiments.record import Row, read_rows, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import tail_period
@@ -137,8 +137,7 @@ def main(works: Sequence[Path], *, models: Sequence[Path], out: Path = Path("fig
     """
     outputs: dict[str, dict[Any, Row]] = defaultdict(dict)
     for work in works:
-        for line in (work / "runs.jsonl").read_text().splitlines():
-            one = json.loads(line)
+        for one in read_rows(work / "runs.jsonl"):
             outputs[one["model"]][one["arm"], one["half"], one["number"]] = one
     result: Row = {}
     for folder in models:

@@ -19,7 +19,7 @@ import torch
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from experiments.loopguard.openings import FORMS, openings
-from experiments.record import Row, value_of_each
+from experiments.record import Row, read_rows, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.loops import first_alarm
 from sinkscope.loops.dry import DRY
@@ -174,7 +174,7 @@ def read(work: Path) -> list[Row]:
     file = work / "runs.jsonl"
     if not file.exists():
         return []
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return read_rows(file)
 
 
 def main(

@@ -8,7 +8,6 @@ choosing: what each wrote from a little before the place where the guard's text 
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import AutoTokenizer
 
 from experiments.loopguard.real import FULL
 from experiments.loopguard.real_openings import KINDS, openings_of
-from experiments.record import Row
+from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 
@@ -61,8 +60,7 @@ def main(works: Sequence[Path], *, model: Path, out: Path = Path("docs/guard_out
     """
     outputs: dict[tuple[str, int], Row] = {}
     for work in works:
-        for line in (work / "runs.jsonl").read_text().splitlines():
-            one = json.loads(line)
+        for one in read_rows(work / "runs.jsonl"):
             if one["model"] == model.name and one["half"] == "report":
                 outputs[one["arm"], one["number"]] = one
     tokenizer: Any = AutoTokenizer.from_pretrained(model)

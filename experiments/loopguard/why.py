@@ -10,14 +10,13 @@ without a remedy; given again, the command goes on with those that are not measu
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.loopguard.real import FULL
 from experiments.loopguard.real_openings import openings_of
-from experiments.record import Row, earlier, record
+from experiments.record import Row, earlier, read_rows, record
 from experiments.script import run
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.loops import Loops
@@ -57,8 +56,7 @@ def loops_of(runs: Path, model: str) -> list[Row]:
     """The outputs of a real model that end in a loop, with their openings."""
     openings = openings_of(HALF)
     looping: list[Row] = []
-    for line in runs.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_rows(runs):
         if (row["model"], row["arm"], row["half"]) != (model, FULL, HALF):
             continue
         if end_loop(row["tokens"]) is not None:

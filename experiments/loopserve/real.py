@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from experiments.drawn import markdown, put_table
 from experiments.gpu.steps import Steps
-from experiments.record import Row
+from experiments.record import Row, read_rows
 from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.lines.serve import LoopServe
@@ -80,7 +79,7 @@ def dialogue(files: Sequence[Path]) -> str:
     """Turns of users, with answers between them where files give them."""
     rows: list[Row] = []
     for file in files:
-        rows += [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows += read_rows(file)
     answers: dict[Any, list[str]] = {}
     for row in rows:
         if "choices" in row:
