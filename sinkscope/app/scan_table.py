@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -13,7 +12,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
-from sinkscope.files.store import begun_by
+from sinkscope.files.store import SETTINGS, begun_by
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
@@ -118,9 +117,7 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
 
 def _is_scan(folder: Path) -> bool:
     """Whether a scan was begun in a folder."""
-    with suppress(SinkscopeError):  # a folder without settings, or with others' ones
-        return begun_by(folder) == "scan"
-    return False
+    return (folder / SETTINGS).is_file() and begun_by(folder) == "scan"
 
 
 def _natural(path: Path) -> str:
