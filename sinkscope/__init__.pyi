@@ -27,7 +27,7 @@ from .loops.generate import generate as generate
 from .loops.guard.guard import LoopGuard as LoopGuard
 from .loops.why import why as why
 from .measure.measurement import Measurement as Measurement
-from .models.checkpoints.names import models as models
+from .models.checkpoints.names import list_models as list_models
 from .opening.load import load as load
 from .results.result import Result as Result
 from .sinks.attack.attack import attack as attack

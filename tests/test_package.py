@@ -76,7 +76,13 @@ def test_type_checkers_see_the_same_names():
 def test_functions_named_like_their_modules_stay_callable(first):
     modules = f"{first}, sinkscope.loops.generate, sinkscope.hooks.trace.run, sinkscope.lines.choice"
     code = f"import {modules}; import sinkscope as ss; print(all(map(callable, ("
-    assert python(code + "ss.models, ss.load, ss.trace, ss.generate, ss.lines))))").stdout == "True\n"
+    assert python(code + "ss.load, ss.trace, ss.generate, ss.lines))))").stdout == "True\n"
+
+
+@pytest.mark.parametrize("module", ["models.hooks", "lines.choice", "loops.generate", "hooks.trace.run"])
+def test_every_module_can_be_imported_under_another_name(module):
+    code = f"import sinkscope.{module} as other; print(other.__name__)"
+    assert python(code).stdout == f"sinkscope.{module}\n"
 
 
 def test_modules_of_a_package_that_a_measurement_shadows_can_be_imported_under_another_name():

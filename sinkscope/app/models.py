@@ -6,7 +6,7 @@ from typing import Annotated
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.models.checkpoints.names import models
+from sinkscope.models.checkpoints.names import list_models
 from sinkscope.results.console import end_bar, show
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import Grid, Table, strings
@@ -39,7 +39,7 @@ def print_models(
         _check(check, progress or silent)
         return
     rows: Table = []
-    for entry in models():
+    for entry in list_models():
         if word is None or word.lower() in f"{entry.name} {entry.hub_id}".lower():
             rows.append({"name": entry.name, "hub id": entry.hub_id})  # the longest last
     if not rows:

@@ -49,7 +49,7 @@ def load(
     """Load a model.
 
     Args:
-        x: Short name (`sinkscope.models()` lists them), hub id `org/name`, folder or `.gguf` file. None loads the model
+        x: Short name (`sinkscope.list_models()` lists them), hub id `org/name`, folder or `.gguf` file. None loads the model
             inside this package.
         revision: Branch, tag or commit of a hub id.
         layers: Load only the first `layers` decoder layers; tensors of the others are not read.

@@ -9,12 +9,12 @@ from organisms import MODEL_TYPES
 from refusals import refused
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sinkscope.models.checkpoints.names import find, models, resolve
+from sinkscope.models.checkpoints.names import find, list_models, resolve
 from sinkscope.models.loading.config import reads_images
 
 
 def test_every_entry_is_well_formed():
-    entries = models()
+    entries = list_models()
     assert len(entries) >= 40
     assert len({e.name for e in entries}) == len({e.hub_id.lower() for e in entries}) == len(entries)
     for e in entries:

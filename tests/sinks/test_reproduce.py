@@ -16,7 +16,7 @@ from raw_kit import attention, norms, residuals
 
 import sinkscope as ss
 from sinkscope.measure import Setup
-from sinkscope.models.checkpoints.names import find, models
+from sinkscope.models.checkpoints.names import find, list_models
 from sinkscope.models.checkpoints.published import QUANTITIES, Published, published
 from sinkscope.models.text import typical_text
 from sinkscope.results.result import Result
@@ -28,7 +28,7 @@ from sinkscope.sinks.reproduce.reproduce import Compared, Reproduction
 
 def test_every_record_has_a_source_a_model_and_a_quantity_that_is_measured_or_a_note():
     assert {*PROTOCOLS, "note"} == set(QUANTITIES)
-    names = {entry.name for entry in models()}
+    names = {entry.name for entry in list_models()}
     seen = set()
     for record in published():
         assert record.source.strip() and record.source[0] != " "

@@ -40,7 +40,7 @@ def _entries() -> dict[str, ModelEntry]:
     return entries
 
 
-def models() -> list[ModelEntry]:
+def list_models() -> list[ModelEntry]:
     """Return every model with a short name, family by family."""
     return list(_entries().values())
 
@@ -48,7 +48,7 @@ def models() -> list[ModelEntry]:
 def find(name: str) -> ModelEntry | None:
     """Return a model by its short name, its hub id, or the last part of a hub id or path; case does not matter."""
     last = name.strip().rstrip("/").lower().rpartition("/")[2]
-    for entry in models():
+    for entry in list_models():
         if last in (entry.name, entry.hub_id.lower().rpartition("/")[2]):
             return entry
     return None
