@@ -118,7 +118,8 @@ def test_a_model_is_typed_as_a_word_or_an_option(calls, typed):
 def test_models_are_filtered_by_a_word(typed):
     rows = typed("models MISTRAL").out.splitlines()[1:]
     names = {row.split()[0] for row in rows}
-    assert names == {one.name for one in sinkscope.list_models() if "mistral" in f"{one.name} {one.hub_id}".lower()} != set()
+    mistrals = {one.name for one in sinkscope.list_models() if "mistral" in f"{one.name} {one.hub_id}".lower()}
+    assert names == mistrals != set()
     assert "no model's name contains 'nothing'" in typed("models nothing", 2).err
 
 
