@@ -49,8 +49,8 @@ def load(
     """Load a model.
 
     Args:
-        x: Short name (`sinkscope.list_models()` lists them), hub id `org/name`, folder or `.gguf` file. None loads the model
-            inside this package.
+        x: Short name (`sinkscope.list_models()` lists them), hub id `org/name`, folder or `.gguf` file. None loads the
+            model inside this package.
         revision: Branch, tag or commit of a hub id.
         layers: Load only the first `layers` decoder layers; tensors of the others are not read.
         dtype: torch dtype or its name ("float32", "bfloat16", ...). None uses the checkpoint's.
