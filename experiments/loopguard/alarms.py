@@ -1,11 +1,13 @@
 """When an alarm comes: on loops that real models wrote, and on answers that repeat because they should.
 
-    python -m experiments.loopguard.alarms WORK [WORK ...] --model FOLDER [--out figures/loopguard_alarms.json]
+    python -m experiments.loopguard.alarms WORK [WORK ...] --model FILE [--out figures/loopguard_alarms.json]
 
 The loops are the outputs "full" of `experiments.loopguard.real`; the honest answers are in `honest_answers`. For each
 half and setting of the monitor: alarms on honest answers, and on outputs whose end is an exact loop that had gone on
-for 64 tokens behind its third copy; and the tokens between the end of the third copy and the alarm. At last, the mean
-of the largest probability of the next token behind the third copy (the paper's p1), in loops and in honest answers.
+for 64 tokens behind its third copy; and the tokens between the end of the third copy and the alarm. Then the mean of
+the largest probability of the next token behind the third copy (the paper's p1), in loops and in honest answers. At
+last, the near copies of `sinkscope loops` on near loops and honest answers, and the counts of the paper's monitor over
+both halves, of which one threshold at a time is changed (appendix B).
 """
 
 from __future__ import annotations
@@ -13,24 +15,27 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.loopguard.honest_answers import honest_answers
 from experiments.loopguard.real import FULL
 from experiments.loopguard.real_openings import HALVES
-from experiments.loopguard.real_table import interval
+from experiments.loopguard.real_table import interval, judged
 from experiments.record import Row, read_rows, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import MonitorSettings, Tail, tail_period
 from sinkscope.loops.guard.detect import largest_probability, monitors
 from sinkscope.loops.text.counters import asked_copies
+from sinkscope.loops.text.near_copies import Echoes
+from sinkscope.loops.text.outputs import split
 from sinkscope.loops.text.repetition import TailRepetition
+from sinkscope.opening.load import load
 
 BEHIND = 64  # tokens behind the third copy within which an alarm should come
 COPIES = MonitorSettings(tail_beyond=0, counter_tokens=1 << 20)
@@ -42,17 +47,45 @@ SETTINGS = {
     },
     **{f"64 beyond, counters of {least}": MonitorSettings(counter_tokens=least) for least in (128, 256, 384)},
 }
+PRINTED: dict[str, dict[str, Any]] = {
+    "as printed": {},
+    **{f"votes {count}": {"votes": count} for count in (1, 3)},
+    **{f"window {size}": {"window": size} for size in (64, 128)},
+    **{f"theta_ttr {share}": {"theta_ttr": share} for share in (0.1, 0.4)},
+    **{f"theta_cr {share}": {"theta_cr": share} for share in (0.06, 0.24)},
+    **{f"theta_conf {share}": {"theta_conf": share} for share in (0.8, 0.95)},
+    **{f"streak {steps}": {"streak": steps} for steps in (3, 12)},
+    **{f"theta_nov {share}": {"theta_nov": share} for share in (0.01, 0.04)},
+    **{f"stall {steps}": {"stall": steps} for steps in (2, 8)},
+    **{f"warmup {step}": {"warmup": step} for step in (32, 128)},
+    "no gate": {"gates": ()},
+}
+"""Fields of the paper's monitor, halved or doubled one at a time."""
+
+Text = tuple[list[int], list[float]]
+"""The tokens of an answer, and the largest probability at each step."""
 
 
-def first_alarm(settings: MonitorSettings, tokenizer: Any, ids: Sequence[int], prompt: str) -> tuple[int, Tail] | None:
+def first_alarm(
+    settings: MonitorSettings, tokenizer: Any, ids: Sequence[int], prompt: str, largest: Sequence[float] = ()
+) -> tuple[int, Tail | None] | None:
     """Return the number of the token at which the monitor fires, and the repetition; None if it does not."""
     monitor = monitors(settings, tokenizer)()
     monitor.asked = asked_copies(prompt)
-    for number, token in enumerate(ids, 1):
-        step = monitor.update(token)
-        if step.trigger and step.tail is not None:
+    following = [*largest[1:], *largest[-1:]]  # the last one is not known
+    for number, (token, p_max) in enumerate(zip_longest(ids, following), 1):
+        step = monitor.update(token, p_max)
+        if step.trigger:
             return number, step.tail
     return None
+
+
+def loop_of(tokens: Sequence[int]) -> Tail | None:
+    """The exact loop in which an output ends, if it had gone on for 64 tokens behind its third copy."""
+    tail = tail_period(tokens, repeats=3, shortest=24)
+    if tail is None or len(tokens) - tail.start < 3 * tail.period + BEHIND:
+        return None
+    return tail
 
 
 def measured(settings: MonitorSettings, tokenizer: Any, half: str, outputs: Sequence[Row]) -> Row:
@@ -66,11 +99,10 @@ def measured(settings: MonitorSettings, tokenizer: Any, half: str, outputs: Sequ
     missed = found = counters = 0
     for output in outputs:
         alarm = first_alarm(settings, tokenizer, output["tokens"], "")
-        tail = tail_period(output["tokens"], repeats=3, shortest=24)
-        exact = tail is not None and len(output["tokens"]) - tail.start >= 3 * tail.period + BEHIND
+        exact = loop_of(output["tokens"]) is not None
         missed += exact and alarm is None
         found += exact and alarm is not None
-        if alarm is None:
+        if alarm is None or alarm[1] is None:
             continue
         if alarm[1].exact:
             leads.append(alarm[0] - alarm[1].start - 3 * alarm[1].period)
@@ -104,16 +136,57 @@ def behind(ids: Sequence[int], probabilities: Sequence[float]) -> float | None:
 
 
 @torch.no_grad()
-def of_honest(model: Any, tokenizer: Any, half: str) -> list[float]:
-    """What the model makes of honest answers behind their third copy."""
-    means: list[float] = []
+def honest_texts(model: Any, tokenizer: Any) -> list[Text]:
+    """The honest answers of both halves, as the model reads them."""
+    texts: list[Text] = []
+    for half in HALVES:
+        for answer in honest_answers(half):
+            prompt, ids = tokenizer(answer.prompt)["input_ids"], tokenizer(answer.answer)["input_ids"]
+            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+            texts.append((ids, largest_probability(logits).tolist()))
+    return texts
+
+
+def of_printed(settings: MonitorSettings, tokenizer: Any, outputs: Sequence[Row], honest: Sequence[Text]) -> Row:
+    """What a setting of the paper's monitor finds: loops, and alarms on healthy outputs and honest answers."""
+    row: Row = {"loops": 0, "found": 0, "healthy": 0, "healthy_fired": 0, "honest": len(honest), "honest_fired": 0}
+    delays: list[int] = []
+    for output in outputs:
+        alarm = first_alarm(settings, tokenizer, output["tokens"], "", output["largest"])
+        loop = loop_of(output["tokens"])
+        if loop is not None:
+            row["loops"] += 1
+            row["found"] += alarm is not None
+            if alarm is not None:
+                delays.append(alarm[0] - loop.start - 3 * loop.period)
+        elif not judged(output, output, tokenizer)["near"] and tail_period(output["tokens"]) is None:
+            row["healthy"] += 1
+            row["healthy_fired"] += alarm is not None
+    for ids, largest in honest:
+        row["honest_fired"] += first_alarm(settings, tokenizer, ids, "", largest) is not None
+    return {**row, "found_interval": interval(row["found"], row["loops"]), "delay": statistics.median(delays or [0])}
+
+
+def are_near_copies(text: str) -> bool:
+    """Whether `sinkscope loops` would find near copies in a text."""
+    echoes = Echoes()
+    found = False
+    for place, word in enumerate(split(text)):
+        found = echoes.add(word, place) or found
+    return found
+
+
+def of_near_copies(tokenizer: Any, half: str, outputs: Sequence[Row]) -> Row:
+    """In how many near loops and honest answers of a half there are near copies."""
+    row: Row = {"near": 0, "near_fired": 0, "honest": 0, "honest_fired": 0}
+    for output in outputs:
+        if judged(output, output, tokenizer)["near"]:
+            row["near"] += 1
+            row["near_fired"] += are_near_copies(tokenizer.decode(output["tokens"], skip_special_tokens=True))
     for answer in honest_answers(half):
-        prompt, ids = tokenizer(answer.prompt)["input_ids"], tokenizer(answer.answer)["input_ids"]
-        logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-        mean = behind(ids, largest_probability(logits).tolist())
-        if mean is not None:
-            means.append(mean)
-    return means
+        row["honest"] += 1
+        row["honest_fired"] += are_near_copies(answer.answer)
+    return row
 
 
 def main(works: Sequence[Path], *, model: Path, out: Path = Path("figures/loopguard_alarms.json")) -> None:
@@ -121,15 +194,15 @@ def main(works: Sequence[Path], *, model: Path, out: Path = Path("figures/loopgu
 
     Args:
         works: Folders with a runs.jsonl, of one model.
-        model: Its folder.
+        model: Its folder or file.
         out: The JSON.
     """
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    loaded: Any = load(str(model), dtype="float32")
+    tokenizer = loaded.tokenizer
     outputs: list[Row] = []
     for work in works:
         for one in read_rows(work / "runs.jsonl"):
-            if one["arm"] == FULL and one["model"] == model.name:
+            if one["arm"] == FULL and one["model"] == model.stem:
                 outputs.append(one)
     result: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
@@ -137,9 +210,15 @@ def main(works: Sequence[Path], *, model: Path, out: Path = Path("figures/loopgu
             of_half = [one for one in outputs if one["half"] == half]
             result[f"{name}, {half}"] = measured(settings, tokenizer, half, of_half)
             print(name, half, json.dumps(result[f"{name}, {half}"]))
-    sure: dict[str, list[float]] = {"honest": [], "loops": []}
     for half in HALVES:
-        sure["honest"] += of_honest(loaded, tokenizer, half)
+        of_half = [one for one in outputs if one["half"] == half]
+        result[f"near copies, {half}"] = of_near_copies(tokenizer, half, of_half)
+    sure: dict[str, list[float]] = {"honest": [], "loops": []}
+    honest = honest_texts(loaded, tokenizer)
+    for ids, largest in honest:
+        mean = behind(ids, largest)
+        if mean is not None:
+            sure["honest"].append(mean)
     for one in outputs:
         if tail_period(one["tokens"], repeats=3, shortest=24) is None:
             continue
@@ -151,7 +230,12 @@ def main(works: Sequence[Path], *, model: Path, out: Path = Path("figures/loopgu
         tenth, half, ninth = np.quantile(means, [0.1, 0.5, 0.9]).round(4).tolist()
         result["largest probability"][kind] = {"texts": len(means), "low": tenth, "median": half, "high": ninth}
     print(json.dumps(result["largest probability"]))
-    write_atomic(out, record("loopguard-alarms", result, {"model": model.name}))
+    result["printed"] = {}
+    for name, changed in PRINTED.items():
+        row = of_printed(MonitorSettings.paper(**changed), tokenizer, outputs, honest)
+        result["printed"][name] = row
+        print(name, json.dumps(row))
+    write_atomic(out, record("loopguard-alarms", result, {"model": model.stem}))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ A folder is named like the model in the outputs and holds its tokenizer. For eac
 in an exact loop (three copies, 24 tokens) or nearly loop (of the last 8 sentences or lines, 6 resemble one of the 12
 before by 80 % of their letters, numbers apart), that say the same token again and again right behind the first act, the
 share of different 4-grams behind it and in the last 200 tokens, and outputs without an alarm that are those of the
-model alone. The cost is the number of tokens that were written over those that stay, of outputs with an act.
+model alone. The cost is the number of tokens that were written over those that stay, of outputs with an act. Rows of
+the JSON whose outputs are not in the folders stay as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import AutoTokenizer
 
 from experiments.loopguard.real import FULL
 from experiments.loopguard.real_openings import HALVES
-from experiments.record import Row, read_rows, record
+from experiments.record import Row, earlier, read_rows, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import tail_period
@@ -139,12 +140,12 @@ def main(works: Sequence[Path], *, models: Sequence[Path], out: Path = Path("fig
     for work in works:
         for one in read_rows(work / "runs.jsonl"):
             outputs[one["model"]][one["arm"], one["half"], one["number"]] = one
-    result: Row = {}
+    result = earlier(out)
     for folder in models:
         name = folder.name.split("-")[0]
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        result[name] = table(list(outputs[folder.name].values()), tokenizer)
-        for half, rows in result[name].items():
+        for half, rows in table(list(outputs[folder.name].values()), tokenizer).items():
+            result.setdefault(name, {}).setdefault(half, {}).update(rows)
             for arm, row in rows.items():
                 print(json.dumps({"model": name, "half": half, "arm": arm, **row}))
     write_atomic(out, record("loopguard-real", result, {"new": 400}))

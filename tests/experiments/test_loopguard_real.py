@@ -7,11 +7,12 @@ import json
 import pytest
 from repository import ROOT
 
-from experiments.loopguard import real
-from experiments.loopguard.alarms import behind
+from experiments.loopguard import real, real_table
+from experiments.loopguard.alarms import are_near_copies, behind, first_alarm
 from experiments.loopguard.real_openings import KINDS, openings_of
 from experiments.loopguard.real_table import different, interval, judged, nearly_loops
 from experiments.loopguard.side_by_side import excerpt
+from sinkscope.loops import MonitorSettings
 
 
 class Words:
@@ -98,4 +99,22 @@ def test_outputs_without_an_alarm_need_not_be_made_again(tmp_path):
     for taken, made in rows.values():
         assert taken["tokens"] == made["tokens"] and taken["acts"] == made["acts"]
         assert taken.get("taken", False) == (not made["acts"])
-    assert 0 < sum(bool(made["acts"]) for _, made in rows.values()) < 8
+    acted = sum(bool(made["acts"]) for _, made in rows.values())
+    assert 0 < acted < 8
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"result": {"bundled": {"choose": {"full": {"acted": 9}, "before": {"acted": 3}}}}}))
+    real_table.main([tmp_path / "taken"], models=[ROOT / "sinkscope/models/bundled"], out=table)
+    told = json.loads(table.read_text())["result"]["bundled"]["choose"]
+    assert {name: row["acted"] for name, row in told.items()} == {"full": 0, "before": 3, "rewind": acted}
+
+
+def test_the_monitor_takes_the_probability_of_the_token_that_follows():
+    """The ids 10 to 19 have a likeliest token of 0.95: known after the ids 9 to 18, and a streak of 3 after id 11."""
+    settings = MonitorSettings.variant("p1", warmup=0, streak=3)
+    assert first_alarm(settings, None, range(20), "", [0.1] * 10 + [0.95] * 10) == (12, None)
+    assert first_alarm(settings, None, range(20), "", [0.1] * 20) is None
+
+
+def test_near_copies_are_those_of_the_scanner():
+    assert are_near_copies("We walked to the old town and ate a good soup there. " * 15)
+    assert not are_near_copies(" ".join(f"{first} went home and {first * 3} ate {first * 2}." for first in "abcdefgh"))

@@ -228,20 +228,10 @@ CASES = {
         quick=True,
     ),
     "loopguard.honest": Case("", half_of_the_honest),
-    "loopguard.remedies": Case(
-        "{out}/d --count 1 --new 60 --only full LoopGuard stop",
-        lambda text: '"method": "stop"' in text,
-    ),
     "loopguard.rotary": Case(
         "--max-new-tokens 200 --layer 1 --out {out}",
         lambda made: np.median(made["heads"]["change"]) < 0.01 < np.median(made["heads"]["other_change"]),
         "rotary.json",
-    ),
-    "loopguard.sensitivity": Case(
-        "--per-form 1 --out {out}",
-        lambda made: made["sweeps"]["votes"][0]["detected_by_form"]["exact"] > 0.9,
-        "loopguard_sensitivity.json",
-        {"PERIODS": (1, 8), "SWEEPS": {"votes": (1,), "variant": ("repeats",)}},
     ),
     "loopserve.latency": Case(
         "--contexts 192 --outputs 4 8 --names full loopserve --rounds 1 --budget 80 --shortest 0 --shape lines-128 "

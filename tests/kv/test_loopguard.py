@@ -138,20 +138,22 @@ def test_copies_of_the_last_ids_by_comparing_slices(ids, longest):
 
 
 def test_a_penalty_counts_from_the_act_and_more_with_each_act_in_succession():
-    """Two tokens may be repeated; the longest copy before the act counts, and every copy after it."""
-    steering = Steering(0.5)
+    """Two tokens may be repeated; the longest copy before the act counts, and every copy among the last 20 after it."""
     ids = [7, 8, 9, 6] * 3
-    assert steering.act(ids, 0, now=12, window=20) == 0
+    steering = Steering(0.5, window=20, since=len(ids))
+    assert steering.act(ids, 0, now=12) == 0
     assert steering.losses(ids) == steering.losses([*ids, 7, 8]) == {}
     assert steering.losses([*ids, 7, 8, 9]) == {6: 0.5}, "all three copies are older than the act"
     assert steering.losses([*ids, 7, 8, 9, 6]) == {7: 2.0}, "and the first token since the act"
     varied = [*ids, 7, 8, 9, 1, 7, 8, 9, 2, 7, 8, 9]
     assert steering.losses(varied) == {6: 0.5, 1: 0.5, 2: 0.5}
     assert steering.losses([*ids, *[7, 8, 9, 1] * 3, 7, 8, 9]) == {6: 0.5, 1: 0.5 + 2.5 + 4.5}, "3, 7 and 11 tokens"
-    assert steering.act([*ids, *ids], 6, now=32, window=20) == 1 and steering.since == 12
+    far = [*ids, *[7, 8, 9, 1] * 2, *range(20, 39), 7, 8, 9]
+    assert steering.losses(far) == {6: 0.5, 1: 0.5}, "of the copies that are further back, the longest alone"
+    assert steering.act([*ids, *ids], 6, now=32) == 1 and steering.since == 12
     assert steering.losses([*ids, 7, 8, 9]) == {6: 1.0}, "twice as much at the second act"
-    assert steering.act(ids, 6, now=40, window=20) == 2 and steering.since == 6
-    assert steering.act(ids, 0, now=61, window=20) == 0, "one token later than the window"
+    assert steering.act(ids, 6, now=40) == 2 and steering.since == 6
+    assert steering.act(ids, 0, now=61) == 0 and steering.since == 6, "one token later than the window"
 
 
 class Counting(list):
@@ -168,7 +170,7 @@ def test_the_time_of_a_token_does_not_depend_on_the_length_of_the_row():
     looks = []
     for length in (100, 10_000):
         ids = Counting(range(length))
-        steering = Steering(2.0, since=length - 50)
+        steering = Steering(2.0, 256, length - 50)
         steering.losses(ids)
         before = ids.looks
         for token in (7, 8, 9, 7, 8, 9):
@@ -179,7 +181,7 @@ def test_the_time_of_a_token_does_not_depend_on_the_length_of_the_row():
 
 
 def test_an_end_of_the_text_gains_nothing_from_a_penalty():
-    steering = Steering(0.5, since=3)
+    steering = Steering(0.5, 99, 3)
     ids = [7, 8, 9, 7, 8, 9]
     for likeliest, lost in ((7, 0.5), (5, 0.0)):
         logits = torch.zeros(12)
@@ -211,7 +213,7 @@ def test_the_answer_to_a_loop(penalty, needed):
     model = stubborn(8.0)
     prompt, mask = prompts([10])
     with eager_guard(penalty=penalty, act="cut").on(model) as run:
-        new = model.generate(prompt, attention_mask=mask, max_new_tokens=60, pad_token_id=0)[0, 10:].tolist()
+        new = model.generate(prompt, attention_mask=mask, max_new_tokens=160, pad_token_id=0)[0, 10:].tolist()
     first = run.events[0].data
     assert (first["generated"], first["level"], first["taken_back"]) == (12, 0, 0), "three copies and 12 tokens"
     if not penalty:
@@ -220,7 +222,7 @@ def test_the_answer_to_a_loop(penalty, needed):
         return
     others = [i for i, token in enumerate(new) if token != 33]
     assert others[0] == 12 + needed
-    assert all(after - before <= needed + 2 for before, after in pairwise(others)), "and no copy gets long again"
+    assert all(after - before <= needed + 2 for before, after in pairwise(others)), "no copy gets long again"
 
 
 def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays(model):

@@ -62,11 +62,11 @@ def test_seams_are_where_the_next_word_begins():
 
 def test_a_word_that_has_begun_loses_nothing_and_no_other_takes_its_place():
     ids = [6, 7, 8, 9] * 3
-    plain, steering = Steering(0.5, since=4), Steering(0.5, since=4, words=WORDS)
+    plain, steering = Steering(0.5, 99, 4), Steering(0.5, 99, 4, words=WORDS)
     assert set(plain.losses([*ids, 6, 7])) == {8} and steering.losses([*ids, 6, 7]) == {}
     assert steering.losses(ids) == plain.losses(ids) != {}, "6 begins a word"
     letters = [5, *[8] * 10]
-    assert Steering(0.5, words=WORDS).losses(letters) == Steering(0.5).losses(letters) != {}, "no word begins in it"
+    assert Steering(0.5, 99, 0, words=WORDS).losses(letters) == Steering(0.5, 99, 0).losses(letters) != {}, "no word begins in it"
     logits = torch.zeros(12)
     logits[7], logits[10] = 2.0, 1.9
     steering.steer(logits, [*ids, 6], [2])
@@ -82,7 +82,7 @@ def test_a_word_that_has_begun_loses_nothing_and_no_other_takes_its_place():
 
 def test_where_the_model_is_sure_a_word_of_the_text_takes_the_place_and_is_whole():
     ids = [6, 5, 7, 8, 9, 6, 5, 7, 8, 9, 6, 5]
-    steering = Steering(3.0, since=2, words=WORDS)
+    steering = Steering(3.0, 99, 2, words=WORDS)
     logits = torch.full((12,), -1.0)
     logits[7], logits[10], logits[5], logits[2] = 8.0, 1.0, 0.5, 0.4
     steering.steer(logits, ids, [2])
@@ -99,7 +99,7 @@ def test_nothing_grows_out_of_the_word_before():
     ids = [10, 6, 10, 6, 10, 6, 10]
     logits = torch.zeros(12)
     logits[6] = 1.0
-    steering = Steering(0.5, words=WORDS)
+    steering = Steering(0.5, 99, 0, words=WORDS)
     assert steering.losses(ids)[6] > 0
     steering.steer(logits, ids, [])
     assert logits[11] == -BROKEN and logits[5] == 0

@@ -4,11 +4,12 @@ What happens in each call of the model (`GuardRun.on_logits`):
 
 1. A prompt begins new rows, each with a monitor of its own (`_new_rows`).
 2. Each row's monitor takes its newest token and says whether to intervene, Eqs. 8 and 9 (`push`).
-3. Where a row repeats itself is found, I_bad(t) (`_repetition`), and what of it is cut (`LoopGuard.to_cut`).
+3. Where a row repeats itself is found, I_bad(t) (`find_repetition`), and what of it is cut (`LoopGuard.to_cut`).
 4. Anchors, a sparse history and clean recent tokens are kept, Eqs. 10 and 11 (`tokens_to_keep`); everything else
-   leaves all layers and heads (`_evict_rows`).
+   leaves all layers and heads (`evict_rows`).
 5. Where the caller can take tokens back, the copies leave the output as well (`_rewind`); not in the paper.
-6. For W tokens, those that would prolong a repetition become less likely (`_steer`); not in the paper.
+6. From then on, tokens that would prolong a repetition are less likely, and tokens are drawn (`_steer`); not in the
+   paper.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import TokenPositions
-from sinkscope.kv.cache import CacheLayer, check_order
+from sinkscope.kv.cache import check_order
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.pieces import Rewinder
 from sinkscope.kv.session import Session
+from sinkscope.loops.guard.cut import cached_positions, event_data, evict_rows, find_repetition
 from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors, push
-from sinkscope.loops.guard.retention import Retention, ranges_of, tokens_to_keep
-from sinkscope.loops.guard.steer import Steering
+from sinkscope.loops.guard.retention import Retention, tokens_to_keep
+from sinkscope.loops.guard.steer import Steering, gumbel
 from sinkscope.loops.guard.words import Words, words_of
 from sinkscope.loops.text.counters import asked_copies
 from sinkscope.loops.text.monitor import MonitorSettings
-from sinkscope.loops.text.signals import tail_period
+from sinkscope.models.draws import draws
 from sinkscope.results.notation import count_of
 
 ASKED_WITHIN = 512  # last tokens of a prompt that may ask for a repetition
@@ -51,8 +53,8 @@ class LoopGuard(Intervention):
 
     The defaults are meant for everyday use. A repetition is found once it has three copies and 64 tokens beyond two.
     Where the caller can take tokens back (`sinkscope.loops.generate`, `Conversation`, the command line), the output is
-    cut after the first copy; a plain `model.generate` only loses the copies from its cache. For a while, a token that
-    would prolong a repetition is then less likely, the less the longer the repetition.
+    cut after the first copy; a plain `model.generate` only loses the copies from its cache. From then on, a token that
+    would prolong a repetition is less likely, the less the longer the repetition.
     `LoopGuard.paper()` is the guard as published.
 
     Only generated tokens are watched. A call with several tokens is a new turn, where monitors start again. Each row is
@@ -73,8 +75,11 @@ class LoopGuard(Intervention):
         recent_window: Whether recent tokens come from the last W tokens alone, as in the paper (`Retention`). An
             intervention soon after another then keeps fewer of them.
         penalty: What the logit of a token loses for each token of a repetition that it would prolong, and for each
-            copy of it, for W tokens after an alarm; as much again for each alarm before it in succession (`Steering`).
-            0 does nothing beside the cut, as in the paper.
+            copy of it among the last W, after an alarm; as much again for each alarm before it in succession
+            (`Steering`). 0 does nothing beside the cut, as in the paper.
+        temperature: After an alarm, the row's tokens are drawn at this temperature where `generate` would take the
+            likeliest one, because greedy decoding leads back into a loop. 0 takes the likeliest, as in the paper.
+        seed: Seed of these draws, which depend on the row's own tokens alone.
         local: Number of last tokens that a cut never removes, because without them the next token has no context; 0 as
             printed.
         act: What an alarm does. "rewind" removes the loop from the output as well, wherever the caller can take tokens
@@ -108,6 +113,8 @@ class LoopGuard(Intervention):
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent_window: bool = False
     penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7
+    seed: Whole = 0
     local: Whole = 4
     act: Literal["rewind", "cut", "stop", "report"] = "rewind"
     KIND: ClassVar[str] = "guard"
@@ -132,6 +139,7 @@ class LoopGuard(Intervention):
             "variant": "full",
             "recent_window": True,
             "penalty": 0.0,
+            "temperature": 0.0,
             "local": 0,
             "act": "cut",
         }
@@ -209,7 +217,7 @@ class LoopGuard(Intervention):
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         session.before_decode(lambda moment: check_order(moment.layers, "LoopGuard"))
-        if self.act == "rewind" and self.penalty:  # without a penalty the loop would be written again
+        if self.act == "rewind" and (self.penalty or self.temperature):  # else the loop would be written again
             session.rewinder = Rewinder()
         guarding = GuardRun(self, self.settings, run, session, key)
         session.after_call(guarding.note)
@@ -289,7 +297,7 @@ class GuardRun:
                 logits[alarms, rows.stops[0]] = 0
         elif alarms:
             self._cut(moment, rows, alarms)
-        if self.guard.penalty:
+        if self.guard.penalty or self.guard.temperature:
             self._steer(rows, logits)
 
     def _report(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
@@ -297,9 +305,9 @@ class GuardRun:
         events: list[Event] = []
         for number in alarms:
             row = rows.rows[number]
-            begin, period = _repetition(row, self.guard.retention(row.prompt, self.session.anchors))
-            cached = _cached_positions(moment.layers, number)
-            data = _event_data(row, period, range(begin, row.length), cached, cached)
+            begin, period = find_repetition(row, self.guard.retention(row.prompt, self.session.anchors))
+            cached = cached_positions(moment.layers, number)
+            data = event_data(row, period, range(begin, row.length), cached, cached)
             events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
         self.run.log(lambda: events)
 
@@ -307,12 +315,20 @@ class GuardRun:
         """Lower the logits of tokens that would prolong a repetition of rows that looped, in place."""
         steered: dict[int, Steering] = {}
         for number, row in enumerate(rows.rows):
-            if row.steering is not None and rows.count <= row.steering.until and not row.monitor.ended:
+            if row.steering is not None and not row.monitor.ended:
                 steered[number] = row.steering
         if steered:
+            temperature = self.guard.temperature
+            if getattr(self.session.generation.settings, "do_sample", False):  # the caller draws
+                temperature = 0.0
             changed = logits[list(steered)].cpu()  # one wait for the device instead of several for each row
             for (number, steering), row_logits in zip(steered.items(), changed, strict=True):
-                steering.steer(row_logits, rows.rows[number].ids, rows.ends)
+                ids = rows.rows[number].ids
+                steering.steer(row_logits, ids, rows.ends)
+                if temperature:
+                    row_logits += temperature * gumbel(
+                        row_logits, draws(self.guard.seed, f"{len(ids)} after {ids[-8:]}")
+                    )
             logits[list(steered)] = changed.to(logits.device)
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
@@ -377,10 +393,10 @@ class GuardRun:
         for number in alarms:
             row = rows.rows[number]
             taken_back[number] = self._count_to_take_back(row, number)
-            cached = _cached_positions(moment.layers, number)
+            cached = cached_positions(moment.layers, number)
             data, kept[number] = self._respond(row, cached, taken_back[number], rows.count)
             events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
-        _evict_rows(moment.layers, kept)
+        evict_rows(moment.layers, kept)
         if any(taken_back.values()):
             self._rewind(moment, rows, taken_back)
         self.run.log(lambda: events)
@@ -413,21 +429,21 @@ class GuardRun:
         """Choose what is kept of a row, and what else is done; the data of the event, and what is kept."""
         retention = self.guard.retention(row.prompt, self.session.anchors)
         ids, length = row.ids, row.length
-        begin, period = _repetition(row, retention)
+        begin, period = find_repetition(row, retention)
         if row.steering is None:
-            row.steering = Steering(self.guard.penalty, words=self.words)
+            row.steering = Steering(self.guard.penalty, self.guard.window, length - taken_back, words=self.words)
         found = row.monitor.last.tail
         if found is not None and not found.exact:
             row.steering.is_number = row.monitor.is_number
         row.monitor.looped = True
-        level = row.steering.act(ids, taken_back, now, self.guard.window)
+        level = row.steering.act(ids, taken_back, now)
         end = length
         if taken_back:
             begin = length - taken_back
         else:
             begin, end = self.guard.to_cut(begin, length, period)
         kept = tokens_to_keep(cached, length, range(begin, end), retention, level)
-        data = _event_data(row, period, range(begin, end), cached, kept) | {"level": level, "taken_back": taken_back}
+        data = event_data(row, period, range(begin, end), cached, kept) | {"level": level, "taken_back": taken_back}
         if taken_back:  # the last token that stays is read again
             kept = [position for position in kept if position < length - taken_back - 1]
         return data, kept
@@ -445,56 +461,3 @@ class GuardRun:
             return 0
         rewinder.allowance[number] -= count
         return count
-
-
-def _repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | None]:
-    """Find I_bad(t) (section 5.3): from which position on a row repeats itself, and the period; else its length, None.
-
-    Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too. At the end of the
-    recent window two copies are bad whatever their period: the paper's monitor tests short periods only.
-    """
-    found = row.monitor.last.tail
-    recent = row.ids
-    if retention.recent:
-        recent = recent[-retention.recent :]
-    tail = tail_period(recent, repeats=2)
-    begin = row.length
-    if tail is not None:
-        begin += tail.start - len(recent)
-    if retention.recent is None and found is not None:  # copies that differ slightly are bad too
-        begin = min(begin, row.prompt + found.start)
-    tail = tail or found
-    return begin, None if tail is None else tail.period
-
-
-def _event_data(row: WatchedRow, period: int | None, bad: range, cached: list[int], kept: list[int]) -> dict[str, Any]:
-    """The data of an event at which nothing is taken back."""
-    return {
-        "period": period,
-        "bad": ranges_of(bad),
-        "level": 0,
-        "cached_before": len(cached),
-        "taken_back": 0,
-        "kept": ranges_of(kept),
-        "kept_count": len(kept),
-        "generated": row.written,
-    }
-
-
-def _cached_positions(layers: list[CacheLayer], row: int) -> list[int]:
-    """Positions of a row that at least one layer and head holds."""
-    held = [kv.pos[row].flatten().to(layers[0].pos.device) for kv in layers]
-    return [position for position in torch.cat(held).unique().tolist() if position >= 0]
-
-
-def _evict_rows(layers: list[CacheLayer], kept: dict[int, list[int]]) -> None:
-    """Evict everything else from some rows, in all layers and heads; the others stay."""
-    longest = 1 + max(int(kv.pos.max()) for kv in layers)
-    allowed = torch.ones(len(layers[0].pos), longest, dtype=torch.bool)
-    for row, positions in kept.items():
-        allowed[row] = False
-        allowed[row, positions] = True
-    for kv in layers:
-        pos = kv.pos
-        here = allowed.to(pos.device)[:, None].expand(-1, pos.shape[1], -1)
-        kv.evict((pos >= 0) & here.gather(2, pos.clamp(min=0)))

@@ -26,19 +26,21 @@ class Steering:
     """How a row that looped is kept from looping again: the longer a repetition, the less likely is its next token.
 
     A token that would prolong a copy of the last n tokens loses `penalty` for each of them but the first two, for every
-    copy that was written since the act and for the longest one before it; and more with every act in succession. This
-    is DRY (p-e-w 2024), but it grows slowly and counts no tokens before the act: the loop is left where the model is
-    least certain of it, and not where the alarm happened to come. Counting all copies ends sentences that come back
+    copy among the last W tokens since the act and for the longest one before; and more with every act in succession.
+    This is DRY (p-e-w 2024), but it grows slowly and counts no tokens before the act: the loop is left where the model
+    is least certain of it, and not where the alarm happened to come. Counting all copies ends sentences that come back
     with another word each time. An end of the text loses what the likeliest token lost, so that no text ends only
-    because its next word is less likely.
+    because its next word is less likely. A row that has looped is steered to its end, because a real model falls back
+    into its loop as soon as nothing is lost any more.
 
     Where words are known, only tokens that begin a word lose, unless the repetition has none, and nothing goes on with
     the word before instead. Where the model is sure of the word that it has to leave, it takes one that the row has.
 
     Attributes:
         penalty: What the logit of a token loses for each token of a copy.
-        until: Last generated token that is followed by a steered one.
-        since: Number of tokens of the row at the act, without those that were taken back.
+        window: Number of last tokens of which every copy counts, and within which an act is soon after another (W).
+        since: Number of tokens of the row at the first act, without those that were taken back.
+        until: Last generated token at which an act is soon after the one before.
         level: Number of acts before the last one, each soon after the one before.
         words: Where words begin. None: not known.
         is_number: Says which tokens are numbers, after a loop whose numbers change: they count as equal.
@@ -47,8 +49,9 @@ class Steering:
     """
 
     penalty: float
+    window: int
+    since: int
     until: int = -1
-    since: int = 0
     level: int = 0
     words: Words | None = None
     is_number: Callable[[int], bool] | None = None
@@ -58,32 +61,27 @@ class Steering:
     _places: dict[int, list[int]] = field(default_factory=dict)  # of each token among the first `_known` of them
     _known: int = 0
 
-    def act(self, ids: Sequence[int], taken_back: int, now: int, window: int) -> int:
-        """Steer the next `window` tokens of a row, and raise the level l (section 5.3) if the act before was recent.
+    def act(self, ids: Sequence[int], taken_back: int, now: int) -> int:
+        """Steer a row from here on, and raise the level l (section 5.3) if the act before was recent.
 
         Args:
             ids: Ids of the row, with those that are taken back.
             taken_back: Number of the last ids that are taken back.
             now: Number of the generated token.
-            window: Number of tokens within which an act is in succession of the one before.
 
         Returns:
             The level.
         """
-        stay = len(ids) - taken_back
         self._ids = ()  # some may be taken back now
-        if now <= self.until:
-            self.level += 1
-            self.since = min(self.since, stay)
-        else:
-            self.level = 0
-            self.since = stay
-        self.until = now + window
+        self.level = self.level + 1 if now <= self.until else 0
+        self.since = min(self.since, len(ids) - taken_back)
+        self.until = now + self.window
         return self.level
 
     def losses(self, ids: Sequence[int]) -> dict[int, float]:
         """Return what the logits of tokens lose after a row of ids."""
         strength = self.penalty * (self.level + 1)
+        every = max(self.since, len(ids) - self.window)
         before: dict[int, float] = {}
         losses: dict[int, float] = {}
         compared = ids
@@ -96,7 +94,7 @@ class Steering:
             token, loss = ids[place], strength * (length - LENIENT)
             if loss <= 0 or self._within_word(ids, token, length):
                 continue
-            if place >= self.since:
+            if place >= every:
                 losses[token] = losses.get(token, 0.0) + loss
             else:
                 before[token] = max(loss, before.get(token, 0.0))
@@ -145,6 +143,11 @@ class Steering:
         if words is None or not words.goes_on(ids[-1], token):
             return False
         return words.seam(ids, len(ids) - length, length) is not None
+
+
+def gumbel(logits: Float[Tensor, " vocab"], generator: torch.Generator) -> Float[Tensor, " vocab"]:
+    """Return noise with which the largest logit is a draw: of softmax(logits / t) if it is added t times."""
+    return -torch.empty_like(logits, dtype=torch.float32).exponential_(generator=generator).log()
 
 
 def copies(ids: Sequence[int], ends: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,68 @@
+"""What LoopGuard draws after an alarm: at which temperature, of what it depends, and when nothing is drawn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kv_kit import prompts
+from torch import Tensor
+from torch.testing import assert_close
+
+from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops.guard.steer import gumbel
+from sinkscope.models.draws import draws
+
+MONITOR = {"warmup": 0, "tail_shortest": 12, "tail_beyond": 0, "cooldown": 20}
+LOOP = [11, 12, 13]
+
+
+def guard(**fields) -> LoopGuard:
+    return LoopGuard(**{"budget": 64, "anchors": 4, "act": "cut", "monitor": MONITOR, **fields})
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_the_largest_of_logits_and_noise_is_a_draw_of_their_softmax(temperature):
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    counts = torch.zeros(4)
+    for number in range(4000):
+        counts[int((logits + temperature * gumbel(logits, draws(0, f"test {number}"))).argmax())] += 1
+    assert_close(counts / 4000, (logits / temperature).softmax(0), atol=0.03, rtol=0)
+
+
+def logits_under(model, edit: LoopGuard, rows: list[int], do_sample: bool = False) -> tuple[Tensor, list[int]]:
+    """Logits of each step while a loop is written whatever they say, `[step row vocab]`, and when alarms came."""
+    prompt, mask = prompts(rows)
+    told = iter((LOOP * 20)[:40])
+    seen = []
+
+    def write(_ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(scores.clone())
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor(next(told)), 0.0)
+
+    with edit.on(model) as run:
+        options = {"attention_mask": mask, "max_new_tokens": 30, "pad_token_id": 0, "do_sample": do_sample, "top_k": 0}
+        model.generate(prompt, logits_processor=[write], **options)
+    return torch.stack(seen), [event.data["generated"] for event in run.events]
+
+
+def test_tokens_are_drawn_from_the_first_alarm_on_by_the_rows_own_tokens(model):
+    plain, alarms = logits_under(model, guard(temperature=0.0), [9, 6])
+    drawn, _ = logits_under(model, guard(), [9, 6])
+    alone, _ = logits_under(model, guard(), [9])
+    first = alarms[0]
+    noise = (drawn - plain) / 0.7
+    assert torch.equal(drawn[:first], plain[:first]), "nothing before the alarm"
+    for step in range(first, 30):
+        assert abs(float(noise[step].mean()) - 0.577) < 0.3 and float(noise[step].std()) > 0.8, "Gumbel's, each step"
+    assert not torch.equal(noise[first], noise[first + 1]) and not torch.equal(noise[first, 0], noise[first, 1])
+    assert_close(alone[:, 0] - plain[:, 0], drawn[:, 0] - plain[:, 0], atol=1e-4, rtol=0)
+    again, _ = logits_under(model, guard(), [9, 6])
+    other, _ = logits_under(model, guard(seed=1), [9, 6])
+    assert torch.equal(again, drawn) and not torch.equal(other[first], drawn[first])
+
+
+def test_nothing_is_drawn_where_the_caller_draws_and_under_the_papers_guard(model):
+    plain, _ = logits_under(model, guard(temperature=0.0), [9], do_sample=True)
+    drawn, _ = logits_under(model, guard(), [9], do_sample=True)
+    assert torch.equal(drawn, plain)
+    assert LoopGuard.paper().temperature == 0
