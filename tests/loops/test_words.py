@@ -66,7 +66,8 @@ def test_a_word_that_has_begun_loses_nothing_and_no_other_takes_its_place():
     assert set(plain.losses([*ids, 6, 7])) == {8} and steering.losses([*ids, 6, 7]) == {}
     assert steering.losses(ids) == plain.losses(ids) != {}, "6 begins a word"
     letters = [5, *[8] * 10]
-    assert Steering(0.5, 99, 0, words=WORDS).losses(letters) == Steering(0.5, 99, 0).losses(letters) != {}, "no word begins in it"
+    losses = Steering(0.5, 99, 0, words=WORDS).losses(letters)
+    assert losses == Steering(0.5, 99, 0).losses(letters) != {}, "no word begins in it"
     logits = torch.zeros(12)
     logits[7], logits[10] = 2.0, 1.9
     steering.steer(logits, [*ids, 6], [2])
