@@ -1,6 +1,6 @@
 """When an alarm comes: on loops that real models wrote, and on answers that repeat because they should.
 
-    python -m experiments.loopguard.alarms WORK [WORK ...] --model FILE [--out figures/loopguard_alarms.json]
+    python -m experiments.loopguard.alarms WORK [WORK ...] --models FILE ... [--out figures/loopguard_alarms.json]
 
 The loops are the outputs "full" of `experiments.loopguard.real`; the honest answers are in `honest_answers`. For each
 half and setting of the monitor: alarms on honest answers, and on outputs whose end is an exact loop that had gone on
@@ -12,10 +12,11 @@ both halves, of which one threshold at a time is changed (appendix B).
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def first_alarm(
     monitor = monitors(settings, tokenizer)()
     monitor.asked = asked_copies(prompt)
     following = [*largest[1:], *largest[-1:]]  # the last one is not known
-    for number, (token, p_max) in enumerate(zip_longest(ids, following), 1):
+    for number, (token, p_max) in enumerate(itertools.zip_longest(ids, following), 1):
         step = monitor.update(token, p_max)
         if step.trigger:
             return number, step.tail
@@ -189,53 +190,51 @@ def of_near_copies(tokenizer: Any, half: str, outputs: Sequence[Row]) -> Row:
     return row
 
 
-def main(works: Sequence[Path], *, model: Path, out: Path = Path("figures/loopguard_alarms.json")) -> None:
+def alarms_of(model: Any, outputs: Sequence[Row]) -> Row:
+    """Everything for one model and its outputs."""
+    tokenizer = model.tokenizer
+    result: Row = {}
+    for half in HALVES:
+        of_half = [one for one in outputs if one["half"] == half]
+        for name, settings in SETTINGS.items():
+            result[f"{name}, {half}"] = measured(settings, tokenizer, half, of_half)
+        result[f"near copies, {half}"] = of_near_copies(tokenizer, half, of_half)
+    honest = honest_texts(model, tokenizer)
+    read = {"honest": honest, "loops": []}
+    for one in outputs:
+        if tail_period(one["tokens"], repeats=3, shortest=24) is not None:
+            read["loops"].append((one["tokens"], one["largest"]))
+    result["largest probability"] = {}
+    for kind, texts in read.items():
+        means = [mean for mean in itertools.starmap(behind, texts) if mean is not None]
+        tenth, median, ninth = np.quantile(means, [0.1, 0.5, 0.9]).round(4).tolist()
+        result["largest probability"][kind] = {"texts": len(means), "low": tenth, "median": median, "high": ninth}
+    result["printed"] = {}
+    for name, changed in PRINTED.items():
+        result["printed"][name] = of_printed(MonitorSettings.paper(**changed), tokenizer, outputs, honest)
+    return result
+
+
+def main(works: Sequence[Path], *, models: Sequence[Path], out: Path = Path("figures/loopguard_alarms.json")) -> None:
     """Make what the module describes.
 
     Args:
-        works: Folders with a runs.jsonl, of one model.
-        model: Its folder or file.
+        works: Folders with a runs.jsonl.
+        models: Files of the models, or folders, named as in the outputs.
         out: The JSON.
     """
-    loaded: Any = load(str(model), dtype="float32")
-    tokenizer = loaded.tokenizer
-    outputs: list[Row] = []
+    outputs: dict[str, list[Row]] = defaultdict(list)
     for work in works:
         for one in read_rows(work / "runs.jsonl"):
-            if one["arm"] == FULL and one["model"] == model.stem:
-                outputs.append(one)
-    result: dict[str, Any] = {}
-    for name, settings in SETTINGS.items():
-        for half in HALVES:
-            of_half = [one for one in outputs if one["half"] == half]
-            result[f"{name}, {half}"] = measured(settings, tokenizer, half, of_half)
-            print(name, half, json.dumps(result[f"{name}, {half}"]))
-    for half in HALVES:
-        of_half = [one for one in outputs if one["half"] == half]
-        result[f"near copies, {half}"] = of_near_copies(tokenizer, half, of_half)
-    sure: dict[str, list[float]] = {"honest": [], "loops": []}
-    honest = honest_texts(loaded, tokenizer)
-    for ids, largest in honest:
-        mean = behind(ids, largest)
-        if mean is not None:
-            sure["honest"].append(mean)
-    for one in outputs:
-        if tail_period(one["tokens"], repeats=3, shortest=24) is None:
-            continue
-        mean = behind(one["tokens"], one["largest"])
-        if mean is not None:
-            sure["loops"].append(mean)
-    result["largest probability"] = {}
-    for kind, means in sure.items():
-        tenth, half, ninth = np.quantile(means, [0.1, 0.5, 0.9]).round(4).tolist()
-        result["largest probability"][kind] = {"texts": len(means), "low": tenth, "median": half, "high": ninth}
-    print(json.dumps(result["largest probability"]))
-    result["printed"] = {}
-    for name, changed in PRINTED.items():
-        row = of_printed(MonitorSettings.paper(**changed), tokenizer, outputs, honest)
-        result["printed"][name] = row
-        print(name, json.dumps(row))
-    write_atomic(out, record("loopguard-alarms", result, {"model": model.stem}))
+            if one["arm"] == FULL:
+                outputs[one["model"]].append(one)
+    result: Row = {}
+    for file in models:
+        made = alarms_of(load(str(file), dtype="float32"), outputs[file.stem])
+        result[file.stem.split("-")[0]] = made
+        for name, row in made.items():
+            print(file.stem, name, json.dumps(row))
+    write_atomic(out, record("loopguard-alarms", result, {}))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Arm:
 
 def plain(kind: type[LoopGuard] = LoopGuard, **settings: Any) -> Arm:
     """A guard that only cuts the cache."""
-    return Arm(lambda: kind(act="cut", **settings))
+    return Arm(lambda: kind(act="cut", temperature=0.0, **settings))
 
 
 def printed(**settings: Any) -> Arm:
@@ -106,7 +106,8 @@ ARMS: dict[str, Arm] = {
     **{f"keep first copy, penalty {p}": plain(KeepFirstCopy, penalty=float(p)) for p in (0, 2)},
     "cut 4, penalty 4": plain(penalty=4.0),
     "rewind": Arm(LoopGuard),
-    "rewind, penalty 4": Arm(lambda: LoopGuard(penalty=4.0)),
+    "rewind, temperature 0": Arm(lambda: LoopGuard(temperature=0.0)),
+    "rewind, penalty 0": Arm(lambda: LoopGuard(penalty=0.0)),
     "as printed": printed(),
     "as printed, local 4": printed(local=4),
     "as printed, local 16": printed(local=16),
