@@ -6,8 +6,8 @@ A folder is named like the model in the outputs and holds its tokenizer. For eac
 in an exact loop (three copies, 24 tokens) or nearly loop (of the last 8 sentences or lines, 6 resemble one of the 12
 before by 80 % of their letters, numbers apart), that say the same token again and again right behind the first act, the
 share of different 4-grams behind it and in the last 200 tokens, and outputs without an alarm that are those of the
-model alone. The cost is the number of tokens that were written over those that stay, of outputs with an act. Rows of
-the JSON whose outputs are not in the folders stay as they are.
+model alone. The cost is the number of tokens that were written over those that stay, in all outputs with an act. Rows
+of the JSON whose outputs are not in the folders stay as they are.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
         "distinct": different(tokens[-LATEST:]),
         "unchanged": tokens == stock["tokens"],
         "taken": output.get("taken", False),
-        "cost": None,
+        "stay": len(tokens),
+        "taken_back": sum(act["taken_back"] for act in output["acts"]),
     }
     if output["acts"]:
         first = output["acts"][0]
@@ -94,8 +95,6 @@ def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
         again = sum(one == other for one, other in pairwise(behind[: BEHIND + 1]))
         row["same"] = len(behind) >= BEHIND and again >= BEHIND // 3
         row["behind"] = different(behind)
-        back = sum(act["taken_back"] for act in output["acts"])
-        row["cost"] = (len(tokens) + back) / len(tokens)
     return row
 
 
@@ -114,8 +113,11 @@ def table(outputs: list[Row], tokenizer: Any) -> dict[str, dict[str, Row]]:
             row[name] = sum(one[name] for one in each)
         row["exact_interval"] = interval(row["exact"], len(each))
         row["near_interval"] = interval(row["near"], len(each))
-        for name in ("behind", "distinct", "cost", "acts"):
+        for name in ("behind", "distinct", "acts"):
             row[name] = mean_known([one[name] for one in each])
+        stay = sum(one["stay"] for one in each if one["acted"])
+        if stay:
+            row["cost"] = (stay + sum(one["taken_back"] for one in each)) / stay
         quiet = [one for one in each if not one["acted"] and not one["taken"]]
         row["quiet"] = len(quiet)
         row["quiet_unchanged"] = sum(one["unchanged"] for one in quiet)

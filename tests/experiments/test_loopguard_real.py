@@ -49,7 +49,7 @@ def test_what_is_behind_the_first_act():
     stock = output(range(400))
     salad = output([*range(40), *[7] * 30, *range(100, 200)], acts=[act])
     row = judged(salad, stock, Words())
-    assert row["same"] and row["cost"] == pytest.approx((170 + 20) / 170)
+    assert row["same"] and (row["stay"], row["taken_back"]) == (170, 20)
     assert row["behind"] == pytest.approx(different(salad["tokens"][40:]))
     sense = output([*range(40), *range(300, 400)], acts=[act])
     row = judged(sense, stock, Words())
@@ -106,6 +106,10 @@ def test_outputs_without_an_alarm_need_not_be_made_again(tmp_path):
     real_table.main([tmp_path / "taken"], models=[ROOT / "sinkscope/models/bundled"], out=table)
     told = json.loads(table.read_text())["result"]["bundled"]["choose"]
     assert {name: row["acted"] for name, row in told.items()} == {"full": 0, "before": 3, "rewind": acted}
+    with_act = [taken for taken, _ in rows.values() if taken["acts"]]
+    stay = sum(len(row["tokens"]) for row in with_act)
+    back = sum(act["taken_back"] for row in with_act for act in row["acts"])
+    assert told["rewind"]["cost"] == pytest.approx((stay + back) / stay) and "cost" not in told["full"]
 
 
 def test_the_monitor_takes_the_probability_of_the_token_that_follows():
