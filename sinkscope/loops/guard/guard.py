@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -37,7 +37,6 @@ from sinkscope.loops.guard.cut import cached_positions, event_data, evict_rows, 
 from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors, push
 from sinkscope.loops.guard.retention import Retention, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering, gumbel
-from sinkscope.loops.guard.words import Words, words_of
 from sinkscope.loops.text.counters import asked_copies
 from sinkscope.loops.text.monitor import MonitorSettings
 from sinkscope.models.draws import draws
@@ -86,9 +85,6 @@ class LoopGuard(Intervention):
             back: the text is cut after the first copy and continues under the penalty; elsewhere, and without a
             penalty, it is "cut", which removes the loop from the cache. "stop" ends the row, and "report" only adds the
             event.
-
-    If the model carries a tokenizer whose tokens mark words, tokens are taken back where a word begins, and the penalty
-    does not break words (`words.Words`).
 
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
@@ -264,13 +260,6 @@ class GuardRun:
         """Passes on what is removed from the output; None if nothing can be."""
         return self.session.rewinder
 
-    @cached_property
-    def words(self) -> Words | None:
-        """Where words begin; not known to the paper's guard, and without a tokenizer."""
-        if not self.guard.penalty:
-            return None
-        return words_of(self.run.target.available_tokenizer)
-
     def on_logits(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
         moment: Moment | None = getattr(self.here, "ended", None)
@@ -431,7 +420,7 @@ class GuardRun:
         ids, length = row.ids, row.length
         begin, period = find_repetition(row, retention)
         if row.steering is None:
-            row.steering = Steering(self.guard.penalty, self.guard.window, length - taken_back, words=self.words)
+            row.steering = Steering(self.guard.penalty, self.guard.window, length - taken_back)
         found = row.monitor.last.tail
         if found is not None and not found.exact:
             row.steering.is_number = row.monitor.is_number
@@ -454,8 +443,6 @@ class GuardRun:
         if rewinder is None or rewinder.allowance is None or tail is None:
             return 0
         ids, stay = row.tokens, tail.start + tail.period
-        if self.words is not None:
-            stay = self.words.seam(ids, stay, tail.period) or stay
         count = len(ids) - stay
         if not 0 < count <= rewinder.allowance[number]:
             return 0

@@ -9,16 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.loops.guard.words import Words
 from sinkscope.loops.text.counters import NUMBER
 
 LENIENT = 2
 """Number of tokens that may be repeated without a loss, such as a name."""
-SURE = 4.0
-"""Difference in logit to the token that takes the place of the likeliest one, from which on the model is sure: what it
-would begin instead is often no word."""
-BROKEN = 20.0
-"""Loss of a token that would break a word."""
 
 
 @dataclass(eq=False)
@@ -33,19 +27,13 @@ class Steering:
     because its next word is less likely. A row that has looped is steered to its end, because a real model falls back
     into its loop as soon as nothing is lost any more.
 
-    Where words are known, only tokens that begin a word lose, unless the repetition has none, and nothing goes on with
-    the word before instead. Where the model is sure of the word that it has to leave, it takes one that the row has.
-
     Attributes:
         penalty: What the logit of a token loses for each token of a copy.
         window: Number of last tokens of which every copy counts, and within which an act is soon after another (W).
         since: Number of tokens of the row at the first act, without those that were taken back.
         until: Last generated token at which an act is soon after the one before.
         level: Number of acts before the last one, each soon after the one before.
-        words: Where words begin. None: not known.
         is_number: Says which tokens are numbers, after a loop whose numbers change: they count as equal.
-        avoided: Tokens with which the word goes on that was likeliest before the steering.
-        avoided_at: Place where it would have begun.
     """
 
     penalty: float
@@ -53,10 +41,7 @@ class Steering:
     since: int
     until: int = -1
     level: int = 0
-    words: Words | None = None
     is_number: Callable[[int], bool] | None = None
-    avoided: frozenset[int] = frozenset()
-    avoided_at: int = 0
     _ids: Sequence[int] = ()  # the row, in which only new places are looked at
     _places: dict[int, list[int]] = field(default_factory=dict)  # of each token among the first `_known` of them
     _known: int = 0
@@ -92,7 +77,7 @@ class Steering:
             earlier = [place for place, token in enumerate(compared[:-1]) if token == compared[-1]]
         for place, length in copies(compared, earlier, len(ids) - self.since):
             token, loss = ids[place], strength * (length - LENIENT)
-            if loss <= 0 or self._within_word(ids, token, length):
+            if loss <= 0:
                 continue
             if place >= every:
                 losses[token] = losses.get(token, 0.0) + loss
@@ -104,29 +89,11 @@ class Steering:
 
     def steer(self, logits: Float[Tensor, " vocab"], ids: Sequence[int], ends: Collection[int]) -> None:
         """Lower the logits after a row of ids in place; `ends` are the ids that end it."""
-        words = self.words
-        if words is not None and ids[-1] in words.left_open and words.seam(ids, self.avoided_at + 1, len(ids)) is None:
-            logits[list(self.avoided)] -= BROKEN  # another beginning gets no end of the word avoided
         losses = self.losses(ids)
-        if not losses:
-            return
-        likeliest, plain = int(logits.argmax()), logits.clone()
-        lost = losses.get(likeliest, 0.0)
-        logits[list(losses)] -= torch.tensor(list(losses.values())).to(logits)
-        logits[list(ends)] -= lost
-        if words is None or not lost or words.goes_on(ids[-1], likeliest):
-            return
-        if ids[-1] in words.left_open:
-            logits[list(words.inside)] -= BROKEN
-        instead = int(logits.argmax())
-        self.avoided, self.avoided_at = words.rest(ids, likeliest), len(ids)
-        if plain[likeliest] - plain[instead] > SURE:  # only what the text has had as a word, which then is whole
-            others = torch.ones_like(logits)
-            others[[*words.whole(ids), *ends]] = 0
-            logits -= BROKEN * others
-            self.avoided = words.inside
-        if int(logits.argmax()) == likeliest:
-            self.avoided = frozenset()
+        if losses:
+            lost = losses.get(int(logits.argmax()), 0.0)
+            logits[list(losses)] -= torch.tensor(list(losses.values())).to(logits)
+            logits[list(ends)] -= lost
 
     def _earlier(self, ids: Sequence[int]) -> Sequence[int]:
         """Places of the last id before the last place; of a row that only grows, the time does not depend on it."""
@@ -136,13 +103,6 @@ class Steering:
             self._places.setdefault(ids[place], []).append(place)
         self._known = len(ids) - 1
         return self._places.get(ids[-1], ())
-
-    def _within_word(self, ids: Sequence[int], token: int, length: int) -> bool:
-        """Whether a token after the last ids goes on with a word of a copy of a length in which words begin."""
-        words = self.words
-        if words is None or not words.goes_on(ids[-1], token):
-            return False
-        return words.seam(ids, len(ids) - length, length) is not None
 
 
 def gumbel(logits: Float[Tensor, " vocab"], generator: torch.Generator) -> Float[Tensor, " vocab"]:
