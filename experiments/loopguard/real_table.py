@@ -111,6 +111,7 @@ def table(outputs: list[Row], tokenizer: Any) -> dict[str, dict[str, Row]]:
         row: Row = {"outputs": len(each)}
         for name in ("exact", "near", "ended", "acted", "same"):
             row[name] = sum(one[name] for one in each)
+        row["near_acted"] = sum(one["near"] and one["acted"] for one in each)
         row["exact_interval"] = interval(row["exact"], len(each))
         row["near_interval"] = interval(row["near"], len(each))
         for name in ("behind", "distinct", "acts"):
