@@ -21,13 +21,13 @@ from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 
-EACH = 4  # of each kind
+EACH = 7  # of each kind
 BEFORE, SHOWN = 12, 110  # tokens
 ARMS = {FULL: "the model alone", "rewind": "`LoopGuard()`", "DRY, breakers": "DRY"}
 HEAD = """# Outputs side by side
 
 What {model} writes greedily, alone, under [the guard](guard.md) and under DRY (multiplier 0.8, base 1.75, allowed
-length 2, usual breakers). These are the first {each} openings of each kind on which the guard acted, of those that were
+length 2, usual breakers). These are the openings on which the guard acted, at most {each} of each kind, of those that were
 not used for choosing anything. Each excerpt begins {before} tokens before the place where the guard's text goes on and
 has {shown} tokens.
 
