@@ -19,6 +19,7 @@ from sinkscope.app.view.column import components_of, neurons_of
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import CircuitPart, ModelView
 from sinkscope.app.view.server import serve
+from sinkscope.app.view.switches import RANDOM, switches_of
 from sinkscope.app.view.texts import ids_of
 from sinkscope.app.view.writing import writings
 from sinkscope.results.notation import percent
@@ -167,6 +168,39 @@ def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened)
     assert cells[:4] == ["it alone", *outcome(bundled.sink, Neuron(1, None, 338))]
     assert cells[4:] == [f"random: {control}", *outcome(bundled.sink, random)]
     assert cells[1:3] == ["0%", "2"] and cells[5:7] == ["100%", "20"]
+
+
+def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, opened):
+    """Beside the intact ones stand those after the edit, as a plain hook inside it reads them."""
+    chrome, setup, neuron = opened(), bundled.sink.setup, Neuron(1, None, 338)
+    ids = torch.tensor([ids_of(setup, TEXT)])
+    intact = fired(setup, ids, neuron)[0].tolist()
+    seen: dict[str, list[float]] = {}
+    for number, switch in enumerate(switches_of(bundled.sink), 1):
+        with switch.edit.on(setup.target):
+            seen[switch.name] = fired(setup, ids, neuron)[0].tolist()
+        chrome.run(f"document.querySelector('#variant-{number}').click()")
+        chrome.wait(f"document.querySelectorAll('.pair figcaption')[1]?.textContent === {json.dumps(switch.name)}")
+        chrome.click(".circuit .part")
+        titles = list(map(float, each(chrome, ".neuron .token", "title")))
+        expected = intact if switch.name == RANDOM else [*intact, *seen[switch.name]]
+        assert titles == pytest.approx(expected, rel=1e-3, abs=1e-9)
+        said = f'The same in the model "{RANDOM}".' in chrome.texts(".neuron p")
+        assert said == (switch.name == RANDOM)
+        chrome.press("Escape")
+        chrome.wait("!document.querySelector('.neuron')")
+    assert set(seen["sink neurons zeroed"]) == {0.0} and seen[RANDOM] == intact
+    assert seen["patched"][0] == intact[0] and len({*seen["patched"][1:]}) == 1
+
+
+def test_experts_have_their_intact_activations_only(view, opened):
+    (text,) = view.texts
+    variants = [replace(variant, activations=()) for variant in text.variants]
+    chrome = opened(shown=replace(view, texts=(replace(text, variants=tuple(variants)),)))
+    chrome.click("#variant-1")
+    chrome.click(".circuit .part")
+    assert len(chrome.texts(".neuron .token")) == len(text.tokens)
+    assert "Activations of experts are shown for the intact model only." in chrome.texts(".neuron p")
 
 
 def test_a_neuron_is_opened_by_a_link_and_closed_by_escape(view, opened):

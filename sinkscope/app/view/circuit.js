@@ -118,23 +118,38 @@ function writesIn(view, { spike: number, share: value }) {
   return element("p", {}, `In ${run(spike.layers)}, it ${written} the spike at ${spike.place}${inDimensions(spike.dims)}.`);
 }
 
-/** Its activation at each token of the shown text. */
+/** Its activation at each token of the shown text: in the intact model, and under the switch. */
 function onText(view, { name }) {
   const text = view.now;
-  const values = text.activations[view.data.neuron_pages.findIndex((page) => page.name === name)];
-  const top = Math.max(...values.map(Math.abs)) || 1;
+  const place = view.data.neuron_pages.findIndex((page) => page.name === name);
+  const intact = text.activations[place];
+  const top = Math.max(...intact.map(Math.abs)) || 1;
+  const sentence = (values, model) => {
+    const sizes = values.map(Math.abs);
+    const highest = sizes.indexOf(Math.max(...sizes));
+    return `Its largest activation in the ${model} is ${shown(values[highest])}, at token ${highest}, ${quoted(text.tokens[highest])}.`;
+  };
+  const made = [element("h3", {}, `On the shown text${view.data.texts.length > 1 ? `, ${text.name}` : ""}`),
+    element("p", { class: "soft" }, `${sentence(intact, "intact model")} The darker, the larger; orange: below zero.`), activationStrip(text, intact, top)];
+  if (view.variant === "intact") return element("div", {}, ...made);
+  const changed = view.reading.activations[place];
+  if (!changed) made.push(element("p", { class: "soft" }, "Activations of experts are shown for the intact model only."));
+  else if (!changed.length) made.push(element("p", { class: "soft" }, `The same in the model "${view.variant}".`));
+  else made.push(element("p", { class: "soft" }, `${sentence(changed, `model "${view.variant}"`)} The colours mean the same.`), activationStrip(text, changed, top));
+  return element("div", {}, ...made);
+}
+
+/** The tokens of a text under activations, of which `top` has the full colour. */
+function activationStrip(text, values, top) {
   const tokens = text.tokens.map((token, number) => {
     const value = values[number];
-    const part = Math.abs(value) / top;
+    const part = Math.min(1, Math.abs(value) / top);
     const classes = ["token", value < 0 ? "below" : "", part > 0.55 ? "strong" : ""].filter(Boolean).join(" ");
     const box = element("span", { class: classes, title: shown(value) }, visible(token));
     box.style.setProperty("--v", Math.round(100 * part));
     return box;
   });
-  const highest = values.map(Math.abs).indexOf(Math.max(...values.map(Math.abs)));
-  return element("div", {}, element("h3", {}, `On the shown text${view.data.texts.length > 1 ? `, ${text.name}` : ""}`),
-    element("p", { class: "soft" }, `Its largest activation in the intact model is ${shown(values[highest])}, at token ${highest}, ${quoted(text.tokens[highest])}. The darker, the larger; orange: below zero.`),
-    element("div", { class: "strip" }, ...tokens));
+  return element("div", { class: "strip" }, ...tokens);
 }
 
 /** Its largest activations on the typical text. */

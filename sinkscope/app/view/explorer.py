@@ -24,6 +24,7 @@ from sinkscope.app.view.texts import STORY, ids_of
 from sinkscope.app.view.writing import writings
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.results.notation import word_form
 
 ROOM = 24 << 20  # values of attention in a page
@@ -91,14 +92,13 @@ class Explorer:
             tokens = tuple(self.sink.setup.tokenizer.decode([token]) for token in ids)
             intact = read_text(self.sink, ids)
             heads = heads_that_fit(intact, ROOM // variants)
-            fired = activations(self.sink.setup.target, torch.tensor([ids]), named_neurons(self.sink))[:, 0]
             shown = ViewedText(
                 name="text" if text else "a story",
                 tokens=tokens,
                 heads=heads,
                 variants=(),
                 spikes=spikes_of(self.sink, intact),
-                activations=_rounded(fired.numpy()).tolist(),
+                activations=self.activations(ids),
             )
             self.latest = ((text, variants), OpenText(ids, intact, shown))
         return self.latest[1]
@@ -132,9 +132,11 @@ class Explorer:
         variants: list[Variant] = []
         for switch in switches:
             name, reading, sentence = "intact", text.intact, self.intact_sentence(text)
+            changed: tuple[tuple[float, ...], ...] = ()
             if switch is not None:
                 name, reading = switch.name, read_text(self.sink, text.ids, switch.edit)
                 sentence = self.change(switch, text, reading)
+                changed = self.changed_activations(text, switch)
             variant = Variant(
                 name=name,
                 sentence=sentence,
@@ -142,9 +144,28 @@ class Explorer:
                 received=Packed.of(codes_of(reading.received)),
                 rows=tuple(Packed.of(reading.rows[head]) for head in text.shown.heads),
                 following=reading.following,
+                activations=changed,
             )
             variants.append(variant)
         return replace(text.shown, variants=tuple(variants))
+
+    def activations(self, ids: list[int], edit: Intervention | None = None) -> tuple[tuple[float, ...], ...]:
+        """Return the activation of each named neuron at each token of a text, after an edit or intact (None)."""
+        target = self.sink.setup.target
+        with under(edit, target):
+            fired = activations(target, torch.tensor([ids]), named_neurons(self.sink))
+        return tuple(map(tuple, _rounded(fired[:, 0].numpy()).tolist()))
+
+    def changed_activations(self, text: OpenText, switch: Switch) -> tuple[tuple[float, ...], ...]:
+        """Return the activations under a switch: of a neuron that has its intact ones nothing, of experts nothing at all.
+
+        What an edit of an expert writes is added to the output of all experts, so that no hook sees its activation.
+        """
+        target = self.sink.setup.target
+        if any(target.is_mixture(neuron.layer) for neuron in named_neurons(self.sink)):
+            return ()
+        pairs = zip(self.activations(text.ids, switch.edit), text.shown.activations, strict=True)
+        return tuple(() if now == before else now for now, before in pairs)
 
     def intact_sentence(self, text: OpenText) -> str:
         """Return how many tokens have a norm spike, and the largest norm beside typical text."""

@@ -23,6 +23,8 @@ class Variant:
         received: Attention that each position receives, mean over later queries; 0 at the last position.
         rows: Attention `[query key]` of each head in `ViewedText.heads`.
         following: The likeliest next tokens after the text, with their probabilities.
+        activations: Activation of each neuron of `ModelView.neuron_pages` at each token, after the edit; nothing for a
+            neuron that has its intact ones. Empty for the intact model, and for experts, where they are not measured.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
@@ -33,6 +35,7 @@ class Variant:
     received: Packed
     rows: tuple[Packed, ...]
     following: tuple[tuple[str, float], ...] = ()
+    activations: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7")
 BEFORE, AFTER = "#56b4e9", "#d55e00"
 """Heads of the intact model, and heads after a removal; both are seen on a dark page."""
 TITLES = (
-    "Norm of the residual stream",
-    "Written along each spike",
-    "Attention to position 0",
-    "Heads that attend there",
+    "Norm of the residual stream after each layer",
+    "What each layer writes of each spike",
+    "Attention to the first token (full blue: 100%)",
+    "Heads that attend to the place of each spike",
 )
 
 
@@ -38,7 +38,7 @@ def draw(result: Any) -> go.Figure:
         _draw_spike(fig, spike, colour)
     _draw_readers(fig, shown)
     fig.update_xaxes(title_text="layer", col=1)
-    fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", nticks=8, col=1)
+    fig.update_yaxes(title_text="L2 norm", type="log", tickformat=",", nticks=8, col=1)
     fig.update_xaxes(title_text="layer", range=(-1.5, result.layers_read - 0.5), col=2)
     shares = [0.0, *(one.share for spike in shown for one in [*spike.writers, *spike.erasers])]
     room = (1.1 * min(shares) - 0.02, 1.8 * max(shares) + 0.02)  # above the bars, for the names of neurons
@@ -71,8 +71,8 @@ def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
     needs = [spike.needed for spike in spikes if spike.needed is not None]
     counts = {
         "heads, intact": (BEFORE, [need.heads[0] for need in needs]),
-        "heads, without the needed": (AFTER, [need.heads[1] for need in needs]),
-        "heads, without random ones": (GREY, [None if need.random is None else need.random.heads for need in needs]),
+        "without needed neurons": (AFTER, [need.heads[1] for need in needs]),
+        "without random neurons": (GREY, [None if need.random is None else need.random.heads for need in needs]),
     }
     for number, (name, (colour, heads)) in enumerate(counts.items()):
         fig.add_bar(
