@@ -50,7 +50,8 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     assert intact.norm == pytest.approx(norms(o.model, torch.tensor([ids]))[:, 0].numpy(), rel=1e-3)
     at_sink = [variant.norm[found.layer, 0] for variant in (intact, zeroed, patched, control)]
     assert at_sink[1] < 0.5 * at_sink[0] and at_sink[2:] == pytest.approx([at_sink[0]] * 2, rel=0.1)
-    assert f"from {at_sink[0]:.4g} to {at_sink[1]:.4g} (random control: {at_sink[3]:.4g})" in zeroed.sentence
+    before, after, random = (f"{float(f'{at_sink[number]:.4g}'):,g}" for number in (0, 1, 3))
+    assert f"from {before} to {after} (random control: {random})" in zeroed.sentence
     assert control.name == found.control
 
 

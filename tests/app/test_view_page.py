@@ -296,7 +296,7 @@ def test_the_page_in_a_browser(view, opened):
     for number, variant in enumerate(text.variants):  # a switch changes the sentence, the tokens and the heads
         chrome.click(f"#variant-{number}")
         assert chrome.text("#sentence") == variant.sentence
-        assert f"norm {float(f'{variant.norm[view.layer, 0]:.4g}'):g} after" in chrome.text("#readout")
+        assert f"norm {float(f'{variant.norm[view.layer, 0]:.4g}'):,g} after" in chrome.text("#readout")
         attention = variant.received.array()[2, 0, 0]
         assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"
     assert chrome.run("location.hash").endswith(f"head=L0.H1&model={text.variants[-1].name.replace(' ', '+')}")
@@ -317,7 +317,9 @@ def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, open
     gone, control = (int((readers & (other < share / 2)).sum()) for other in others)
     assert gone > control and "random" in random.name  # the planted neurons make the sink
     chrome = opened()
-    assert chrome.text("#headline").startswith(f"{readers.sum()} of {readers.size} heads give the attention sink")
+    assert chrome.text("#headline").startswith(
+        f"On this text, {readers.sum()} of {readers.size} heads give the attention sink"
+    )
     assert chrome.texts(CAPTIONS) == ["intact"]
     chrome.click("#variant-1")
     layer, head = text.heads[-1]
@@ -369,7 +371,7 @@ def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, ope
         last = len(second.tokens) - 1
         chrome.run(f"document.querySelector('#other-{last}').dispatchEvent(new Event('pointerenter'))")
         norm = float(f"{second.variants[0].norm[view.layer, last]:.4g}")
-        assert f": norm {norm:g} after" in chrome.text("#readout")
+        assert f": norm {norm:,g} after" in chrome.text("#readout")
         chrome.reopen()
         chrome.wait(LOADED)
 

@@ -82,7 +82,7 @@ function arranged(home, width) {
   }
   for (const one of layout.annotations || []) {
     if (dark.matches && one.bgcolor) one.bgcolor = GROUND; // its letters are light then
-    if (width < 600 && one.bgcolor) one.font.size = 8; // boxes side by side
+    if (width < 600 && (one.bgcolor || (one.textangle && one.xref !== "paper"))) one.font.size = 8; // side by side
     if (width < 600 && one.xref === "paper" && !one.textangle) one.text = broken(one.text, width / 9);
   }
   if (width < 600) Object.assign(layout.margin, { l: 52, r: 12 });

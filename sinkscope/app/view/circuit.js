@@ -130,7 +130,7 @@ function onText(view, { name }) {
     return `Its largest activation in the ${model} is ${shown(values[highest])}, at token ${highest}, ${quoted(text.tokens[highest])}.`;
   };
   const made = [element("h3", {}, `On the shown text${view.data.texts.length > 1 ? `, ${text.name}` : ""}`),
-    element("p", { class: "soft" }, `${sentence(intact, "intact model")} The darker, the larger; orange: below zero.`), activationStrip(text, intact, top)];
+    element("p", { class: "soft" }, `${sentence(intact, "intact model")} The bluer, the larger; orange: below zero.`), activationStrip(text, intact, top)];
   if (view.variant === "intact") return element("div", {}, ...made);
   const changed = view.reading.activations[place];
   if (!changed) made.push(element("p", { class: "soft" }, "Activations of experts are shown for the intact model only."));

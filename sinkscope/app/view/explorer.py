@@ -157,7 +157,7 @@ class Explorer:
         return tuple(map(tuple, _rounded(fired[:, 0].numpy()).tolist()))
 
     def changed_activations(self, text: OpenText, switch: Switch) -> tuple[tuple[float, ...], ...]:
-        """Return the activations under a switch: of a neuron that has its intact ones nothing, of experts nothing at all.
+        """Return the activations under a switch: nothing of a neuron that keeps its intact ones, and none of experts.
 
         What an edit of an expert writes is added to the output of all experts, so that no hook sees its activation.
         """
@@ -174,8 +174,8 @@ class Explorer:
         highest = int(norm.argmax())
         return (
             f"{count} of {len(norm)} tokens {word_form(count, 'has', 'have')} a norm spike after layer {layer}: "
-            f"the largest norm is {norm[highest]:.4g} at {text.shown.tokens[highest]!r}, where typical text has "
-            f"{self.sink.typical_norm[layer]:.4g}."
+            f"the largest norm is {short(norm[highest])} at {text.shown.tokens[highest]!r}, where typical text has "
+            f"{short(self.sink.typical_norm[layer])}."
         )
 
     def change(self, switch: Switch, text: OpenText, reading: Reading) -> str:
@@ -187,12 +187,12 @@ class Explorer:
         if switch.control is not None:
             with switch.control.on(self.sink.setup.target):
                 control = norms_at(self.sink, text.ids, layer)
-            beside = f" (random control: {control[position]:.4g})"
+            beside = f" (random control: {short(control[position])})"
         token = f"{position}, {text.shown.tokens[position]!r}"
         name = f"{switch.name[:1].upper()}{switch.name[1:]}"
         return (
             f"{name}: after layer {layer}, the norm changes most at token "
-            f"{token}, from {before[position]:.4g} to {after[position]:.4g}{beside}."
+            f"{token}, from {short(before[position])} to {short(after[position])}{beside}."
         )
 
     def answer(self, request: Any) -> dict[str, Any]:
@@ -219,6 +219,11 @@ class Explorer:
                 return result.to_dict()
         except SinkscopeError as error:
             return {"error": str(error)}
+
+
+def short(value: float) -> str:
+    """Return a number with four significant digits and without a power of ten: 25,100."""
+    return f"{float(f'{value:.4g}'):,.12g}"
 
 
 def _rounded(values: Float[np.ndarray, "*axes"]) -> Float[np.ndarray, "*axes"]:

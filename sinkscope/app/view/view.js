@@ -228,7 +228,7 @@ class View {
     };
     const sink = quoted(this.now.tokens[this.now.spikes.length ? this.now.spikes[0] : 0]);
     const place = this.now.spikes.length ? `the attention sink, token ${sink},` : `token ${sink}`;
-    const all = `${readers.length} of ${before.length} heads give ${place} more than ${percent(READS)} of their attention`;
+    const all = `On this text, ${readers.length} of ${before.length} heads give ${place} more than ${percent(READS)} of their attention`;
     if (reading === intact) {
       const hint = this.data.switches.length ? " Switch its neurons off below, and see where they look then." : "";
       this.headline.textContent = `${all}.${readers.length ? hint : ""}`;
