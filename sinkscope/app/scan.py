@@ -78,10 +78,11 @@ def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
     return tabulate_records([run])
 
 
-def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
+def policies(setup: Setup, *, count: int, prompt: int, answer: int) -> BenchTable:
     """Return how far each cache policy diverges from full attention at a quarter of the prompt."""
     methods = ["full", "random:0.25", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25"]
-    return tabulate_records([run_bench(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)])
+    task = f"text:count={count}:prompt={prompt}:answer={answer}"
+    return tabulate_records([run_bench(setup.target, task, methods, seed=setup.seed)])
 
 
 PARTS = (
@@ -112,8 +113,12 @@ PARTS = (
         "policies",
         "bench --task text",
         policies,
-        {"count": 4, "prompt": 768},
-        {"count": 1, "prompt": 320},  # of which a quarter is more than the 64 tokens that SnapKV always keeps
+        {"count": 4, "prompt": 768, "answer": 32},
+        {
+            "count": 1,
+            "prompt": 320,
+            "answer": 12,
+        },  # of which a quarter is more than the 64 tokens that SnapKV always keeps
     ),
     Part("precision", "precision", precision.on, quick={"pieces": 3, "length": 32, "schemes": ["a8-tensor"]}),
 )

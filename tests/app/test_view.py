@@ -73,6 +73,23 @@ def test_the_page_of_the_docs_quotes_what_the_view_says(bundled):
     assert f"Conclusion: {bundled.view().conclusion()}" in quoted
 
 
+def test_the_terminal_has_the_spikes_and_what_each_switch_changes(bundled):
+    view = bundled.view()
+    (spike,) = bundled.sink.circuit.spikes
+    (row,) = view.rows()
+    assert row == {
+        "place": "the first token",
+        "layers": "1-5",
+        "ratio": spike.ratio,
+        "readers": spike.heads,
+        "needed": "L1.N338",
+    }
+    lines = view.text(brief=True).splitlines()
+    assert lines[0].split() == ["place", "needed", "layers", "readers"] and "L1.N338" in lines[1]
+    changed = [variant.sentence for variant in view.texts[0].variants[1:]]
+    assert [line for line in lines if line in changed] == changed and len(changed) == 4
+
+
 def test_attention_is_that_of_the_models_own_weights(tmp_path):
     o = organism("mistral", 2)
     ids = o.natural(1, 300)[0].tolist()  # more than one chunk of queries

@@ -22,7 +22,7 @@ from sinkscope.app.view.server import serve
 from sinkscope.app.view.switches import RANDOM, switches_of
 from sinkscope.app.view.texts import ids_of
 from sinkscope.app.view.writing import writings
-from sinkscope.results.notation import percent
+from sinkscope.results.notation import percent, word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
 from sinkscope.sinks.spikes.records import NeuronShare, PartShare
@@ -182,6 +182,7 @@ def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, o
         chrome.run(f"document.querySelector('#variant-{number}').click()")
         chrome.wait(f"document.querySelectorAll('.pair figcaption')[1]?.textContent === {json.dumps(switch.name)}")
         chrome.click(".circuit .part")
+        assert chrome.text("#meaning") == switch.meaning != ""
         titles = list(map(float, each(chrome, ".neuron .token", "title")))
         expected = intact if switch.name == RANDOM else [*intact, *seen[switch.name]]
         assert titles == pytest.approx(expected, rel=1e-3, abs=1e-9)
@@ -189,6 +190,9 @@ def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, o
         assert said == (switch.name == RANDOM)
         chrome.press("Escape")
         chrome.wait("!document.querySelector('.neuron')")
+    meanings = {switch.name: switch.meaning for switch in switches_of(bundled.sink)}
+    assert meanings["marking heads replaced"].endswith(f": {word_list(bundled.sink.marks)}.")
+    assert all("L1.N338" in meaning for name, meaning in meanings.items() if not name.startswith("marking"))
     assert set(seen["sink neurons zeroed"]) == {0.0} and seen[RANDOM] == intact
     assert seen["patched"][0] == intact[0] and len({*seen["patched"][1:]}) == 1
 

@@ -111,6 +111,7 @@ class Explorer:
     def result(self, text: ViewedText) -> ModelView:
         """This text, and what is known of the sink."""
         sink, setup = self.sink, self.sink.setup
+        switches = switches_of(sink)
         return ModelView(
             model=setup.info(),
             settings={"seed": setup.seed, "bos": setup.bos is not None},
@@ -119,7 +120,8 @@ class Explorer:
             typical_norm=_rounded(np.array(sink.typical_norm)),
             neurons=tuple(map(str, sink.neurons)),
             marks=tuple(map(str, sink.marks)),
-            switches=tuple(switch.name for switch in switches_of(sink)),
+            switches=tuple(switch.name for switch in switches),
+            meanings=tuple(switch.meaning for switch in switches),
             control=RANDOM,
             texts=(text,),
             circuit=self.circuit,

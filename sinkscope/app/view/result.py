@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from sinkscope.app.view.packed import Packed
 from sinkscope.measure import Result
+from sinkscope.results.tables import Table
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,7 @@ class ModelView(Result):
         neurons: The sink neurons.
         marks: The heads that mark the first token or a repetition, as `circuit` finds them.
         switches: The edits that can be switched on.
+        meanings: What each of these edits does, in a sentence.
         control: Name of the switch that is the control of the sink neurons, if there is one.
         texts: The texts.
         circuit: The spikes, those that most heads read first.
@@ -228,12 +230,21 @@ class ModelView(Result):
 
     kind = "view"
     page = "view"
+    columns = ("place", "needed", "layers", "readers")
+    glossary: ClassVar[dict[str, str]] = {
+        "place": "Where the norm stands out.",
+        "layers": "First and last layer in which it does.",
+        "ratio": "Norm there over the typical one.",
+        "readers": "Heads of its layers that attend to the place.",
+        "needed": "The neurons or components without which it goes.",
+    }
 
     layer: int
     typical_norm: Float[np.ndarray, " layer"]
     neurons: tuple[str, ...]
     marks: tuple[str, ...]
     switches: tuple[str, ...]
+    meanings: tuple[str, ...] = ()
     control: str = ""
     texts: tuple[ViewedText, ...]
     circuit: tuple[CircuitSpike, ...] = ()
@@ -250,3 +261,16 @@ class ModelView(Result):
     def conclusion(self) -> str:
         """Return which tokens of the first text have a norm spike, beside typical text."""
         return self.texts[0].variants[0].sentence
+
+    def facts(self) -> list[str]:
+        """Return what each switch changes in the first text."""
+        return [variant.sentence for variant in self.texts[0].variants[1:]]
+
+    def rows(self) -> Table:
+        """Return one row per spike of the circuit."""
+        rows: Table = []
+        for spike in self.circuit:
+            first, last = spike.layers
+            row = {"place": spike.place, "layers": f"{first}-{last}", "ratio": spike.ratio, "readers": spike.heads}
+            rows.append({**row, "needed": ", ".join(part.name for part in spike.writers if part.needed)})
+        return rows
