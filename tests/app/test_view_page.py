@@ -186,6 +186,8 @@ def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, o
         titles = list(map(float, each(chrome, ".neuron .token", "title")))
         expected = intact if switch.name == RANDOM else [*intact, *seen[switch.name]]
         assert titles == pytest.approx(expected, rel=1e-3, abs=1e-9)
+        zero = 'Its activation in the model "sink neurons zeroed" is 0 at each token. The colours mean the same.'
+        assert (zero in chrome.texts(".neuron p")) == (switch.name == "sink neurons zeroed")
         said = f'The same in the model "{RANDOM}".' in chrome.texts(".neuron p")
         assert said == (switch.name == RANDOM)
         chrome.press("Escape")

@@ -127,6 +127,7 @@ function onText(view, { name }) {
   const sentence = (values, model) => {
     const sizes = values.map(Math.abs);
     const highest = sizes.indexOf(Math.max(...sizes));
+    if (!sizes[highest]) return `Its activation in the ${model} is 0 at each token.`;
     return `Its largest activation in the ${model} is ${shown(values[highest])}, at token ${highest}, ${quoted(text.tokens[highest])}.`;
   };
   const made = [element("h3", {}, `On the shown text${view.data.texts.length > 1 ? `, ${text.name}` : ""}`),
