@@ -10,7 +10,7 @@ import pytest
 from refusals import refused
 from repository import FIGURES
 
-from sinkscope.app.pages import DRAWN, Section, document, page, plot
+from sinkscope.app.pages import DRAWN, Section, document, folded, page, plot, result_section
 from sinkscope.files.output import write_output
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
@@ -83,3 +83,11 @@ def test_on_a_dark_page_the_end_of_a_scale_is_the_ground_and_not_white(tmp_path,
         chrome.open(path, dark=dark)
         chrome.wait("document.querySelector('.ytick')")
         assert chrome.run(f"{SCALE}[0][1]") == ground
+
+
+def test_a_link_in_the_contents_opens_the_closed_section(tmp_path, chrome):
+    sections = [folded(result_section(Result.load(FIGURES / "find_sinks.json"), name), "closed") for name in ("a", "b")]
+    chrome.open(write_output(tmp_path / "two.html", document("two", sections)))
+    chrome.run("document.querySelector('nav a[href=\"#r1\"]').click()")
+    chrome.wait("document.querySelector('#r1 .ytick')")
+    assert chrome.run("[...document.querySelectorAll('section > details')].map((one) => one.open)") == [False, True]

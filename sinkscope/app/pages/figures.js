@@ -117,6 +117,15 @@ function draw(plot) {
   Plotly.react(plot, home.data.map((one) => scaled(one, layout)), { ...layout, width });
 }
 const drawAll = () => document.querySelectorAll(".js-plotly-plot").forEach(draw);
+
+// A link to a closed section opens it.
+function openLinked() {
+  const section = document.getElementById(location.hash.slice(1));
+  const closed = section && section.querySelector(":scope > details");
+  if (closed) closed.open = true;
+}
+addEventListener("hashchange", openLinked);
+openLinked();
 addEventListener("resize", drawAll);
 addEventListener("toggle", drawAll, true);
 dark.addEventListener("change", drawAll);
