@@ -87,6 +87,12 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     chrome = opened()
     said = f"{found.ratio:.3g} times the typical norm; {found.heads} heads read it"
     assert chrome.text("#spike-0 summary").endswith(said)
+    hidden = replace(view.circuit[0], ratio=2 * found.ratio)
+    chrome = opened(shown=replace(view, circuit=(hidden,)))
+    plain_ratio = found.norm / bundled.sink.typical_norm[found.peak]
+    said = f"{plain_ratio:.3g} times the typical norm, or {2 * found.ratio:.3g} times without dimensions that are large"
+    assert said in chrome.text("#spike-0 summary")
+    chrome = opened()
     (neuron,), (alone,) = found.neurons, found.alone
     writers = [f"{neuron.address}{neuron.share:.0%}; {alone.left:.0%} left; needed", "everything else0%"]
     marks = [f"the attention of layer 0{found.marks[0].left:.0%} left; others: {found.marks[0].others:.0%}"]

@@ -35,7 +35,7 @@ class Circuit {
     const heads = spike.heads ? `${counted(spike.heads, "head")} read${spike.heads === 1 ? "s" : ""} it` : "no head reads it";
     const block = element("details", { class: "spike", id: `spike-${number}`, open: unfolded.has(number), ontoggle: () => (block.open ? unfolded.add(number) : unfolded.delete(number)) },
       element("summary", {}, element("h3", {}, `${spike.place[0].toUpperCase()}${spike.place.slice(1)}, ${run(spike.layers)}`),
-        element("span", { class: "soft" }, `${times(spike.ratio)} the typical norm; ${heads}`)),
+        element("span", { class: "soft" }, `${this.ratio(spike)}; ${heads}`)),
       element("p", { class: "soft" }, `The norm is ${shown(spike.norm)} after layer ${spike.peak}, from ${shown(spike.before)}${inDimensions(spike.dims)}. `,
         element("button", { type: "button", class: "tool", onclick: () => this.view.pickLayer(spike.peak) }, "Show it on the text")),
       this.parts("What writes it: its share, and what is left of the spike without it alone", spike.writers),
@@ -44,6 +44,13 @@ class Circuit {
       spike.sentence ? element("p", {}, spike.sentence) : null,
       spike.heads ? this.readers(spike, number) : null);
     return block;
+  }
+
+  /** How far the norm stands out; twice, where dimensions that are large at all positions hide the spike. */
+  ratio({ ratio, norm, peak }) {
+    const plain = norm / this.view.data.typical_norm[peak];
+    if (Math.abs(plain / ratio - 1) < 0.1) return `${times(ratio)} the typical norm`;
+    return `${times(plain)} the typical norm, or ${times(ratio)} without dimensions that are large at all positions`;
   }
 
   /** A title, and a row for each part: its name, a bar, and numbers. */
