@@ -42,7 +42,7 @@ class Command:
     """
 
     words: str
-    bound: int = 90
+    bound: int = 240
     needs: str = ""
 
 
@@ -65,8 +65,8 @@ COMMANDS = {
     "patch eval": Command("patch eval {model} --patch patch.json --json results/patch-eval.json", needs="patch.json"),
     "bench": Command("bench --model {model} --task text --methods full,streaming:0.5,snapkv:0.5 --out runs"),
     "bench table": Command("bench table runs", needs="runs"),
-    "view": Command("view {model} --html view.html", bound=150),
-    "scan --quick": Command("scan {model} --quick --out scan", bound=60),
+    "view": Command("view {model} --html view.html"),
+    "scan --quick": Command("scan {model} --quick --out scan"),
     "scan table": Command("scan table .", needs="scan/card.json"),
     "report": Command("report results --out report.html", needs="results/find-sinks.json"),
     "reproduce": Command("reproduce {model}"),

@@ -28,9 +28,9 @@ from sinkscope.loops.why import why
 from sinkscope.measure import Hidden, Option, Setup
 from sinkscope.models.target import Target
 from sinkscope.results.console import note
-from sinkscope.results.notation import count_of
+from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.options import command
-from sinkscope.results.result import Result
+from sinkscope.results.result import Number, Result
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.chunks import digest_of
 from sinkscope.sinks.marking_heads import heads
@@ -55,6 +55,8 @@ class Part:
         quick: Its arguments with --quick. None: it is then left out.
         streams: Whether it can run on a model that is read layer by layer.
         seconds: What it may take with --quick on a model of 135 million parameters; more on larger ones, in proportion.
+        says: What the card says of its result. None: the conclusion.
+        labels: What the card calls the numbers of a method, and the method as a control.
     """
 
     name: str
@@ -64,6 +66,8 @@ class Part:
     quick: Mapping[str, Any] | None = field(default_factory=dict)
     streams: bool = False
     seconds: float = 20
+    says: Callable[[Any], str] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def file(self) -> str:
@@ -71,17 +75,46 @@ class Part:
         return self.name.replace("_", "-") + ".json"
 
 
+GUARDED = ("full", "loopguard")
+
+
 def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
     """Return how often greedy text loops, without a guard and with it."""
     task = f"loops:source=text:count={count}"
-    run = run_bench(setup.target, task, ["full", "loopguard"], max_new_tokens=max_new_tokens, seed=setup.seed)
+    run = run_bench(setup.target, task, GUARDED, max_new_tokens=max_new_tokens, seed=setup.seed)
     return tabulate_records([run])
 
 
-def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
+POLICIES = ("random", "streaming", "h2o", "snapkv", "tova")
+
+
+def policies(setup: Setup, *, count: int, prompt: int, answer: int) -> BenchTable:
     """Return how far each cache policy diverges from full attention at a quarter of the prompt."""
-    methods = ["full", "random:0.25", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25"]
-    return tabulate_records([run_bench(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)])
+    methods = ["full", *(f"{name}:0.25" for name in POLICIES)]
+    task = f"text:count={count}:prompt={prompt}:answer={answer}"
+    return tabulate_records([run_bench(setup.target, task, methods, seed=setup.seed)])
+
+
+def said_of_loops(table: BenchTable) -> str:
+    """Return how many continuations loop without the guard and with it, in a sentence."""
+    rows = {row["method"].partition(":")[0]: row for row in table.rows()}
+    without, guarded = (rows[name] for name in GUARDED)
+    count = [round(row["loop"] * row["answers"]) for row in (without, guarded)]
+    return (
+        f"Of {without['answers']} greedy continuations of {without['length']:.0f} tokens, {count[0]} "
+        f"{word_form(count[0], 'loops', 'loop')} without the guard and {count[1]} with it."
+    )
+
+
+def said_of_policies(table: BenchTable) -> str:
+    """Return how far policies diverge from full attention, beside random tokens, in a sentence."""
+    nats = {row["method"].partition(":")[0]: row["kl"] for row in table.rows()}
+    policies = sorted((nats[name], name) for name in nats if name not in ("full", "random"))
+    (least, best), *_, (most, worst) = policies
+    return (
+        f"With a quarter of the prompt in the cache, policies diverge from full attention by {least:.2g} ({best}) to "
+        f"{most:.2g} nats ({worst}), random tokens by {nats['random']:.2g}."
+    )
 
 
 PARTS = (
@@ -107,15 +140,27 @@ PARTS = (
         loops,
         {"count": 16, "max_new_tokens": 384},
         {"count": 2, "max_new_tokens": 64},
+        seconds=30,
+        says=said_of_loops,
+        labels={"loopguard": "of continuations loop with the guard", "full": "loop without it"},
     ),
     Part(
         "policies",
         "bench --task text",
         policies,
-        {"count": 4, "prompt": 768},
-        {"count": 1, "prompt": 320},  # of which a quarter is more than the 64 tokens that SnapKV always keeps
+        {"count": 4, "prompt": 768, "answer": 32},
+        {
+            "count": 1,
+            "prompt": 320,
+            "answer": 12,
+        },  # of which a quarter is more than the 64 tokens that SnapKV always keeps
+        says=said_of_policies,
+        labels={name: f"nats from full attention with {name}" for name in POLICIES}
+        | {"random": "nats with random tokens"},
     ),
-    Part("precision", "precision", precision.on, quick={"pieces": 3, "length": 32, "schemes": ["a8-tensor"]}),
+    Part(
+        "precision", "precision", precision.on, quick={"pieces": 3, "length": 32, "schemes": ["a8-tensor"]}, seconds=40
+    ),
 )
 """What a scan runs, in the order of the card."""
 QUICK_SECONDS, SMALL = 125.0, 135e6  # what all parts may take with --quick, on a model of so many parameters
@@ -239,12 +284,15 @@ def at_most(target: Target, seconds: float | None) -> Iterator[None]:
 
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
     """The card's page: tiles, what every part says, all numbers, where the sink is made; then other parts, closed."""
-    sections = [result_section(card)]
+    first = result_section(card)
+    if card.against is None:  # the tiles say it
+        first = folded(first, "What every part says, and all numbers with their controls")
+    sections = [first]
     for part, outcome in outcomes:
         if isinstance(outcome, Result):
             section = result_section(outcome, kind=part.command)
             if part.name != "find_sinks":
-                section = folded(section, outcome.conclusion())
+                section = folded(section, card_part(part, outcome).conclusion)
             sections.append(section)
     return document(f"Sink card of {card.model.name}", sections, kind=card.kind, first=card.first_screen())
 
@@ -289,12 +337,14 @@ def card_part(part: Part, outcome: Result | str) -> CardPart:
     if isinstance(outcome, str):
         missing = f"not measured, because {outcome.rstrip('.')}."
         return CardPart(part.name, part.command, missing)
-    return CardPart(
-        part.name,
-        part.command,
-        outcome.conclusion(),
-        tuple(number for number in outcome.numbers() if number.value is not None),
-    )
+    numbers: list[Number] = []
+    for number in outcome.numbers():
+        label = next((label for method, label in part.labels.items() if f".{method}" in number.key), number.label)
+        contrast = part.labels.get(number.contrast.partition(":")[0], number.contrast)
+        if number.value is not None:
+            numbers.append(replace(number, label=label, contrast=contrast))
+    conclusion = outcome.conclusion() if part.says is None else part.says(outcome)
+    return CardPart(part.name, part.command, conclusion, tuple(numbers))
 
 
 def weight_bytes(target: Target) -> int:

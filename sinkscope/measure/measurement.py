@@ -29,9 +29,14 @@ SETUP_PARAMETERS = {one.name: one for one in parameters_of(Setup.open) if one.na
 """Parameters that every measurement has."""
 EDIT_PARAMETERS = {one.name: one for one in parameters_of(edit_from_options)}
 """Parameters of a measurement that can run under interventions."""
+EXAMPLE = """Example in Python:
+    >>> import sinkscope as ss
+    >>> result = {name}()  # or of a name, or of a live model
+    >>> print(result)  # what the command prints, and the meaning of the columns
+    >>> rows = result.rows()  # its table; `result.to_dict()` has everything"""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Measurement(Generic[P, R]):
     """A measurement that can be called with a model; made by `@measurement`.
 
@@ -62,8 +67,13 @@ class Measurement(Generic[P, R]):
         for one in self._shared.values():
             every.append(fill(f"{one.name}: {one.help}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8))
         own_doc = inspect.getdoc(self.function) or ""
-        returns = f"    A `Result`, of `result = sinkscope.{self.function.__name__}(model)`."
-        self.__doc__ = "\n".join([own_doc, "", "Returns:", returns, "", "Every measurement takes:", *every])
+        ours = self.function.__module__.startswith("sinkscope.")
+        example = EXAMPLE.format(name=f"{'ss.' if ours else ''}{self.function.__name__}")
+        self.__doc__ = "\n".join([own_doc, "", example, "", "Every measurement takes:", *every])
+
+    def __repr__(self) -> str:
+        """Return what `help` puts above the documentation."""
+        return f"<measurement {self.function.__name__}>"
 
     if not TYPE_CHECKING:  # for a type checker, a measurement has no other attributes
 

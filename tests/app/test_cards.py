@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from organisms import organism
@@ -15,7 +17,7 @@ from scan_kit import PARTS, few_parts, results
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
-from sinkscope.app.scan import demo, scan
+from sinkscope.app.scan import card_part, demo, scan
 from sinkscope.measure import Setup
 from sinkscope.results.notation import neuron_name
 from sinkscope.results.result import Number, Result
@@ -65,10 +67,39 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
         assert escape(part.conclusion) in page
         assert part.command in page
     assert page.count('class="plot"') == len(PARTS)
+    assert "<details><summary>What every part says, and all numbers with their controls</summary>" in page
     tiles = page.partition('<div class="tiles">')[2].partition("</div>")[0].split("<article>")[1:]
     assert [tile.partition("</h3>")[0] for tile in tiles] == ["<h3>Sink", "<h3>Repetition"]
     one = numbers[f"attention lost without {neuron}"]
     assert f"<b>{one.value:.1%}</b> {one.label} <small>({one.contrast}: {one.control:.1%})</small>" in tiles[0]
+
+
+def table_of(rows, keys, contrast) -> Any:
+    """What a part of a scan needs of a table of runs."""
+    numbers = [Number(key, "loops text, x: y", 0.5, 0.25, contrast=contrast) for key in keys]
+    return SimpleNamespace(rows=lambda: rows, numbers=lambda: numbers, conclusion=lambda: "x has 0% (0%-66%) in text")
+
+
+def test_a_card_says_loops_and_cache_policies_in_plain_sentences():
+    parts = {part.name: part for part in scanning.PARTS}
+    rows = [
+        {"method": "full", "loop": 0.75, "answers": 4, "length": 64.0},
+        {"method": "loopguard:1024", "loop": 0.25, "answers": 4, "length": 60.0},
+    ]
+    keys = ("text.loopguard:1024.loop", "text.full.loop")
+    loops = card_part(parts["loops"], table_of(rows, keys, "full"))
+    assert loops.conclusion == "Of 4 greedy continuations of 64 tokens, 3 loop without the guard and 1 with it."
+    assert [one.label for one in loops.numbers] == ["of continuations loop with the guard", "loop without it"]
+    assert {one.contrast for one in loops.numbers} == {"loop without it"}
+    nats = {"full": 0.0, "random": 1.94, "streaming": 0.029, "h2o": 0.1, "snapkv": 0.09, "tova": 0.02}
+    rows = [{"method": name if name == "full" else f"{name}:0.25", "kl": value} for name, value in nats.items()]
+    cache = card_part(parts["policies"], table_of(rows, ("text.tova:0.25.kl", "text.random:0.25.kl"), "random:0.25"))
+    assert cache.conclusion == (
+        "With a quarter of the prompt in the cache, policies diverge from full attention by 0.02 (tova) to 0.1 nats "
+        "(h2o), random tokens by 1.9."
+    )
+    assert [one.label for one in cache.numbers] == ["nats from full attention with tova", "nats with random tokens"]
+    assert {one.contrast for one in cache.numbers} == {"nats with random tokens"}
 
 
 def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):

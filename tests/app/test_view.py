@@ -50,7 +50,8 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     assert intact.norm == pytest.approx(norms(o.model, torch.tensor([ids]))[:, 0].numpy(), rel=1e-3)
     at_sink = [variant.norm[found.layer, 0] for variant in (intact, zeroed, patched, control)]
     assert at_sink[1] < 0.5 * at_sink[0] and at_sink[2:] == pytest.approx([at_sink[0]] * 2, rel=0.1)
-    assert f"from {at_sink[0]:.4g} to {at_sink[1]:.4g} (random control: {at_sink[3]:.4g})" in zeroed.sentence
+    before, after, random = (f"{float(f'{at_sink[number]:.4g}'):,g}" for number in (0, 1, 3))
+    assert f"from {before} to {after} (random control: {random})" in zeroed.sentence
     assert control.name == found.control
 
 
@@ -70,6 +71,23 @@ def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
 def test_the_page_of_the_docs_quotes_what_the_view_says(bundled):
     quoted = (ROOT / "docs/view.md").read_text().replace("\n> ", " ").replace("&lt;", "<").replace("&gt;", ">")
     assert f"Conclusion: {bundled.view().conclusion()}" in quoted
+
+
+def test_the_terminal_has_the_spikes_and_what_each_switch_changes(bundled):
+    view = bundled.view()
+    (spike,) = bundled.sink.circuit.spikes
+    (row,) = view.rows()
+    assert row == {
+        "place": "the first token",
+        "layers": "1-5",
+        "ratio": spike.ratio,
+        "readers": spike.heads,
+        "needed": "L1.N338",
+    }
+    lines = view.text(brief=True).splitlines()
+    assert set(lines[0].split()) == set(row) and "L1.N338" in lines[1]
+    changed = [variant.sentence for variant in view.texts[0].variants[1:]]
+    assert [line for line in lines if line in changed] == changed and len(changed) == 4
 
 
 def test_attention_is_that_of_the_models_own_weights(tmp_path):
@@ -143,7 +161,7 @@ def test_the_live_page_answers_only_under_its_address(bundled, client):
     client.post("/secret/view", json={"text": "a block"})
     passes.clear()
     off = client.post("/secret/view", json={"text": "a block", "off": ["L1.N338"]}).json()["result"]
-    assert len(passes) == 2  # the edited model and the control: the text is not read intact again
+    assert len(passes) == 3  # the edited model, its neurons and the control: the text is not read intact again
     inner.remove()
     (own,) = off["texts"][0]["variants"]
     assert own["name"] == "without L1.N338" and "from 6" in own["sentence"] and "random" in own["sentence"]

@@ -19,9 +19,10 @@ from sinkscope.app.view.column import components_of, neurons_of
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import CircuitPart, ModelView
 from sinkscope.app.view.server import serve
+from sinkscope.app.view.switches import RANDOM, switches_of
 from sinkscope.app.view.texts import ids_of
 from sinkscope.app.view.writing import writings
-from sinkscope.results.notation import percent
+from sinkscope.results.notation import percent, word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
 from sinkscope.sinks.spikes.records import NeuronShare, PartShare
@@ -86,6 +87,12 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     chrome = opened()
     said = f"{found.ratio:.3g} times the typical norm; {found.heads} heads read it"
     assert chrome.text("#spike-0 summary").endswith(said)
+    hidden = replace(view.circuit[0], ratio=2 * found.ratio)
+    chrome = opened(shown=replace(view, circuit=(hidden,)))
+    plain_ratio = found.norm / bundled.sink.typical_norm[found.peak]
+    said = f"{plain_ratio:.3g} times the typical norm, or {2 * found.ratio:.3g} times without dimensions that are large"
+    assert said in chrome.text("#spike-0 summary")
+    chrome = opened()
     (neuron,), (alone,) = found.neurons, found.alone
     writers = [f"{neuron.address}{neuron.share:.0%}; {alone.left:.0%} left; needed", "everything else0%"]
     marks = [f"the attention of layer 0{found.marks[0].left:.0%} left; others: {found.marks[0].others:.0%}"]
@@ -167,6 +174,45 @@ def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened)
     assert cells[:4] == ["it alone", *outcome(bundled.sink, Neuron(1, None, 338))]
     assert cells[4:] == [f"random: {control}", *outcome(bundled.sink, random)]
     assert cells[1:3] == ["0%", "2"] and cells[5:7] == ["100%", "20"]
+
+
+def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, opened):
+    """Beside the intact ones stand those after the edit, as a plain hook inside it reads them."""
+    chrome, setup, neuron = opened(), bundled.sink.setup, Neuron(1, None, 338)
+    ids = torch.tensor([ids_of(setup, TEXT)])
+    intact = fired(setup, ids, neuron)[0].tolist()
+    seen: dict[str, list[float]] = {}
+    for number, switch in enumerate(switches_of(bundled.sink), 1):
+        with switch.edit.on(setup.target):
+            seen[switch.name] = fired(setup, ids, neuron)[0].tolist()
+        chrome.run(f"document.querySelector('#variant-{number}').click()")
+        chrome.wait(f"document.querySelectorAll('.pair figcaption')[1]?.textContent === {json.dumps(switch.name)}")
+        chrome.click(".circuit .part")
+        assert chrome.text("#meaning") == switch.meaning != ""
+        titles = list(map(float, each(chrome, ".neuron .token", "title")))
+        expected = intact if switch.name == RANDOM else [*intact, *seen[switch.name]]
+        assert titles == pytest.approx(expected, rel=1e-3, abs=1e-9)
+        zero = 'Its activation in the model "sink neurons zeroed" is 0 at each token. The colours mean the same.'
+        assert (zero in chrome.texts(".neuron p")) == (switch.name == "sink neurons zeroed")
+        said = f'The same in the model "{RANDOM}".' in chrome.texts(".neuron p")
+        assert said == (switch.name == RANDOM)
+        chrome.press("Escape")
+        chrome.wait("!document.querySelector('.neuron')")
+    meanings = {switch.name: switch.meaning for switch in switches_of(bundled.sink)}
+    assert meanings["marking heads replaced"].endswith(f": {word_list(bundled.sink.marks)}.")
+    assert all("L1.N338" in meaning for name, meaning in meanings.items() if not name.startswith("marking"))
+    assert set(seen["sink neurons zeroed"]) == {0.0} and seen[RANDOM] == intact
+    assert seen["patched"][0] == intact[0] and len({*seen["patched"][1:]}) == 1
+
+
+def test_experts_have_their_intact_activations_only(view, opened):
+    (text,) = view.texts
+    variants = [replace(variant, activations=()) for variant in text.variants]
+    chrome = opened(shown=replace(view, texts=(replace(text, variants=tuple(variants)),)))
+    chrome.click("#variant-1")
+    chrome.click(".circuit .part")
+    assert len(chrome.texts(".neuron .token")) == len(text.tokens)
+    assert "Activations of experts are shown for the intact model only." in chrome.texts(".neuron p")
 
 
 def test_a_neuron_is_opened_by_a_link_and_closed_by_escape(view, opened):
@@ -262,7 +308,7 @@ def test_the_page_in_a_browser(view, opened):
     for number, variant in enumerate(text.variants):  # a switch changes the sentence, the tokens and the heads
         chrome.click(f"#variant-{number}")
         assert chrome.text("#sentence") == variant.sentence
-        assert f"norm {float(f'{variant.norm[view.layer, 0]:.4g}'):g} after" in chrome.text("#readout")
+        assert f"norm {float(f'{variant.norm[view.layer, 0]:.4g}'):,g} after" in chrome.text("#readout")
         attention = variant.received.array()[2, 0, 0]
         assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"
     assert chrome.run("location.hash").endswith(f"head=L0.H1&model={text.variants[-1].name.replace(' ', '+')}")
@@ -283,7 +329,9 @@ def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, open
     gone, control = (int((readers & (other < share / 2)).sum()) for other in others)
     assert gone > control and "random" in random.name  # the planted neurons make the sink
     chrome = opened()
-    assert chrome.text("#headline").startswith(f"{readers.sum()} of {readers.size} heads give the attention sink")
+    assert chrome.text("#headline").startswith(
+        f"On this text, {readers.sum()} of {readers.size} heads give the attention sink"
+    )
     assert chrome.texts(CAPTIONS) == ["intact"]
     chrome.click("#variant-1")
     layer, head = text.heads[-1]
@@ -335,7 +383,7 @@ def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, ope
         last = len(second.tokens) - 1
         chrome.run(f"document.querySelector('#other-{last}').dispatchEvent(new Event('pointerenter'))")
         norm = float(f"{second.variants[0].norm[view.layer, last]:.4g}")
-        assert f": norm {norm:g} after" in chrome.text("#readout")
+        assert f": norm {norm:,g} after" in chrome.text("#readout")
         chrome.reopen()
         chrome.wait(LOADED)
 

@@ -34,6 +34,26 @@ def sites_for(model_type: str) -> list[tuple[int, ...]]:
     return [(1, 3), (1, 11), (2, 0)]
 
 
+def test_a_hook_of_ones_own_sees_the_values_before_the_edit_or_inside_the_block_after_it():
+    model, _ = tiny_model("llama")
+    seen: dict[str, Tensor] = {}
+
+    def watching(name: str):
+        return model.model.layers[1].mlp.down_proj.register_forward_pre_hook(
+            lambda _module, args: seen.update({name: args[0][..., 3].clone()})
+        )
+
+    watching("before")
+    model(IDS)
+    intact = seen["before"]
+    with Ablate(layer=1, neurons=[3]).on(model):
+        inside = watching("inside")
+        model(IDS)
+        inside.remove()
+    assert_close(seen["before"], intact)
+    assert (intact != 0).any() and (seen["inside"] == 0).all()
+
+
 # --- the mechanism, against edited weights -------------------------------------------------------------------------
 
 

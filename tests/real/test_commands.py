@@ -10,6 +10,7 @@ import pytest
 import torch
 from texts import prose
 
+from sinkscope.app.card import read_card
 from sinkscope.conformance.check_cache import check_cache
 from sinkscope.kv import H2O, TOVA, SnapKV, StreamingLLM
 
@@ -95,7 +96,10 @@ def test_view_shows_the_norms_of_its_text(typed, smollm2, tmp_path):
 @pytest.mark.timeout(7200)
 def test_scan_writes_a_card_that_names_the_neurons(typed, smollm2, tmp_path):
     out = tmp_path / "scans" / "smollm2"
-    typed(["scan", str(smollm2.folder), "--quick", "--out", str(out)])
+    notes = typed(["scan", str(smollm2.folder), "--quick", "--out", str(out)]).err
+    assert sum(map(int, re.findall(r"\((\d+) s\)$", notes, re.MULTILINE))) <= 150  # CPU seconds
+    card = read_card(out)
+    assert [part.name for part in card.parts if part.conclusion.startswith("not measured")] == []
     assert "L11.N1229" in (out / "card.json").read_text()
     assert "smollm2" in typed(["scan", "table", str(out.parent)]).out
     typed(["report", str(out), "--out", str(tmp_path / "report.html")])

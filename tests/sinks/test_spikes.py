@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,12 +15,15 @@ from covering import slow
 from organisms import HARD, UNSEEN, HardModel, hard
 from organisms.build import FIRST, SECOND
 from organisms.hard import attentions
+from repository import FIGURES
 
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.find_sinks import find_sinks
+from sinkscope.sinks.spikes.records import PartShare
 from sinkscope.sinks.spikes.result import FindSinks
+from sinkscope.sinks.spikes.sentences import spike_line
 from sinkscope.sinks.spikes.steps import sinks_of
 
 KINDS = HARD | UNSEEN
@@ -127,6 +131,18 @@ def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it
     assert again.to_dict() == found.to_dict() and again.summary() == found.summary()
     patch = ss.SinkPatch.from_result(again)
     assert patch.checked_sites == (Neuron(1, None, 338),)
+
+
+@pytest.mark.parametrize(
+    ("shares", "it"), [((-0.3, -0.21), "it"), ((-0.3, -0.19), "part of it"), ((-0.06,), "part of it")]
+)
+def test_what_erases_less_than_half_of_a_spike_takes_only_a_part_of_it_away(shares, it):
+    (spike,) = [
+        one for one in FindSinks.load(FIGURES / "find_sinks.json").spikes if one.place.words == "the first token"
+    ]
+    erasers = tuple(PartShare(f"mlp {3 + number}", share, None) for number, share in enumerate(shares))
+    said = spike_line(replace(spike, erasers=erasers))
+    assert said.endswith(f" {'take' if len(shares) > 1 else 'takes'} {it} away again.")
 
 
 @torch.no_grad()

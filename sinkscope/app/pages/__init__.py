@@ -24,6 +24,7 @@ from sinkscope.results.tables import cell
 _TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.IGNORECASE)
 _ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\u(061c|200[ef]|202[a-e]|206[6-9]|00[01][0-9a-f]|007f|00[89][0-9a-f])")
 """Characters in JSON that `visible` writes out."""
+TOP = 40  # pixels above the panels of a figure, for their titles
 DRAWN = {"bar", "box", "contour", "heatmap", "histogram", "histogram2d", "image", "pie", "scatter", "violin"}
 """What the part of plotly.js in this folder draws."""
 
@@ -64,7 +65,8 @@ def result_section(result: Result, file: str = "", kind: str = "") -> Section:
     figure = ""
     if type(result).drawing is not None:
         drawn = result.figure()
-        drawn.update_layout(title=None)  # it is the conclusion, which stands above
+        room = drawn.layout.margin.t - TOP  # its title is the conclusion, which stands above
+        drawn.update_layout(title=None, margin_t=TOP, height=drawn.layout.height - room)
         figure = plot(drawn, file)
     parts = [result.to_html(figure)]
     data = result.to_dict()

@@ -4,9 +4,12 @@ const LEAST = 330; // pixels of a panel
 const BETWEEN = 95; // pixels between panels of a column: labels of an axis, and a title
 const TURNED = 45; // more of them for labels that stand upright
 
+const GROUND = "#24272c"; // of a figure on a dark page
+const ON_DARK = { "#ffffff": GROUND, "#f7f7f7": GROUND, "#0072b2": "#56b4e9" }; // of the colours of a scale
+
 function template(light) {
   if (!dark.matches) return light;
-  const background = { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "#24272c" };
+  const background = { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: GROUND };
   const layout = { ...light.layout, ...background, font: { color: "#ddd" } };
   const lines = { gridcolor: "#41464d", linecolor: "#41464d", zerolinecolor: "#5b6068" };
   layout.xaxis = { ...layout.xaxis, ...lines };
@@ -78,12 +81,18 @@ function arranged(home, width) {
     layout.legend.y = (home.legend.y * inside - more) / (layout.height - margin.t - layout.margin.b);
   }
   for (const one of layout.annotations || []) {
-    if (dark.matches && one.bgcolor) one.bgcolor = "#24272c"; // its letters are light then
-    if (width < 600 && one.bgcolor) one.font.size = 8; // boxes side by side
+    if (dark.matches && one.bgcolor) one.bgcolor = GROUND; // its letters are light then
+    if (width < 600 && (one.bgcolor || (one.textangle && one.xref !== "paper"))) one.font.size = 8; // side by side
     if (width < 600 && one.xref === "paper" && !one.textangle) one.text = broken(one.text, width / 9);
   }
   if (width < 600) Object.assign(layout.margin, { l: 52, r: 12 });
   return layout;
+}
+
+// A scale of colours from white is one from the ground on a dark page.
+function onGround(scale) {
+  if (!dark.matches || !Array.isArray(scale)) return scale;
+  return scale.map(([share, colour]) => [share, ON_DARK[colour] || colour]);
 }
 
 // The scale of colours stands beside the panel whose colours it explains.
@@ -91,20 +100,32 @@ function scaled(trace, layout) {
   const [low, high] = layout[(trace.yaxis || "y").replace("y", "yaxis")]?.domain || [0, 1];
   const place = { len: high - low, y: low, yanchor: "bottom" };
   const axis = layout[trace.coloraxis];
-  if (axis) axis.colorbar = { ...axis.colorbar, ...place };
-  return trace.type === "heatmap" && !axis ? { ...trace, colorbar: { ...trace.colorbar, ...place } } : trace;
+  if (axis) Object.assign(axis, { colorbar: { ...axis.colorbar, ...place }, colorscale: onGround(axis.colorscale) });
+  if (trace.type !== "heatmap" || axis) return trace;
+  return { ...trace, colorbar: { ...trace.colorbar, ...place }, colorscale: onGround(trace.colorscale) };
 }
+
 
 const homes = new Map();
 function draw(plot) {
   const width = plot.parentElement.clientWidth;
   if (!width) return; // in a closed section
-  if (!homes.has(plot)) homes.set(plot, structuredClone(plot.layout));
-  const layout = arranged(homes.get(plot), width);
+  if (!homes.has(plot)) homes.set(plot, { layout: structuredClone(plot.layout), data: plot.data });
+  const home = homes.get(plot);
+  const layout = arranged(home.layout, width);
   plot.parentElement.style.height = `${layout.height}px`;
-  Plotly.react(plot, plot.data.map((one) => scaled(one, layout)), { ...layout, width });
+  Plotly.react(plot, home.data.map((one) => scaled(one, layout)), { ...layout, width });
 }
 const drawAll = () => document.querySelectorAll(".js-plotly-plot").forEach(draw);
+
+// A link to a closed section opens it.
+function openLinked() {
+  const section = document.getElementById(location.hash.slice(1));
+  const closed = section && section.querySelector(":scope > details");
+  if (closed) closed.open = true;
+}
+addEventListener("hashchange", openLinked);
+openLinked();
 addEventListener("resize", drawAll);
 addEventListener("toggle", drawAll, true);
 dark.addEventListener("change", drawAll);

@@ -35,7 +35,7 @@ class Circuit {
     const heads = spike.heads ? `${counted(spike.heads, "head")} read${spike.heads === 1 ? "s" : ""} it` : "no head reads it";
     const block = element("details", { class: "spike", id: `spike-${number}`, open: unfolded.has(number), ontoggle: () => (block.open ? unfolded.add(number) : unfolded.delete(number)) },
       element("summary", {}, element("h3", {}, `${spike.place[0].toUpperCase()}${spike.place.slice(1)}, ${run(spike.layers)}`),
-        element("span", { class: "soft" }, `${times(spike.ratio)} the typical norm; ${heads}`)),
+        element("span", { class: "soft" }, `${this.ratio(spike)}; ${heads}`)),
       element("p", { class: "soft" }, `The norm is ${shown(spike.norm)} after layer ${spike.peak}, from ${shown(spike.before)}${inDimensions(spike.dims)}. `,
         element("button", { type: "button", class: "tool", onclick: () => this.view.pickLayer(spike.peak) }, "Show it on the text")),
       this.parts("What writes it: its share, and what is left of the spike without it alone", spike.writers),
@@ -44,6 +44,13 @@ class Circuit {
       spike.sentence ? element("p", {}, spike.sentence) : null,
       spike.heads ? this.readers(spike, number) : null);
     return block;
+  }
+
+  /** How far the norm stands out; twice, where dimensions that are large at all positions hide the spike. */
+  ratio({ ratio, norm, peak }) {
+    const plain = norm / this.view.data.typical_norm[peak];
+    if (Math.abs(plain / ratio - 1) < 0.1) return `${times(ratio)} the typical norm`;
+    return `${times(plain)} the typical norm, or ${times(ratio)} without dimensions that are large at all positions`;
   }
 
   /** A title, and a row for each part: its name, a bar, and numbers. */
@@ -118,23 +125,39 @@ function writesIn(view, { spike: number, share: value }) {
   return element("p", {}, `In ${run(spike.layers)}, it ${written} the spike at ${spike.place}${inDimensions(spike.dims)}.`);
 }
 
-/** Its activation at each token of the shown text. */
+/** Its activation at each token of the shown text: in the intact model, and under the switch. */
 function onText(view, { name }) {
   const text = view.now;
-  const values = text.activations[view.data.neuron_pages.findIndex((page) => page.name === name)];
-  const top = Math.max(...values.map(Math.abs)) || 1;
+  const place = view.data.neuron_pages.findIndex((page) => page.name === name);
+  const intact = text.activations[place];
+  const top = Math.max(...intact.map(Math.abs)) || 1;
+  const sentence = (values, model) => {
+    const sizes = values.map(Math.abs);
+    const highest = sizes.indexOf(Math.max(...sizes));
+    if (!sizes[highest]) return `Its activation in the ${model} is 0 at each token.`;
+    return `Its largest activation in the ${model} is ${shown(values[highest])}, at token ${highest}, ${quoted(text.tokens[highest])}.`;
+  };
+  const made = [element("h3", {}, `On the shown text${view.data.texts.length > 1 ? `, ${text.name}` : ""}`),
+    element("p", { class: "soft" }, `${sentence(intact, "intact model")} The bluer, the larger; orange: below zero.`), activationStrip(text, intact, top)];
+  if (view.variant === "intact") return element("div", {}, ...made);
+  const changed = view.reading.activations[place];
+  if (!changed) made.push(element("p", { class: "soft" }, "Activations of experts are shown for the intact model only."));
+  else if (!changed.length) made.push(element("p", { class: "soft" }, `The same in the model "${view.variant}".`));
+  else made.push(element("p", { class: "soft" }, `${sentence(changed, `model "${view.variant}"`)} The colours mean the same.`), activationStrip(text, changed, top));
+  return element("div", {}, ...made);
+}
+
+/** The tokens of a text under activations, of which `top` has the full colour. */
+function activationStrip(text, values, top) {
   const tokens = text.tokens.map((token, number) => {
     const value = values[number];
-    const part = Math.abs(value) / top;
+    const part = Math.min(1, Math.abs(value) / top);
     const classes = ["token", value < 0 ? "below" : "", part > 0.55 ? "strong" : ""].filter(Boolean).join(" ");
     const box = element("span", { class: classes, title: shown(value) }, visible(token));
     box.style.setProperty("--v", Math.round(100 * part));
     return box;
   });
-  const highest = values.map(Math.abs).indexOf(Math.max(...values.map(Math.abs)));
-  return element("div", {}, element("h3", {}, `On the shown text${view.data.texts.length > 1 ? `, ${text.name}` : ""}`),
-    element("p", { class: "soft" }, `Its largest activation in the intact model is ${shown(values[highest])}, at token ${highest}, ${quoted(text.tokens[highest])}. The darker, the larger; orange: below zero.`),
-    element("div", { class: "strip" }, ...tokens));
+  return element("div", { class: "strip" }, ...tokens);
 }
 
 /** Its largest activations on the typical text. */

@@ -38,7 +38,7 @@ async function unpacked(packed) {
 function shown(value) {
   if (value === 0) return "0";
   if (Math.abs(value) < 0.0005) return value.toExponential(1);
-  return String(Number(value.toPrecision(4)));
+  return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 8 });
 }
 
 const percent = (share) => `${Math.round(100 * share)}%`;

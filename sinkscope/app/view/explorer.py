@@ -24,6 +24,7 @@ from sinkscope.app.view.texts import STORY, ids_of
 from sinkscope.app.view.writing import writings
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.results.notation import word_form
 
 ROOM = 24 << 20  # values of attention in a page
@@ -91,14 +92,13 @@ class Explorer:
             tokens = tuple(self.sink.setup.tokenizer.decode([token]) for token in ids)
             intact = read_text(self.sink, ids)
             heads = heads_that_fit(intact, ROOM // variants)
-            fired = activations(self.sink.setup.target, torch.tensor([ids]), named_neurons(self.sink))[:, 0]
             shown = ViewedText(
                 name="text" if text else "a story",
                 tokens=tokens,
                 heads=heads,
                 variants=(),
                 spikes=spikes_of(self.sink, intact),
-                activations=_rounded(fired.numpy()).tolist(),
+                activations=self.activations(ids),
             )
             self.latest = ((text, variants), OpenText(ids, intact, shown))
         return self.latest[1]
@@ -111,6 +111,7 @@ class Explorer:
     def result(self, text: ViewedText) -> ModelView:
         """This text, and what is known of the sink."""
         sink, setup = self.sink, self.sink.setup
+        switches = switches_of(sink)
         return ModelView(
             model=setup.info(),
             settings={"seed": setup.seed, "bos": setup.bos is not None},
@@ -119,7 +120,8 @@ class Explorer:
             typical_norm=_rounded(np.array(sink.typical_norm)),
             neurons=tuple(map(str, sink.neurons)),
             marks=tuple(map(str, sink.marks)),
-            switches=tuple(switch.name for switch in switches_of(sink)),
+            switches=tuple(switch.name for switch in switches),
+            meanings=tuple(switch.meaning for switch in switches),
             control=RANDOM,
             texts=(text,),
             circuit=self.circuit,
@@ -132,9 +134,11 @@ class Explorer:
         variants: list[Variant] = []
         for switch in switches:
             name, reading, sentence = "intact", text.intact, self.intact_sentence(text)
+            changed: tuple[tuple[float, ...], ...] = ()
             if switch is not None:
                 name, reading = switch.name, read_text(self.sink, text.ids, switch.edit)
                 sentence = self.change(switch, text, reading)
+                changed = self.changed_activations(text, switch)
             variant = Variant(
                 name=name,
                 sentence=sentence,
@@ -142,9 +146,28 @@ class Explorer:
                 received=Packed.of(codes_of(reading.received)),
                 rows=tuple(Packed.of(reading.rows[head]) for head in text.shown.heads),
                 following=reading.following,
+                activations=changed,
             )
             variants.append(variant)
         return replace(text.shown, variants=tuple(variants))
+
+    def activations(self, ids: list[int], edit: Intervention | None = None) -> tuple[tuple[float, ...], ...]:
+        """Return the activation of each named neuron at each token of a text, after an edit or intact (None)."""
+        target = self.sink.setup.target
+        with under(edit, target):
+            fired = activations(target, torch.tensor([ids]), named_neurons(self.sink))
+        return tuple(map(tuple, _rounded(fired[:, 0].numpy()).tolist()))
+
+    def changed_activations(self, text: OpenText, switch: Switch) -> tuple[tuple[float, ...], ...]:
+        """Return the activations under a switch: nothing of a neuron that keeps its intact ones, and none of experts.
+
+        What an edit of an expert writes is added to the output of all experts, so that no hook sees its activation.
+        """
+        target = self.sink.setup.target
+        if any(target.is_mixture(neuron.layer) for neuron in named_neurons(self.sink)):
+            return ()
+        pairs = zip(self.activations(text.ids, switch.edit), text.shown.activations, strict=True)
+        return tuple(() if now == before else now for now, before in pairs)
 
     def intact_sentence(self, text: OpenText) -> str:
         """Return how many tokens have a norm spike, and the largest norm beside typical text."""
@@ -153,8 +176,8 @@ class Explorer:
         highest = int(norm.argmax())
         return (
             f"{count} of {len(norm)} tokens {word_form(count, 'has', 'have')} a norm spike after layer {layer}: "
-            f"the largest norm is {norm[highest]:.4g} at {text.shown.tokens[highest]!r}, where typical text has "
-            f"{self.sink.typical_norm[layer]:.4g}."
+            f"the largest norm is {short(norm[highest])} at {text.shown.tokens[highest]!r}, where typical text has "
+            f"{short(self.sink.typical_norm[layer])}."
         )
 
     def change(self, switch: Switch, text: OpenText, reading: Reading) -> str:
@@ -166,12 +189,12 @@ class Explorer:
         if switch.control is not None:
             with switch.control.on(self.sink.setup.target):
                 control = norms_at(self.sink, text.ids, layer)
-            beside = f" (random control: {control[position]:.4g})"
+            beside = f" (random control: {short(control[position])})"
         token = f"{position}, {text.shown.tokens[position]!r}"
         name = f"{switch.name[:1].upper()}{switch.name[1:]}"
         return (
             f"{name}: after layer {layer}, the norm changes most at token "
-            f"{token}, from {before[position]:.4g} to {after[position]:.4g}{beside}."
+            f"{token}, from {short(before[position])} to {short(after[position])}{beside}."
         )
 
     def answer(self, request: Any) -> dict[str, Any]:
@@ -198,6 +221,11 @@ class Explorer:
                 return result.to_dict()
         except SinkscopeError as error:
             return {"error": str(error)}
+
+
+def short(value: float) -> str:
+    """Return a number with four significant digits and without a power of ten: 25,100."""
+    return f"{float(f'{value:.4g}'):,.12g}"
 
 
 def _rounded(values: Float[np.ndarray, "*axes"]) -> Float[np.ndarray, "*axes"]:

@@ -41,7 +41,7 @@ def view_page(view: Result | None, title: str) -> str:
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    data = "null" if view is None else json.dumps(view.to_dict(), allow_nan=False)
+    data = "null" if view is None else json.dumps(view.to_dict(), allow_nan=False, separators=(",", ":"))
     return Template(source("page.html")).substitute(
         policy=policy,
         title=escape(visible(title)),

@@ -7,11 +7,11 @@ function tourSteps(data) {
   const [made] = data.neurons.length ? data.switches : [];
   const random = data.switches.find((name) => name === data.control);
   const steps = [
-    ["#strip", "intact", "Each box is a token; the model stores a vector for it, whose length is its norm. The darker the box, the larger the norm. The framed token is the attention sink."],
-    [".heads", "intact", "Each square is a head: for each token it decides which earlier tokens are read, and with which shares, its attention. Dark heads give nearly all of it to the sink."],
+    ["#strip", "intact", "Each box is a token; the model stores a vector for it, whose length is its norm. The bluer the box, the larger the norm. The framed token is the attention sink."],
+    [".heads", "intact", "Each square is a head: for each token it decides which earlier tokens are read, and with which shares, its attention. Blue heads give nearly all of it to the sink."],
   ];
-  if (made) steps.push([".heads", made, `The tour pressed "${made}": the neurons that give the sink its norm are set to 0. The squares are paler: these heads look elsewhere, and the line at the top counts them.`]);
-  if (made && random) steps.push([".heads", random, `Now "${random}": as many random neurons are set to 0, and the squares are dark again. This is the control: not any neurons make the sink, but these.`]);
+  if (made) steps.push([".heads", made, `The tour pressed "${made}": the neurons that give the sink its norm are set to 0. The squares lose their blue: these heads look elsewhere, and the line at the top counts them.`]);
+  if (made && random) steps.push([".heads", random, `Now "${random}": as many random neurons are set to 0, and the squares are blue again. This is the control: not any neurons make the sink, but these.`]);
   steps.push([".circuit", "intact", "The circuit: a block for each spike, with the neurons that write the large norm and the heads that read it. A click on a neuron opens its page."]);
   return steps;
 }

@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from sinkscope.app.view.packed import Packed
 from sinkscope.measure import Result
+from sinkscope.results.tables import Table
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Variant:
         received: Attention that each position receives, mean over later queries; 0 at the last position.
         rows: Attention `[query key]` of each head in `ViewedText.heads`.
         following: The likeliest next tokens after the text, with their probabilities.
+        activations: Activation of each neuron of `ModelView.neuron_pages` at each token, after the edit; nothing for a
+            neuron that has its intact ones. Empty for the intact model, and for experts, where they are not measured.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
@@ -33,6 +36,7 @@ class Variant:
     received: Packed
     rows: tuple[Packed, ...]
     following: tuple[tuple[str, float], ...] = ()
+    activations: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,7 @@ class ModelView(Result):
         neurons: The sink neurons.
         marks: The heads that mark the first token or a repetition, as `circuit` finds them.
         switches: The edits that can be switched on.
+        meanings: What each of these edits does, in a sentence.
         control: Name of the switch that is the control of the sink neurons, if there is one.
         texts: The texts.
         circuit: The spikes, those that most heads read first.
@@ -225,12 +230,21 @@ class ModelView(Result):
 
     kind = "view"
     page = "view"
+    columns = ("place", "needed", "layers", "readers")
+    glossary: ClassVar[dict[str, str]] = {
+        "place": "Where the norm stands out.",
+        "layers": "First and last layer in which it does.",
+        "ratio": "Norm there over the typical one.",
+        "readers": "Heads of its layers that attend to the place.",
+        "needed": "The neurons or components without which it goes.",
+    }
 
     layer: int
     typical_norm: Float[np.ndarray, " layer"]
     neurons: tuple[str, ...]
     marks: tuple[str, ...]
     switches: tuple[str, ...]
+    meanings: tuple[str, ...] = ()
     control: str = ""
     texts: tuple[ViewedText, ...]
     circuit: tuple[CircuitSpike, ...] = ()
@@ -247,3 +261,16 @@ class ModelView(Result):
     def conclusion(self) -> str:
         """Return which tokens of the first text have a norm spike, beside typical text."""
         return self.texts[0].variants[0].sentence
+
+    def facts(self) -> list[str]:
+        """Return what each switch changes in the first text."""
+        return [variant.sentence for variant in self.texts[0].variants[1:]]
+
+    def rows(self) -> Table:
+        """Return one row per spike of the circuit."""
+        rows: Table = []
+        for spike in self.circuit:
+            first, last = spike.layers
+            row = {"place": spike.place, "layers": f"{first}-{last}", "ratio": spike.ratio, "readers": spike.heads}
+            rows.append({**row, "needed": ", ".join(part.name for part in spike.writers if part.needed)})
+        return rows

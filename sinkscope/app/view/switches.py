@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
 from operator import or_
@@ -31,25 +31,32 @@ class Switch:
         name: What is edited.
         edit: The edit.
         control: The same of random neurons or heads. None if there are too few heads.
+        meaning: What the edit does, in a sentence.
     """
 
     name: str
     edit: Intervention
     control: Intervention | None = None
+    meaning: str = ""
 
 
 def switches_of(sink: ModelSink) -> list[Switch]:
     """Return the edits that this model has."""
     switches: list[Switch] = []
+    names = word_list(sink.neurons)
     if sink.neurons:
         zeroed = switch_off(sink, "sink neurons zeroed", sink.neurons, [])
-        switches.append(zeroed)
+        switches.append(replace(zeroed, meaning=f"Set to 0 at each token: {names}."))
         if sink.circuit.first_spikes and sink.circuit.first_spikes[0] is sink.circuit.spike:
-            switches.append(Switch("patched", SinkPatch.from_result(sink.circuit), zeroed.control))
+            meaning = f"Set to an ordinary value at each token but the first, which keeps its own: {names}."
+            switches.append(Switch("patched", SinkPatch.from_result(sink.circuit), zeroed.control, meaning))
         if zeroed.control is not None:
-            switches.append(Switch(RANDOM, zeroed.control))
+            meaning = f"Set to 0 at each token: as many random neurons of the layers of {names}. This is the control."
+            switches.append(Switch(RANDOM, zeroed.control, meaning=meaning))
     if sink.marks:
-        switches.insert(1, switch_off(sink, "marking heads replaced", (), sink.marks))
+        replaced = switch_off(sink, "marking heads replaced", (), sink.marks)
+        meaning = f"Replaced by their mean output at each token: {word_list(sink.marks)}."
+        switches.insert(1, replace(replaced, meaning=meaning))
     return switches
 
 

@@ -167,6 +167,7 @@ class View {
     const { family, name, n_layers: layers } = this.model;
     this.sentence = element("p", { class: "sentence", "aria-live": "polite", id: "sentence" });
     this.headline = element("p", { class: "headline", "aria-live": "polite", id: "headline" });
+    this.meaning = element("p", { class: "soft", id: "meaning" });
     this.status = element("p", { class: "soft", id: "status", "aria-live": "polite" });
     this.root.replaceChildren(
       element("div", { class: "row" }, element("h1", {}, `${name} `, element("span", { class: "soft" }, `${family}, ${layers} layers`)),
@@ -175,6 +176,7 @@ class View {
       this.headline,
       this.sentence,
       this.switches(),
+      this.meaning,
       ...(this.ask ? [this.status] : []),
       this.tabs(),
       this.textPanel(),
@@ -194,6 +196,7 @@ class View {
 
   redraw() {
     this.sentence.textContent = this.reading.sentence;
+    this.meaning.textContent = this.data.meanings[this.data.switches.indexOf(this.variant)] || "";
     this.drawHeadline();
     this.draw();
   }
@@ -228,7 +231,7 @@ class View {
     };
     const sink = quoted(this.now.tokens[this.now.spikes.length ? this.now.spikes[0] : 0]);
     const place = this.now.spikes.length ? `the attention sink, token ${sink},` : `token ${sink}`;
-    const all = `${readers.length} of ${before.length} heads give ${place} more than ${percent(READS)} of their attention`;
+    const all = `On this text, ${readers.length} of ${before.length} heads give ${place} more than ${percent(READS)} of their attention`;
     if (reading === intact) {
       const hint = this.data.switches.length ? " Switch its neurons off below, and see where they look then." : "";
       this.headline.textContent = `${all}.${readers.length ? hint : ""}`;

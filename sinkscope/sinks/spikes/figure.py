@@ -6,6 +6,7 @@ neurons of the same layers.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from html import escape
 from typing import Any
 
@@ -19,10 +20,10 @@ COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7")
 BEFORE, AFTER = "#56b4e9", "#d55e00"
 """Heads of the intact model, and heads after a removal; both are seen on a dark page."""
 TITLES = (
-    "Norm of the residual stream",
-    "Written along each spike",
-    "Attention to position 0",
-    "Heads that attend there",
+    "Norm of the residual stream after each layer",
+    "What each layer writes of each spike",
+    "Attention to the first token (full blue: 100%)",
+    "Heads that attend to the place of each spike",
 )
 
 
@@ -36,9 +37,10 @@ def draw(result: Any) -> go.Figure:
     shown = [spike for spike in result.spikes if spike.like is None][: len(COLOURS)]
     for spike, colour in zip(shown, COLOURS, strict=False):
         _draw_spike(fig, spike, colour)
+    _name_neurons(fig, shown)
     _draw_readers(fig, shown)
     fig.update_xaxes(title_text="layer", col=1)
-    fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", nticks=8, col=1)
+    fig.update_yaxes(title_text="L2 norm", type="log", tickformat=",", nticks=8, col=1)
     fig.update_xaxes(title_text="layer", range=(-1.5, result.layers_read - 0.5), col=2)
     shares = [0.0, *(one.share for spike in shown for one in [*spike.writers, *spike.erasers])]
     room = (1.1 * min(shares) - 0.02, 1.8 * max(shares) + 0.02)  # above the bars, for the names of neurons
@@ -56,13 +58,24 @@ def _draw_spike(fig: Any, spike: SpikeResult, colour: str) -> None:
     low, high = spike.layers
     fig.add_vrect(low - 0.5, high + 0.5, fillcolor=colour, opacity=0.15, line_width=0, row=1, col=1)
     parts = [*spike.writers, *spike.erasers]
-    names = [_needed_in(spike, one) for one in parts]
     fig.add_bar(
-        x=[_layer(one) for one in parts], y=[one.share for one in parts], base=0, text=names, textangle=-90,
-        textfont_size=11, textposition="outside", constraintext="none", cliponaxis=False,
+        x=[_layer(one) for one in parts], y=[one.share for one in parts], base=0,
         hovertext=[escape(one.part) for one in parts], name=f"layer{run(*spike.layers)}", marker_color=colour,
         offset=-0.4, width=0.8, row=1, col=2,
     )  # fmt: skip
+
+
+def _name_neurons(fig: Any, spikes: list[SpikeResult]) -> None:
+    """The needed neurons above the bars of their layer, whichever spike has the highest one there."""
+    names, tops = defaultdict[int, list[str]](list), defaultdict[int, float](float)
+    for spike in spikes:
+        for one in spike.writers:
+            tops[_layer(one)] = max(tops[_layer(one)], one.share)
+        for neuron in spike.needed.neurons if spike.needed is not None else ():
+            names[neuron.layer].append(f"N{neuron.neuron}")
+    for layer, own in names.items():
+        place = {"x": layer, "y": tops[layer], "yanchor": "bottom", "textangle": -90, "font": {"size": 11}}
+        fig.add_annotation(text=" ".join(own), showarrow=False, **place, row=1, col=2)
 
 
 def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
@@ -71,21 +84,14 @@ def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
     needs = [spike.needed for spike in spikes if spike.needed is not None]
     counts = {
         "heads, intact": (BEFORE, [need.heads[0] for need in needs]),
-        "heads, without the needed": (AFTER, [need.heads[1] for need in needs]),
-        "heads, without random ones": (GREY, [None if need.random is None else need.random.heads for need in needs]),
+        "without needed neurons": (AFTER, [need.heads[1] for need in needs]),
+        "without random neurons": (GREY, [None if need.random is None else need.random.heads for need in needs]),
     }
     for number, (name, (colour, heads)) in enumerate(counts.items()):
         fig.add_bar(
             x=names, y=heads, text=heads, textposition="outside", cliponaxis=False, name=name, marker_color=colour,
             offset=0.27 * number - 0.4, width=0.26, row=1, col=4,
         )  # fmt: skip
-
-
-def _needed_in(spike: SpikeResult, one: PartShare) -> str:
-    """The needed neurons that write as a part of this component, such as "N1229 N1487"."""
-    if spike.needed is None or not one.part.startswith("mlp "):
-        return ""
-    return " ".join(f"N{neuron.neuron}" for neuron in spike.needed.neurons if neuron.layer == _layer(one))
 
 
 def _layer(one: PartShare) -> int:

@@ -89,7 +89,7 @@ class Place:
         tokens = word_list([repr(token) for token in self.common])
         if self.is_first:
             return f"some first tokens (most often {tokens})"
-        return f"{int(self.mask.sum()):,} other positions, most often {self.common[0]!r}"
+        return f"{int(self.mask.sum()):,} other positions (most often {self.common[0]!r})"
 
     @property
     def is_first(self) -> bool:

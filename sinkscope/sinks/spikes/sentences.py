@@ -9,7 +9,7 @@ READERS = "{heads} of {total} heads give {place} more than 0.3 of their attentio
 RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio} ({dims})."
 WITHOUT = "Without {parts}, {left}. Random {kind} instead: {chance}."
 ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} are left."
-ERASED = "{parts} {take} it away again."
+ERASED = "{parts} {take} {it} away again."
 MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike is left{others}{readers}."
 NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike are left{readers}."
 READ = "; without {parts}, {heads}"
@@ -21,6 +21,7 @@ LEARNED = "{heads} of {total} heads give their learned sink logit, which is no t
 
 SHOWN = 3  # neurons or components that a sentence names
 WRITES = 0.1  # share from which a neuron or a component is named
+MOST = 0.5  # share of the spike from which what is written against it takes it away, and not a part
 KEPT = 0.75  # share of the heads that are left without either of two neurons, if either is enough
 
 
@@ -50,7 +51,9 @@ def spike_line(spike: SpikeResult) -> str:
         sentences += [without(spike, spike.needed), *alone(spike, spike.needed)]
     if spike.erasers:
         names = [f"{component(one.part)} ({-one.share:.0%})" for one in spike.erasers[:2]]
-        sentences.append(ERASED.format(parts=capital(word_list(names)), take=verb(names, "take")))
+        erased = -sum(one.share for one in spike.erasers[:2])
+        it = "it" if erased >= MOST else "part of it"
+        sentences.append(ERASED.format(parts=capital(word_list(names)), take=verb(names, "take"), it=it))
     return " ".join(sentences)
 
 
