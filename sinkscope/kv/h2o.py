@@ -35,9 +35,6 @@ class H2O(Policy):
 
     recent: Share = 0.5
 
-    KEEPS_BUDGET = True
-    JOINS_LAYERS = True
-
     def watch(self, session: Session) -> None:
         """Watch every query of every layer."""
         session.watch(self._add)

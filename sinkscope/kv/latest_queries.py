@@ -63,8 +63,8 @@ class LatestQueries:
         rows = rows.to(self.query.device)
         return replace(self, query=self.query[rows], pos=self.pos[rows])
 
-    def rows(self, kv: CacheLayer, call: Call, last: int) -> Float[Tensor, "batch head query slot"]:
-        """Return the attention of the `last` ones, in float32, to what a layer holds before a call; 0 at padding."""
+    def rows(self, kv: CacheLayer, last: int) -> Float[Tensor, "batch head query slot"]:
+        """Return the attention of the `last` ones, in float32, to what a layer holds; 0 at padding."""
         keys, pos = kv.keys, self.pos[:, -last:]
         if hasattr(self.module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = self.module.expand_kv(kv.keys, kv.values)[0]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
@@ -41,19 +41,6 @@ def check_scores(scores: object, pos: Int[Tensor, "batch kv_head slot"], name: s
         raise SinkscopeError(
             f"{name}.scores returned NaN for layer {layer}: slots without a score cannot be compared; return "
             "-torch.inf for what is worth nothing"
-        )
-
-
-def check_kept(keep: Bool[Tensor, "batch kv_head slot"], exact: int, name: str, layer: int) -> None:
-    """Check that a class that says `KEEPS_BUDGET` keeps as many slots in every row and head.
-
-    Raises:
-        SinkscopeError: Another number is kept.
-    """
-    if bool((keep.sum(-1) != exact).any()):
-        raise SinkscopeError(
-            f"{name} says KEEPS_BUDGET, and layer {layer} keeps other numbers of tokens than its budget of {exact}: "
-            "set KEEPS_BUDGET = False in its class"
         )
 
 

@@ -231,11 +231,10 @@ class Session:
                 kv.reordered = False
             return
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
-        prompt_known = state.prompt is not None and state.prompt.shape[0] == call.rows
-        prefill_ended = state.prefilling or not prompt_known
+        prefill_ended = state.prefilling or len(state.prompt) != call.rows
         state.prefilling = False
         if prefill_ended:
-            state.prompt = call.before
+            state.prompt = tuple(call.before.tolist())
             state.decoded = 0
         else:
             state.decoded += 1
