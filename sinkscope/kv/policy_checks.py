@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, UnsupportedError, warn
+from sinkscope.errors import SinkscopeError, UnsupportedError
 
 
 def check_scores(scores: object, pos: Int[Tensor, "batch kv_head slot"], name: str, layer: int, is_first: bool) -> None:
@@ -75,12 +75,4 @@ def unseen_queries() -> UnsupportedError:
     return UnsupportedError(
         "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
         "prompt inside, into the cache to go on with)"
-    )
-
-
-def warn_of_idle(name: str) -> None:
-    """Warn that nothing was measured, because a policy never came to act."""
-    warn(
-        f"{name} never acted: it acts when a generated token follows a prompt, and only prompts were read, so all "
-        "results are those of the full cache; generate, or feed tokens one by one with a cache"
     )

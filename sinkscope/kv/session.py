@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 from torch import Tensor, nn
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import UnsupportedError, warn
 from sinkscope.hooks.edit.base import Run
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.adopt import own_layers, taken_over, used_cache
@@ -22,10 +22,7 @@ from sinkscope.kv.attention_watch import AttentionWatch
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
 from sinkscope.kv.generation import Generation
-from sinkscope.kv.owners import own_model
 from sinkscope.kv.pieces import Rewinder
-from sinkscope.kv.policy_checks import warn_of_idle
-from sinkscope.kv.scope import stock_windows
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_attention, check_servable
 from sinkscope.models.call_cache import with_cache
@@ -34,6 +31,9 @@ from sinkscope.models.hooks import Kwargs
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import following_generate
 from sinkscope.tap.tap import tapped
+
+_ACTING: WeakValueDictionary[int, Run] = WeakValueDictionary()
+"""The run that acts on the cache and the attention of a model, by the id of the model; others may watch."""
 
 
 class Session:
@@ -108,11 +108,22 @@ class Session:
         self._policy_name = policy or self._policy_name
         self.anchors = max(self.anchors, first)
         if not self.watching.owns_cache:
-            own_model(self.run)
+            self._own_model()
             self.watching.owns_cache = True
             self.run.stack.callback(self._settle)
             generation = self.generation
             self.run.stack.enter_context(following_generate(self.target.hf, generation.set_prompting, generation.begin))
+
+    def _own_model(self) -> None:
+        """Let this run be the one that acts on its model, until it ends."""
+        run = self.run
+        model = id(run.target.hf)
+        if _ACTING.setdefault(model, run) is not run:
+            raise UnsupportedError(
+                f"{run.target.name} is already inside a `with` that acts on its cache: enter them together, "
+                "`(a | b).on(model)`"
+            )
+        run.stack.callback(_ACTING.pop, model, None)
 
     def watch(
         self,
@@ -129,7 +140,7 @@ class Session:
         Raises:
             UnsupportedError: Another run on this model acts already, or another one in this run does the same.
         """
-        own_model(self.run)
+        self._own_model()
         if self._reader is not None:
             raise UnsupportedError(
                 f"{self._reader} and {name} would both decide how prompts are read: enter one of them"
@@ -159,12 +170,16 @@ class Session:
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
         kv_heads = self.target.n_kv_heads if self.target.shards.size > 1 else None
-        return [meter.usage(kv_heads, stock_windows(self.target)) for meter in self.meters if meter.calls]
+        return [meter.usage(kv_heads, self.watching.windows) for meter in self.meters if meter.calls]
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
         if error is None and self._acted is False and self._before_decode and self.watching.replacement is None:
-            warn_of_idle(self._policy_name or "the intervention")
+            warn(
+                f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
+                "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
+                "tokens one by one with a cache"
+            )
 
     def _settle(self) -> None:
         """Leave whole caches behind."""

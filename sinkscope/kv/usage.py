@@ -93,7 +93,6 @@ class HeldTokens(NamedTuple):
 
 
 class _Call(NamedTuple):
-    seen: int
     tokens: HeldTokens
     bytes: int
     decodes: bool
@@ -106,26 +105,37 @@ class TokenCount:
 
     Attributes:
         calls: Number of calls.
-        total: Their sum.
-        peak: The largest number.
+        held: Sum of the tokens that were held.
+        read: Sum of those to which a query could attend.
+        peak: The largest number that was held.
+        most: The largest number that all rows held together.
+        bytes: The largest number of bytes.
     """
 
     calls: int = 0
-    total: list[float] = field(default_factory=list)
+    held: list[float] = field(default_factory=list)
+    read: list[float] = field(default_factory=list)
     peak: list[float] = field(default_factory=list)
+    most: float = 0.0
+    bytes: int = 0
 
-    def add(self, tokens: Sequence[float]) -> None:
-        """Count the tokens of each row in a call."""
-        if len(self.total) != len(tokens):  # nobody knows which row became which
-            self.calls, self.total, self.peak = 0, [0.0] * len(tokens), [0.0] * len(tokens)
+    def add(self, tokens: HeldTokens, used: int) -> None:
+        """Count the tokens of each row after a call, and the bytes in use."""
+        held, read = tokens.held_by_row(), tokens.read_by_row()
+        if len(self.held) != len(held):  # nobody knows which row became which
+            self.calls = 0
+            self.held, self.read, self.peak = [[0.0] * len(held) for _ in range(3)]
         self.calls += 1
-        for row, number in enumerate(tokens):
-            self.total[row] += number
+        for row, number in enumerate(held):
+            self.held[row] += number
+            self.read[row] += read[row]
             self.peak[row] = max(self.peak[row], number)
+        self.most = max(self.most, sum(held))
+        self.bytes = max(self.bytes, used)
 
-    def mean(self) -> list[float]:
+    def means(self, totals: Sequence[float]) -> list[float]:
         """Return the mean of each row over calls."""
-        return [total / self.calls for total in self.total]
+        return [total / self.calls for total in totals]
 
 
 _WAITING = 64
@@ -140,10 +150,8 @@ class Meter:
         self._waiting: list[_Call] = []
         self._slot_bytes: dict[int, int] = {}  # by layer
         self._heads = 1  # kv heads of a layer that are here
-        self._rows = self._seen = self._most_seen = self._bytes = self._decoding_bytes = 0
-        self._most_tokens = 0.0  # of all rows
-        self._held, self._decoding = TokenCount(), TokenCount()
-        self._read, self._beside_read = TokenCount(), TokenCount()
+        self._rows = self._seen = self._most_seen = 0
+        self._all, self._decoding, self._reading = TokenCount(), TokenCount(), TokenCount()
 
     def note(
         self, layers: list[CacheLayer], *, decodes: bool = False, counts_read: bool = False, beside: int = 0
@@ -161,34 +169,28 @@ class Meter:
             return
         if not self._slot_bytes:
             self._slot_bytes = {kv.number: _slot_bytes(kv) for kv in layers}
-            self._heads = first.keys.shape[1]
         self.calls += 1
+        self._rows, self._heads = first.keys.shape[:2]
+        self._seen = first.seen
+        self._most_seen = max(self._most_seen, first.seen)
         allocated = 0
         for kv in layers:
             slots = allocated_slots(kv)
             if kv.whole_layer is not None:
                 slots += allocated_slots(kv.whole_layer)
             allocated += slots * self._slot_bytes[kv.number]
-        tokens = HeldTokens.by(layers)
-        held = tokens.rows * allocated + beside
-        self._waiting.append(_Call(first.seen, tokens, held, decodes, decodes and counts_read))
+        used = self._rows * allocated + beside
+        self._waiting.append(_Call(HeldTokens.by(layers), used, decodes, decodes and counts_read))
         if len(self._waiting) >= _WAITING:
             self._add_up()
 
     def _add_up(self) -> None:
         for call in self._waiting:
-            tokens = call.tokens.held_by_row()
-            self._held.add(tokens)
-            self._rows, self._seen = call.tokens.rows, call.seen
-            self._most_seen = max(self._most_seen, call.seen)
-            self._most_tokens = max(self._most_tokens, sum(tokens))
-            self._bytes = max(self._bytes, call.bytes)
+            self._all.add(call.tokens, call.bytes)
             if call.decodes:
-                self._decoding.add(tokens)
-                self._decoding_bytes = max(self._decoding_bytes, call.bytes)
+                self._decoding.add(call.tokens, call.bytes)
             if call.counts_read:
-                self._read.add(call.tokens.read_by_row())
-                self._beside_read.add(tokens)
+                self._reading.add(call.tokens, call.bytes)
         self._waiting.clear()
 
     def usage(self, kv_heads: int | None = None, windows: Sequence[int | None] = ()) -> Usage:
@@ -204,18 +206,19 @@ class Meter:
         for number, slot_bytes in self._slot_bytes.items():
             window = windows[number] if windows else None
             stock += slot_bytes * (self._seen if window is None else min(self._seen, window - 1))
+        every, reading = self._all, self._reading
         return Usage(
             calls=self.calls,
             decoding_tokens=list(self._decoding.peak),
-            decoding_bytes=self._decoding_bytes * processes,
+            decoding_bytes=self._decoding.bytes * processes,
             stock_bytes=self._rows * stock * processes,
-            mean_tokens=self._held.mean(),
-            peak_tokens=list(self._held.peak),
-            logical_bytes=round(self._most_tokens * sum(self._slot_bytes.values())) * processes,
-            physical_bytes=self._bytes * processes,
+            mean_tokens=every.means(every.held),
+            peak_tokens=list(every.peak),
+            logical_bytes=round(every.most * sum(self._slot_bytes.values())) * processes,
+            physical_bytes=every.bytes * processes,
             read_tokens=self._most_seen,
-            mean_read=self._read.mean(),
-            mean_held=self._beside_read.mean(),
+            mean_read=reading.means(reading.read),
+            mean_held=reading.means(reading.held),
         )
 
 
