@@ -58,7 +58,7 @@ class AttentionWatch:
             layers: The layers of the cache that this run owns.
             configs: Ids of the configurations of the model.
         """
-        return Handler(self.see, configs, masks=self.now.own_masks, idle=not self._is_needed(call, layers))
+        return Handler(self.see, configs, replaces_mask=self.now.own_masks, idle=not self._is_needed(call, layers))
 
     def _is_needed(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""

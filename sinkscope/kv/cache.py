@@ -56,7 +56,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         new_keys = self.keys[..., first_new:, :]
         new_values = self.values[..., first_new:, :]
         later = self.moved_numbers(lambda numbers: numbers[..., first_new:])
-        self.hold(whole.keys, whole.values, whole.known, whole.gapless)
+        self.hold(whole.keys, whole.values, whole.slot_positions, whole.gapless)
         self.grown = dict(whole.grown)
         self.numbers = dict(whole.numbers)
         self.whole_layer = None
@@ -116,7 +116,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self.reset()
             return
         columns = self.columns.first(self.seen - removed)
-        if self.known is None:  # slots are columns
+        if not self.edited:  # slots are columns
             count = columns.seen
             self.numbers = self.moved_numbers(lambda numbers: numbers[..., :count])
             self.hold(self.keys[..., :count, :], self.values[..., :count, :], None, gapless=not columns.padded)
@@ -156,7 +156,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         if rows_from is None:
             rows_from = torch.arange(len(self.keys), device=self.keys.device)
         self.rows_from = changed(rows_from)
-        pos = self.known
+        pos = self.slot_positions
         if pos is not None:
             pos = changed(pos)
         self.numbers = self.moved_numbers(changed)

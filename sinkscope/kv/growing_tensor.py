@@ -38,7 +38,7 @@ class Buffer:
         return self.filled == tensor.shape[-2] and tensor.data_ptr() == self.slots.data_ptr()
 
     def takes(self, more: int) -> bool:
-        """Return whether so many more may be written: a gradient needs what it was computed with as it was."""
+        """Return whether `more` slots can be written in place; not under autograd, which needs the old values."""
         if torch.is_grad_enabled() or self.slots.is_inference() != torch.is_inference_mode_enabled():
             return False
         return self.filled + more <= self.allocated

@@ -222,7 +222,7 @@ class Session:
                 now.state = state
                 if layers:
                     self._act_before(layers, call, state)
-                    now.own_masks = any([kv.known is not None for kv in layers])
+                    now.own_masks = any([kv.edited for kv in layers])
             now.call = call
             COLUMNS.set(call.tokens)
             with watching.handler(call, layers, self._configs):
