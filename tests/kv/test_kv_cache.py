@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kv_kit import Drawn, close, decode, model_of, prompts
 from refusals import refused
 from repository import ROOT
@@ -158,8 +158,11 @@ class Layers(RuleBasedStateMachine):
             patch.__enter__()
 
     def teardown(self):
-        for patch in self.patches:
-            patch.__exit__(None, None, None)
+        try:
+            self.all_hold_what_they_should()
+        finally:
+            for patch in self.patches:
+                patch.__exit__(None, None, None)
 
     @initialize(random=st.randoms(use_true_random=False))
     def begin(self, random: Random):
@@ -178,19 +181,23 @@ class Layers(RuleBasedStateMachine):
         elif before in FOLLOWS.get(name, {}):
             slow.apply(layer, random, name)
             assert state_of(layer) in FOLLOWS[name][before], f"{name}: {before} to {state_of(layer)}"
+        holds_what_it_should(slow, layer)
 
-    @invariant()
     def all_hold_what_they_should(self):
         for slow, layer in self.pairs:
-            if layer.is_initialized:
-                slow.check(layer)
-                assert layer.slots <= allocated_slots(layer)
-            else:
-                assert (layer.seen, layer.slots, layer.edited, layer.gapless) == (0, 0, False, False)
+            holds_what_it_should(slow, layer)
+
+
+def holds_what_it_should(slow: Slow, layer: CacheLayer):
+    if layer.is_initialized:
+        slow.check(layer)
+        assert layer.slots <= allocated_slots(layer)
+    else:
+        assert (layer.seen, layer.slots, layer.edited, layer.gapless) == (0, 0, False, False)
 
 
 TestLayers = Layers.TestCase
-TestLayers.settings = settings(max_examples=150, stateful_step_count=20)
+TestLayers.settings = settings(max_examples=120, stateful_step_count=20)
 
 
 @pytest.mark.parametrize(
