@@ -129,13 +129,7 @@ class LoopGuard(Intervention):
             budget: As for the plain constructor.
             changed: Other fields to set.
         """
-        printed: dict[str, Any] = {
-            "variant": "full",
-            "recent_window": True,
-            "penalty": 0.0,
-            "local": 0,
-            "act": "cut",
-        }
+        printed: dict[str, Any] = {"variant": "full", "recent_window": True, "penalty": 0.0, "local": 0, "act": "cut"}
         return cls(budget, **(printed | changed))
 
     @property
