@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.hooks.edit.positions import TokenPositions
-from sinkscope.kv.growing_tensor import Grown
+from sinkscope.kv.growing_tensor import Growth
 
 
 class Slots:
@@ -30,7 +30,7 @@ class Slots:
             because no token was taken out.
         gapless: Whether there are certainly no holes. If not, `holes` counts them.
         numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
-        grown: How long keys and values grow; empty where these become other tensors.
+        growth: How keys and values grow; a new one where these become other tensors.
     """
 
     # Both are None while nothing was appended.
@@ -48,7 +48,7 @@ class Slots:
         self.gapless = False
         self._holes: Float[Tensor, " batch"] | None = None
         self.numbers: dict[str, Shaped[Tensor, "batch kv_head known"]] = {}
-        self.grown: Grown = {}
+        self.growth = Growth()
 
     @property
     def seen(self) -> int:
@@ -146,7 +146,7 @@ class Slots:
     ) -> None:
         """Hold other keys and values, at these true positions; None where slots are still columns."""
         if keys is not self.keys:
-            self.grown = {}
+            self.growth = Growth()
         self.keys = keys
         self.values = values
         self.slot_positions = pos

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.growing_tensor import Buffer
 from sinkscope.results.notation import count_of
 
 
@@ -232,10 +231,8 @@ def _held(layer: CacheLayer, first: CacheLayer) -> Float[Tensor, " row"] | int:
 
 def allocated_slots(layer: CacheLayer) -> int:
     """Return the number of slots in memory: those in use plus room for new tokens."""
-    last = layer.grown.get("keys")
-    if isinstance(last, Buffer):
-        return last.allocated
-    return layer.keys.shape[-2]
+    room = layer.growth.room
+    return layer.keys.shape[-2] if room is None else room.allocated
 
 
 def _slot_bytes(layer: CacheLayer) -> int:

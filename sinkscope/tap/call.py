@@ -137,7 +137,7 @@ class Attention:
         return (self.mask is not None and self.mask.ndim == 2) or "flash" in stock_name(self.module.config)
 
     def mask_of(self, part: slice) -> Shaped[Tensor, "batch _ query key"]:
-        """The model's mask, bool or additive, for some of the queries, in whatever form its attention takes it."""
+        """Return the model's mask, bool or additive, for some of the queries, whatever form its attention takes."""
         keys = self.key.shape[2]
         mask = self.mask
         if isinstance(mask, Tensor) and mask.ndim == 4:

@@ -36,7 +36,7 @@ def attention_probs(
     softcap: float | None = None,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Rows:
-    """Softmax of scaled scores for some rows, in float32.
+    """Return the softmax of scaled scores for some rows, in float32.
 
     Args:
         query: Queries after rotary.

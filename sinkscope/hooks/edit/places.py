@@ -124,7 +124,7 @@ class PlacedEdit(Intervention):
         return f"{type(self).__name__} acted in {count_of(run.passes, 'call')}."
 
     def enter(self, run: Run, key: int) -> None:
-        """Hooks on the modules beside which the values pass."""
+        """Register hooks on the modules beside which the values pass."""
         for number, (place, of) in enumerate(self.places_in(run.target)):
             run.hook_edit(*place.hook(partial(self._edit, run, (key, number), of)))
 
