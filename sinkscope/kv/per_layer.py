@@ -26,6 +26,7 @@ class PerLayer(Intervention):
         SinkscopeError: A budget is smaller than what is always kept, or there are other numbers of budgets and layers.
 
     Example:
+        >>> from sinkscope.kv import SnapKV
         >>> PerLayer(SnapKV(), [512, 256]).of_layer(1).budget
         256
     """
