@@ -45,10 +45,10 @@ class CacheState:
         if self.prompt:
             self.prompt = tuple([self.prompt[row] for row in rows.tolist()])
 
-    def note_held(self, layers: list[CacheLayer], counts_reads: bool) -> None:
-        """Count what is held after a call; `counts_reads` if it is of interest what decoding steps read."""
+    def note_held(self, layers: list[CacheLayer]) -> None:
+        """Count what is held after a call."""
         queries = sum([latest.nbytes for latest in self.queries.values()])
-        self.meter.note(layers, decodes=not self.prefilling, counts_read=counts_reads, beside=queries)
+        self.meter.note(layers, decodes=not self.prefilling, beside=queries)
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,7 +60,6 @@ class Session:
         self.rewinder: Rewinder | None = None
         self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
         self.meters: list[Meter] = []
-        self._counts_reads = False
         self._policy_name: str | None = None
         self._reader: str | None = None  # what decides how prompts are read
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
@@ -158,10 +157,6 @@ class Session:
         """Call `fn` before every call that reads a single generated token."""
         self._before_decode.append(fn)
 
-    def count_reads(self) -> None:
-        """Let `usage` also count the tokens that decoding steps attend to."""
-        self._counts_reads = True
-
     def after_call(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` after every call whose cache consists of `CacheLayer`s."""
         self._after_call.append(fn)
@@ -230,7 +225,7 @@ class Session:
             if layers and now.state is not None:
                 for act in self._after_call:
                     act(Moment(cache, layers, call, now.state, prefill_ended=False))
-                now.state.note_held(layers, self._counts_reads)
+                now.state.note_held(layers)
             return output
         finally:
             now.end()

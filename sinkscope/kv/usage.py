@@ -31,7 +31,7 @@ class Usage:
             working copies, and the latest queries if a policy keeps these.
         read_tokens: Number of tokens that the longest row has read, whether still held or not.
         mean_read: Number of tokens that a decoding step attended to, its own included, averaged over steps. Empty if
-            nobody asked for it (`Session.count_reads`), or there was no step.
+            there was no step.
         mean_held: Number of tokens that the cache held in these steps, averaged over them.
     """
 
@@ -95,7 +95,6 @@ class _Call(NamedTuple):
     tokens: HeldTokens
     bytes: int
     decodes: bool
-    counts_read: bool
 
 
 @dataclass
@@ -150,17 +149,14 @@ class Meter:
         self._slot_bytes: dict[int, int] = {}  # by layer
         self._heads = 1  # kv heads of a layer that are here
         self._rows = self._seen = self._most_seen = 0
-        self._all, self._decoding, self._reading = TokenCount(), TokenCount(), TokenCount()
+        self._all, self._decoding = TokenCount(), TokenCount()
 
-    def note(
-        self, layers: list[CacheLayer], *, decodes: bool = False, counts_read: bool = False, beside: int = 0
-    ) -> None:
+    def note(self, layers: list[CacheLayer], *, decodes: bool = False, beside: int = 0) -> None:
         """Count what the layers hold after a call.
 
         Args:
             layers: The layers.
             decodes: Whether the call read a generated token.
-            counts_read: Whether what such a step reads is counted.
             beside: Further bytes that are kept for the cache.
         """
         first = layers[0]
@@ -179,7 +175,7 @@ class Meter:
                 slots += allocated_slots(kv.whole_layer)
             allocated += slots * self._slot_bytes[kv.number]
         used = self._rows * allocated + beside
-        self._waiting.append(_Call(HeldTokens.by(layers), used, decodes, decodes and counts_read))
+        self._waiting.append(_Call(HeldTokens.by(layers), used, decodes))
         if len(self._waiting) >= _WAITING:
             self._add_up()
 
@@ -188,8 +184,6 @@ class Meter:
             self._all.add(call.tokens, call.bytes)
             if call.decodes:
                 self._decoding.add(call.tokens, call.bytes)
-            if call.counts_read:
-                self._reading.add(call.tokens, call.bytes)
         self._waiting.clear()
 
     def usage(self, kv_heads: int | None = None, windows: Sequence[int | None] = ()) -> Usage:
@@ -205,19 +199,19 @@ class Meter:
         for number, slot_bytes in self._slot_bytes.items():
             window = windows[number] if windows else None
             stock += slot_bytes * (self._seen if window is None else min(self._seen, window - 1))
-        every, reading = self._all, self._reading
+        every, decoding = self._all, self._decoding
         return Usage(
             calls=self.calls,
-            decoding_tokens=list(self._decoding.peak),
-            decoding_bytes=self._decoding.bytes * processes,
+            decoding_tokens=list(decoding.peak),
+            decoding_bytes=decoding.bytes * processes,
             stock_bytes=self._rows * stock * processes,
             mean_tokens=every.means(every.held),
             peak_tokens=list(every.peak),
             logical_bytes=round(every.most * sum(self._slot_bytes.values())) * processes,
             physical_bytes=every.bytes * processes,
             read_tokens=self._most_seen,
-            mean_read=reading.means(reading.read),
-            mean_held=reading.means(reading.held),
+            mean_read=decoding.means(decoding.read),
+            mean_held=decoding.means(decoding.held),
         )
 
 
@@ -243,7 +237,7 @@ def _slot_bytes(layer: CacheLayer) -> int:
 def tokens_read(run: Run) -> list[list[float]]:
     """Return tokens that a decoding step attends to, including its own, for each cache of the run and each of its rows.
 
-    They are averaged over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
+    They are averaged over steps, layers and kv heads. The list is empty without a policy, and where no step was taken.
     """
     return [usage.mean_read for usage in run.usage if usage.mean_read]
 

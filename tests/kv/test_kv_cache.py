@@ -316,7 +316,7 @@ def test_counting_takes_no_more_memory_with_every_call():
     layer.update(*torch.zeros(2, 1, 1, 4, 2))
     meter, sizes = Meter(), []
     for call in range(1, 1001):
-        meter.note([layer], decodes=True, counts_read=True)
+        meter.note([layer], decodes=True)
         if call % 500 == 0:
             sizes.append(len(pickle.dumps(meter)))
     assert sizes[1] - sizes[0] < 100 and meter.usage().calls == 1000

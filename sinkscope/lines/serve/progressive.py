@@ -60,9 +60,8 @@ class Progressive(Policy):
         return f"{steps_summary(self.shown_name, run)} {super().summary(run)}".strip()
 
     def watch(self, session: Session) -> None:
-        """Keep the latest queries, also those of generated tokens, and count the tokens that steps read."""
+        """Keep the latest queries, also those of generated tokens."""
         session.window_queries(self.interval, decoding=True)
-        session.count_reads()
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Return the attention of the latest queries; padding does not vote."""
