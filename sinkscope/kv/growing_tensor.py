@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 LONG = 512
 """Length from which a copy per token costs more than spare slots."""
 SPARE = 64
-Keys = Float[Tensor, "batch kv_head slot d_head"]
-Values = Float[Tensor, "batch kv_head slot d_value"]
+Keys = Float[Tensor, "batch kv_head _ d_head"]
+Values = Float[Tensor, "batch kv_head _ d_value"]
 
 
 @dataclass(eq=False)
