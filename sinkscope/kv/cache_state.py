@@ -48,7 +48,7 @@ class CacheState:
     def note_held(self, layers: list[CacheLayer]) -> None:
         """Count what is held after a call."""
         queries = sum([latest.nbytes for latest in self.queries.values()])
-        self.meter.note(layers, decodes=not self.prefilling, beside=queries)
+        self.meter.note(layers, decodes=not self.prefilling, further_bytes=queries)
 
 
 @dataclass(frozen=True, eq=False)

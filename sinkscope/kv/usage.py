@@ -151,13 +151,13 @@ class Meter:
         self._rows = self._seen = self._most_seen = 0
         self._all, self._decoding = TokenCount(), TokenCount()
 
-    def note(self, layers: list[CacheLayer], *, decodes: bool = False, beside: int = 0) -> None:
+    def note(self, layers: list[CacheLayer], *, decodes: bool = False, further_bytes: int = 0) -> None:
         """Count what the layers hold after a call.
 
         Args:
             layers: The layers.
             decodes: Whether the call read a generated token.
-            beside: Further bytes that are kept for the cache.
+            further_bytes: Bytes that are kept for the cache.
         """
         first = layers[0]
         if not first.slots:
@@ -174,7 +174,7 @@ class Meter:
             if kv.whole_layer is not None:
                 slots += allocated_slots(kv.whole_layer)
             allocated += slots * self._slot_bytes[kv.number]
-        used = self._rows * allocated + beside
+        used = self._rows * allocated + further_bytes
         self._waiting.append(_Call(HeldTokens.by(layers), used, decodes))
         if len(self._waiting) >= _WAITING:
             self._add_up()
