@@ -157,7 +157,7 @@ class Meter:
         Args:
             layers: The layers.
             decodes: Whether the call read a generated token.
-            further_bytes: Bytes that are kept for the cache.
+            further_bytes: Bytes kept for the cache beside its layers.
         """
         first = layers[0]
         if not first.slots:
