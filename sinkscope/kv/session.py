@@ -244,7 +244,7 @@ class Session:
         prefill_ended = state.prefilling or len(state.prompt) != call.rows
         state.prefilling = False
         if prefill_ended:
-            state.prompt = tuple(call.before.cpu().tolist())
+            state.prompt = tuple(call.before.tolist())
             state.decoded = 0
         else:
             state.decoded += 1
