@@ -39,7 +39,7 @@ def words(count: int, shift: int = 0) -> str:
     return " ".join(WORDS[(7 * i + shift) % len(WORDS)] for i in range(count))
 
 
-def dialogues(count: int = 3) -> tuple[Prompt, ...]:
+def dialogues(count: int = 2) -> tuple[Prompt, ...]:
     """Prompts of two turns of different lengths."""
     prompts = []
     for number in range(count):

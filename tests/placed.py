@@ -34,6 +34,10 @@ class Placed(Tensor):
         """What Python sees; torch itself knows a CPU."""
         return self.place
 
+    def tolist(self) -> Any:
+        """Numbers, as any device gives them."""
+        return self.held.tolist()
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})

@@ -106,7 +106,9 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
             start = clock()
             target.hf(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
             seconds.append(round(clock() - start, 7))
-        parts = [part for layer in cache.layers for part in (layer, getattr(layer, "aside", None)) if part is not None]
+        parts = [
+            part for layer in cache.layers for part in (layer, getattr(layer, "whole_layer", None)) if part is not None
+        ]
         held = 0
         for part in parts:
             held += part.keys.nbytes + part.values.nbytes  # pyright: ignore[reportOptionalMemberAccess]

@@ -46,7 +46,7 @@ def answering_settings(target: Target) -> dict[str, Any]:
 
 
 def conversation_ids(target: Target, prompt: Prompt, turn: int, chat: bool = False) -> list[int]:
-    """Ids of what the model reads before the answer to a turn: all turns up to it, each earlier one with its answer.
+    """Return the ids that are read before a turn is answered: all turns up to it, the earlier ones with answers.
 
     Without a chat template, they are separated by empty lines.
 
@@ -251,6 +251,6 @@ def cells_of(events: Sequence[Event], row: int) -> float | None:
 
 
 def row_events(events: Sequence[Event], row: int, tokens: int) -> tuple[dict[str, Any], ...]:
-    """Events of one row before its last token; later ones are in its padding. What prompts cost is counted apart."""
+    """Return events of a row before its last token; later ones are in its padding, and costs of prompts apart."""
     of_row = [event for event in events if event.row == row and event.step < tokens and event.kind != "prefill"]
     return tuple(plain(of_row))

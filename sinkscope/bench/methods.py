@@ -36,8 +36,6 @@ SAMPLING = "sampling"
 class RandomSlots(Policy):
     """Keeps random slots, chosen separately in every layer and head: the baseline that a policy has to beat."""
 
-    KEEPS_BUDGET = True
-
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score a position by its hash, so that a slot that was kept stays."""
         pos = at.kv.pos.cpu().double()

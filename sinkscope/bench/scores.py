@@ -61,7 +61,7 @@ def f1(text: str, answers: Sequence[str]) -> float:
 
 
 def contains(text: str, answers: Sequence[str]) -> float:
-    """1 if an answer occurs in the output, ignoring case."""
+    """Return 1 if an answer occurs in the output, ignoring case."""
     return float(any(answer.lower() in text.lower() for answer in answers))
 
 

@@ -65,7 +65,7 @@ class Task(ABC):
         """Return the prompts for a model."""
 
     def new_tokens(self, target: Target) -> int:
-        """Maximum length of an answer, if the user gives none."""
+        """Return the maximum length of an answer, if the user gives none."""
         return 64
 
     def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
@@ -86,7 +86,7 @@ class Task(ABC):
         return records
 
     def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
-        """Metrics of an answer; `main` is among them.
+        """Return metrics of an answer; `main` is among them.
 
         By default the score against the correct answers, and against those of another prompt, which is the control.
         """
@@ -119,7 +119,7 @@ class PromptFile(Task):
         return with_controls(self.given or read_prompts(self.file))
 
     def new_tokens(self, target: Target) -> int:
-        """64, unless set."""
+        """Return `new`."""
         return self.new
 
 
@@ -127,7 +127,7 @@ TaskClass = TypeVar("TaskClass", bound=type[Task])
 
 
 def register_task(task: TaskClass) -> TaskClass:
-    """Class decorator: register a task under its `name`.
+    """Register the task whose class is decorated under its `name`.
 
     Raises:
         SinkscopeError: Another task already has this name.

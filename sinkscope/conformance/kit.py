@@ -126,7 +126,7 @@ class Kit:
             raise SinkscopeError(f"{self.factory.__name__} refuses a small Llama: {error}; {EXPECTED}") from None
 
     def flows(self, *flows: Flow) -> list[Flow]:
-        """Flows with room for everything, and then, if less can be asked for, with half of the prompt."""
+        """Return flows with room for everything, and then, if less can be asked for, with half of the prompt."""
         tried = list(flows)
         if self.evicts:
             for flow in flows:
@@ -152,7 +152,7 @@ class Kit:
         return f"an error of {worst:.1g}"
 
     def outcomes(self, *flows: Flow) -> Iterator[tuple[Flow, Outcome]]:
-        """Flows with what they give; those that are refused are left out, unless all are."""
+        """Yield flows with what they give; those that are refused are left out, unless all are."""
         refusals: list[ApartError] = []
         for flow in flows:
             try:

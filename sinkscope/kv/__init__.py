@@ -8,6 +8,7 @@ from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.full import Full
 from sinkscope.kv.h2o import H2O
 from sinkscope.kv.observe import Observe
+from sinkscope.kv.per_layer import PerLayer
 from sinkscope.kv.policy import LayerMoment, Policy, RowBudgets
 from sinkscope.kv.pyramid import Pyramid
 from sinkscope.kv.registry import make_policy, policies, policy_named, register_policy
@@ -26,6 +27,7 @@ __all__ = [
     "LayerMoment",
     "Moment",
     "Observe",
+    "PerLayer",
     "Policy",
     "Pyramid",
     "RowBudgets",

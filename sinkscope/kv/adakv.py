@@ -38,8 +38,6 @@ class AdaKV(SnapKV):
 
     floor: Share = 0.2
 
-    KEEPS_BUDGET = False
-
     def watch(self, session: Session) -> None:
         """Ask for the latest queries.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -22,7 +21,7 @@ class AttentionRows:
         layer: Decoder layer.
         first: Index of the first query among the call's new tokens.
         probs: `[batch head query slot]`, float32, after softmax.
-        known_pos: Position of each slot, if it is known; None if it is asked of `kv`.
+        pos: True position of each slot, -1 if it holds no token.
         kv: The layer's cache; None if it is not a sinkscope cache.
         call: The forward call.
     """
@@ -30,17 +29,9 @@ class AttentionRows:
     layer: int
     first: int
     probs: Float[Tensor, "batch head query slot"]
-    known_pos: Int[Tensor, "batch kv_head slot"] | None
+    pos: Int[Tensor, "batch kv_head slot"]
     kv: Slots | None
     call: Call
-
-    @cached_property
-    def pos(self) -> Int[Tensor, "batch kv_head slot"]:
-        """True position of each slot, -1 if it holds no token; those of the cache when they are first asked for."""
-        if self.known_pos is not None:
-            return self.known_pos
-        assert self.kv is not None
-        return self.kv.pos
 
     @property
     def query_pos(self) -> Int[Tensor, "batch query"]:

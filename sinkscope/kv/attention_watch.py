@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
@@ -28,6 +29,7 @@ class AttentionWatch:
         owns_cache: Whether the layers of the caches in use are ours.
         watchers: Who sees rows.
         queries_kept: How many of the latest queries of each layer are kept.
+        windows: Sliding window of each layer; None where it sees everything.
         keeps_decoding_queries: Whether those of generated tokens are kept, too.
         replacement: Computes attention `[batch query head d_value]` in calls with several tokens, unless it gives None.
             It is called with the attention, whose `view` is known, and the layer's cache if that is a `CacheLayer`.
@@ -41,7 +43,7 @@ class AttentionWatch:
         self.replacement: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
         self.queries_kept = 0
         self.keeps_decoding_queries = False
-        self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
+        self.windows = [layer_window(target, layer) for layer in range(target.n_layers)]
 
     @property
     def is_seen(self) -> bool:
@@ -56,7 +58,7 @@ class AttentionWatch:
             layers: The layers of the cache that this run owns.
             configs: Ids of the configurations of the model.
         """
-        return Handler(self.see, configs, masks=self.now.own_masks, idle=not self._is_needed(call, layers))
+        return Handler(self.see, configs, replaces_mask=self.now.own_masks, idle=not self._is_needed(call, layers))
 
     def _is_needed(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
@@ -67,7 +69,7 @@ class AttentionWatch:
         if not self.now.own_masks:
             return False
         for kv in layers:
-            if self._windows[kv.number] is not None or not kv.gapless:
+            if self.windows[kv.number] is not None or not kv.gapless:
                 return True
         return False
 
@@ -92,19 +94,16 @@ class AttentionWatch:
         replaces = self.now.own_masks or (self.replacement is not None and queries > 1)
         if not watchers and not replaces:
             return
-        attention.complete = self._sees_all(attention)
         if replaces:
-            attention.evicted = self.now.own_masks
+            attention.mask_is_stale = self.now.own_masks
             attention.compute = self._compute
         for watcher in watchers:
             attention.show(partial(self._show_rows, watcher, attention), first=watcher.first_query(queries))
 
-    def _sees_all(self, attention: Attention) -> bool:
-        """Whether a single query certainly sees every slot of its layer."""
-        if attention.queries > 1:
-            return False
+    def _last_sees_all(self, attention: Attention) -> bool:
+        """Whether the last query certainly sees every slot of its layer."""
         kv = self._layer(attention.layer)
-        return kv is not None and kv.gapless and self._windows[attention.layer] is None
+        return kv is not None and kv.gapless and self.windows[attention.layer] is None
 
     def _check_view(self, attention: Attention) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.
@@ -113,9 +112,8 @@ class AttentionWatch:
             UnsupportedError: It does.
         """
         shown = attention.shown_to_last()
-        kv = self._layer(attention.layer)
-        if shown is None and kv is not None and kv.gapless and self._windows[attention.layer] is None:
-            return  # the last query certainly sees every slot
+        if shown is None and self._last_sees_all(attention):
+            return
         view, last = attention.view, slice(attention.queries - 1, attention.queries)
         assert view is not None
         sees = view.section(last, slice(None)).sees().all(1, keepdim=True)
@@ -130,13 +128,11 @@ class AttentionWatch:
             )
 
     def _show_rows(self, watcher: Watcher, attention: Attention, first: int, probs: Tensor) -> None:
-        call, kv = self.now.call, self._layer(attention.layer)
+        call = self.now.call
         assert call is not None
-        known_pos = None
-        if kv is None:
-            assert attention.view is not None
-            known_pos = attention.view.pos
-        watcher.fn(AttentionRows(attention.layer, first, probs, known_pos, kv, call))
+        watcher.fn(
+            AttentionRows(attention.layer, first, probs, self._pos(attention), self._layer(attention.layer), call)
+        )
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
@@ -146,22 +142,25 @@ class AttentionWatch:
                 return replaced, None
         if not self.now.own_masks:
             return None
-        if attention.complete:
-            return attention.stock(None)
         return attention.under_view(), None
 
-    def _view_of(self, attention: Attention) -> View:
-        """What the queries of this call see."""
-        call, key, layer = self.now.call, attention.key, attention.layer
+    def _view_of(self, attention: Attention) -> View | None:
+        """What the queries of this call see; None if a single one certainly sees every slot."""
+        call = self.now.call
         assert call is not None
-        kv = self._layer(layer)
+        if attention.queries == 1 and self._last_sees_all(attention):
+            return None
+        return View(self._pos(attention), call.on(attention.key.device), self.windows[attention.layer])
+
+    def _pos(self, attention: Attention) -> Int[Tensor, "batch kv_head slot"]:
+        """True position of each slot, which is a column where the cache is not ours."""
+        kv, key, call = self._layer(attention.layer), attention.key, self.now.call
         if kv is not None:
-            pos = kv.pos
-        else:
-            columns = call.columns[:, -key.shape[2] :].to(key.device)
-            # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
-            pos = columns[:, None].expand(key.shape[:3])
-        return View(pos, call.on(key.device), self._windows[layer])
+            return kv.pos
+        assert call is not None
+        columns = call.columns[:, -key.shape[2] :].to(key.device)
+        # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
+        return columns[:, None].expand(key.shape[:3])
 
     def _note_queries(self, attention: Attention) -> None:
         """Keep the latest queries of a layer."""
@@ -170,5 +169,5 @@ class AttentionWatch:
             return
         if call.new > 1 or state.prefilling or self.keeps_decoding_queries:
             earlier = state.queries.get(layer)
-            latest = LatestQueries.of(attention, call, self._windows[layer], earlier, self.queries_kept)
+            latest = LatestQueries.of(attention, call, self.windows[layer], earlier, self.queries_kept)
             state.queries[layer] = latest

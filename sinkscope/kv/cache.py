@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.positions import TokenPositions
-from sinkscope.kv.growing_tensor import appended
+from sinkscope.kv.growing_tensor import Growth
 from sinkscope.kv.slots import Slots
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
@@ -56,21 +57,21 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         new_keys = self.keys[..., first_new:, :]
         new_values = self.values[..., first_new:, :]
         later = self.moved_numbers(lambda numbers: numbers[..., first_new:])
-        self.hold(whole.keys, whole.values, whole.known, whole.gapless)
-        self.grown = dict(whole.grown)
+        self.hold(whole.keys, whole.values, whole.slot_positions, whole.gapless)
+        self.growth = replace(whole.growth)
         self.numbers = dict(whole.numbers)
         self.whole_layer = None
         for name, numbers in later.items():
             self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
         if new:  # not copied at every selection: the room that is made by the first lasts for several
             spare = _SPARE * new
-            self.keys, self.values = appended(self.grown, self.keys, self.values, new_keys, new_values, spare)
+            self.keys, self.values = self.growth.appended(self.keys, self.values, new_keys, new_values, spare)
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
         new = copy(self)
         new.numbers = dict(self.numbers)
-        new.grown = dict(self.grown)
+        new.growth = replace(self.growth)
         return new
 
     # What transformers calls -----------------------------------------------------------------------------------------
@@ -87,10 +88,10 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self.gapless = gapless and columns.padded <= columns.seen - new
             self._holes = None
         if self.is_initialized:
-            self.keys, self.values = appended(self.grown, self.keys, self.values, key_states, value_states)
+            self.keys, self.values = self.growth.appended(self.keys, self.values, key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
-            self.grown = {"keys": self.keys, "values": self.values}
+            self.growth = Growth(grew=True)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -116,7 +117,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self.reset()
             return
         columns = self.columns.first(self.seen - removed)
-        if self.known is None:  # slots are columns
+        if not self.edited:  # slots are columns
             count = columns.seen
             self.numbers = self.moved_numbers(lambda numbers: numbers[..., :count])
             self.hold(self.keys[..., :count, :], self.values[..., :count, :], None, gapless=not columns.padded)
@@ -156,7 +157,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         if rows_from is None:
             rows_from = torch.arange(len(self.keys), device=self.keys.device)
         self.rows_from = changed(rows_from)
-        pos = self.known
+        pos = self.slot_positions
         if pos is not None:
             pos = changed(pos)
         self.numbers = self.moved_numbers(changed)

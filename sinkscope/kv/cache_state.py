@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtyping import Int
-from torch import Tensor
-
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import LatestQueries
@@ -22,18 +19,17 @@ class CacheState:
 
     Attributes:
         prefilling: Whether the last call read a prompt or part of one.
-        prompt: Number of real tokens in each row at the end of the last prefill.
+        prompt: Number of real tokens in each row at the end of the last prefill; empty before it.
         decoded: Number of single-token calls since then.
-        memory: What policies and guards keep of this cache, by the class of it, a name or their key. What has a method
-            `of_rows` follows the rows of the cache when these change places.
+        works_on_copies: Whether layers work on copies of slots that a policy chose.
         queries: The latest queries of each layer, if requested.
         meter: Counter of tokens and bytes.
     """
 
     prefilling: bool = False
-    prompt: Int[Tensor, " batch"] | None = None
+    prompt: tuple[int, ...] = ()
     decoded: int = 0
-    memory: dict[Any, Any] = field(default_factory=dict)
+    works_on_copies: bool = False
     queries: dict[int, LatestQueries] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
 
@@ -44,17 +40,15 @@ class CacheState:
             return
         for kv in layers:
             kv.rows_from = None
-        for kept in (self.queries, self.memory):
-            for name, known in kept.items():
-                if hasattr(known, "of_rows"):
-                    kept[name] = known.of_rows(rows)
-        if self.prompt is not None:
-            self.prompt = self.prompt[rows.to(self.prompt.device)]
+        for layer, latest in self.queries.items():
+            self.queries[layer] = latest.of_rows(rows)
+        if self.prompt:
+            self.prompt = tuple([self.prompt[row] for row in rows.tolist()])
 
-    def note_held(self, layers: list[CacheLayer], counts_reads: bool) -> None:
-        """Count what is held after a call; `counts_reads` if it is of interest what decoding steps read."""
+    def note_held(self, layers: list[CacheLayer]) -> None:
+        """Count what is held after a call."""
         queries = sum([latest.nbytes for latest in self.queries.values()])
-        self.meter.note(layers, decodes=not self.prefilling, counts_read=counts_reads, beside=queries)
+        self.meter.note(layers, decodes=not self.prefilling, further_bytes=queries)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ class Generation(threading.local):
         self._acts = acts  # what acts on generated tokens
 
     def set_prompting(self, reads: bool) -> None:
-        """Called before and after a prompt is read."""
+        """Note that a prompt is going to be read, or was."""
         self.prompting = reads and not self.resuming
 
     def begin(self, method: str, options: Mapping[str, Any], settings: Any) -> None:

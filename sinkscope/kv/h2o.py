@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.files.records import Share, share_of
+from sinkscope.files.records import Share
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
@@ -35,9 +35,6 @@ class H2O(Policy):
 
     recent: Share = 0.5
 
-    KEEPS_BUDGET = True
-    JOINS_LAYERS = True
-
     def watch(self, session: Session) -> None:
         """Watch every query of every layer."""
         session.watch(self._add)
@@ -58,11 +55,7 @@ class H2O(Policy):
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the sums; recent tokens rank above all others."""
-        budget = self.budgets(at)
-        length = at.length.view(-1, 1)
-        if isinstance(budget, int):
-            recent = share_of(self.recent, budget)
-        else:
-            recent = (budget.cpu().double() * self.recent + 1e-6).long().to(length.device)  # as `share_of` rounds
-        late = at.kv.pos >= (length - recent)[..., None]
+        budget = torch.as_tensor(self.budgets(at)).cpu().double()
+        recent = (budget * self.recent + 1e-6).long()  # as `share_of` rounds
+        late = at.kv.pos >= (at.length[:, None] - recent.to(at.length.device))[..., None]
         return at.kv.extra("h2o").masked_fill(late, torch.finfo(torch.float32).max)

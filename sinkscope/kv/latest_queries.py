@@ -25,14 +25,14 @@ class LatestQueries:
         pos: Their true positions; -1 at padding.
         window: How far back they see; None if they see everything.
         module: The attention module.
-        rows_by_view: Gives rows of queries and keys of the layer by a view (`Attention.row_function`).
+        probs: Gives rows of queries and keys of the layer under a mask (`Attention.probs_function`).
     """
 
     query: Float[Tensor, "batch head query d_head"]
     pos: Int[Tensor, "batch query"]
     window: int | None
     module: Any
-    rows_by_view: Callable[[Tensor, Tensor, View | None], Tensor]
+    probs: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
     @classmethod
     def of(
@@ -51,7 +51,7 @@ class LatestQueries:
         else:
             query = query[:, :, -count:].clone()
             pos = pos[:, -count:].clone()
-        return cls(query, pos, window, attention.module, attention.row_function())
+        return cls(query, pos, window, attention.module, attention.probs_function())
 
     @property
     def nbytes(self) -> int:
@@ -63,10 +63,10 @@ class LatestQueries:
         rows = rows.to(self.query.device)
         return replace(self, query=self.query[rows], pos=self.pos[rows])
 
-    def rows(self, kv: CacheLayer, call: Call, last: int) -> Float[Tensor, "batch head query slot"]:
-        """Return the attention of the `last` ones, in float32, to what a layer holds before a call; 0 at padding."""
+    def rows(self, kv: CacheLayer, last: int) -> Float[Tensor, "batch head query slot"]:
+        """Return the attention of the `last` ones, in float32, to what a layer holds; 0 at padding."""
         keys, pos = kv.keys, self.pos[:, -last:]
         if hasattr(self.module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
             keys = self.module.expand_kv(kv.keys, kv.values)[0]
-        view = View(kv.pos, pos, self.window)
-        return self.rows_by_view(self.query[:, :, -last:], keys, view).mul_((pos >= 0)[:, None, :, None])
+        mask = View(kv.pos, pos, self.window).sees_by_head(self.query.shape[1])
+        return self.probs(self.query[:, :, -last:], keys, mask).mul_((pos >= 0)[:, None, :, None])

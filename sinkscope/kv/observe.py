@@ -46,8 +46,7 @@ class Observe(Intervention):
         Session.of(run).watch(partial(self._show, run.target), layers, self.last)
 
     def _show(self, target: Target, rows: AttentionRows) -> None:
-        pos = rows.pos  # as it is now, because the function may keep the rows
         if target.shards.size > 1:
-            pos = target.shards.gather(pos, target.n_kv_heads, 1)
-            rows = replace(rows, probs=target.shards.gather(rows.probs, target.n_heads, 1), known_pos=pos)
+            pos = target.shards.gather(rows.pos, target.n_kv_heads, 1)
+            rows = replace(rows, probs=target.shards.gather(rows.probs, target.n_heads, 1), pos=pos)
         self.fn(rows)

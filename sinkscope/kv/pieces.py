@@ -48,7 +48,7 @@ class Rewinder(StoppingCriteria):
         return torch.tensor(self.end_lengths, device=input_ids.device) <= input_ids.shape[1]
 
     def limit(self, written: Sequence[int], most: int) -> None:
-        """Set the length at which each row ends: `most` new tokens, of which it has `written` so many."""
+        """Set the end of each row so that it has at most `most` new tokens, `written` of which exist."""
         self.end_lengths = []
         for count, has_ended in zip(written, self.ended, strict=True):
             self.end_lengths.append(0 if has_ended else most - count)

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Real
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Intervention, Run
-from sinkscope.kv.cache_state import Moment
-from sinkscope.kv.joined_layers import JoinedLayers, alike
-from sinkscope.kv.policy_checks import check_kept, check_layer_room, check_room, check_scores, unseen_queries
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache_state import CacheState, Moment
+from sinkscope.kv.policy_checks import check_layer_room, check_room, check_scores, unseen_queries
 from sinkscope.kv.session import Session
-from sinkscope.kv.slots import Slots
 from sinkscope.kv.usage import held_summary
 
 LayerBudget = int | Int[Tensor, "batch _"]
@@ -47,36 +46,32 @@ class RowBudgets:
         """The total as `Policy.budgets` gives it: one number if all rows have the same."""
         return _number_or_rows(self.total)
 
-    def of_rows(self, rows: Int[Tensor, " row"]) -> RowBudgets:
-        """Return what is kept of other rows of the batch, by their numbers."""
-        numbers: list[int] = rows.tolist()
-        parts = [tuple([kept[row] for row in numbers]) for kept in (self.total, self.first, self.latest)]
-        return RowBudgets(*parts)
-
 
 @dataclass(frozen=True, eq=False)
 class LayerMoment:
     """One layer at the moment when a policy acts.
 
     Attributes:
-        layer: Index of the decoder layer.
         kv: The layer's cache.
         moment: The forward call that is about to run, and what is known about the cache.
         session: The run's session.
         rows: What the policy keeps of each row.
     """
 
-    layer: int
-    kv: Slots
+    kv: CacheLayer
     moment: Moment
     session: Session
     rows: RowBudgets
 
     @property
+    def layer(self) -> int:
+        """Index of the decoder layer."""
+        return self.kv.number
+
+    @property
     def length(self) -> Int[Tensor, " batch"]:
         """Number of real tokens of each row so far, evicted or not."""
-        length = self.moment.call.before.to(self.kv.keys.device)
-        return length.repeat(self.kv.pos.shape[0] // length.shape[0])  # more than once where layers are joined
+        return self.moment.call.before.to(self.kv.keys.device)
 
     def window_rows(self, last: int) -> Float[Tensor, "batch head query slot"]:
         """Recompute, in float32, the attention of the `last` queries to everything in the cache; 0 at padding.
@@ -84,10 +79,10 @@ class LayerMoment:
         Raises:
             UnsupportedError: No query was seen. `Session.window_queries`, called in `watch`, has them kept.
         """
-        state = self.moment.state
-        if self.layer not in state.queries:
+        latest = self.moment.state.queries.get(self.layer)
+        if latest is None:
             raise unseen_queries()
-        return state.queries[self.layer].rows(self.moment.cache.layers[self.layer], self.moment.call, last)
+        return latest.rows(self.kv, last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +105,6 @@ class Policy(Intervention):
     first: Whole = 0
     last: Whole = 0
     every: Natural | Literal["prefill"] = 1
-
-    KEEPS_BUDGET: ClassVar[bool] = False
-    """Whether every layer and kv head keeps as many tokens as the budget says, so that nothing waits for counts.
-
-    A class with `budgets` or `select` of its own says False."""
-
-    JOINS_LAYERS: ClassVar[bool] = False
-    """Whether scores follow from positions and extras alone: all layers that keep as many tokens are scored at once."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -158,23 +145,23 @@ class Policy(Intervention):
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that is smaller than the tokens that are always kept."""
-        self.tokens(torch.tensor([tokens]))
+        self.tokens([tokens])
 
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache and act at the right moments."""
         session = Session.of(run)
         session.own_cache(self.shown_name, self.first)
         self.watch(session)
-        session.before_decode(lambda moment: self._act(moment, session))
+        session.before_decode(lambda moment: self.act(moment, session))
 
-    def tokens(self, prompt: Int[Tensor, " batch"]) -> list[int]:
-        """Return the budget of each row in tokens."""
+    def tokens(self, prompts: Sequence[int]) -> list[int]:
+        """Return the budget of each row in tokens; prompts have as many tokens as given."""
         named = f"budget={self.budget}"
         if isinstance(self.budget, int):
-            budgets = [self.budget] * len(prompt)
+            budgets = [self.budget] * len(prompts)
         else:
-            budgets = [share_of(self.budget, tokens) for tokens in prompt.tolist()]
-            named += f" of a prompt of {int(prompt.min())} tokens, {min(budgets)},"
+            budgets = [share_of(self.budget, tokens) for tokens in prompts]
+            named += f" of a prompt of {min(prompts)} tokens, {min(budgets)},"
         check_room(min(budgets), sum(self.always_kept(min(budgets))), f"{self.shown_name}: {named}")
         return budgets
 
@@ -220,27 +207,19 @@ class Policy(Intervention):
             return occupied.scatter(-1, ranked.argmin(-1, keepdim=True), False)
         return occupied & (rank_from_top(ranked) < _by_slot(budget, pos))
 
-    def _act(self, moment: Moment, session: Session) -> None:
+    def act(self, moment: Moment, session: Session) -> None:
         """Choose what is kept in every layer, if it is time to."""
-        state, layers = moment.state, moment.layers
-        if moment.prefill_ended:
-            state.memory[RowBudgets] = self.row_budgets(moment, session)
-        elif self.every == "prefill" or state.decoded % self.every:
+        if not moment.prefill_ended and (self.every == "prefill" or moment.state.decoded % self.every):
             return
-        rows: RowBudgets = state.memory[RowBudgets]
-        exact: int | None = None  # what every head keeps, so that nothing waits for counts
-        if self.KEEPS_BUDGET and isinstance(rows.budget, int):
-            exact = rows.budget
-            layers = [kv for kv in layers if kv.keys.shape[-2] > exact]
-            if self.JOINS_LAYERS and layers and alike(layers):
-                layers = [JoinedLayers(layers)]
-        for kv in layers:
-            at = LayerMoment(kv.number, kv, moment, session, rows)
-            count = exact if kv.gapless else None
-            keep = self.chosen(at)
-            if count is not None and moment.prefill_ended:
-                check_kept(keep, count, self.shown_name, at.layer)
-            kv.evict(keep, count)
+        rows = self.row_budgets(moment.state, session)
+        for kv in moment.layers:
+            at = LayerMoment(kv, moment, session, rows)
+            budget, exact = self.budgets(at), None
+            if isinstance(budget, int) and type(self).select is Policy.select:  # every head keeps as many
+                if kv.slots <= budget:
+                    continue
+                exact = budget if kv.gapless else None
+            kv.evict(self.chosen(at), exact)
 
     def chosen(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
         """Return the slots that a layer keeps."""
@@ -248,9 +227,9 @@ class Policy(Intervention):
         check_scores(scores, at.kv.pos, self.shown_name, at.layer, at.moment.prefill_ended)
         return self.select(scores.float(), at, self.budgets(at))
 
-    def row_budgets(self, moment: Moment, session: Session) -> RowBudgets:
-        """Return the budget of each row after a prompt, and how much of it is for tokens that are always kept."""
-        budgets = self.tokens(moment.call.before)
+    def row_budgets(self, state: CacheState, session: Session) -> RowBudgets:
+        """Return the budget of each row after its prompt, and how much of it is for tokens that are always kept."""
+        budgets = self.tokens(state.prompt)
         first: list[int] = []
         latest: list[int] = []
         for budget in budgets:

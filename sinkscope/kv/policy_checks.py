@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, UnsupportedError, warn
+from sinkscope.errors import SinkscopeError, UnsupportedError
 
 
 def check_scores(scores: object, pos: Int[Tensor, "batch kv_head slot"], name: str, layer: int, is_first: bool) -> None:
@@ -44,19 +44,6 @@ def check_scores(scores: object, pos: Int[Tensor, "batch kv_head slot"], name: s
         )
 
 
-def check_kept(keep: Bool[Tensor, "batch kv_head slot"], exact: int, name: str, layer: int) -> None:
-    """Check that a class that says `KEEPS_BUDGET` keeps as many slots in every row and head.
-
-    Raises:
-        SinkscopeError: Another number is kept.
-    """
-    if bool((keep.sum(-1) != exact).any()):
-        raise SinkscopeError(
-            f"{name} says KEEPS_BUDGET, and layer {layer} keeps other numbers of tokens than its budget of {exact}: "
-            "set KEEPS_BUDGET = False in its class"
-        )
-
-
 def check_room(budget: int, always_kept: int, named: str) -> None:
     """Refuse a budget in tokens that is smaller than what is always kept.
 
@@ -88,12 +75,4 @@ def unseen_queries() -> UnsupportedError:
     return UnsupportedError(
         "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
         "prompt inside, into the cache to go on with)"
-    )
-
-
-def warn_of_idle(name: str) -> None:
-    """Warn that nothing was measured, because a policy never came to act."""
-    warn(
-        f"{name} never acted: it acts when a generated token follows a prompt, and only prompts were read, so all "
-        "results are those of the full cache; generate, or feed tokens one by one with a cache"
     )

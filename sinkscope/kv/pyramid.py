@@ -31,18 +31,16 @@ class Pyramid(SnapKV):
 
     beta: Natural = 20
 
-    KEEPS_BUDGET = False
-
     def budgets(self, at: LayerMoment) -> LayerBudget:
         """Return the layer's point on the line, for each row."""
-        assert at.moment.state.prompt is not None
         numbers = [kv.number for kv in at.moment.layers]
         height = 0.5
         if len(numbers) > 1:
             height = numbers.index(at.layer) / (len(numbers) - 1)
         budgets: list[int] = []
-        prompts: list[int] = at.moment.state.prompt.tolist()
-        for total, first, latest, prompt in zip(at.rows.total, at.rows.first, at.rows.latest, prompts, strict=True):
+        for total, first, latest, prompt in zip(
+            at.rows.total, at.rows.first, at.rows.latest, at.moment.state.prompt, strict=True
+        ):
             kept = first + latest
             mean = total - kept
             lowest = min(2 * mean - mean / self.beta, max(mean, prompt - kept))

@@ -24,7 +24,7 @@ PolicyClass = TypeVar("PolicyClass", bound=type[Intervention])
 
 
 def register_policy(name: str) -> Callable[[PolicyClass], PolicyClass]:
-    """Class decorator: register a policy under `name`, for commands and `make_policy`.
+    """Register the policy whose class is decorated under `name`, for commands and `make_policy`.
 
     An installed package can instead list its policies in the entry point group `sinkscope.policies`.
 

@@ -24,14 +24,6 @@ def cache_layers(target: Target) -> list[int]:
     return [number for number, layer in enumerate(layers) if type(layer).__name__ in SERVED]
 
 
-def stock_windows(target: Target) -> list[int | None]:
-    """Return how many tokens each layer of a stock cache looks back, of which it holds all but the newest.
-
-    None stands for all of them.
-    """
-    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=target.config).layers]
-
-
 def scope_line(target: Target) -> str:
     """Return what is served of a model, in one line."""
     layers = range(target.n_layers)

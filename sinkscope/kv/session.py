@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 from torch import Tensor, nn
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import UnsupportedError, warn
 from sinkscope.hooks.edit.base import Run
 from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.adopt import own_layers, taken_over, used_cache
@@ -22,10 +22,7 @@ from sinkscope.kv.attention_watch import AttentionWatch
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
 from sinkscope.kv.generation import Generation
-from sinkscope.kv.owners import own_model
 from sinkscope.kv.pieces import Rewinder
-from sinkscope.kv.policy_checks import warn_of_idle
-from sinkscope.kv.scope import stock_windows
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_attention, check_servable
 from sinkscope.models.call_cache import with_cache
@@ -34,6 +31,9 @@ from sinkscope.models.hooks import Kwargs
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import following_generate
 from sinkscope.tap.tap import tapped
+
+_ACTING: WeakValueDictionary[int, Run] = WeakValueDictionary()
+"""The run that acts on the cache and the attention of a model, by the id of the model; others may watch."""
 
 
 class Session:
@@ -60,7 +60,6 @@ class Session:
         self.rewinder: Rewinder | None = None
         self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
         self.meters: list[Meter] = []
-        self._counts_reads = False
         self._policy_name: str | None = None
         self._reader: str | None = None  # what decides how prompts are read
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
@@ -108,11 +107,22 @@ class Session:
         self._policy_name = policy or self._policy_name
         self.anchors = max(self.anchors, first)
         if not self.watching.owns_cache:
-            own_model(self.run)
+            self._own_model()
             self.watching.owns_cache = True
             self.run.stack.callback(self._settle)
             generation = self.generation
             self.run.stack.enter_context(following_generate(self.target.hf, generation.set_prompting, generation.begin))
+
+    def _own_model(self) -> None:
+        """Let this run be the one that acts on its model, until it ends."""
+        run = self.run
+        model = id(run.target.hf)
+        if _ACTING.setdefault(model, run) is not run:
+            raise UnsupportedError(
+                f"{run.target.name} is already inside a `with` that acts on its cache: enter them together, "
+                "`(a | b).on(model)`"
+            )
+        run.stack.callback(_ACTING.pop, model, None)
 
     def watch(
         self,
@@ -129,7 +139,7 @@ class Session:
         Raises:
             UnsupportedError: Another run on this model acts already, or another one in this run does the same.
         """
-        own_model(self.run)
+        self._own_model()
         if self._reader is not None:
             raise UnsupportedError(
                 f"{self._reader} and {name} would both decide how prompts are read: enter one of them"
@@ -147,10 +157,6 @@ class Session:
         """Call `fn` before every call that reads a single generated token."""
         self._before_decode.append(fn)
 
-    def count_reads(self) -> None:
-        """Let `usage` also count the tokens that decoding steps attend to."""
-        self._counts_reads = True
-
     def after_call(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` after every call whose cache consists of `CacheLayer`s."""
         self._after_call.append(fn)
@@ -159,12 +165,16 @@ class Session:
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
         kv_heads = self.target.n_kv_heads if self.target.shards.size > 1 else None
-        return [meter.usage(kv_heads, stock_windows(self.target)) for meter in self.meters if meter.calls]
+        return [meter.usage(kv_heads, self.watching.windows) for meter in self.meters if meter.calls]
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
         if error is None and self._acted is False and self._before_decode and self.watching.replacement is None:
-            warn_of_idle(self._policy_name or "the intervention")
+            warn(
+                f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
+                "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
+                "tokens one by one with a cache"
+            )
 
     def _settle(self) -> None:
         """Leave whole caches behind."""
@@ -207,7 +217,7 @@ class Session:
                 now.state = state
                 if layers:
                     self._act_before(layers, call, state)
-                    now.own_masks = any([kv.known is not None for kv in layers])
+                    now.own_masks = any([kv.edited for kv in layers])
             now.call = call
             COLUMNS.set(call.tokens)
             with watching.handler(call, layers, self._configs):
@@ -215,7 +225,7 @@ class Session:
             if layers and now.state is not None:
                 for act in self._after_call:
                     act(Moment(cache, layers, call, now.state, prefill_ended=False))
-                now.state.note_held(layers, self._counts_reads)
+                now.state.note_held(layers)
             return output
         finally:
             now.end()
@@ -231,11 +241,10 @@ class Session:
                 kv.reordered = False
             return
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
-        prompt_known = state.prompt is not None and state.prompt.shape[0] == call.rows
-        prefill_ended = state.prefilling or not prompt_known
+        prefill_ended = state.prefilling or len(state.prompt) != call.rows
         state.prefilling = False
         if prefill_ended:
-            state.prompt = call.before
+            state.prompt = tuple(call.before.tolist())
             state.decoded = 0
         else:
             state.decoded += 1

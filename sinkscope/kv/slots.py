@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.hooks.edit.positions import TokenPositions
-from sinkscope.kv.growing_tensor import Grown
+from sinkscope.kv.growing_tensor import Growth
 
 
 class Slots:
@@ -26,11 +26,11 @@ class Slots:
         values: `[batch kv_head slot d_value]`.
         number: Number of the decoder layer.
         columns: All tokens appended, whether or not they were evicted; None if there are none. Layers share them.
-        known: Positions of the slots that existed when they were last read; None while slots are columns, because no
-            token was taken out.
+        slot_positions: Positions of the slots that existed when they were last read; None while slots are columns,
+            because no token was taken out.
         gapless: Whether there are certainly no holes. If not, `holes` counts them.
         numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
-        grown: How long keys and values grow; empty where these become other tensors.
+        growth: How keys and values grow; a new one where these become other tensors.
     """
 
     # Both are None while nothing was appended.
@@ -44,11 +44,11 @@ class Slots:
     def empty(self) -> None:
         """Know of no tokens."""
         self.columns: TokenPositions | None = None
-        self.known: Int[Tensor, "batch kv_head known"] | None = None
+        self.slot_positions: Int[Tensor, "batch kv_head known"] | None = None
         self.gapless = False
         self._holes: Float[Tensor, " batch"] | None = None
         self.numbers: dict[str, Shaped[Tensor, "batch kv_head known"]] = {}
-        self.grown: Grown = {}
+        self.growth = Growth()
 
     @property
     def seen(self) -> int:
@@ -60,7 +60,7 @@ class Slots:
     @property
     def edited(self) -> bool:
         """Whether any token was evicted, so that slot and position may differ."""
-        return self.known is not None
+        return self.slot_positions is not None
 
     @property
     def slots(self) -> int:
@@ -72,20 +72,18 @@ class Slots:
     @property
     def pos(self) -> Int[Tensor, "batch kv_head slot"]:
         """True position of each slot among its row's real tokens; -1 for a hole or padding, which no query sees."""
-        slots = self.keys.shape[-2]
-        if self.known is None:
-            return self.new_pos(slots)
-        new = slots - self.known.shape[-1]
-        if new:
-            self.known = torch.cat([self.known, self.new_pos(new)], -1)
-        return self.known
-
-    def new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
-        """Return the true positions of the newest slots."""
+        known, new = self.slot_positions, self.keys.shape[-2]
+        if known is not None:
+            new -= known.shape[-1]
+            if not new:
+                return known
         assert self.columns is not None
         latest = self.columns.latest(new).to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
-        return latest[:, None].expand(-1, self.keys.shape[1], -1)
+        pos = latest[:, None].expand(-1, self.keys.shape[1], -1)
+        if known is not None:
+            self.slot_positions = pos = torch.cat([known, pos], -1)
+        return pos
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Return the number of empty slots of each row, averaged over kv heads; the same tensor until the next edit."""
@@ -100,8 +98,7 @@ class Slots:
         They start at zero and move with the slots.
         """
         if name not in self.numbers:
-            rows, kv_heads, _ = self.pos.shape  # more rows than the keys have, if layers are joined
-            self.numbers[name] = torch.zeros(rows, kv_heads, 0, device=self.keys.device)
+            self.numbers[name] = torch.zeros(*self.keys.shape[:2], 0, device=self.keys.device)
         new = self.keys.shape[-2] - self.numbers[name].shape[-1]
         if new > 0:
             self.numbers[name] = torch.nn.functional.pad(self.numbers[name], (0, new))
@@ -149,10 +146,10 @@ class Slots:
     ) -> None:
         """Hold other keys and values, at these true positions; None where slots are still columns."""
         if keys is not self.keys:
-            self.grown = {}
+            self.growth = Growth()
         self.keys = keys
         self.values = values
-        self.known = pos
+        self.slot_positions = pos
         self.gapless = gapless
         self._holes = None
 

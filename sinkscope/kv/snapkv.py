@@ -47,8 +47,6 @@ class SnapKV(Policy):
     pooling: Literal["avg", "max"] = "avg"
     every: Natural | Literal["prefill"] = "prefill"
 
-    KEEPS_BUDGET = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kernel % 2 == 0:

@@ -29,9 +29,6 @@ class StreamingLLM(Policy):
 
     first: int = 4
 
-    KEEPS_BUDGET = True
-    JOINS_LAYERS = True
-
     def always_kept(self, budget: int) -> tuple[int, int]:
         """`first` and `last`; half of a budget and `last` if no latest token would be left."""
         return self.first if budget > self.first else budget // 2, self.last

@@ -30,9 +30,6 @@ class TOVA(Policy):
         0
     """
 
-    KEEPS_BUDGET = True
-    JOINS_LAYERS = True
-
     def watch(self, session: Session) -> None:
         """Watch the newest query of every layer."""
         target = session.run.target

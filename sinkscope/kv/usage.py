@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.growing_tensor import Buffer
 from sinkscope.results.notation import count_of
 
 
@@ -32,7 +31,7 @@ class Usage:
             working copies, and the latest queries if a policy keeps these.
         read_tokens: Number of tokens that the longest row has read, whether still held or not.
         mean_read: Number of tokens that a decoding step attended to, its own included, averaged over steps. Empty if
-            nobody asked for it (`Session.count_reads`), or there was no step.
+            there was no step.
         mean_held: Number of tokens that the cache held in these steps, averaged over them.
     """
 
@@ -93,11 +92,9 @@ class HeldTokens(NamedTuple):
 
 
 class _Call(NamedTuple):
-    seen: int
     tokens: HeldTokens
     bytes: int
     decodes: bool
-    counts_read: bool
 
 
 @dataclass
@@ -106,26 +103,37 @@ class TokenCount:
 
     Attributes:
         calls: Number of calls.
-        total: Their sum.
-        peak: The largest number.
+        held: Sum of the tokens that were held.
+        read: Sum of those to which a query could attend.
+        peak: The largest number that was held.
+        most: The largest number that all rows held together.
+        bytes: The largest number of bytes.
     """
 
     calls: int = 0
-    total: list[float] = field(default_factory=list)
+    held: list[float] = field(default_factory=list)
+    read: list[float] = field(default_factory=list)
     peak: list[float] = field(default_factory=list)
+    most: float = 0.0
+    bytes: int = 0
 
-    def add(self, tokens: Sequence[float]) -> None:
-        """Count the tokens of each row in a call."""
-        if len(self.total) != len(tokens):  # nobody knows which row became which
-            self.calls, self.total, self.peak = 0, [0.0] * len(tokens), [0.0] * len(tokens)
+    def add(self, tokens: HeldTokens, used: int) -> None:
+        """Count the tokens of each row after a call, and the bytes in use."""
+        held, read = tokens.held_by_row(), tokens.read_by_row()
+        if len(self.held) != len(held):  # nobody knows which row became which
+            self.calls = 0
+            self.held, self.read, self.peak = [[0.0] * len(held) for _ in range(3)]
         self.calls += 1
-        for row, number in enumerate(tokens):
-            self.total[row] += number
+        for row, number in enumerate(held):
+            self.held[row] += number
+            self.read[row] += read[row]
             self.peak[row] = max(self.peak[row], number)
+        self.most = max(self.most, sum(held))
+        self.bytes = max(self.bytes, used)
 
-    def mean(self) -> list[float]:
+    def means(self, totals: Sequence[float]) -> list[float]:
         """Return the mean of each row over calls."""
-        return [total / self.calls for total in self.total]
+        return [total / self.calls for total in totals]
 
 
 _WAITING = 64
@@ -140,55 +148,42 @@ class Meter:
         self._waiting: list[_Call] = []
         self._slot_bytes: dict[int, int] = {}  # by layer
         self._heads = 1  # kv heads of a layer that are here
-        self._rows = self._seen = self._most_seen = self._bytes = self._decoding_bytes = 0
-        self._most_tokens = 0.0  # of all rows
-        self._held, self._decoding = TokenCount(), TokenCount()
-        self._read, self._beside_read = TokenCount(), TokenCount()
+        self._rows = self._seen = self._most_seen = 0
+        self._all, self._decoding = TokenCount(), TokenCount()
 
-    def note(
-        self, layers: list[CacheLayer], *, decodes: bool = False, counts_read: bool = False, beside: int = 0
-    ) -> None:
+    def note(self, layers: list[CacheLayer], *, decodes: bool = False, further_bytes: int = 0) -> None:
         """Count what the layers hold after a call.
 
         Args:
             layers: The layers.
             decodes: Whether the call read a generated token.
-            counts_read: Whether what such a step reads is counted.
-            beside: Further bytes that are kept for the cache.
+            further_bytes: Bytes kept for the cache beside its layers.
         """
         first = layers[0]
         if not first.slots:
             return
         if not self._slot_bytes:
             self._slot_bytes = {kv.number: _slot_bytes(kv) for kv in layers}
-            self._heads = first.keys.shape[1]
         self.calls += 1
+        self._rows, self._heads = first.keys.shape[:2]
+        self._seen = first.seen
+        self._most_seen = max(self._most_seen, first.seen)
         allocated = 0
         for kv in layers:
             slots = allocated_slots(kv)
             if kv.whole_layer is not None:
                 slots += allocated_slots(kv.whole_layer)
             allocated += slots * self._slot_bytes[kv.number]
-        tokens = HeldTokens.by(layers)
-        held = tokens.rows * allocated + beside
-        self._waiting.append(_Call(first.seen, tokens, held, decodes, decodes and counts_read))
+        used = self._rows * allocated + further_bytes
+        self._waiting.append(_Call(HeldTokens.by(layers), used, decodes))
         if len(self._waiting) >= _WAITING:
             self._add_up()
 
     def _add_up(self) -> None:
         for call in self._waiting:
-            tokens = call.tokens.held_by_row()
-            self._held.add(tokens)
-            self._rows, self._seen = call.tokens.rows, call.seen
-            self._most_seen = max(self._most_seen, call.seen)
-            self._most_tokens = max(self._most_tokens, sum(tokens))
-            self._bytes = max(self._bytes, call.bytes)
+            self._all.add(call.tokens, call.bytes)
             if call.decodes:
-                self._decoding.add(tokens)
-                self._decoding_bytes = max(self._decoding_bytes, call.bytes)
-            if call.counts_read:
-                self._read.add(call.tokens.read_by_row())
-                self._beside_read.add(tokens)
+                self._decoding.add(call.tokens, call.bytes)
         self._waiting.clear()
 
     def usage(self, kv_heads: int | None = None, windows: Sequence[int | None] = ()) -> Usage:
@@ -204,18 +199,19 @@ class Meter:
         for number, slot_bytes in self._slot_bytes.items():
             window = windows[number] if windows else None
             stock += slot_bytes * (self._seen if window is None else min(self._seen, window - 1))
+        every, decoding = self._all, self._decoding
         return Usage(
             calls=self.calls,
-            decoding_tokens=list(self._decoding.peak),
-            decoding_bytes=self._decoding_bytes * processes,
+            decoding_tokens=list(decoding.peak),
+            decoding_bytes=decoding.bytes * processes,
             stock_bytes=self._rows * stock * processes,
-            mean_tokens=self._held.mean(),
-            peak_tokens=list(self._held.peak),
-            logical_bytes=round(self._most_tokens * sum(self._slot_bytes.values())) * processes,
-            physical_bytes=self._bytes * processes,
+            mean_tokens=every.means(every.held),
+            peak_tokens=list(every.peak),
+            logical_bytes=round(every.most * sum(self._slot_bytes.values())) * processes,
+            physical_bytes=every.bytes * processes,
             read_tokens=self._most_seen,
-            mean_read=self._read.mean(),
-            mean_held=self._beside_read.mean(),
+            mean_read=decoding.means(decoding.read),
+            mean_held=decoding.means(decoding.held),
         )
 
 
@@ -229,10 +225,8 @@ def _held(layer: CacheLayer, first: CacheLayer) -> Float[Tensor, " row"] | int:
 
 def allocated_slots(layer: CacheLayer) -> int:
     """Return the number of slots in memory: those in use plus room for new tokens."""
-    last = layer.grown.get("keys")
-    if isinstance(last, Buffer):
-        return last.allocated
-    return layer.keys.shape[-2]
+    room = layer.growth.room
+    return layer.keys.shape[-2] if room is None else room.allocated
 
 
 def _slot_bytes(layer: CacheLayer) -> int:
@@ -243,7 +237,7 @@ def _slot_bytes(layer: CacheLayer) -> int:
 def tokens_read(run: Run) -> list[list[float]]:
     """Return tokens that a decoding step attends to, including its own, for each cache of the run and each of its rows.
 
-    They are averaged over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
+    They are averaged over steps, layers and kv heads. The list is empty without a policy, and where no step was taken.
     """
     return [usage.mean_read for usage in run.usage if usage.mean_read]
 

@@ -50,8 +50,8 @@ def check_servable(target: Target) -> None:
         )
     if not cache_layers(target):
         raise UnsupportedError(
-            f"the cache of {target.name} holds no keys and values alone, or an indexer chooses among them: use another "
-            "model for cache policies and attention observers"
+            f"the cache of {target.name} is not a plain key/value cache (it keeps a recurrent state, or an indexer "
+            "selects keys): use another model for cache policies and attention observers"
         )
 
 

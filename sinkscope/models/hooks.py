@@ -72,7 +72,7 @@ def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
 
 def _changing(fn: Callable[[Any], Any], side: str, columns: list[int] | None) -> Callable[[Any, Any], Any]:
     """What replaces the tensor that a hook on a module sees."""
-    numbers = beside(torch.tensor(columns or []))
+    numbers = device_copies(torch.tensor(columns or []))
 
     def change(module: Any, seen: Any) -> Any:
         split = split_of(module, side, seen)
@@ -107,16 +107,16 @@ def _change_part(fn: Callable[[Any], Any], part: Tensor, columns: list[int] | No
     return changed
 
 
-def beside(tensor: Tensor) -> Callable[[Tensor], Tensor]:
-    """Gives a tensor on the device of another one; it is moved once, not in every call."""
+def device_copies(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that gives a tensor on the device of another one; it is moved once, not in every call."""
 
-    def there(other: Tensor) -> Tensor:
+    def copy_for(other: Tensor) -> Tensor:
         nonlocal tensor
         if tensor.device != other.device:
             tensor = tensor.to(other.device)
         return tensor
 
-    return there
+    return copy_for
 
 
 def first_tensor(output: Any) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries, per_query_head
+from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries
 from sinkscope.tap.internals import eager_attention, sdpa_attention
-from sinkscope.tap.rows import Rows, additive, attention_probs, rows_by_view, shown
+from sinkscope.tap.rows import Rows, additive, attention_probs, shown
 from sinkscope.tap.stock import stock_attention, stock_name
 from sinkscope.tap.view import View
 
@@ -50,9 +50,9 @@ class Attention:
             what is seen.
         settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
         needs_mask: Whether some handler needs rows under the mask.
-        viewed: Says what is seen, by true positions, if a handler knows it.
-        complete: Whether a handler knows that the only query sees every key, so that no mask is needed.
-        evicted: Whether `view` differs from the mask because tokens are missing in the cache.
+        viewed: Says what is seen, by true positions, if a handler knows it; None if the only query sees every key, so
+            that no mask is needed.
+        mask_is_stale: Whether `view` differs from the mask because tokens are missing in the cache.
         compute: Replaces the model's own attention unless it returns None.
         is_repeated: Whether the module attends with the same queries and keys as just before, to other values
             (DiffLlama).
@@ -66,9 +66,8 @@ class Attention:
     mask: Any
     settings: dict[str, Any]
     needs_mask: bool = False
-    viewed: Callable[[Attention], View] | None = None
-    complete: bool = False
-    evicted: bool = False
+    viewed: Callable[[Attention], View | None] | None = None
+    mask_is_stale: bool = False
     compute: Callable[[Attention], Output | None] | None = None
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
@@ -80,7 +79,7 @@ class Attention:
 
     @cached_property
     def view(self) -> View | None:
-        """What is seen, by true positions, if a handler knows it."""
+        """What is seen, by true positions, if a handler knows it; None if that is everything."""
         if self.viewed is None:
             return None
         return self.viewed(self)
@@ -138,7 +137,7 @@ class Attention:
         return (self.mask is not None and self.mask.ndim == 2) or "flash" in stock_name(self.module.config)
 
     def mask_of(self, part: slice) -> Shaped[Tensor, "batch _ query key"]:
-        """The model's mask, bool or additive, for some of the queries, in whatever form its attention takes it."""
+        """Return the model's mask, bool or additive, for some of the queries, whatever form its attention takes."""
         keys = self.key.shape[2]
         mask = self.mask
         if isinstance(mask, Tensor) and mask.ndim == 4:
@@ -160,9 +159,9 @@ class Attention:
             return sees
         return sees & mask[:, None, None, :keys].bool()
 
-    def row_function(self) -> Callable[[Tensor, Tensor, View | None], Tensor]:
-        """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
-        return partial(rows_by_view, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
+    def probs_function(self) -> Callable[[Tensor, Tensor, Tensor | None], Rows]:
+        """Return `attention_probs` of any queries and keys of this layer under a mask, which does not hold these."""
+        return partial(attention_probs, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
 
     def show(self, fn: RowsFunction, *, needs_mask: bool = False, first: int = 0, chunk: int | None = None) -> None:
         """Show rows to `fn`, one chunk of queries at a time.
@@ -175,7 +174,7 @@ class Attention:
         """
         if self.is_repeated:  # these rows were shown just before
             return
-        rows = _RowRange(first, chunk, needs_mask and not self.evicted)
+        rows = _RowRange(first, chunk, needs_mask and not self.mask_is_stale)
         self._listeners.setdefault(rows, []).append(fn)
 
     def stock(self, mask: Tensor | None) -> Output:
@@ -184,7 +183,8 @@ class Attention:
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
         """Return the model's own attention over what `view` shows."""
-        assert self.view is not None
+        if self.view is None:
+            return self.stock(None)[0]
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
         is_eager = self.is_eager or self._needs_eager
         own = eager_attention(self.module) if is_eager else sdpa_attention()
@@ -192,7 +192,7 @@ class Attention:
         for start in range(0, self.queries, _MASKED_CHUNK):
             part = slice(start, start + _MASKED_CHUNK)
             query = self.query[:, :, part]
-            mask = per_query_head(self.view.section(part, slice(None)).sees(), query.shape[1])
+            mask = self.view.section(part, slice(None)).sees_by_head(query.shape[1])
             if is_eager:
                 mask = additive(mask, query.dtype)
             outputs.append(self._by(own, query, mask)[0])
@@ -257,27 +257,15 @@ class Attention:
         return by_query_head(output, batch, heads).transpose(1, 2).contiguous()
 
     def _rows(self, part: slice, needs_mask: bool) -> Rows:
-        query = self.query
-        if self.queries > 1:
-            query = query[:, :, part]
+        query, key, probs = self.query[:, :, part], self.key, self.probs_function()
         if needs_mask:
-            return attention_probs(
-                query,
-                self.key,
-                self.mask_of(part),
-                scaling=self.scaling,
-                softcap=self.softcap,
-                sinks=self.sinks,
-            )
-        if self.queries == 1:
-            return self.row_function()(query, self.key, None if self.complete else self.view)
-        assert self.view is not None
+            return probs(query, key, self.mask_of(part))
+        if self.view is None:
+            return probs(query, key, None)
         later = self.queries - part.stop  # new tokens that none of these queries sees
-        earlier = slice(0, self.key.shape[2] - later)
-        rows = self.row_function()(query, self.key[:, :, earlier], self.view.section(part, earlier))
-        if later:
-            return torch.nn.functional.pad(rows, (0, later))
-        return rows
+        earlier = slice(0, key.shape[2] - later)
+        mask = self.view.section(part, earlier).sees_by_head(query.shape[1])
+        return torch.nn.functional.pad(probs(query, key[:, :, earlier], mask), (0, later))
 
 
 def _tell(listeners: Iterable[RowsFunction], first: int, rows: Tensor) -> None:

@@ -17,14 +17,14 @@ class Handler:
         see: Called with the attention of every layer.
         configs: Ids of the configurations of the model it listens to.
         needs_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
-        masks: Whether it determines what is seen, so that no mask is needed.
+        replaces_mask: Whether it determines what is seen, so that no mask is needed.
         idle: Whether it has nothing to do unless others listen too. The model then computes attention alone.
     """
 
     see: Callable[[Attention], None]
     configs: frozenset[int]
     needs_mask: bool = False
-    masks: bool = False
+    replaces_mask: bool = False
     idle: bool = False
 
     def __enter__(self) -> None:

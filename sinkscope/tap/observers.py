@@ -61,7 +61,7 @@ def visible_rows(
     rows_per_chunk: int = 256,
     whole: bool = True,
 ) -> Iterator[None]:
-    """As `attention_rows`, and the observer is also told which keys the queries see.
+    """Do as `attention_rows`, and also tell the observer which keys the queries see.
 
     Args:
         target: The model.

@@ -9,8 +9,7 @@ from einops import repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries, per_query_head
-from sinkscope.tap.view import View
+from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries
 
 Rows = Float[Tensor, "batch head query key"]
 
@@ -28,31 +27,6 @@ def additive(mask: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, 
     return added.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-def rows_by_view(
-    query: Float[Tensor, "batch head query d_head"],
-    key: Float[Tensor, "batch kv_head key d_head"],
-    view: View | None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " head"] | None = None,
-) -> Rows:
-    """Return the attention rows over what `view` shows, in float32.
-
-    Args:
-        query: Queries after rotary.
-        key: Keys after rotary.
-        view: View of these queries and keys. None means that every query sees every key.
-        scaling: Factor on the scores.
-        softcap: As for `attention_probs`.
-        sinks: As for `attention_probs`.
-    """
-    mask = None
-    if view is not None:
-        mask = per_query_head(view.sees(), query.shape[1])
-    return attention_probs(query, key, mask, scaling=scaling, softcap=softcap, sinks=sinks)
-
-
 def attention_probs(
     query: Float[Tensor, "batch head query d_head"],
     key: Float[Tensor, "batch kv_head key d_head"],
@@ -62,7 +36,7 @@ def attention_probs(
     softcap: float | None = None,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Rows:
-    """Softmax of scaled scores for some rows, in float32.
+    """Return the softmax of scaled scores for some rows, in float32.
 
     Args:
         query: Queries after rotary.

@@ -138,7 +138,7 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     """The mask function that transformers calls once per forward call; no mask if a handler determines what is seen."""
     name = stock_name(config)
     for handler in listeners_to([id(config)]):
-        if handler.masks:
+        if handler.replaces_mask:
             return None
         if handler.needs_mask:
             name = "sdpa"

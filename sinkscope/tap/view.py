@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sinkscope.models.grouped_heads import per_query_head
+
 
 class ChunkWindow(int):
     """A window that ends where the query's chunk of this many tokens begins (Llama 4)."""
@@ -47,3 +49,7 @@ class View:
         if isinstance(self.window, ChunkWindow):
             visible = visible & (key // self.window == query // self.window)
         return visible
+
+    def sees_by_head(self, heads: int) -> Bool[Tensor, "batch _ query key"]:
+        """Return the same for each of so many query heads, or once if it is the same for all."""
+        return per_query_head(self.sees(), heads)

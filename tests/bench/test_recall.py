@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_said(arguments, message):
 def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
     task = Recall(count=1, turns=2, total=200, positions=("begin", "end"))
     model = ss.load("recall", probe=False)
-    records = run_bench(model, task, ["full", "streaming:40", "loopserve-d:40"])
+    records = run_bench(model, task, ["full", "streaming:40", "loopserve-d:40"], batch_size=2)
     groups = {group.method: group for group in tabulate_records([records]).groups}
     full, window, late = (groups[name] for name in ("full", "streaming:40", "loopserve-d:40"))
     assert (full.score, full.metrics["prefix"], full.metrics["chance"], full.answers) == (1.0, 1.0, None, 4)

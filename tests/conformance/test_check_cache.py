@@ -57,7 +57,7 @@ def test_exit_status_and_bad_input(typed, refusal):
         ("torch", "is no policy and no module:function"),
     ):
         assert said in refusal(["check-cache", place])
-    shown = typed("check-cache snapkv:0.25 --only the_first_tokens_survive").out
+    shown = typed("check-cache snapkv:0.25 --only the_cache_knows_its_length").out
     assert "Conclusion: SnapKV passes 1 check (not applicable: 0)." in shown
     with refused("check 'speed': expected one of the_cache_knows"):
         ss.check_cache("transformers:DynamicCache", only=("speed",))

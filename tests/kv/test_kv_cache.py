@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kv_kit import Drawn, close, decode, model_of, prompts
 from refusals import refused
 from repository import ROOT
@@ -158,8 +158,11 @@ class Layers(RuleBasedStateMachine):
             patch.__enter__()
 
     def teardown(self):
-        for patch in self.patches:
-            patch.__exit__(None, None, None)
+        try:
+            self.all_hold_what_they_should()
+        finally:
+            for patch in self.patches:
+                patch.__exit__(None, None, None)
 
     @initialize(random=st.randoms(use_true_random=False))
     def begin(self, random: Random):
@@ -178,30 +181,34 @@ class Layers(RuleBasedStateMachine):
         elif before in FOLLOWS.get(name, {}):
             slow.apply(layer, random, name)
             assert state_of(layer) in FOLLOWS[name][before], f"{name}: {before} to {state_of(layer)}"
+        holds_what_it_should(slow, layer)
 
-    @invariant()
     def all_hold_what_they_should(self):
         for slow, layer in self.pairs:
-            if layer.is_initialized:
-                slow.check(layer)
-                assert layer.slots <= allocated_slots(layer)
-            else:
-                assert (layer.seen, layer.slots, layer.edited, layer.gapless) == (0, 0, False, False)
+            holds_what_it_should(slow, layer)
+
+
+def holds_what_it_should(slow: Slow, layer: CacheLayer):
+    if layer.is_initialized:
+        slow.check(layer)
+        assert layer.slots <= allocated_slots(layer)
+    else:
+        assert (layer.seen, layer.slots, layer.edited, layer.gapless) == (0, 0, False, False)
 
 
 TestLayers = Layers.TestCase
-TestLayers.settings = settings(max_examples=150, stateful_step_count=20)
+TestLayers.settings = settings(max_examples=120, stateful_step_count=20)
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("seed", "names"),
     [
-        ["note", "part", "update", "note", "update", "note", "crop", "evict"],
-        ["part", *["update"] * 5, "fork", *["update"] * 4],
+        (1, ["note", "part", "update", "note", "update", "note", "crop", "evict"]),
+        (2, ["part", *["update"] * 4, "fork", *["update"] * 4]),  # both append in the room that they share
     ],
 )
-def test_orders_that_were_wrong_once(names: list[str]):
-    layers, random = Layers(), Random(1)
+def test_orders_that_were_wrong_once(seed: int, names: list[str]):
+    layers, random = Layers(), Random(seed)
     layers.begin(random)
     for name in names:
         layers.operate(random, name)
@@ -309,7 +316,7 @@ def test_counting_takes_no_more_memory_with_every_call():
     layer.update(*torch.zeros(2, 1, 1, 4, 2))
     meter, sizes = Meter(), []
     for call in range(1, 1001):
-        meter.note([layer], decodes=True, counts_read=True)
+        meter.note([layer], decodes=True)
         if call % 500 == 0:
             sizes.append(len(pickle.dumps(meter)))
     assert sizes[1] - sizes[0] < 100 and meter.usage().calls == 1000

@@ -39,7 +39,7 @@ def test_embeddings_in_place_of_ids_and_no_mask():
 
 def test_the_rows_of_a_long_prompt_come_in_parts():
     """Each query once, in the order of the text, as many at a time as the number of keys allows."""
-    model = model_of("llama", max_position_embeddings=3000)
+    model = model_of("llama", max_position_embeddings=3000, num_hidden_layers=1)
     ids, mask = prompts([3000])
     heads = model.config.num_attention_heads
     parts: list[tuple[int, int, torch.Tensor]] = []

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_kit import model_of, prompts, run_policy
+from kv_kit import model_of, prompts, run_policy, shallow_of
 from refusals import refused
 from torch import Tensor
 
-from sinkscope.kv import LayerMoment, Policy, Pyramid, RowBudgets
+from sinkscope.kv import H2O, TOVA, AdaKV, LayerMoment, PerLayer, Policy, Pyramid, RowBudgets, SnapKV, StreamingLLM
+from sinkscope.lines.serve import Progressive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,41 @@ def test_the_pyramid_keeps_what_its_line_says():
                 assert len(held) == 4 + free + 1 and {0, *range(length - 3, length + 1)} <= set(held)
 
 
+PER_LAYER = [
+    StreamingLLM(),
+    H2O(),
+    TOVA(last=1),
+    SnapKV(window=3, kernel=3, every=2),
+    AdaKV(window=3),
+    Progressive(every=2, after=0),
+]
+
+
+@pytest.mark.parametrize("policy", PER_LAYER, ids=repr)
+def test_per_layer_keeps_in_each_layer_what_its_budget_says(policy):
+    model, (ids, mask) = shallow_of("llama"), prompts([26, 19], 5)
+
+    def run(entered):
+        return run_policy(entered, model, ids, mask, 26)
+
+    alike, alone = run(PerLayer(policy, [0.4, 0.4])), run(replace(policy, budget=0.4))
+    assert torch.equal(alike[0], alone[0])
+    _, kept = run(PerLayer(policy, [12, 0.4]))
+    first = run(replace(policy, budget=12))[1][0][0]  # before anything that another layer kept is read
+    assert torch.equal(kept[0][0], first) and not torch.equal(kept[0][0], alone[1][0][0])
+    assert kept[0][1].sum(-1).float().mean(1).tolist() == alone[1][0][1].sum(-1).float().mean(1).tolist()
+
+
+def test_per_layer_needs_a_budget_for_each_layer():
+    with (
+        refused(r"budgets has 3 numbers, and .* has 2 layers: give one for each"),
+        PerLayer(H2O(), [9] * 3).on(shallow_of("llama")),
+    ):
+        pass
+    with refused("0.1 of a prompt of 20 tokens, 2, is below the 4"):
+        PerLayer(H2O(first=4), [0.5, 0.1]).check_prompt(20)
+
+
 @settings(max_examples=60)
 @given(
     total=st.integers(1, 80),
@@ -67,12 +104,12 @@ def test_the_pyramid_keeps_what_its_line_says():
 def test_the_layers_of_a_pyramid_have_the_budget_as_their_mean(total, first, latest, prompt, layers, beta):
     total = max(total, first + latest)
     caches = [SimpleNamespace(number=2 * layer) for layer in range(layers)]  # every second layer has keys
-    moment = SimpleNamespace(layers=caches, state=SimpleNamespace(prompt=torch.tensor([prompt])))
+    moment = SimpleNamespace(layers=caches, state=SimpleNamespace(prompt=(prompt,)))
     rows = RowBudgets((total,), (first,), (latest,))
     policy = Pyramid(budget=total, beta=beta, first=first, window=latest)
     budgets = []
     for kv in caches:
-        at = LayerMoment(kv.number, kv, moment, None, rows)  # type: ignore[arg-type]
+        at = LayerMoment(kv, moment, None, rows)  # type: ignore[arg-type]
         budgets.append(int(policy.budgets(at)))
     assert budgets == sorted(budgets, reverse=True)
     assert min(budgets) >= first + latest

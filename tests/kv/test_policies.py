@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import kv_reference as dense
@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv import H2O, TOVA, LayerMoment, Policy, SnapKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
 from sinkscope.lines.serve import Progressive
 
 PROMPT, STEPS = 26, 12
@@ -59,18 +59,8 @@ def test_scores_that_the_model_scales_by_layer():
     check(H2O(budget=12), dense.h2o, model_of("gpt2", scale_attn_by_inverse_layer_idx=True), 4)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Falling(H2O):
-    """Keeps a token less in each higher layer."""
-
-    KEEPS_BUDGET = False
-
-    def budgets(self, at: LayerMoment):
-        return at.rows.total[0] - at.layer
-
-
 def test_attention_that_a_module_computes_twice_counts_once(monkeypatch):
-    """DiffLlama attends to other values with the same queries and keys; budgets that differ keep layers apart."""
+    """DiffLlama attends to other values with the same queries and keys."""
     seen, add, model = Counter[tuple[int, int]](), H2O._add, decoder("diffllama")
 
     def counted(policy, rows):
@@ -79,7 +69,7 @@ def test_attention_that_a_module_computes_twice_counts_once(monkeypatch):
 
     monkeypatch.setattr(H2O, "_add", counted)
     ids, mask = prompts([PROMPT], 3, seed=2)
-    run_policy(Falling(budget=12), model, ids, mask, PROMPT)
+    run_policy(H2O(budget=12), model, ids, mask, PROMPT)
     layers = range(model.config.num_hidden_layers)
     assert seen == {(layer, queries): times for layer in layers for queries, times in ((PROMPT, 1), (1, 3))}
 

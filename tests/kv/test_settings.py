@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_kit import Drawn
@@ -24,7 +23,10 @@ REFUSED = {
     "ss.kv.SnapKV(kernel=4)": "odd kernel",
     "ss.kv.AdaKV(floor=1.5)": "floor=1.5",
     'ss.Progressive(every="prefill")': "Progressive: every='prefill': expected a whole number from 1",
-    'make_policy(name="h2o", JOINS_LAYERS=True)': "unexpected keyword argument 'JOINS_LAYERS'; its settings are",
+    'make_policy(name="h2o", kept=3)': "unexpected keyword argument 'kept'; its settings are",
+    "ss.kv.PerLayer(ss.kv.H2O(), [16, 0])": "budgets[1]=0: expected a number of tokens from 1",
+    "ss.kv.PerLayer(ss.kv.H2O(first=4), [16, 3])": "budget=3 is below the 4 tokens",
+    "ss.kv.PerLayer(print, [16])": "PerLayer: policy=",
     "ss.kv.Observe(fn=print, last=0)": "last=0",
     "ss.LoopServe(alpha=0)": "alpha=0: expected a share above 0 and up to 1",
     'ss.LoopServe(variant="best")': "LoopServe: variant='best': expected 'bands' or 'faithful'",
@@ -49,7 +51,7 @@ def test_a_share_of_a_prompt_is_the_same_number_everywhere(percent, prompt):
     """As whole numbers say: 0.29 of 100 tokens are 29, where floating point numbers make 28.999..."""
     want = percent * prompt // 100
     share = percent / 100
-    assert ss.kv.StreamingLLM(share).tokens(torch.tensor([prompt])) == [want]
+    assert ss.kv.StreamingLLM(share).tokens([prompt]) == [want]
     assert ss.LoopGuard(share).retention(prompt).budget == want
     shape = shape_at(share, prompt)
     assert shape.first + shape.local == want

@@ -14,6 +14,7 @@ from sinkscope.app.view.result import Activation, NeuronPage, NeuronSpike, Outco
 from sinkscope.hooks.edit.sites import site_of
 from sinkscope.hooks.trace.layer_view import flat_number, view_layer
 from sinkscope.measure import Setup
+from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.controls import random_neurons
@@ -24,7 +25,6 @@ from sinkscope.sinks.spikes.texts import SpikeTexts
 
 LARGEST = 10  # activations that are listed
 BEFORE, AFTER = 12, 4  # tokens that are shown around one
-AT_ONCE = 1 << 24  # activations of a layer that are kept at once
 
 
 def named_neurons(sink: ModelSink) -> tuple[Neuron, ...]:
@@ -69,7 +69,7 @@ def activations(
     values = torch.zeros(len(neurons), *ids.shape)
     for layer in sorted({neuron.layer for neuron in neurons}):
         width = target.d_mlp * max(1, target.n_experts(layer))
-        texts = max(1, AT_ONCE // (width * ids.shape[1]))
+        texts = rows_at_once(ids.shape[1], width)
         for first in range(0, len(ids), texts):
             some = ids[first : first + texts]
             post = view_layer(target, layer, some, torch.ones_like(some, dtype=torch.bool)).post.cpu()

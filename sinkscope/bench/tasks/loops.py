@@ -76,7 +76,7 @@ class Loops(Task):
         return prompts
 
     def new_tokens(self, target: Target) -> int:
-        """2,500 as in the paper; 1,400 for the organism and 384 for openings of text."""
+        """Return 2,500 as in the paper; 1,400 for the organism and 384 for openings of text."""
         if self.source == "organism":
             return 1400
         if self.source != TEXT:
@@ -132,7 +132,7 @@ class Loops(Task):
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether tokens end in three copies of a period with 24 tokens in all, or their last 256 tokens are a loop."""
+    """Return whether tokens end in three copies of a period, 24 tokens in all, or their last 256 are a loop."""
     return ends_in_loop(tokens) or end_loop(tokens) is not None
 
 

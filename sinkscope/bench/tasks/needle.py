@@ -116,7 +116,7 @@ class Needle(Task):
         return prompts
 
     def new_tokens(self, target: Target) -> int:
-        """8, enough for one statement."""
+        """Return 8, enough for one statement."""
         return 8
 
 

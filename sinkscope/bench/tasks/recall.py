@@ -102,7 +102,7 @@ class Recall(Task):
         return prompts
 
     def score(self, target: Target, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
-        """Exact answers, and the share of an answer before its first mistake, which is the end of a chain of facts."""
+        """Return exact answers, and the share of an answer before its first mistake: how far a chain was followed."""
         metrics = super().score(target, batch, turn, answer)
         said = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
         wanted = turn.answers[0].split()
@@ -111,7 +111,7 @@ class Recall(Task):
 
 
 def exact_until_end(text: str, answers: Sequence[str]) -> float:
-    """1 if the output has the words of an answer before the end mark, which decoders may leave out."""
+    """Return 1 if the output has the words of an answer before the end mark, which decoders may leave out."""
     words = text.partition(END)[0].split()
     return float(any(words == answer.partition(END)[0].split() for answer in answers))
 
@@ -209,7 +209,7 @@ def _fact(rng: random.Random, key: str, link: str) -> list[str]:
 
 
 def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int, ...]:
-    """Random lengths of turns that add up to `total`, each at least `least`.
+    """Draw lengths of turns that add up to `total`, each at least `least`.
 
     Raises:
         SinkscopeError: `total` is less than `turns` times `least`.

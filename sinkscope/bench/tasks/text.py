@@ -56,7 +56,7 @@ class TextFidelity(Task):
     source: str = ""
 
     def prompts(self, target: Target) -> list[Prompt]:
-        """Consecutive pieces of the text."""
+        """Return consecutive pieces of the text."""
         if self.source:
             return read_prompts(self.source)
         tokenizer = tokenizer_of(target)
@@ -106,7 +106,7 @@ class TextFidelity(Task):
 
 
 def metrics_of(answer: Answer) -> Metrics:
-    """Means over the steps from the first on that left something out; over all, if none did.
+    """Return means over the steps from the first on that left something out; over all, if none did.
 
     The first token comes from the prompt, and some policies then read everything for a while. Those steps lose nothing,
     unless the prompt itself was read along lines.
@@ -134,6 +134,6 @@ def comparison(full: Sequence[Logits]) -> Measure:
 
 
 def divergence(full: Logits, other: Logits) -> Float[Tensor, " row"]:
-    """KL(full || other) between two rows of logits, in nats."""
+    """Return KL(full || other) between two rows of logits, in nats."""
     p, q = full.cpu().double().log_softmax(-1), other.cpu().double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)

@@ -24,7 +24,7 @@ _RECORD: ContextVar[dict[str, Any] | None] = ContextVar("record", default=None)
 
 
 def decoding(target: Target, **ours: Any) -> dict[str, Any]:
-    """Options of `generate` that fix how tokens are chosen, whatever the checkpoint's generation_config.json says.
+    """Return options of `generate` that fix how tokens are chosen, whatever the generation_config.json says.
 
     Only the special tokens of the checkpoint's settings are used; a `SinkscopeWarning` lists the ignored settings.
 

@@ -16,7 +16,7 @@ from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.hooks.edit.expert_edit import expert_hook
 from sinkscope.hooks.edit.positions import Call, Memory
 from sinkscope.hooks.edit.sites import NeuronGroup
-from sinkscope.models.hooks import Hook, beside, on_hidden, on_input
+from sinkscope.models.hooks import Hook, device_copies, on_hidden, on_input
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 
@@ -54,11 +54,11 @@ class Place(NamedTuple):
             where: Which values are replaced.
             new: What replaces them, of a shape that expands to theirs.
         """
-        there = beside(where)
+        mask = device_copies(where)
 
         def replaced(values: Tensor) -> Tensor:
             rows = values.reshape(len(where), -1, values.shape[-1])  # experts and OPT run row and position together
-            return torch.where(there(rows), new(rows).to(rows), rows).reshape(values.shape)
+            return torch.where(mask(rows), new(rows).to(rows), rows).reshape(values.shape)
 
         return self.hook(replaced)
 
@@ -124,7 +124,7 @@ class PlacedEdit(Intervention):
         return f"{type(self).__name__} acted in {count_of(run.passes, 'call')}."
 
     def enter(self, run: Run, key: int) -> None:
-        """Hooks on the modules beside which the values pass."""
+        """Register hooks on the modules beside which the values pass."""
         for number, (place, of) in enumerate(self.places_in(run.target)):
             run.hook_edit(*place.hook(partial(self._edit, run, (key, number), of)))
 

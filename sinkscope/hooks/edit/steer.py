@@ -15,7 +15,7 @@ from sinkscope.files.records import Finite, check_values, checked_value
 from sinkscope.hooks.edit.places import Place, PlacedEdit, Values
 from sinkscope.hooks.edit.sites import Positions, checked_positions, chosen_positions
 from sinkscope.hooks.trace.sites import resolve
-from sinkscope.models.hooks import beside
+from sinkscope.models.hooks import device_copies
 from sinkscope.models.target import Target
 
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
@@ -76,7 +76,7 @@ class Add(PlacedEdit):
                     f"site {site.name!r}: a vector is added to the residual stream; expected {', '.join(_WHERE)}"
                 )
             assert site.module is not None  # only attention rows have none
-            added = beside(self.scale / site.factor * self.vector)  # what the module gives is multiplied before
+            added = device_copies(self.scale / site.factor * self.vector)  # what the module gives is multiplied before
             places.append((Place(site.module, site.when), added))
         return places
 

@@ -103,7 +103,6 @@ class TurnRecorder(Intervention):
         """Follow the calls."""
         session = Session.of(run)
         session.own_cache()
-        session.count_reads()
         if self.earlier is not None:
             run.tracker.bind(self.earlier.copy(), self.cache)
         session.after_call(self._note_call)

@@ -16,7 +16,7 @@ from sinkscope.files.records import Natural, Whole
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer, check_order
 from sinkscope.kv.cache_state import Moment
-from sinkscope.kv.policy import LayerMoment, Policy, RowBudgets
+from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
 from sinkscope.models.grouped_heads import in_groups
@@ -55,11 +55,6 @@ class Progressive(Policy):
         """Tokens between selections."""
         return int(self.every)
 
-    def enter(self, run: Run, key: int) -> None:
-        """Enter like any policy; in addition, the tokens that steps read are counted."""
-        super().enter(run, key)
-        Session.of(run).count_reads()
-
     def summary(self, run: Run) -> str:
         """Return the tokens that a decoding step read, and those held in the cache."""
         return f"{steps_summary(self.shown_name, run)} {super().summary(run)}".strip()
@@ -77,30 +72,30 @@ class Progressive(Policy):
         """Return whether to select from a layer that holds more than the budget."""
         return True
 
-    def _act(self, moment: Moment, session: Session) -> None:
+    def act(self, moment: Moment, session: Session) -> None:
+        """Choose what is read of every layer, if it is time to."""
         check_order(moment.layers, self.shown_name)
         state = moment.state
         if moment.prefill_ended:
-            state.memory |= {RowBudgets: self.row_budgets(moment, session), "copied": False}
+            state.works_on_copies = False
         steps = state.decoded - self.after
         due = steps >= 0 and steps % self.interval == 0
         # A guard may have cut the cache, for which it had to be whole.
-        copy_lost = state.memory["copied"] and all(kv.whole_layer is None for kv in moment.layers)
+        copy_lost = state.works_on_copies and all(kv.whole_layer is None for kv in moment.layers)
         if not due and not copy_lost:
             return
-        rows: RowBudgets = state.memory[RowBudgets]
-        state.memory["copied"] = False
+        rows = self.row_budgets(state, session)
+        state.works_on_copies = False
         for kv in moment.layers:
             kv.settle()
             if kv.slots <= min(rows.total) or not self.pays(kv):
                 continue
-            at = LayerMoment(kv.number, kv, moment, session, rows)
-            keep = self.chosen(at)
+            keep = self.chosen(LayerMoment(kv, moment, session, rows))
             if self.mode == "evict":
                 kv.evict(keep)
             else:
                 work_on_copy(kv, keep)
-                state.memory["copied"] = True
+                state.works_on_copies = True
 
 
 def work_on_copy(kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:

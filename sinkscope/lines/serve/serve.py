@@ -217,8 +217,8 @@ class LoopServe(SparsePrompts):
 
     def summary(self, run: Run) -> str:
         """Return the share of attention that prompts computed, and the tokens that a decoding step read."""
-        prompts, steps = super().summary(run), steps_summary("LoopServe", run)
-        return f"{prompts} {steps}".strip()
+        steps = steps_summary("LoopServe", run) if self.decode else ""
+        return f"{super().summary(run)} {steps}".strip()
 
     def _warn(self, run: Run) -> None:
         """Warn if lines of a run's prompts hold less than they should for queries that did not choose them."""

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -30,7 +31,7 @@ from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import TokenPositions
 from sinkscope.kv.cache import check_order
-from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.pieces import Rewinder
 from sinkscope.kv.session import Session
 from sinkscope.loops.guard.cut import cached_positions, event_data, evict_rows, find_repetition
@@ -215,7 +216,7 @@ class LoopGuard(Intervention):
         session.before_decode(lambda moment: check_order(moment.layers, "LoopGuard"))
         if self.act == "rewind" and (self.penalty or self.temperature):  # else the loop would be written again
             session.rewinder = Rewinder()
-        guarding = GuardRun(self, self.settings, run, session, key)
+        guarding = GuardRun(self, self.settings, run, session)
         session.after_call(guarding.note)
         run.hook((run.target.hf, "post", guarding.on_logits))
 
@@ -240,7 +241,7 @@ class GuardRun:
         settings: Settings of the monitor of every row.
         run: The run.
         session: Its session.
-        key: Key of the guard in the run.
+        rows: The rows that share a cache, by what is known about it.
         here: The moment after the layers of the latest call of a thread, until the logits have come.
     """
 
@@ -248,7 +249,7 @@ class GuardRun:
     settings: MonitorSettings
     run: Run
     session: Session
-    key: int
+    rows: WeakKeyDictionary[CacheState, GuardedRows] = field(default_factory=WeakKeyDictionary)
     here: threading.local = field(default_factory=threading.local)
 
     def note(self, moment: Moment) -> None:
@@ -322,15 +323,15 @@ class GuardRun:
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
-        rows: GuardedRows | None = moment.state.memory.get(self.key)
+        rows = self.rows.get(moment.state)
         past = moment.call.past
         if moment.state.prefilling:
-            moment.state.memory[self.key] = self._new_turn(moment, rows, ids)
+            self.rows[moment.state] = self._new_turn(moment, rows, ids)
             return None
         if rows is None or past != rows.seen or len(rows.rows) != len(ids):
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
             rows = self._new_rows(moment, past, [[] for _ in ids])
-            moment.state.memory[self.key] = rows
+            self.rows[moment.state] = rows
         return rows
 
     def _new_turn(self, moment: Moment, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace.run import trace
+from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import Target
 from sinkscope.sinks.spikes.spike import Copies, Spike
 from sinkscope.sinks.tokens import TokenRows, repeated
 
 FIRST_LENGTH = 128  # copies of the first pass; their number doubles
-AT_ONCE = 1 << 24  # elements of the widest activation of a pass
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def along_spikes(target: Target, spikes: Sequence[Spike], rows: TokenRows) -> li
     """Projection of every position on each spike's direction after its peak, as a share of the spike."""
     site = "blocks.{}.hook_resid_post"
     found: list[list[Tensor]] = [[] for _ in spikes]
-    for some in rows.split(max(1, AT_ONCE // (rows.shape[1] * target.d_mlp))):
+    for some in rows.split(rows_at_once(rows.shape[1], target.d_mlp)):
         states = trace(target, some, [site.format(spike.peak) for spike in spikes], batch_size=len(some))
         for spike, along in zip(spikes, found, strict=True):
             along.append(spike.along(states[site.format(spike.peak)].float().cpu()))

@@ -23,6 +23,7 @@ from sinkscope.files.progress import report
 from sinkscope.hooks.edit.places import neurons_place
 from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.models.hooks import Hook, first_tensor, on_output
+from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import NO_INPUTS, LayerInput, LayerInputs, Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import places_of
@@ -30,7 +31,6 @@ from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import NARROWEST, Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
-BATCH_ELEMENTS = 1 << 24  # elements of the widest activation of a batch
 LOGITS = 1 << 22  # logits of a text at most: of large vocabularies, every second position is read, or fewer
 
 Written = Mapping[Part, Float[Tensor, " d"]]
@@ -234,7 +234,7 @@ def run_edits(target: Target, reading: Reading) -> Effects:
         reading: What is run.
     """
     texts, length = reading.ids.shape
-    size = max(1, BATCH_ELEMENTS // (texts * length * max(target.d_mlp, target.d_model)) - 1)
+    size = max(1, rows_at_once(texts * length, max(target.d_mlp, target.d_model)) - 1)
     starts = range(0, max(1, len(reading.edits)), size)
     batches = [EditBatch(target, reading, reading.edits[start : start + size]) for start in starts]
     depth = batches[0].depth

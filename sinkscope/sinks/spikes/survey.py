@@ -16,6 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.modules.layer_call import keep_call
+from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import LayerInput, LayerInputs, Target
 from sinkscope.models.text import text_rows
 from sinkscope.tap.observers import visible_rows
@@ -23,7 +24,6 @@ from sinkscope.tap.observers import visible_rows
 SURVEYED = 12  # texts of a survey
 KEPT_ELEMENTS = 1 << 28  # states of this many elements are kept: one gigabyte; of larger models fewer texts are read
 FEWEST = 4  # ... but at least these
-AT_ONCE = 1 << 24  # elements of the widest activation of a batch
 NARROWEST = 24  # smallest window of which heads can be judged: in a smaller one every position gets much attention
 READS = 0.3  # mean attention above which a head attends to a place (Gu et al. 2025)
 MASSIVE = 30.0  # a dimension is massive from this many times the median dimension
@@ -166,7 +166,7 @@ def read_survey(target: Target, ids: TokenRows, progress: Callable[[int], None] 
         seen=torch.zeros(depth, ids.shape[1]),
         learned=torch.zeros(depth, heads, len(ids)),
     )
-    size = max(1, AT_ONCE // (ids.shape[1] * target.d_mlp))
+    size = rows_at_once(ids.shape[1], target.d_mlp)
     if not target.resident:
         size = len(ids)  # a streamed model is read from disk once
     for start in range(0, len(ids), size):

@@ -17,6 +17,7 @@ from sinkscope.hooks.trace.layer_view import (
     view_layer,
 )
 from sinkscope.measure.margin import margin_of
+from sinkscope.models.passes.batch import MOST_NUMBERS, rows_at_once
 from sinkscope.models.target import NO_INPUTS, LayerInputs, Target
 from sinkscope.results.parts import Component, Neuron
 from sinkscope.sinks.spikes.components import mixing
@@ -27,7 +28,6 @@ NAMED = 0.02  # shares of neurons from which they are listed, if an MLP writes a
 MOST = 8  # neurons that are listed
 OF_A_LAYER = 4  # ... of one layer
 ERASES = 0.05  # share that an eraser takes away
-ORDINARY_ELEMENTS = 1 << 24  # most activations of ordinary positions that are compared
 
 
 def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
@@ -121,8 +121,8 @@ def few_ordinary(target: Target, layer: int, ordinary: Mask) -> Mask:
     """Return the ordinary positions of as many texts as memory allows."""
     width = target.d_mlp * max(1, target.n_experts(layer))
     some = ordinary.clone()
-    if int(some.sum()) * width > ORDINARY_ELEMENTS:
-        some[max(1, ORDINARY_ELEMENTS // (width * some.shape[1])) :] = False
+    if int(some.sum()) * width > MOST_NUMBERS:
+        some[rows_at_once(some.shape[1], width) :] = False
     return some
 
 
