@@ -27,9 +27,9 @@ ARMS = {FULL: "the model alone", "rewind": "`LoopGuard()`", "DRY, breakers": "DR
 HEAD = """# Outputs side by side
 
 What {model} writes greedily, alone, under [the guard](guard.md) and under DRY (multiplier 0.8, base 1.75, allowed
-length 2, usual breakers). These are the openings on which the guard acted, at most {each} of each kind, of those that were
-not used for choosing anything. Each excerpt begins {before} tokens before the place where the guard's text goes on and
-has {shown} tokens.
+length 2, usual breakers). These are the openings on which the guard acted, at most {each} of each kind, of those that
+were not used for choosing anything. Each excerpt begins {before} tokens before the place where the guard's text goes on
+and has {shown} tokens.
 
 ```bash
 {command}
