@@ -68,11 +68,6 @@ def dense(scores: Scores, sees: Tensor | None = None) -> Tensor:
     return torch.cat([made, extra], -1).softmax(-1)[..., :-1]
 
 
-def along(scores: Scores, value: Tensor, lines: HeadLines) -> Tensor:
-    """What attention along lines gives, `[head query d_head]`."""
-    return dense(scores, on_lines(lines)) @ per_head(value, scores.heads)
-
-
 def per_head(shared: Tensor, heads: int) -> Tensor:
     """Keys or values of each query head."""
     return shared.double().repeat_interleave(heads // len(shared), 0)

@@ -118,7 +118,7 @@ def correct(device: str, lengths: Sequence[tuple[int, int]]) -> Row:
                 for what, a, b in zip(("columns", "bands"), own.sums(chosen), other.sums(chosen), strict=True):
                     found[f"{queries}/{keys} {width} {name} {what}"] = float((a - b).norm() / b.norm())
                 density = torch.rand(4, keys, device=device), torch.rand(4, chosen.grid.blocks, device=device)
-                least = torch.rand(4, 32, device=device)
+                least = torch.rand(4, 32, device=device).sort().values
                 a, b = own.held(*density, least), other.held(*density, least)
                 found[f"{queries}/{keys} {width} {name} held"] = float((a - b).norm() / b.norm())
     bad = {what: error for what, error in found.items() if not error < LIMITS[what.split()[2]]}
@@ -138,9 +138,8 @@ def tiling_step(device: str, heads: int, kv: int, n: int, share: float, tiling: 
 def chooser(scores: Scores, alpha: float) -> Callable[[], Bands]:
     """The choice with rows that are on the device already, so that it can be captured."""
     _, sums = kernels()
-    grid, device = BlockGrid(scores.queries, scores.keys), scores.key.device
-    rows = sampled_rows(grid, 64, 0, 16).to(device)
-    return lambda: choose_bands(sums.ComputedRows(scores, rows), grid, scores.heads, alpha, 4, 0.75, 16, device)
+    rows = sampled_rows(BlockGrid(scores.queries, scores.keys), 64, 0, 16).to(scores.key.device)
+    return lambda: choose_bands(sums.ComputedRows(scores, rows), alpha, 4, 0.75, 16)
 
 
 def graph_of(work: Callable[[], Any]) -> Callable[[], None]:

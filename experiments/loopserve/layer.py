@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.drawn import markdown, put_table
 from experiments.record import Row, record
@@ -25,7 +26,7 @@ from sinkscope.files.output import write_atomic
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import NEAR, Bands, BlockGrid
 from sinkscope.lines.choice import select_bands
-from sinkscope.lines.sparse import band_attention, dense_attention
+from sinkscope.lines.sparse import band_attention
 
 HEADS, KV_HEADS, WIDTH = 9, 3, 64
 
@@ -41,9 +42,10 @@ def measured(tokens: int, shares: Sequence[float], rounds: int) -> Row:
     """All times at one length, in milliseconds."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(heads, tokens, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    parts = query[None], key[None], value[None]
     scores, grid = Scores(query, key, WIDTH**-0.5), BlockGrid(tokens, tokens)
     arms: dict[str, Callable[[], Any]] = {
-        "dense": partial(dense_attention, scores, value),
+        "dense": partial(scaled_dot_product_attention, *parts, is_causal=True, enable_gqa=True),
         "choice": partial(select_bands, scores, 0.995),
     }
     attended: Row = {}

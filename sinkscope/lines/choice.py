@@ -69,7 +69,7 @@ def select_bands(
         return Bands(columns, bands, grid, dense_rows)
     module = triton_module(device, "triton_sums")
     rows_of = StoredRows if module is None else module.ComputedRows
-    return choose_bands(rows_of(scores, rows), grid, scores.heads, alpha, begin, dense_above, dense_rows, device)
+    return choose_bands(rows_of(scores, rows), alpha, begin, dense_above, dense_rows)
 
 
 def sampled_rows(grid: BlockGrid, sample: int, seed: int, dense_rows: int) -> Int[Tensor, " row"]:

@@ -11,7 +11,7 @@ Algorithm 4, whose turns are those of `Conversation`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -186,7 +186,8 @@ class LoopServe(SparsePrompts):
         """Return columns and bands that hold `alpha` of the sampled attention, or what algorithm 5 chooses."""
         seed = draw_of(self.seed, layer, scores.queries, scores.keys)
         if self.variant == "faithful":
-            return select_lines(scores, self.alpha, sample=self.sample, seed=seed, begin=self.begin)
+            lines = select_lines(scores, self.alpha, sample=self.sample, seed=seed, begin=self.begin)
+            return replace(lines, dense_rows=self.dense_rows)
         return select_bands(
             scores,
             self.alpha,
