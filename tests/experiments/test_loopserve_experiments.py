@@ -65,7 +65,7 @@ def test_the_page_shows_the_committed_numbers(tmp_path):
     page.write_text((ROOT / "docs/serve.md").read_text())
     before = page.read_text()
     record = json.loads((ROOT / "figures/loopserve_real.json").read_text())
-    put_table(page, "loopserve.real", real.table(record["result"], "reported"))
+    put_table(page, "loopserve.real", real.table(record["result"]))
     record = json.loads((ROOT / "figures/loopserve_layer.json").read_text())
     put_table(page, "loopserve.layer", layer.table(record["result"]))
     assert page.read_text() == before

@@ -31,7 +31,6 @@ from experiments.make_shape import make_plan
 from experiments.script import run
 from sinkscope.bench.tasks.loops import DATA
 from sinkscope.bench.tasks.recall import Recall
-from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.results.options import parameters_of
 
 
@@ -62,12 +61,6 @@ def small(name: str, task: Recall, methods: dict[str, str]) -> Panel:
 
 SHORT: dict[str, Any] = {"count": 1, "turns": 1, "total": 320, "least": 256, "hops": 1}
 BESIDE = {"whole cache": "full", "LoopServe": "loopserve", "random part": "random:window=32"}
-TEXT = Panel(
-    "alpha",
-    runs.Suite("text", TextFidelity(count=1, prompt=256, answer=8), None),
-    "kl",
-    (("printed", "loopserve-p:paper:alpha={}", (0.75, 1.0)),),
-)
 
 
 def rate_of(made: Any, label: str) -> float:
@@ -182,12 +175,6 @@ CASES = {
         "loopserve_table1.json",
         {"FIGURES": {"table1": (small("kept", Recall(**SHORT), BESIDE),)}},
     ),
-    "loopserve.dialogues, text": Case(
-        "fidelity --work {out}/w --out {out}",
-        lambda made: made["rows"][0]["kl"] > made["rows"][1]["kl"] == 0,
-        "loopserve_fidelity.json",
-        {"FIGURES": {"fidelity": (TEXT,)}},
-    ),
     "loopserve.halves": Case(
         "--length 48 --out {out}",
         lambda made: made["heads"][0]["shared"] < made["mean"] < made["heads"][1]["shared"],
@@ -206,7 +193,7 @@ CASES = {
     ),
     "loopserve.real": Case(
         "bundled --lengths 900 --kinds tables --alphas 0.3 1 --positions 20 --out {out}/x.json",
-        lambda made: made["bundled, tables, 900, reported"]["0.3"]["kl"] > 0,
+        lambda made: made["bundled, tables, 900, 1"]["0.3"]["kl"] > 0,
         "x.json",
         quick=True,
     ),
