@@ -1,12 +1,13 @@
 """LoopServe beside other methods on a real model: two samples for the choice, nine turns, and where time goes.
 
-    python -m experiments.loopserve.arms MODEL [--dialogue-files FILE ...]
+    python -m experiments.loopserve.arms MODEL [--dialogue-files FILE ...] [--page docs/serve.md]
 
 - `sample`: what columns and bands hold of the attention of queries that did not choose them, by head, where `--alpha`
   is asked: of 64 drawn queries, as in LoopServe, and of the last 64, as in MInference.
-- `turns` (Fig. 12): nine turns on one cache, each 160 tokens of a prompt and the 32 that follow as its answer; KL of
-  the answers' tokens to the whole cache, in nats. SnapKV, AdaKV and LoopServe's decoding half have 128 tokens.
-- `stages` (Fig. 9): processor time of the parts of a prompt's attention, and of whole prompts and steps by arm.
+- `turns` (Fig. 12): nine turns on one cache, each 96 tokens of a text and the 16 that follow as its answer; KL of the
+  answers' tokens to the whole cache, in nats. SnapKV, AdaKV and LoopServe's decoding half have 128 tokens.
+- `stages` (Fig. 9 b): processor time of the parts of a prompt's attention under LoopServe, and of dense attention, in
+  every third layer; and of the whole prompt with the model's own attention.
 
 Texts are those of `experiments.loopserve.real`. Steps that are done are not done again.
 """
@@ -15,14 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from experiments.drawn import markdown, put_table
 from experiments.gpu.steps import Steps
 from experiments.loopserve.real import TEXTS, piece
 from experiments.record import Row
@@ -43,16 +46,17 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
 LAST = 16  # dense rows
-TURNS, PROMPT, ANSWER, BUDGET = 9, 160, 32, 128
+TURNS, PROMPT, ANSWER, BUDGET = 9, 96, 16, 128
 ARMS: dict[str, Intervention | None] = {
     "whole cache": None,
-    "LoopServe": LoopServe(budget=BUDGET, shortest=0),
-    "LoopServe-P": LoopServe(decode=False, shortest=0),
-    "LoopServe-D": LoopServe(prefill=False, budget=BUDGET),
+    "LoopServe": LoopServe(budget=BUDGET, first=0, shortest=0),
+    "LoopServe-D": LoopServe(prefill=False, first=0, budget=BUDGET),
     "SnapKV": SnapKV(budget=BUDGET),
     "AdaKV": AdaKV(budget=BUDGET),
-    "MInference": MInference(),
+    "MInference": MInference(vertical=32, slash=192),
 }
+EVERY = 3
+HEAD = ("tokens", "text", "cells", "dense", "sample", "search", "attention", "layer over dense", "prompt over dense")
 
 
 @torch.no_grad()
@@ -108,35 +112,57 @@ def turns(target: Target, ids: Tensor) -> Row:
 
 @torch.no_grad()
 def stages(target: Target, ids: Tensor, alpha: float) -> Row:
-    """Seconds of the parts of LoopServe's attention over all layers, beside dense attention of the same layers."""
-    spent = dict.fromkeys(("dense", "rows", "search", "sparse"), 0.0)
+    """Seconds of the parts of LoopServe's attention in some layers, and of dense attention there; and its cells."""
+    spent: dict[str, list[float]] = {"dense": [], "rows": [], "search": [], "attention": []}
+    cells: list[float] = []
 
     def timed(name: str, work: Any) -> Any:
         seconds, made = seconds_of(work)
-        spent[name] += seconds
+        spent[name].append(seconds)
         return made
 
     def see(layer: int, scores: Scores) -> None:
         rows = sampled_rows(BlockGrid(scores.queries, scores.keys), 64, layer, LAST)
-        own = timed("rows", partial(StoredRows, scores, rows))
-        chosen = timed("search", partial(choose_bands, own, alpha, 4, LoopServe.dense_above, LAST))
-        timed("sparse", partial(band_attention, scores, scores.key, chosen))
         query, key = scores.query[None], scores.key[None]
         dense = partial(torch.nn.functional.scaled_dot_product_attention, query, key, key)
         timed("dense", partial(dense, is_causal=True, enable_gqa=True))
+        own = timed("rows", partial(StoredRows, scores, rows))
+        chosen = timed("search", partial(choose_bands, own, alpha, 4, LoopServe.dense_above, LAST))
+        timed("attention", partial(band_attention, scores, scores.key, chosen))
+        cells.append(float(chosen.attended().mean()))
 
-    with scores_of(target, see, list(range(target.n_layers))):
-        whole, _ = seconds_of(partial(target.forward, ids))
-    return {**spent, "prompt": whole - sum(spent.values()) + spent["dense"]}
+    seconds, _ = seconds_of(partial(target.base, input_ids=ids, use_cache=False))
+    with scores_of(target, see, list(range(0, target.n_layers, EVERY))):
+        target.base(input_ids=ids, use_cache=False)
+    return {**spent, "cells": cells, "prompt": seconds}
+
+
+def table(rows: Row) -> str:
+    """Milliseconds of a layer, medians over layers, and what they come to in a whole prompt."""
+    lines: list[list[str]] = []
+    for name, row in rows.items():
+        part, kind, length = name.split(", ")
+        if part != "stages":
+            continue
+        ratios, more = list[float](), 0.0
+        for dense, *ours in zip(row["dense"], row["rows"], row["search"], row["attention"], strict=True):
+            ratios.append(sum(ours) / dense)
+            more += sum(ours) - dense
+        cells = [f"{1e3 * median(row[stage]):.0f}" for stage in ("dense", "rows", "search", "attention")]
+        whole = 1 + EVERY * more / row["prompt"]
+        lines.append([length, kind, f"{fmean(row['cells']):.0%}", *cells, f"{median(ratios):.2f}", f"{whole:.2f}"])
+    return markdown(HEAD, lines)
 
 
 def main(
     model: str,
     *,
     alpha: float = 0.955,
-    lengths: Sequence[int] = (2048, 4096),
+    lengths: Sequence[int] = (2048, 4096, 8192),
+    parts: Sequence[Literal["sample", "turns", "stages"]] = ("sample", "turns", "stages"),
     kinds: Sequence[str] = tuple(TEXTS),
     dialogue_files: Sequence[Path] = (),
+    page: Path | None = None,
     out: Path = Path("figures/loopserve_arms.json"),
 ) -> None:
     """Make what the module describes.
@@ -147,17 +173,19 @@ def main(
         lengths: Lengths of the prompts of `stages`; the others' have the first.
         kinds: Kinds of text.
         dialogue_files: JSON lines of dialogues.
+        page: Page whose table of stages is replaced.
     """
     torch.set_num_threads(1)
     steps = Steps("loopserve-arms", out, {"alpha": alpha, "budget": BUDGET}, "cpu", "float32")
     target = target_of(load(model))
-    for kind in kinds:
-        text = TEXTS[kind](dialogue_files)
-        steps.do(f"sample, {kind}", partial(sample, target, piece(target, text, lengths[0], 1), alpha))
-        steps.do(f"turns, {kind}", partial(turns, target, piece(target, text, TURNS * (PROMPT + ANSWER), 1)))
-    for length in lengths:
-        prompt = piece(target, TEXTS["code"](()), length, 1)
-        steps.do(f"stages, {length}", partial(stages, target, prompt, LoopServe.alpha))
+    works = {"sample": partial(sample, alpha=alpha), "turns": turns, "stages": partial(stages, alpha=LoopServe.alpha)}
+    sizes = {"sample": lengths[:1], "turns": [TURNS * (PROMPT + ANSWER)], "stages": lengths}
+    for part, kind in product(parts, kinds):
+        for length in sizes[part]:
+            ids = piece(target, TEXTS[kind](dialogue_files), length, 1)
+            steps.do(f"{part}, {kind}, {length}", partial(works[part], target, ids))
+    if page is not None:
+        put_table(page, "loopserve.arms", table(steps.rows))
     steps.end()
 
 

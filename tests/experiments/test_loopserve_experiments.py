@@ -13,7 +13,7 @@ from bench_kit import dialogues as prompts
 from repository import ROOT
 
 from experiments.drawn import put_table
-from experiments.loopserve import dialogues, layer, longeval, real, runs, table1
+from experiments.loopserve import arms, dialogues, longeval, real, runs, table1
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import open_run
 from sinkscope.bench.run import run_bench
@@ -66,8 +66,8 @@ def test_the_page_shows_the_committed_numbers(tmp_path):
     before = page.read_text()
     record = json.loads((ROOT / "figures/loopserve_real.json").read_text())
     put_table(page, "loopserve.real", real.table(record["result"]))
-    record = json.loads((ROOT / "figures/loopserve_layer.json").read_text())
-    put_table(page, "loopserve.layer", layer.table(record["result"]))
+    record = json.loads((ROOT / "figures/loopserve_arms.json").read_text())
+    put_table(page, "loopserve.arms", arms.table(record["result"]))
     assert page.read_text() == before
 
 
