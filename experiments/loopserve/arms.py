@@ -2,13 +2,12 @@
 
     python -m experiments.loopserve.arms MODEL [--dialogue-files FILE ...] [--page docs/serve.md]
 
-- `sample`: what columns and bands hold of the attention of queries that did not choose them, by head, where `--alpha`
-  is asked: of 64 drawn queries, as in LoopServe, and of the last 64, as in MInference.
+- `prompt`: what columns and bands hold of the attention of queries that did not choose them, by head, where `--alpha`
+  is asked: of 64 drawn queries, as in LoopServe, and of the last 64, as in MInference. Also (Fig. 9 b) the processor
+  time of the parts of LoopServe's attention with its default alpha in every third layer, that of dense attention there,
+  and that of the whole prompt with the model's own attention.
 - `turns` (Fig. 12): nine turns on one cache, each 96 tokens of a text and the 16 that follow as its answer; KL of the
   answers' tokens to the whole cache, in nats. SnapKV, AdaKV and LoopServe's decoding half have 128 tokens.
-- `stages` (Fig. 9 b): processor time of the parts of a prompt's attention under LoopServe, and of dense attention, in
-  every third layer; and of the whole prompt with the model's own attention.
-
 Texts are those of `experiments.loopserve.real`. Steps that are done are not done again.
 """
 
@@ -53,30 +52,51 @@ ARMS: dict[str, Intervention | None] = {
     "LoopServe-D": LoopServe(prefill=False, first=0, budget=BUDGET),
     "SnapKV": SnapKV(budget=BUDGET),
     "AdaKV": AdaKV(budget=BUDGET),
-    "MInference": MInference(vertical=32, slash=192),
+    "MInference": MInference(vertical=64, slash=192),
 }
 EVERY = 3
 HEAD = ("tokens", "text", "cells", "dense", "sample", "search", "attention", "layer over dense", "prompt over dense")
 
 
 @torch.no_grad()
-def sample(target: Target, ids: Tensor, alpha: float) -> Row:
-    """Shares that the choice from either sample holds of the attention of held-out queries, layer by layer."""
-    found: dict[str, list[float]] = {"drawn": [], "last": [], "drawn_cells": [], "last_cells": []}
+def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
+    """What both samples hold, by layer and head; and in some layers the cells and seconds of stages at the default."""
+    held: dict[str, list[float]] = {"drawn": [], "last": [], "drawn_cells": [], "last_cells": []}
+    spent: dict[str, list[float]] = {"dense": [], "rows": [], "search": [], "attention": []}
+    cells, beside = list[float](), list[float]()
 
-    def see(layer: int, scores: Scores) -> None:
+    def timed(name: str, work: Any) -> Any:
+        seconds, made = seconds_of(work)
+        spent[name].append(seconds)
+        return made
+
+    def stages(scores: Scores, rows: Tensor) -> None:
+        query, key = scores.query[None], scores.key[None]
+        dense = partial(torch.nn.functional.scaled_dot_product_attention, query, key, key)
+        timed("dense", partial(dense, is_causal=True, enable_gqa=True))
+        own = timed("rows", partial(StoredRows, scores, rows))
+        chosen = timed("search", partial(choose_bands, own, LoopServe.alpha, 4, LoopServe.dense_above, LAST))
+        timed("attention", partial(band_attention, scores, scores.key, chosen))
+        cells.append(float(chosen.attended().mean()))
+
+    def measure(layer: int, scores: Scores) -> None:
         grid, seed = BlockGrid(scores.queries, scores.keys), draw_of(0, layer, scores.queries, scores.keys)
         sparse = grid.sparse_queries(LAST)
         rows = {"drawn": sampled_rows(grid, 64, seed, LAST), "last": torch.arange(sparse - 64, sparse)}
-        tested = held_out(sparse - 64, 64, seed)
         for name, own in rows.items():
             chosen = choose_bands(StoredRows(scores, own), alpha, 4, float("inf"), LAST)
-            found[name] += recovered(scores, chosen, tested).tolist()
-            found[f"{name}_cells"] += chosen.attended().tolist()
+            held[name] += recovered(scores, chosen, held_out(sparse - 64, 64, seed)).tolist()
+            held[f"{name}_cells"] += chosen.attended().tolist()
+        if layer % EVERY == 0:
+            stages(scores, rows["drawn"])
+
+    def see(layer: int, scores: Scores) -> None:
+        beside.append(seconds_of(partial(measure, layer, scores))[0])
 
     with scores_of(target, see, list(range(target.n_layers))):
-        target.forward(ids)
-    return {"heads": found, **{f"mean_{name}": fmean(values) for name, values in found.items()}}
+        seconds, _ = seconds_of(partial(target.base, input_ids=ids, use_cache=False))
+    means = {name: fmean(values) for name, values in held.items()}
+    return {"heads": held, "mean": means, "stages": spent, "cells": cells, "prompt": seconds - sum(beside)}
 
 
 @torch.no_grad()
@@ -110,45 +130,18 @@ def turns(target: Target, ids: Tensor) -> Row:
     return rows
 
 
-@torch.no_grad()
-def stages(target: Target, ids: Tensor, alpha: float) -> Row:
-    """Seconds of the parts of LoopServe's attention in some layers, and of dense attention there; and its cells."""
-    spent: dict[str, list[float]] = {"dense": [], "rows": [], "search": [], "attention": []}
-    cells: list[float] = []
-
-    def timed(name: str, work: Any) -> Any:
-        seconds, made = seconds_of(work)
-        spent[name].append(seconds)
-        return made
-
-    def see(layer: int, scores: Scores) -> None:
-        rows = sampled_rows(BlockGrid(scores.queries, scores.keys), 64, layer, LAST)
-        query, key = scores.query[None], scores.key[None]
-        dense = partial(torch.nn.functional.scaled_dot_product_attention, query, key, key)
-        timed("dense", partial(dense, is_causal=True, enable_gqa=True))
-        own = timed("rows", partial(StoredRows, scores, rows))
-        chosen = timed("search", partial(choose_bands, own, alpha, 4, LoopServe.dense_above, LAST))
-        timed("attention", partial(band_attention, scores, scores.key, chosen))
-        cells.append(float(chosen.attended().mean()))
-
-    seconds, _ = seconds_of(partial(target.base, input_ids=ids, use_cache=False))
-    with scores_of(target, see, list(range(0, target.n_layers, EVERY))):
-        target.base(input_ids=ids, use_cache=False)
-    return {**spent, "cells": cells, "prompt": seconds}
-
-
 def table(rows: Row) -> str:
     """Milliseconds of a layer, medians over layers, and what they come to in a whole prompt."""
     lines: list[list[str]] = []
     for name, row in rows.items():
         part, kind, length = name.split(", ")
-        if part != "stages":
+        if part != "prompt":
             continue
-        ratios, more = list[float](), 0.0
-        for dense, *ours in zip(row["dense"], row["rows"], row["search"], row["attention"], strict=True):
+        ratios, more, spent = list[float](), 0.0, row["stages"]
+        for dense, *ours in zip(*spent.values(), strict=True):
             ratios.append(sum(ours) / dense)
             more += sum(ours) - dense
-        cells = [f"{1e3 * median(row[stage]):.0f}" for stage in ("dense", "rows", "search", "attention")]
+        cells = [f"{1e3 * median(spent[stage]):.0f}" for stage in spent]
         whole = 1 + EVERY * more / row["prompt"]
         lines.append([length, kind, f"{fmean(row['cells']):.0%}", *cells, f"{median(ratios):.2f}", f"{whole:.2f}"])
     return markdown(HEAD, lines)
@@ -159,7 +152,7 @@ def main(
     *,
     alpha: float = 0.955,
     lengths: Sequence[int] = (2048, 4096, 8192),
-    parts: Sequence[Literal["sample", "turns", "stages"]] = ("sample", "turns", "stages"),
+    parts: Sequence[Literal["prompt", "turns"]] = ("prompt", "turns"),
     kinds: Sequence[str] = tuple(TEXTS),
     dialogue_files: Sequence[Path] = (),
     page: Path | None = None,
@@ -170,7 +163,7 @@ def main(
     Args:
         model: Name, folder or file.
         alpha: What is asked of both samples.
-        lengths: Lengths of the prompts of `stages`; the others' have the first.
+        lengths: Lengths of the prompts.
         kinds: Kinds of text.
         dialogue_files: JSON lines of dialogues.
         page: Page whose table of stages is replaced.
@@ -178,8 +171,8 @@ def main(
     torch.set_num_threads(1)
     steps = Steps("loopserve-arms", out, {"alpha": alpha, "budget": BUDGET}, "cpu", "float32")
     target = target_of(load(model))
-    works = {"sample": partial(sample, alpha=alpha), "turns": turns, "stages": partial(stages, alpha=LoopServe.alpha)}
-    sizes = {"sample": lengths[:1], "turns": [TURNS * (PROMPT + ANSWER)], "stages": lengths}
+    works = {"prompt": partial(prompt, alpha=alpha), "turns": turns}
+    sizes = {"prompt": lengths, "turns": [TURNS * (PROMPT + ANSWER)]}
     for part, kind in product(parts, kinds):
         for length in sizes[part]:
             ids = piece(target, TEXTS[kind](dialogue_files), length, 1)
