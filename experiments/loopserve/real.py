@@ -2,7 +2,7 @@
 
     python -m experiments.loopserve.real MODEL ... [--dialogue-files FILE ...] [--page docs/serve.md]
 
-Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters and functions as CSV), and,
+Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters as CSV), and,
 where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between). They are cut
 into pieces of each length; alpha was chosen on piece 0. A prompt is read once by the model's own attention and once
 under `LoopServe(alpha, decode=False, shortest=0)`; distributions of the next token are compared at `--positions` places
@@ -37,6 +37,7 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
+CHARACTERS = 10  # of a token at most, on average
 HEAD = ("alpha", "text", "tokens", "texts", "attended", "KL", "NLL", "top-1 same", "time over dense")
 
 
@@ -57,9 +58,7 @@ def code(_: Sequence[Path]) -> str:
 
 
 def tables(_: Sequence[Path]) -> str:
-    """Functions of Python's library and their sizes, as CSV."""
-    import _pydecimal
-    import inspect
+    """Letters with their names and kinds, as CSV."""
     import unicodedata
 
     file = io.StringIO()
@@ -70,11 +69,6 @@ def tables(_: Sequence[Path]) -> str:
         name = unicodedata.name(letter, "none").title()
         kind, side = unicodedata.category(letter), unicodedata.bidirectional(letter)
         writer.writerow((name, kind, number, side, unicodedata.east_asian_width(letter)))
-    writer.writerow(("function", "arguments", "lines", "first line"))
-    for name, function in sorted(vars(_pydecimal.Decimal).items()):
-        if inspect.isfunction(function):
-            lines, first = inspect.getsourcelines(function)
-            writer.writerow((name, " ".join(inspect.signature(function).parameters), len(lines), first))
     return file.getvalue()
 
 
@@ -101,7 +95,8 @@ TEXTS = {"prose": prose, "code": code, "tables": tables, "dialogue": dialogue}
 
 def piece(target: Target, text: str, length: int, number: int) -> Tensor:
     """A piece of a text, `[1 pos]`."""
-    ids = target.tokenizer(text, return_tensors="pt", verbose=False).input_ids
+    enough = text[: CHARACTERS * (number + 1) * length]
+    ids = target.tokenizer(enough, return_tensors="pt", verbose=False).input_ids
     ids = ids[:, number * length : (number + 1) * length]
     if ids.shape[1] < length:
         raise SinkscopeError(f"the text has no {(number + 1) * length} tokens")
@@ -125,12 +120,9 @@ def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple
     with LoopServe(alpha=alpha, decode=False, shortest=0).on(target) as told:
         found, seconds = next_tokens(target, ids, at)
     attended: list[float] = []
-    dense_heads, held = list[int](), list[float]()
     for event in told.events:
         if event.kind == "prefill":
             attended.append(event.data.get("attended", 1.0))
-            dense_heads.append(event.data.get("dense_heads", target.n_heads))
-            held += event.data.get("recovered", ())
     following = ids[0, at + 1][:, None]
     row: Row = {
         "kl": float((wanted.exp() * (wanted - found)).sum(1).mean()),
@@ -138,8 +130,6 @@ def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple
         "dense_nll": float(-wanted.gather(1, following).mean()),
         "same": float((wanted.argmax(1) == found.argmax(1)).float().mean()),
         "attended": fmean(attended or [1.0]),  # with alpha 1 nothing is done
-        "dense_heads": fmean(dense_heads or [target.n_heads]) / target.n_heads,
-        "least_held": min(held, default=None),
         "time": seconds / dense_seconds,
     }
     return row
