@@ -27,7 +27,6 @@ from typing import Any, Literal
 from plotly.subplots import make_subplots
 
 from experiments.drawn import at_place, error_bars, save
-from experiments.loopserve import paper
 from experiments.loopserve.runs import (
     ALL,
     CHAIN,
@@ -53,9 +52,10 @@ from sinkscope.results.style import COLOURS, figure_of
 DEFAULT = LoopServe()
 PRINTED, DRAWN = "as printed", "exact weights, rows drawn"
 DENSE = f"default: last {DEFAULT.dense_rows} rows dense"
-ALPHAS = (0.75, 0.9, 0.955, *paper.ALPHAS)
+ALPHAS = (0.75, 0.9, 0.955, 0.98, 0.985, 0.99, 0.995, 1.0)  # from 0.98 on, the paper's sweep (Figs. 5 c, 10 a)
 SAMPLES, INTERVALS, FIXED = (12, 24, 48, 96), (8, 16, 32, 64), 128
-SMALL_BUDGETS = (32, 64, 128, *paper.BUDGETS)
+BUDGETS = (32, 64, 128, 256, 512, 1024, 2048)  # from 256 on, those of Figs. 5 d and 10 b
+WINDOWS = (6, 12, 24, 48, 96)  # Fig. 11
 
 Values = tuple[float | None, ...]
 ALONE: Values = (None,)
@@ -153,8 +153,8 @@ BY_ALPHA = (
     (DENSE, "loopserve-p:alpha={}", ALPHAS),
 )
 BY_WINDOW = (
-    ("LoopServe-D, first=0", f"loopserve-d:first=0:budget={FIXED}:interval={{}}", paper.WINDOWS),
-    ("SnapKV", f"snapkv:budget={FIXED}:kernel=7:pooling=max:window={{}}", paper.WINDOWS),
+    ("LoopServe-D, first=0", f"loopserve-d:first=0:budget={FIXED}:interval={{}}", WINDOWS),
+    ("SnapKV", f"snapkv:budget={FIXED}:kernel=7:pooling=max:window={{}}", WINDOWS),
 )
 BY_FIRST = (
     ("chosen from everything", "loopserve-d:first={}", (0, 16)),
@@ -188,10 +188,10 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
             SWEPT_KEPT,
             "score",
             (
-                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", SMALL_BUDGETS),
-                ("SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", SMALL_BUDGETS),
-                ("SnapKV, window 16, not pooled", "snapkv:window=16:kernel=1:budget={}", SMALL_BUDGETS),
-                ("random part", "random:window=32:budget={}", SMALL_BUDGETS),
+                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
+                ("SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
+                ("SnapKV, window 16, not pooled", "snapkv:window=16:kernel=1:budget={}", BUDGETS),
+                ("random part", "random:window=32:budget={}", BUDGETS),
             ),
         ),
         Panel(f"observation window (one fact, budget {FIXED})", SWEPT_KEPT, "score", BY_WINDOW),
@@ -200,9 +200,9 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
             SWEPT_CHAIN,
             "prefix",
             (
-                ("LoopServe-D", "loopserve-d:budget={}", SMALL_BUDGETS),
-                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", SMALL_BUDGETS),
-                ("random part, anew", "random-progressive:budget={}", SMALL_BUDGETS),
+                ("LoopServe-D", "loopserve-d:budget={}", BUDGETS),
+                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
+                ("random part, anew", "random-progressive:budget={}", BUDGETS),
             ),
         ),
         Panel(

@@ -1,46 +1,20 @@
-"""The experiments on LoopServe: the paper's numbers, how answers are counted, the controls, the page."""
+"""The experiments on LoopServe: methods, tables of pages, dialogues on one cache."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
 
 import pytest
-from bench_kit import MODEL, SETTINGS, made_record, tiny
 from bench_kit import dialogues as prompts
+from bench_kit import tiny
 from repository import ROOT
 
 from experiments.drawn import put_table
-from experiments.loopserve import arms, dialogues, longeval, real, runs, table1
+from experiments.loopserve import arms, dialogues, longeval, real, runs
 from sinkscope.bench.methods import read_method
-from sinkscope.bench.record import open_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
-
-
-def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path):
-    folder = _qasper_run(tmp_path / "run", "meta-llama/Llama-3.1-8B-Instruct")
-    rows = table1.rows_of([folder])
-    ours = {(r["position"], r["task"], r["method"]): r["ours"] for r in rows if r["ours"] is not None}
-    # One token of F1 in two answers: 100 % and, of "Ellen" for "Ellen Varga", 2/3.
-    assert ours == {("end", "qasper", "snapkv"): pytest.approx(100 * fmean([1, 2 / 3]))}
-    assert all(row["ours"] is None for row in rows if row["model"] != "llama-3.1")
-    line = next(line for line in table1.table(rows).splitlines() if line.startswith("| llama-3.1 | end | qasper |"))
-    assert line.count("not run") == 8 and "35.95 / 83.33" in line
-    small = _qasper_run(tmp_path / "small", "meta-llama/Llama-3.2-3B-Instruct")
-    eight = {r["method"]: r["ours"] for r in table1.rows_of([small])[-12:] if r["task"] == "qasper"}
-    assert eight == {"adakv": None, "snapkv": pytest.approx(500 / 6), "minference": None, "loopserve": None}
-
-
-def _qasper_run(folder: Path, name: str) -> Path:
-    settings = {**SETTINGS, "model": {**MODEL, "name": name}}
-    with open_run(folder, settings, []) as store:
-        for turn, score in enumerate([1.0, 2 / 3]):
-            about = {"metrics": {"score": score, "prefix": 0.0}, "settings": {"set": "qasper", "part": "end"}}
-            store.append([made_record("snapkv:1024", "q end", turn=turn, **about)])
-    return folder
 
 
 def test_every_method_of_the_experiments_can_be_made():
