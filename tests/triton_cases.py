@@ -58,7 +58,7 @@ def case(queries: int, past: int, width: int, kv: int, dtype: str) -> dict[str, 
     rows = sampled_rows(chosen.grid, 70, 0, chosen.dense_rows)
     if len(rows):
         ours, plain = ComputedRows(scores, rows), StoredRows(scores, rows)
-        for name, a, b in zip(("columns", "bands"), ours.sums(3), plain.sums(3), strict=True):
+        for name, a, b in zip(("columns", "bands"), ours.sums(chosen), plain.sums(chosen), strict=True):
             found[name] = off(a, b)
         generator = torch.Generator().manual_seed(1)
         sizes = (past + queries, chosen.grid.blocks, 32)

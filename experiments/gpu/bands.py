@@ -114,7 +114,7 @@ def correct(device: str, lengths: Sequence[tuple[int, int]]) -> Row:
             rows = sampled_rows(chosen.grid, 64, 0, 16)
             if len(rows):
                 own, other = sums.ComputedRows(scores, rows), StoredRows(scores, rows)
-                for what, a, b in zip(("columns", "bands"), own.sums(4), other.sums(4), strict=True):
+                for what, a, b in zip(("columns", "bands"), own.sums(chosen), other.sums(chosen), strict=True):
                     found[f"{queries}/{keys} {width} {name} {what}"] = float((a - b).norm() / b.norm())
                 density = torch.rand(4, keys, device=device), torch.rand(4, chosen.grid.blocks, device=device)
                 least = torch.rand(4, 32, device=device).sort().values
@@ -170,7 +170,7 @@ def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) ->
     found["host_ms"] = 1e3 * (time.perf_counter() - began)
     computed = sums.ComputedRows(scores, rows)
     found["normalisers_ms"] = time_of(lambda: sums.ComputedRows(scores, rows))
-    found["sums_ms"] = time_of(lambda: computed.sums(4))
+    found["sums_ms"] = time_of(lambda: computed.sums(chosen))
     density = torch.rand(heads, n, device=device), torch.rand(heads, grid.blocks, device=device)
     least = torch.rand(heads, 32, device=device)
     found["held_ms"] = time_of(lambda: computed.held(*density, least))

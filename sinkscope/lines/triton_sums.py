@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BAND, NEAR, BlockGrid, ByBand, ByColumn, ByThreshold
+from sinkscope.lines.bands import BAND, Bands, BlockGrid, ByBand, ByColumn, ByThreshold
 from sinkscope.lines.triton import LOG2_E, fitting, launch
 
 SIZE = 64
@@ -28,8 +28,7 @@ SIZE = 64
 CHUNK = 16
 """So many times these keys are read by a program."""
 # Kernels read global names only if these are constants of Triton.
-_SIZE, _CHUNK = tl.constexpr(SIZE), tl.constexpr(CHUNK)
-_BAND, _NEAR = tl.constexpr(BAND), tl.constexpr(NEAR)
+_SIZE, _CHUNK, _BAND = tl.constexpr(SIZE), tl.constexpr(CHUNK), tl.constexpr(BAND)
 
 
 class ComputedRows:
@@ -65,11 +64,11 @@ class ComputedRows:
         grid = (self._chunks, self.scores.heads, self._parts)
         launch(kernel, grid, *own, *self._arguments, options=options, **self._sizes, **sizes)
 
-    def sums(self, begin: int) -> tuple[ByColumn, ByBand]:
-        """Weight of each column outside the nearest bands, and of each band outside the first `begin` columns."""
+    def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
+        """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
         columns = self._total.new_empty(self.scores.heads, self._parts, self.grid.keys)
         bands = self._total.new_empty(self.scores.heads, SIZE * self._parts, self.grid.blocks)
-        self._run(_sums, columns, bands, self._total, begin)
+        self._run(_sums, columns, bands, self._total, chosen.columns.view(torch.uint8), chosen.bands.view(torch.uint8))
         return columns.sum(1), bands.sum(1)
 
     def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
@@ -132,32 +131,37 @@ def _step(q, key, own_at, norm, stride, scaling, step, keys, lead):
     return start // _BAND, own, tl.exp2(scores - norm[:, None])
 
 
-@triton.jit(do_not_specialize=["begin", "keys", "lead", "blocks"])  # once for prompts of all lengths
+@triton.jit(do_not_specialize=["keys", "lead", "blocks"])  # once for prompts of all lengths
 @no_type_check
 def _sums(
-    columns, bands, total, begin, query, key, at, last, head_stride, stride, scaling, keys, lead, blocks,
+    columns, bands, total, on_column, on_band, query, key, at, last, head_stride, stride, scaling, keys, lead, blocks,
     GROUP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Sums of columns outside the nearest bands, and of each row's bands outside the first columns."""
+    """Sums of columns outside the chosen bands, and of each row's bands outside the chosen columns."""
     head, part = tl.program_id(1), tl.program_id(2)
     rows, q, own_at, last_block, norm, key = _sampled(query, key, at, last, total, head_stride, GROUP, WIDTH)
     columns += (head * tl.num_programs(2) + part).to(tl.int64) * keys
     bands += rows.to(tl.int64) * blocks
+    on_column += head.to(tl.int64) * keys
+    on_band += head * blocks
     for step in range(_CHUNK):
         first, own, probs = _step(q, key, own_at, norm, stride, scaling, step, keys, lead)
-        later = tl.where((own >= begin)[None, :], probs, 0.0)
-        far = probs
+        inside = (own >= 0) & (own < keys)
+        left = tl.load(on_column + own, mask=inside, other=1) == 0
+        outside = tl.where(left[None, :], probs, 0.0)
+        alone = probs
         for piece in tl.static_range(_SIZE // _BAND):
             block = first + piece
             in_block = (tl.arange(0, _SIZE) // _BAND) == piece
             # Blocks after a row weigh 0, and stand for the bands that it does not reach: each place is written once.
             back = last_block - block
-            far = tl.where(in_block[None, :] & (back < _NEAR)[:, None], 0.0, far)
+            taken = tl.load(on_band + back, mask=back >= 0, other=0) != 0
+            alone = tl.where(in_block[None, :] & taken[:, None], 0.0, alone)
             place = tl.where(back >= 0, back, back + blocks)
             place = tl.where(block < blocks, place, blocks)
-            weight = tl.sum(tl.where(in_block[None, :], later, 0.0), 1)
+            weight = tl.sum(tl.where(in_block[None, :], outside, 0.0), 1)
             tl.store(bands + place, weight, mask=place < blocks)
-        tl.store(columns + own, tl.sum(far, 0), mask=(own >= 0) & (own < keys))
+        tl.store(columns + own, tl.sum(alone, 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["keys", "lead", "blocks"])  # once for prompts of all lengths
