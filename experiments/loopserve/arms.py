@@ -1,6 +1,6 @@
 """LoopServe beside other methods on a real model: two samples for the choice, nine turns, and where time goes.
 
-    python -m experiments.loopserve.arms MODEL [--dialogue-files FILE ...] [--page docs/serve.md]
+    python -m experiments.loopserve.arms MODEL [--dialogue-files FILE ...] [--page PAGE] [--turns-page PAGE]
 
 - `prompt`: what columns and bands hold of the attention of queries that did not choose them, by head, where `--alpha`
   is asked: of 64 drawn queries, as in LoopServe, and of the last 64, as in MInference. Also (Fig. 9 b) the processor
@@ -130,7 +130,7 @@ def turns(target: Target, ids: Tensor) -> Row:
     return rows
 
 
-def table(rows: Row) -> str:
+def stages_table(rows: Row) -> str:
     """Milliseconds of a layer, medians over layers, and what they come to in a whole prompt."""
     lines: list[list[str]] = []
     for name, row in rows.items():
@@ -147,6 +147,13 @@ def table(rows: Row) -> str:
     return markdown(HEAD, lines)
 
 
+def turns_table(rows: Row) -> str:
+    """KL by method and text: mean over turns, and of the last one."""
+    texts = {name.split(", ")[1]: row for name, row in rows.items() if name.startswith("turns")}
+    lines = [[arm, *(f"{row[arm]['mean']:.3f} ({row[arm]['kl'][-1]:.3f})" for row in texts.values())] for arm in ARMS]
+    return markdown(["method", *texts], lines)
+
+
 def main(
     model: str,
     *,
@@ -156,6 +163,7 @@ def main(
     kinds: Sequence[str] = tuple(TEXTS),
     dialogue_files: Sequence[Path] = (),
     page: Path | None = None,
+    turns_page: Path | None = None,
     out: Path = Path("figures/loopserve_arms.json"),
 ) -> None:
     """Make what the module describes.
@@ -167,6 +175,7 @@ def main(
         kinds: Kinds of text.
         dialogue_files: JSON lines of dialogues.
         page: Page whose table of stages is replaced.
+        turns_page: Page whose table of turns is replaced.
     """
     torch.set_num_threads(1)
     steps = Steps("loopserve-arms", out, {"alpha": alpha, "budget": BUDGET}, "cpu", "float32")
@@ -178,7 +187,9 @@ def main(
             ids = piece(target, TEXTS[kind](dialogue_files), length, 1)
             steps.do(f"{part}, {kind}, {length}", partial(works[part], target, ids))
     if page is not None:
-        put_table(page, "loopserve.arms", table(steps.rows))
+        put_table(page, "loopserve.arms", stages_table(steps.rows))
+    if turns_page is not None:
+        put_table(turns_page, "loopserve.arms", turns_table(steps.rows))
     steps.end()
 
 

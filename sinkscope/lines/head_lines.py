@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from sinkscope.lines.attention import Scores
 from sinkscope.models.draws import draws
 
 
@@ -97,6 +98,12 @@ class HeadLines:
         wanted = (self.chosen * length).sum(-1, keepdim=True)
         order = order.to(wanted.device).expand_as(self.chosen)
         return HeadLines(torch.zeros_like(self.chosen).scatter_(-1, order, reached < wanted), self.queries)
+
+
+def near_lines(scores: Scores, first: int, local: int, dense_rows: int = 0) -> HeadLines:
+    """Choose the first columns and the nearest offsets of every head, and the last rows."""
+    index = torch.arange(scores.keys, device=scores.key.device).expand(scores.heads, -1)
+    return HeadLines.of(index < first, index < local, scores.queries, dense_rows)
 
 
 def crossing_counts(lines: Shaped[Tensor, "*n line"], past: int) -> Shaped[Tensor, "*n line"]:

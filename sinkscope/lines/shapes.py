@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, Whole, share_of
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.head_lines import HeadLines, near_lines
 from sinkscope.lines.serve.sparse_prompts import SparsePrompts
 from sinkscope.lines.votes import heaviest, last_votes, minference_lines
 
@@ -143,12 +143,6 @@ class ShapeShare(Shape):
             return share_lines(scores, self.budget)
         shape = shape_at(self.budget, scores.keys)
         return near_lines(scores, shape.first, shape.local, shape.first if self.name == "TriShape" else 0)
-
-
-def near_lines(scores: Scores, first: int, local: int, dense_rows: int = 0) -> HeadLines:
-    """Choose the first columns and the nearest offsets of every head, and the last rows."""
-    index = torch.arange(scores.keys, device=scores.key.device).expand(scores.heads, -1)
-    return HeadLines.of(index < first, index < local, scores.queries, dense_rows)
 
 
 def shape_at(share: float, keys: int) -> AShape:
