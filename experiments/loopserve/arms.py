@@ -130,20 +130,24 @@ def turns(target: Target, ids: Tensor) -> Row:
     return rows
 
 
+def over_dense(row: Row) -> tuple[float, float]:
+    """Times of a layer (median over layers) and of a whole prompt under LoopServe, over those with dense attention."""
+    ratios, more = list[float](), 0.0
+    for dense, *ours in zip(*row["stages"].values(), strict=True):
+        ratios.append(sum(ours) / dense)
+        more += sum(ours) - dense
+    return median(ratios), 1 + EVERY * more / row["prompt"]
+
+
 def stages_table(rows: Row) -> str:
     """Milliseconds of a layer, medians over layers, and what they come to in a whole prompt."""
     lines: list[list[str]] = []
     for name, row in rows.items():
         part, kind, length = name.split(", ")
-        if part != "prompt":
-            continue
-        ratios, more, spent = list[float](), 0.0, row["stages"]
-        for dense, *ours in zip(*spent.values(), strict=True):
-            ratios.append(sum(ours) / dense)
-            more += sum(ours) - dense
-        cells = [f"{1e3 * median(spent[stage]):.0f}" for stage in spent]
-        whole = 1 + EVERY * more / row["prompt"]
-        lines.append([length, kind, f"{fmean(row['cells']):.0%}", *cells, f"{median(ratios):.2f}", f"{whole:.2f}"])
+        if part == "prompt":
+            times = [f"{1e3 * median(seconds):.0f}" for seconds in row["stages"].values()]
+            ratios = [f"{ratio:.2f}" for ratio in over_dense(row)]
+            lines.append([length, kind, f"{fmean(row['cells']):.0%}", *times, *ratios])
     return markdown(HEAD, lines)
 
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
+import torch
 from bench_kit import dialogues as prompts
 from bench_kit import tiny
 from repository import ROOT
@@ -15,6 +16,7 @@ from experiments.loopserve import arms, dialogues, longeval, real, runs
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
+from sinkscope.lines.serve import LoopServe
 
 
 def test_every_method_of_the_experiments_can_be_made():
@@ -44,6 +46,17 @@ def test_the_page_shows_the_committed_numbers(tmp_path):
     put_table(page, "loopserve.real", real.table(record["result"]))
     put_table(page, "loopserve.arms", arms.stages_table(others))
     assert page.read_text() == before
+
+
+def test_on_a_cpu_no_prompt_is_read_along_bands_where_that_was_measured_to_be_slower():
+    decided = set()
+    for name, row in json.loads((ROOT / "figures/loopserve_arms.json").read_text())["result"].items():
+        if name.startswith("prompt"):
+            length = int(name.rpartition(", ")[2])
+            dense = LoopServe().too_short(length, length, torch.device("cpu")) is not None
+            assert dense or arms.over_dense(row)[1] <= 1.05, name
+            decided.add(dense)
+    assert decided == {True, False}
 
 
 @dataclass(frozen=True, kw_only=True)
