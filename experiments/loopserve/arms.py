@@ -1,13 +1,12 @@
-"""LoopServe beside other methods on a real model: two samples for the choice, nine turns, and where time goes.
+"""Two samples for the choice of bands on a real model, and where the time of a prompt goes.
 
-    python -m experiments.loopserve.arms MODEL [--dialogue-files FILE ...] [--page PAGE] [--turns-page PAGE]
+    python -m experiments.loopserve.arms MODEL [--dialogue-files FILE ...] [--page PAGE]
 
-- `prompt`: what columns and bands hold of the attention of queries that did not choose them, by head, where `--alpha`
-  is asked: of 64 drawn queries, as in LoopServe, and of the last 64, as in MInference. Also (Fig. 9 b) the processor
-  time of the parts of LoopServe's attention with its default alpha in every third layer, that of dense attention there,
-  and that of the whole prompt with the model's own attention.
-- `turns` (Fig. 12): nine turns on one cache, each 96 tokens of a text and the 16 that follow as its answer; KL of the
-  answers' tokens to the whole cache, in nats. SnapKV, AdaKV and LoopServe's decoding half have 128 tokens.
+For each prompt: what columns and bands hold of the attention of queries that did not choose them, by head, where
+`--alpha` is asked: of 64 drawn queries, as in LoopServe, and of the last 64, as in MInference. Also (Fig. 9 b) the
+processor time of the parts of LoopServe's attention with its default alpha in every third layer, that of dense
+attention there, and that of the whole prompt with the model's own attention.
+
 Texts are those of `experiments.loopserve.real`. Steps that are done are not done again.
 """
 
@@ -18,11 +17,10 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from experiments.drawn import markdown, put_table
 from experiments.gpu.steps import Steps
@@ -30,14 +28,11 @@ from experiments.loopserve.real import TEXTS, piece
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
-from sinkscope.hooks.edit.base import Intervention, under
-from sinkscope.kv import AdaKV, SnapKV
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import BlockGrid, StoredRows, choose_bands
 from sinkscope.lines.choice import sampled_rows
 from sinkscope.lines.sample import draw_of, held_out
 from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.shapes import MInference
 from sinkscope.lines.sparse import band_attention
 from sinkscope.lines.sums import recovered, scores_of
 from sinkscope.models.target import Target
@@ -45,15 +40,6 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
 LAST = 16  # dense rows
-TURNS, PROMPT, ANSWER, BUDGET = 9, 96, 16, 128
-ARMS: dict[str, Intervention | None] = {
-    "whole cache": None,
-    "LoopServe": LoopServe(budget=BUDGET, first=0, shortest=0),
-    "LoopServe-D": LoopServe(prefill=False, first=0, budget=BUDGET),
-    "SnapKV": SnapKV(budget=BUDGET),
-    "AdaKV": AdaKV(budget=BUDGET),
-    "MInference": MInference(vertical=64, slash=192),
-}
 EVERY = 3
 HEAD = ("tokens", "text", "cells", "dense", "sample", "search", "attention", "layer over dense", "prompt over dense")
 
@@ -99,37 +85,6 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
     return {"heads": held, "mean": means, "stages": spent, "cells": cells, "prompt": seconds - sum(beside)}
 
 
-@torch.no_grad()
-def answered(target: Target, ids: Tensor, edit: Intervention | None) -> tuple[Tensor, list[float], list[float]]:
-    """Next-token distributions after the tokens of all answers, and seconds of each prompt and of each step."""
-    cache = DynamicCache(config=target.hf.config)
-    after: list[Tensor] = []
-    prompts, steps = list[float](), list[float]()
-    with under(edit, target):
-        for start in range(0, ids.shape[1], PROMPT + ANSWER):
-            begin = start + PROMPT
-            for part in (ids[:, start:begin], *ids[:, begin : begin + ANSWER].split(1, 1)):
-                call = partial(target.hf, input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                seconds, output = seconds_of(call)
-                (prompts if part.shape[1] > 1 else steps).append(seconds)
-                if part.shape[1] == 1:
-                    after.append(output.logits[0, -1].log_softmax(-1))
-    return torch.stack(after), prompts, steps
-
-
-def turns(target: Target, ids: Tensor) -> Row:
-    """KL of each turn's answer to that of the whole cache, by arm, and seconds."""
-    rows: Row = {}
-    whole = torch.empty(0)
-    for name, edit in ARMS.items():
-        logits, prompts, steps = answered(target, ids, edit)
-        if edit is None:
-            whole = logits
-        kl = (whole.exp() * (whole - logits)).sum(1).view(TURNS, ANSWER).mean(1)
-        rows[name] = {"kl": kl.tolist(), "mean": float(kl.mean()), "prompt": fmean(prompts), "step": fmean(steps)}
-    return rows
-
-
 def over_dense(row: Row) -> tuple[float, float]:
     """Times of a layer (median over layers) and of a whole prompt under LoopServe, over those with dense attention."""
     ratios, more = list[float](), 0.0
@@ -143,19 +98,11 @@ def stages_table(rows: Row) -> str:
     """Milliseconds of a layer, medians over layers, and what they come to in a whole prompt."""
     lines: list[list[str]] = []
     for name, row in rows.items():
-        part, kind, length = name.split(", ")
-        if part == "prompt":
-            times = [f"{1e3 * median(seconds):.0f}" for seconds in row["stages"].values()]
-            ratios = [f"{ratio:.2f}" for ratio in over_dense(row)]
-            lines.append([length, kind, f"{fmean(row['cells']):.0%}", *times, *ratios])
+        _, kind, length = name.split(", ")
+        times = [f"{1e3 * median(seconds):.0f}" for seconds in row["stages"].values()]
+        ratios = [f"{ratio:.2f}" for ratio in over_dense(row)]
+        lines.append([length, kind, f"{fmean(row['cells']):.0%}", *times, *ratios])
     return markdown(HEAD, lines)
-
-
-def turns_table(rows: Row) -> str:
-    """KL by method and text: mean over turns, and of the last one."""
-    texts = {name.split(", ")[1]: row for name, row in rows.items() if name.startswith("turns")}
-    lines = [[arm, *(f"{row[arm]['mean']:.3f} ({row[arm]['kl'][-1]:.3f})" for row in texts.values())] for arm in ARMS]
-    return markdown(["method", *texts], lines)
 
 
 def main(
@@ -163,11 +110,9 @@ def main(
     *,
     alpha: float = 0.955,
     lengths: Sequence[int] = (2048, 4096, 8192),
-    parts: Sequence[Literal["prompt", "turns"]] = ("prompt", "turns"),
     kinds: Sequence[str] = tuple(TEXTS),
     dialogue_files: Sequence[Path] = (),
     page: Path | None = None,
-    turns_page: Path | None = None,
     out: Path = Path("figures/loopserve_arms.json"),
 ) -> None:
     """Make what the module describes.
@@ -179,21 +124,15 @@ def main(
         kinds: Kinds of text.
         dialogue_files: JSON lines of dialogues.
         page: Page whose table of stages is replaced.
-        turns_page: Page whose table of turns is replaced.
     """
     torch.set_num_threads(1)
-    steps = Steps("loopserve-arms", out, {"alpha": alpha, "budget": BUDGET}, "cpu", "float32")
+    steps = Steps("loopserve-arms", out, {"alpha": alpha}, "cpu", "float32")
     target = target_of(load(model))
-    works = {"prompt": partial(prompt, alpha=alpha), "turns": turns}
-    sizes = {"prompt": lengths, "turns": [TURNS * (PROMPT + ANSWER)]}
-    for part, kind in product(parts, kinds):
-        for length in sizes[part]:
-            ids = piece(target, TEXTS[kind](dialogue_files), length, 1)
-            steps.do(f"{part}, {kind}, {length}", partial(works[part], target, ids))
+    for length, kind in product(lengths, kinds):
+        ids = piece(target, TEXTS[kind](dialogue_files), length, 1)
+        steps.do(f"prompt, {kind}, {length}", partial(prompt, target, ids, alpha))
     if page is not None:
         put_table(page, "loopserve.arms", stages_table(steps.rows))
-    if turns_page is not None:
-        put_table(turns_page, "loopserve.arms", turns_table(steps.rows))
     steps.end()
 
 

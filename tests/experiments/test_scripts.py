@@ -64,13 +64,11 @@ BESIDE = {"whole cache": "full", "LoopServe": "loopserve", "random part": "rando
 
 
 def right_arms(made: Any) -> bool:
-    """Both samples were asked of every head, the whole cache loses nothing, and every stage took time."""
-    prompt, turns = made.values()
+    """Both samples were asked of every head, and every stage took time."""
+    (prompt,) = made.values()
     held = prompt["heads"]
-    kls = {name: row["mean"] for name, row in turns.items() if isinstance(row, dict)}
-    others = [kls[name] for name in ("SnapKV", "AdaKV", "LoopServe-D")]
     times = [min(seconds) for seconds in prompt["stages"].values()]
-    return len(held["drawn"]) == len(held["last"]) and kls["whole cache"] == 0 < min(others) and min(times) > 0
+    return len(held["drawn"]) == len(held["last"]) and min(times) > 0
 
 
 def rate_of(made: Any, label: str) -> float:
