@@ -27,6 +27,13 @@ def drawn(heads: int, keys: int, queries: int, vertical: float, slash: float, se
     return lines
 
 
+def drawn_scores(heads: int, queries: int, keys: int, seed: int, sharp: float = 3.0) -> Scores:
+    """Random queries and keys; larger queries attend to fewer keys."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(heads, queries, 8, generator=generator) * sharp
+    return Scores(query, torch.randn(max(1, heads // 2), keys, 8, generator=generator), 8**-0.5)
+
+
 def offsets(queries: int, keys: int) -> Tensor:
     """How far each key lies before each query; negative after it."""
     return torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
@@ -66,11 +73,6 @@ def dense(scores: Scores, sees: Tensor | None = None) -> Tensor:
         return made.softmax(-1)
     extra = scores.sinks.double()[:, None, None].expand(-1, scores.queries, 1)
     return torch.cat([made, extra], -1).softmax(-1)[..., :-1]
-
-
-def along(scores: Scores, value: Tensor, lines: HeadLines) -> Tensor:
-    """What attention along lines gives, `[head query d_head]`."""
-    return dense(scores, on_lines(lines)) @ per_head(value, scores.heads)
 
 
 def per_head(shared: Tensor, heads: int) -> Tensor:

@@ -7,7 +7,7 @@ again. Times are medians of runs between two events on the device, after a warm-
 width 128 and as many or a quarter as many kv heads, in bfloat16, on random numbers.
 
 - `correct`: attention and sums against masked dense attention in float64 on a small case of every kind.
-- `tiling`: attention on a tenth, three tenths and all of the cells with every `Tiling`.
+- `tiling`: attention on a tenth, three tenths and all of the cells with every tiling.
 - `choice`: the choice of columns and bands, launched step by step and as one graph; `launches` of both.
 - `layer`: attention on given shares, the choice and both together, beside FlashAttention and cuDNN's attention.
 - `flex`: FlexAttention with a block mask of the same bands.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,7 +117,7 @@ def correct(device: str, lengths: Sequence[tuple[int, int]]) -> Row:
                 for what, a, b in zip(("columns", "bands"), own.sums(chosen), other.sums(chosen), strict=True):
                     found[f"{queries}/{keys} {width} {name} {what}"] = float((a - b).norm() / b.norm())
                 density = torch.rand(4, keys, device=device), torch.rand(4, chosen.grid.blocks, device=device)
-                least = torch.rand(4, 32, device=device)
+                least = torch.rand(4, 32, device=device).sort().values
                 a, b = own.held(*density, least), other.held(*density, least)
                 found[f"{queries}/{keys} {width} {name} held"] = float((a - b).norm() / b.norm())
     bad = {what: error for what, error in found.items() if not error < LIMITS[what.split()[2]]}
@@ -126,21 +125,20 @@ def correct(device: str, lengths: Sequence[tuple[int, int]]) -> Row:
 
 
 @torch.no_grad()
-def tiling_step(device: str, heads: int, kv: int, n: int, share: float, tiling: Any, rounds: int, dtype: str) -> Row:
+def tiling_step(device: str, heads: int, kv: int, n: int, share: float, tiling: Row, rounds: int, dtype: str) -> Row:
     """Attention with one tiling."""
     triton, _ = kernels()
     scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
     chosen = bands_of(heads, n, n, share, device)
-    ms = milliseconds(lambda: triton.attention_on(scores, value, chosen, tiling), device, rounds)
-    return {**asdict(tiling), "n": n, "share": float(chosen.attended().mean()), "ms": ms}
+    ms = milliseconds(lambda: triton.attention_on(scores, value, chosen, [tiling]), device, rounds)
+    return {**told(tiling), "n": n, "share": float(chosen.attended().mean()), "ms": ms}
 
 
 def chooser(scores: Scores, alpha: float) -> Callable[[], Bands]:
     """The choice with rows that are on the device already, so that it can be captured."""
     _, sums = kernels()
-    grid, device = BlockGrid(scores.queries, scores.keys), scores.key.device
-    rows = sampled_rows(grid, 64, 0, 16).to(device)
-    return lambda: choose_bands(sums.ComputedRows(scores, rows), grid, scores.heads, alpha, 4, 0.75, 16, device)
+    rows = sampled_rows(BlockGrid(scores.queries, scores.keys), 64, 0, 16).to(scores.key.device)
+    return lambda: choose_bands(sums.ComputedRows(scores, rows), alpha, 4, 0.75, 16)
 
 
 def graph_of(work: Callable[[], Any]) -> Callable[[], None]:
@@ -183,11 +181,11 @@ def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) ->
 
 
 @torch.no_grad()
-def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str, tiling: Any) -> Row:
+def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str, tiling: Row) -> Row:
     """Attention on given shares, with the choice and without, beside dense attention."""
     triton, _ = kernels()
     scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
-    found: Row = {"n": n, "kv_heads": kv, "tiling": asdict(tiling)}
+    found: Row = {"n": n, "kv_heads": kv, "tiling": told(tiling)}
     time_of = partial(milliseconds, device=device, rounds=rounds)
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         try:
@@ -200,10 +198,10 @@ def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str, til
 
         def both(chosen: Bands = chosen) -> None:
             choose()
-            triton.attention_on(scores, value, chosen, tiling)
+            triton.attention_on(scores, value, chosen, [tiling])
 
         row: Row = {"cells": float(chosen.attended().mean())}
-        row["attention_ms"] = time_of(lambda chosen=chosen: triton.attention_on(scores, value, chosen, tiling))
+        row["attention_ms"] = time_of(lambda chosen=chosen: triton.attention_on(scores, value, chosen, [tiling]))
         row["layer_ms"] = time_of(both)
         if device != "cpu" and share in (0.1, 0.35):
             row["layer_graph_ms"] = time_of(graph_of(both))
@@ -303,16 +301,20 @@ def profile(device: str, heads: int, kv: int, n: int, dtype: str) -> Row:
     return rows
 
 
-def tilings() -> list[Any]:
+def tilings() -> list[Row]:
     """Those that are tried, likely ones first."""
-    triton, _ = kernels()
-    made: list[Any] = []
+    made: list[Row] = []
     for size, warps, stages in ((128, 4, 2), (64, 4, 2), (128, 8, 2), (64, 4, 3), (64, 8, 3), (32, 4, 3), (128, 4, 3)):
-        made.append(triton.Tiling(size=size, warps=warps, stages=stages))
+        made.append({"SIZE": size, "num_warps": warps, "num_stages": stages})
     return made
 
 
-def best_of(rows: Row) -> Any:
+def told(tiling: Row) -> Row:
+    """A tiling as the JSON has it."""
+    return {"size": tiling["SIZE"], "warps": tiling["num_warps"], "stages": tiling["num_stages"]}
+
+
+def best_of(rows: Row) -> Row:
     """The tiling with the least time on a tenth and on three tenths of the cells."""
     triton, _ = kernels()
     times: dict[tuple[int, ...], float] = {}
@@ -321,9 +323,8 @@ def best_of(rows: Row) -> Any:
             key = (row["size"], row["warps"], row["stages"])
             times[key] = times.get(key, 0.0) + row["ms"]
     if not times:
-        return triton.Tiling()
-    size, warps, stages = min(times, key=lambda key: times[key])
-    return triton.Tiling(size=size, warps=warps, stages=stages)
+        return triton.TILINGS[0]
+    return dict(zip(triton.TILINGS[0], min(times, key=lambda key: times[key]), strict=True))
 
 
 def main(
@@ -364,7 +365,7 @@ def main(
     first = lengths[0]
     do("correct", partial(correct, device, pairs))
     for tiling in tilings():
-        name = f"tiling {tiling.size} {tiling.warps} {tiling.stages}"
+        name = "tiling " + " ".join(map(str, tiling.values()))
         for share in (0.1, 0.3, 1.0):
             work = partial(tiling_step, device, heads, quarter, first, share, tiling, max(3, rounds // 2), dtype)
             do(f"{name} at {share}", work)

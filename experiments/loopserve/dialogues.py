@@ -1,4 +1,4 @@
-"""LoopServe, its halves and its settings, beside other methods, on dialogues of the recall model and on ordinary text.
+"""LoopServe, its halves and its settings, beside other methods, on dialogues of the recall model.
 
     python -m experiments.loopserve.dialogues NAME [--only WORD] [--work runs] [--out figures]
 
@@ -9,8 +9,6 @@ NAME is one of `FIGURES`:
 - `ablation`: each half alone and both together (Figs. 5 b and 7). -P is the sparse prompt, -D progressive decoding.
 - `sweeps`: settings one by one (Figs. 5 c, 5 d, 10, 11). Contexts have 512 to 1,800 tokens, so smaller budgets than the
   paper's are among them.
-- `fidelity`: the same settings on ordinary text: the text model reads 1,024 tokens and then the 96 that follow, and
-  the next token is compared with that of full attention (KL of the whole vocabulary, in nats).
 - `turns`: nine turns (Fig. 12) on one cache that grows to 2,700 tokens. A token that a method evicts in one turn is
   missing in the next, and the budget stays at 128 tokens.
 
@@ -28,8 +26,7 @@ from typing import Any, Literal
 
 from plotly.subplots import make_subplots
 
-from experiments.drawn import at_place, error_bars, powers, save
-from experiments.loopserve import paper
+from experiments.drawn import at_place, error_bars, save
 from experiments.loopserve.runs import (
     ALL,
     CHAIN,
@@ -41,7 +38,6 @@ from experiments.loopserve.runs import (
     SWEPT_CHAIN,
     SWEPT_KEPT,
     TABLE7,
-    TEXT,
     Suite,
     answers,
     rows_of,
@@ -56,10 +52,10 @@ from sinkscope.results.style import COLOURS, figure_of
 DEFAULT = LoopServe()
 PRINTED, DRAWN = "as printed", "exact weights, rows drawn"
 DENSE = f"default: last {DEFAULT.dense_rows} rows dense"
-ALPHAS = (0.75, 0.9, 0.955, *paper.ALPHAS)
+ALPHAS = (0.75, 0.9, 0.955, 0.98, 0.985, 0.99, 0.995, 1.0)  # from 0.98 on, the paper's sweep (Figs. 5 c, 10 a)
 SAMPLES, INTERVALS, FIXED = (12, 24, 48, 96), (8, 16, 32, 64), 128
-SMALL_BUDGETS = (32, 64, 128, *paper.BUDGETS)
-TEXT_BUDGETS = (64, 128, 256, 512, 1024)
+BUDGETS = (32, 64, 128, 256, 512, 1024, 2048)  # from 256 on, those of Figs. 5 d and 10 b
+WINDOWS = (6, 12, 24, 48, 96)  # Fig. 11
 
 Values = tuple[float | None, ...]
 ALONE: Values = (None,)
@@ -138,7 +134,6 @@ HALVES = {
     "default, alpha=0.955, -P": "loopserve-p:alpha=0.955",
     "random part": "random:window=32",
 }
-TEXT_HALVES = {name: text for name, text in HALVES.items() if text.startswith("loopserve")}
 TURNS = {
     "whole cache": "full",
     "LoopServe": f"loopserve:budget={FIXED}",
@@ -158,22 +153,17 @@ BY_ALPHA = (
     (DENSE, "loopserve-p:alpha={}", ALPHAS),
 )
 BY_WINDOW = (
-    ("LoopServe-D, first=0", f"loopserve-d:first=0:budget={FIXED}:interval={{}}", paper.WINDOWS),
-    ("SnapKV", f"snapkv:budget={FIXED}:kernel=7:pooling=max:window={{}}", paper.WINDOWS),
+    ("LoopServe-D, first=0", f"loopserve-d:first=0:budget={FIXED}:interval={{}}", WINDOWS),
+    ("SnapKV", f"snapkv:budget={FIXED}:kernel=7:pooling=max:window={{}}", WINDOWS),
 )
 BY_FIRST = (
     ("chosen from everything", "loopserve-d:first={}", (0, 16)),
     ("chosen from what is left", "progressive:mode=evict:after={}", (0, 16)),
 )
-
-
-def by_sample(alpha: float) -> tuple[tuple[str, str, Values], ...]:
-    """The curves of the sample, for an alpha of the printed choice."""
-    return (
-        (f"{PRINTED}, {alpha}", f"loopserve-p:paper:alpha={alpha}:sample={{}}", SAMPLES),
-        (f"{DRAWN}, {alpha}", f"loopserve-p:paper:variant=bands:alpha={alpha}:sample={{}}", SAMPLES),
-        (f"{DENSE}, {DEFAULT.alpha}", "loopserve-p:sample={}", SAMPLES),
-    )
+BY_SAMPLE = (
+    (f"{PRINTED}, 0.995", "loopserve-p:paper:alpha=0.995:sample={}", SAMPLES),
+    (f"{DENSE}, {DEFAULT.alpha}", "loopserve-p:sample={}", SAMPLES),
+)
 
 
 FIGURES: dict[str, tuple[Panel, ...]] = {
@@ -192,16 +182,16 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
     ),
     "sweeps": (
         Panel("alpha of the prompt's half (one fact)", SWEPT_KEPT, "score", BY_ALPHA),
-        Panel("queries in the sample (one fact)", SWEPT_KEPT, "score", by_sample(0.995)[::2]),
+        Panel("queries in the sample (one fact)", SWEPT_KEPT, "score", BY_SAMPLE),
         Panel(
             "budget (one fact)",
             SWEPT_KEPT,
             "score",
             (
-                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", SMALL_BUDGETS),
-                ("SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", SMALL_BUDGETS),
-                ("SnapKV, window 16, not pooled", "snapkv:window=16:kernel=1:budget={}", SMALL_BUDGETS),
-                ("random part", "random:window=32:budget={}", SMALL_BUDGETS),
+                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
+                ("SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
+                ("SnapKV, window 16, not pooled", "snapkv:window=16:kernel=1:budget={}", BUDGETS),
+                ("random part", "random:window=32:budget={}", BUDGETS),
             ),
         ),
         Panel(f"observation window (one fact, budget {FIXED})", SWEPT_KEPT, "score", BY_WINDOW),
@@ -210,9 +200,9 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
             SWEPT_CHAIN,
             "prefix",
             (
-                ("LoopServe-D", "loopserve-d:budget={}", SMALL_BUDGETS),
-                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", SMALL_BUDGETS),
-                ("random part, anew", "random-progressive:budget={}", SMALL_BUDGETS),
+                ("LoopServe-D", "loopserve-d:budget={}", BUDGETS),
+                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
+                ("random part, anew", "random-progressive:budget={}", BUDGETS),
             ),
         ),
         Panel(
@@ -225,33 +215,6 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
             ),
         ),
         Panel("first steps that read all (chain of eight)", SWEPT_CHAIN, "prefix", BY_FIRST),
-    ),
-    "fidelity": (
-        Panel("alpha of the prompt's half", TEXT, "kl", BY_ALPHA),
-        Panel("queries in the sample", TEXT, "kl", by_sample(0.955)),
-        Panel(
-            "budget",
-            TEXT,
-            "kl",
-            (
-                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", TEXT_BUDGETS),
-                ("SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", TEXT_BUDGETS),
-                ("random part, anew", "random-progressive:budget={}", TEXT_BUDGETS),
-                ("last 32 and a random part", "random:window=32:budget={}", TEXT_BUDGETS),
-            ),
-        ),
-        Panel(
-            "interval (12.5 %)",
-            TEXT,
-            "kl",
-            (
-                ("LoopServe-D, first=0", "loopserve-d:first=0:interval={}", INTERVALS),
-                ("random part, anew", "random-progressive:every={}", INTERVALS),
-            ),
-        ),
-        Panel(f"observation window (budget {FIXED})", TEXT, "kl", BY_WINDOW),
-        Panel("first steps that read all (12.5 %)", TEXT, "kl", BY_FIRST),
-        Panel("halves (12.5 %)", TEXT, "kl", alone(TEXT_HALVES)),
     ),
 }
 
@@ -316,10 +279,7 @@ def figure(data: Row) -> Any:
             bars(fig, panel, rows, showlegend=not number, **at)
         else:
             curves(fig, panel, rows, showlegend=panel.by == "value" or not number, **at)
-        axis = {"range": [-0.03, 1.06], "tickformat": ".0%"}
-        if panel.key == "kl":
-            axis = powers("KL, nats")
-        fig.update_yaxes(**axis, row=at["row"], col=at["col"])
+        fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%", row=at["row"], col=at["col"])
     fig.update_xaxes(type="category")
     size = {"width": 1750, "height": 230 + 450 * lines, "bottom": 190}
     style: Row = {"legend": -0.38, "barmode": "group", "font": {"size": 12}}
@@ -365,8 +325,7 @@ def finding(panel: Panel, rows: Sequence[Row]) -> str:
     mine.sort(key=lambda row: row[panel.key])
     said = []
     for row in (mine[0], mine[-1]):
-        score = f"{row[panel.key]:.2g} nats" if panel.key == "kl" else f"{row[panel.key]:.0%}"
-        said.append(f"{score} ({named(row['label'], row['value'])})")
+        said.append(f"{row[panel.key]:.0%} ({named(row['label'], row['value'])})")
     return f"{panel.title}: from {said[0]} to {said[1]}"
 
 

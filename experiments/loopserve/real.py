@@ -2,11 +2,11 @@
 
     python -m experiments.loopserve.real MODEL ... [--dialogue-files FILE ...] [--page docs/serve.md]
 
-Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters and functions as CSV), and,
-where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between). Each kind and
-length has two texts: alpha is chosen on the first (`chosen`) and reported on the second (`reported`). A prompt is
-read once by the model's own attention and once under `LoopServe(alpha, decode=False, shortest=0)`; distributions of
-the next token are compared at `--positions` places of its second half. Steps that are done are not done again.
+Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters as CSV), and,
+where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between). They are cut
+into pieces of each length; alpha was chosen on piece 0. A prompt is read once by the model's own attention and once
+under `LoopServe(alpha, decode=False, shortest=0)`; distributions of the next token are compared at `--positions` places
+of its second half. Steps that are done are not done again.
 """
 
 from __future__ import annotations
@@ -16,35 +16,39 @@ import io
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from experiments.drawn import markdown, put_table
 from experiments.gpu.steps import Steps
-from experiments.record import Row, read_rows
+from experiments.record import Row, read_rows, value_of_each
 from experiments.script import run
 from experiments.timing import seconds_of
+from sinkscope.errors import SinkscopeError
 from sinkscope.lines.serve import LoopServe
+from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
-HALVES = ("chosen", "reported")
-HEAD = ("alpha", "text", "tokens", "attended", "KL", "NLL", "top-1 same", "time over dense")
+CHARACTERS = 10  # of a token at most, on average
+HEAD = ("alpha", "text", "tokens", "texts", "attended", "KL", "NLL", "top-1 same", "time over dense")
 
 
-def prose() -> str:
+def prose(_: Sequence[Path]) -> str:
     """Python's manual."""
     import pydoc_data.topics
 
     return "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
 
 
-def code() -> str:
+def code(_: Sequence[Path]) -> str:
     """Modules of Python's library."""
     import argparse
     import tarfile
@@ -53,10 +57,8 @@ def code() -> str:
     return "\n".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (tarfile, argparse, typing))
 
 
-def tables() -> str:
-    """Functions of Python's library and their sizes, as CSV."""
-    import _pydecimal
-    import inspect
+def tables(_: Sequence[Path]) -> str:
+    """Letters with their names and kinds, as CSV."""
     import unicodedata
 
     file = io.StringIO()
@@ -67,11 +69,6 @@ def tables() -> str:
         name = unicodedata.name(letter, "none").title()
         kind, side = unicodedata.category(letter), unicodedata.bidirectional(letter)
         writer.writerow((name, kind, number, side, unicodedata.east_asian_width(letter)))
-    writer.writerow(("function", "arguments", "lines", "first line"))
-    for name, function in sorted(vars(_pydecimal.Decimal).items()):
-        if inspect.isfunction(function):
-            lines, first = inspect.getsourcelines(function)
-            writer.writerow((name, " ".join(inspect.signature(function).parameters), len(lines), first))
     return file.getvalue()
 
 
@@ -93,6 +90,19 @@ def dialogue(files: Sequence[Path]) -> str:
     return "\n\n".join(said)
 
 
+TEXTS = {"prose": prose, "code": code, "tables": tables, "dialogue": dialogue}
+
+
+def piece(target: Target, text: str, length: int, number: int) -> Tensor:
+    """A piece of a text, `[1 pos]`."""
+    enough = text[: CHARACTERS * (number + 1) * length]
+    ids = target.tokenizer(enough, return_tensors="pt", verbose=False).input_ids
+    ids = ids[:, number * length : (number + 1) * length]
+    if ids.shape[1] < length:
+        raise SinkscopeError(f"the text has no {(number + 1) * length} tokens")
+    return ids
+
+
 @torch.no_grad()
 def next_tokens(target: Target, ids: Tensor, at: Tensor) -> tuple[Tensor, float]:
     """Logarithms of next-token probabilities after some positions, and the seconds that the layers took."""
@@ -110,12 +120,9 @@ def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple
     with LoopServe(alpha=alpha, decode=False, shortest=0).on(target) as told:
         found, seconds = next_tokens(target, ids, at)
     attended: list[float] = []
-    dense_heads, held = list[int](), list[float]()
     for event in told.events:
         if event.kind == "prefill":
             attended.append(event.data.get("attended", 1.0))
-            dense_heads.append(event.data.get("dense_heads", target.n_heads))
-            held += event.data.get("recovered", ())
     following = ids[0, at + 1][:, None]
     row: Row = {
         "kl": float((wanted.exp() * (wanted - found)).sum(1).mean()),
@@ -123,21 +130,15 @@ def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple
         "dense_nll": float(-wanted.gather(1, following).mean()),
         "same": float((wanted.argmax(1) == found.argmax(1)).float().mean()),
         "attended": fmean(attended or [1.0]),  # with alpha 1 nothing is done
-        "dense_heads": fmean(dense_heads or [target.n_heads]) / target.n_heads,
-        "least_held": min(held, default=None),
         "time": seconds / dense_seconds,
     }
     return row
 
 
-def measured(target: Target, text: str, length: int, half: int, alphas: Sequence[float], positions: int) -> Row:
+def measured(target: Target, ids: Tensor, alphas: Sequence[float], positions: int) -> Row:
     """All alphas on one prompt."""
-    ids = target.tokenizer(text, return_tensors="pt").input_ids
-    ids = ids[:, half * length : (half + 1) * length]
-    if ids.shape[1] < length:
-        return {"skipped": f"the text has no {length} tokens"}
-    places = min(positions, length // 2 - 1)
-    at = torch.linspace(length // 2, length - 2, places).long()
+    length = ids.shape[1]
+    at = torch.linspace(length // 2, length - 2, min(positions, length // 2 - 1)).long()
     next_tokens(target, ids[:, :64], torch.zeros(1).long())
     dense = next_tokens(target, ids, at)
     rows: Row = {"dense_seconds": dense[1]}
@@ -146,28 +147,36 @@ def measured(target: Target, text: str, length: int, half: int, alphas: Sequence
     return rows
 
 
-def table(rows: Row, half: str) -> str:
-    """The table of one half of the texts."""
-    lines: list[list[str]] = []
+def table(rows: Row) -> str:
+    """A line for each alpha, text and length: means over texts, with two standard errors from three texts on."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for name, row in rows.items():
-        model, kind, length, own = name.split(", ")
+        model, kind, length, number = name.split(", ")
         for alpha, found in row.items():
-            if own == half and isinstance(found, dict):
-                change = found["nll"] - found["dense_nll"]
-                cells = [alpha, f"{model}, {kind}", length, f"{found['attended']:.0%}", f"{found['kl']:.4f}"]
-                lines.append([*cells, f"{change:+.4f}", f"{found['same']:.1%}", f"{found['time']:.2f}"])
+            if number != "0" and isinstance(found, dict):
+                change = {"change": found["nll"] - found["dense_nll"]}
+                groups.setdefault((alpha, f"{model}, {kind}", length), []).append(found | change)
+    lines: list[list[str]] = []
+    for place, found in groups.items():
+        cells = [*place, str(len(found))]
+        for name, shown in (("attended", ".0%"), ("kl", ".4f"), ("change", "+.4f"), ("same", ".1%"), ("time", ".2f")):
+            values = value_of_each(found, name)
+            cells.append(f"{fmean(values):{shown}}")
+            if len(found) > 2 and name in ("change", "same"):
+                cells[-1] += f" ± {margin_of(np.array(values)):{shown.strip('+')}}"
+        lines.append(cells)
     return markdown(HEAD, lines)
 
 
 def main(
     models: Sequence[str],
     *,
-    alphas: Sequence[float] = (0.95, 0.98, 0.99, 0.995),
+    alphas: Sequence[float] = (0.98, 0.99, 0.995, 0.999),
     lengths: Sequence[int] = (2048, 4096, 8192),
-    kinds: Sequence[str] = ("prose", "code", "tables", "dialogue"),
+    kinds: Sequence[Literal[*TEXTS]] = tuple(TEXTS),
     dialogue_files: Sequence[Path] = (),
-    halves: Sequence[str] = HALVES,
-    positions: int = 768,
+    pieces: Sequence[int] = (1,),
+    positions: int = 384,
     seconds: float = 3600.0,
     page: Path | None = None,
     out: Path = Path("figures/loopserve_real.json"),
@@ -178,34 +187,25 @@ def main(
         models: Names, folders or files.
         kinds: Kinds of text.
         dialogue_files: JSON lines of dialogues.
-        halves: Which of the two texts of each kind: "chosen", "reported".
+        pieces: Which pieces of each text.
         positions: Places of the second half at which distributions are compared.
         seconds: No step begins after so many.
         page: Page whose table is replaced.
     """
-    steps = Steps(
-        "loopserve-real",
-        out,
-        {"positions": positions, "dense_above": LoopServe.dense_above},
-        "cpu",
-        "float32",
-    )
-    texts = {"prose": prose, "code": code, "tables": tables, "dialogue": partial(dialogue, dialogue_files)}
+    settings = {"positions": positions, "dense_above": LoopServe.dense_above}
+    steps = Steps("loopserve-real", out, settings, "cpu", "float32")
     end = time.monotonic() + seconds
-    for length in lengths:
-        for model in models:
-            target: Target | None = None
-            for kind in kinds:
-                if kind == "dialogue" and not dialogue_files:
-                    continue
-                for half, name in enumerate(HALVES):
-                    step = f"{Path(model).stem}, {kind}, {length}, {name}"
-                    if name not in halves or step in steps.rows or time.monotonic() > end:
-                        continue
-                    target = target or target_of(load(model))
-                    steps.do(step, partial(measured, target, texts[kind](), length, half, alphas, positions))
+    for model in models:
+        target: Target | None = None
+        for length, kind, number in product(lengths, kinds, pieces):
+            step = f"{Path(model).stem}, {kind}, {length}, {number}"
+            if step in steps.rows or time.monotonic() > end:
+                continue
+            target = target or target_of(load(model))
+            ids = piece(target, TEXTS[kind](dialogue_files), length, number)
+            steps.do(step, partial(measured, target, ids, alphas, positions))
     if page is not None:
-        put_table(page, "loopserve.real", table(steps.rows, "reported"))
+        put_table(page, "loopserve.real", table(steps.rows))
     steps.end()
 
 

@@ -1,4 +1,4 @@
-"""Dialogues of the recall model, ordinary text, and the methods that read them.
+"""Dialogues of the recall model, and the methods that read them.
 
 What the scripts beside this one share. Every suite is a folder of `run_bench`: a killed run goes on, and what another
 script has answered there already is not answered again.
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from sinkscope.bench.record import BenchRecord, BenchRun
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import Task
 from sinkscope.bench.tasks.recall import Recall
-from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.files.records import Natural, Whole
 from sinkscope.hooks.edit.decode import to_end
 from sinkscope.kv import SnapKV
@@ -108,11 +106,10 @@ class NineTurns(OneCache, Recall):
 
 @dataclass(frozen=True)
 class Suite:
-    """What is answered under the name of the folder of the answers; without a model's name by the text model."""
+    """What the recall model answers under the name of the folder of the answers."""
 
     name: str
     task: Task
-    model: str | None = "recall"
 
 
 KEPT = Suite("kept", Recall(count=8, turns=3, total=1800, least=512, hops=1))
@@ -122,7 +119,6 @@ SWEPT_KEPT = Suite("swept-kept", Recall(count=3, turns=3, total=1800, least=512,
 SWEPT_CHAIN = Suite("swept-chain", Recall(count=3, turns=3, total=1800, least=512, hops=8, first=100))
 NINE = Suite("nine", NineTurns(count=2, hops=1))
 NINE_CHAIN = Suite("nine-chain", NineTurns(count=3, hops=7))
-TEXT = Suite("fidelity", TextFidelity(prompt=1024, answer=96), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +161,7 @@ def answers(suite: Suite, methods: Sequence[str], work: Path) -> BenchRun:
     """Everything that the methods say, from the folder or anew."""
     torch.set_num_threads(1)
     with ProgressBar() as progress:
-        model = load(suite.model)
-        return run_bench(model, suite.task, methods, out=work / suite.name, progress=progress)
+        return run_bench(load("recall"), suite.task, methods, out=work / suite.name, progress=progress)
 
 
 def rows_of(records: Sequence[BenchRecord], method: str, by_turn: bool = False) -> list[Row]:
@@ -192,20 +187,16 @@ def rows_of(records: Sequence[BenchRecord], method: str, by_turn: bool = False) 
 
 
 def _scores(records: Sequence[BenchRecord]) -> Row:
-    """Means over answers, and around the first of them a 95 % interval (Wilson's), or the range over texts.
+    """Means over answers, and around the first of them a 95 % interval (Wilson's).
 
     `prefix` is the mean share of an answer before its first mistake: along a chain of facts a mistake is the end of it.
-    `kl` is over all tokens of an answer, `read` what a decoding step attends to, `cells` the share of the prompt's
-    cells that outputs attend to (None: left to the model).
+    `read` is what a decoding step attends to, `cells` the share of the prompt's cells that outputs attend to (None:
+    left to the model).
     """
     kept = ("score", "prefix", "agree", "read", "cells", "prompt_tokens", "seconds")
     found: Row = {}
     for name in kept:
         found[name] = mean_known(one.metrics.get(name) for one in records)
-    if found["score"] is not None:
-        rate = wilson(found["score"] * len(records), len(records))
-        return found | {"low": rate.low, "high": rate.high}
-    kl = []
-    for one in records:
-        kl.append(fmean(one.steps["kl"]))
-    return found | {"kl": fmean(kl), "low": min(kl), "high": max(kl)}
+    assert found["score"] is not None
+    rate = wilson(found["score"] * len(records), len(records))
+    return found | {"low": rate.low, "high": rate.high}

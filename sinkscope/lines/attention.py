@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.tap.rows import attention_probs
+from sinkscope.tap.rows import rows_by_view
+from sinkscope.tap.view import View
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +80,11 @@ def attention_of(scores: Scores, rows: Int[Tensor, " row"]) -> Float[Tensor, "he
         rows: Indices of the queries.
     """
     rows = rows.to(scores.query.device, non_blocking=True)
-    key, at = torch.arange(scores.keys, device=rows.device), (rows + scores.past)[:, None]
-    seen = key <= at
-    if scores.window is not None:
-        seen &= key > at - scores.window
-    return attention_probs(
+    view = View(torch.arange(scores.keys, device=rows.device)[None, None], rows[None] + scores.past, scores.window)
+    return rows_by_view(
         scores.query[None, :, rows],
         scores.key[None],
-        seen[None, None],
+        view,
         scaling=scores.scaling,
         softcap=scores.softcap,
         sinks=scores.sinks,

@@ -10,6 +10,9 @@ The choice, for each head, from the attention of a few sampled queries:
 2. The highest threshold is searched for which the lines that reach it hold `alpha` of the sample's weight.
 3. Densities are taken again, of each kind outside the lines of the other kind, and the threshold is searched again.
 
+The second search is needed: without it, lines outside of those that are always chosen held as much of the attention of
+other queries (0.994 of SmolLM2's with alpha 0.995), but a text's loss rose by 0.018 nats and not by -0.002.
+
 Cells on lines of both kinds count once throughout. Nothing depends on an order of additions that varies, and no step
 needs to know on the host what an earlier one found.
 """
@@ -215,10 +218,14 @@ class SampleSums(Protocol):
     """Attention of some queries, of which only sums are asked.
 
     Attributes:
+        scores: The scores of the layer.
+        grid: Its blocks.
         rows: Number of these queries.
         thresholds: Number of thresholds that are tried at a time.
     """
 
+    scores: Scores
+    grid: BlockGrid
     rows: int
     thresholds: int
 
@@ -227,7 +234,7 @@ class SampleSums(Protocol):
         ...
 
     def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
-        """Weight on the lines whose densities reach each threshold; every cell counts once."""
+        """Weight on the lines whose densities reach each of the ascending thresholds; every cell counts once."""
         ...
 
 
@@ -239,59 +246,53 @@ class StoredRows:
         rows: Indices of the queries.
     """
 
-    thresholds = 8
+    thresholds = 512
 
     def __init__(self, scores: Scores, rows: Int[Tensor, " row"]) -> None:
-        self.rows = len(rows)
-        self._grid = grid = BlockGrid(scores.queries, scores.keys)
+        self.scores, self.rows = scores, len(rows)
+        self.grid = grid = BlockGrid(scores.queries, scores.keys)
         blocked = grid.blocked(attention_of(scores, rows))
         # Block by block, because all sums are products within blocks.
         self._probs = rearrange(blocked, "head row block own -> head block row own").contiguous()
         last = grid.last_block(rows.to(scores.key.device) + scores.past)
         back = last - torch.arange(grid.blocks, device=last.device)[:, None]
         self._back: Int[Tensor, "block row"] = back.clamp(min=0)  # blocks after a row have no weight
-        self._whole = self._probs.sum(3)
 
     def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
         outside = (~chosen.bands).float()[:, self._back]
         by_column = (outside[:, :, None] @ self._probs).flatten(1)
-        left = self._grid.blocked((~chosen.columns).float())
+        left = self.grid.blocked((~chosen.columns).float())
         by_block = (self._probs @ left[..., None]).flatten(1)
         by_band = torch.zeros_like(outside[:, :, 0])
         by_band.scatter_add_(1, self._back.flatten().expand(len(by_band), -1), by_block)
-        return by_column[:, self._grid.lead : self._grid.lead + self._grid.keys], by_band
+        return by_column[:, self.grid.lead : self.grid.lead + self.grid.keys], by_band
 
     def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
         """Weight on the lines whose densities reach each threshold; every cell counts once."""
-        reaching = (self._grid.blocked(columns)[..., None] >= least[:, None, None]).float()
-        of_columns = self._probs @ reaching
-        in_band = (bands[..., None] >= least[:, None])[:, self._back]
-        return torch.where(in_band, self._whole[..., None], of_columns).sum((1, 2))
+        # A cell reaches as many of the ascending thresholds as the denser one of its lines: one sum over cells for all.
+        by_column = self.grid.blocked(torch.searchsorted(least, columns, right=True).short())
+        by_band = torch.searchsorted(least, bands, right=True).short()[:, self._back]
+        held = torch.empty_like(least)
+        for head, probs in enumerate(self._probs):
+            reached = torch.maximum(by_column[head, :, None], by_band[head, ..., None])
+            # In float64, because one sum after the other loses more in float32 than sums of products do.
+            weight = torch.bincount(reached.flatten(), probs.flatten().double(), least.shape[1] + 1)
+            held[head] = weight.flip(0).cumsum(0).flip(0)[1:]
+        return held
 
 
-def choose_bands(
-    sample: SampleSums,
-    grid: BlockGrid,
-    heads: int,
-    alpha: float,
-    begin: int,
-    dense_above: float,
-    dense_rows: int,
-    device: torch.device,
-) -> Bands:
+def choose_bands(sample: SampleSums, alpha: float, begin: int, dense_above: float, dense_rows: int) -> Bands:
     """Choose columns and bands that hold `alpha` of the sample; all bands where these fill more than `dense_above`.
 
     Args:
         sample: The sampled attention.
-        grid: The blocks of the layer.
-        heads: Number of query heads.
         alpha: Share of the sampled weight.
         begin: Number of first positions that are always chosen.
         dense_above: Share of the causal cells above which a head is dense.
         dense_rows: Number of queries at the end that see everything.
-        device: Where the keys are.
     """
+    grid, heads, device = sample.grid, sample.scores.heads, sample.scores.key.device
     columns = torch.zeros(heads, grid.keys, dtype=torch.bool, device=device)
     bands = torch.zeros(heads, grid.blocks, dtype=torch.bool, device=device)
     lengths = lengths_of(grid, device)
@@ -302,7 +303,7 @@ def choose_bands(
         of_columns, of_bands = column_weight / column_left.clamp_(min=1), band_weight / band_left.clamp_(min=1)
         of_columns[:, :begin] = torch.inf
         of_bands[:, :NEAR] = torch.inf
-        least, enough = _threshold(sample, grid, of_columns, of_bands, alpha)
+        least, enough = _threshold(sample, of_columns, of_bands, alpha)
         # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays. At
         # first only attention that is not a number is not enough: such heads are dense, as without a choice.
         if not number:
@@ -315,11 +316,13 @@ def choose_bands(
 
 
 def _threshold(
-    sample: SampleSums, grid: BlockGrid, columns: ByColumn, bands: ByBand, alpha: float
+    sample: SampleSums, columns: ByColumn, bands: ByBand, alpha: float
 ) -> tuple[Float[Tensor, "head 1"], Bool[Tensor, "head 1"]]:
     """The highest density, to 4 %, from which on lines hold `alpha` of the sample; and whether one does."""
-    least = math.log2(sample.rows / grid.cells) - _BELOW
-    step = math.log2(sample.rows / grid.queries) - least  # with one cell in each row, a mean density is no higher
+    least = math.log2(sample.rows / sample.grid.cells) - _BELOW
+    step = (
+        math.log2(sample.rows / sample.grid.queries) - least
+    )  # with one cell in each row, a mean density is no higher
     low = torch.full_like(columns[:, :1], least)
     number = torch.arange(sample.thresholds, device=columns.device)
     reached = torch.zeros_like(low, dtype=torch.bool)

@@ -28,7 +28,7 @@ from sinkscope.lines.attention import Scores, attention_of
 from sinkscope.lines.bands import Bands, BlockGrid, StoredRows, choose_bands
 from sinkscope.lines.devices import triton_module
 from sinkscope.lines.faithful import faithful_lines
-from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.head_lines import HeadLines, near_lines
 from sinkscope.lines.sample import sample_queries
 
 
@@ -69,7 +69,7 @@ def select_bands(
         return Bands(columns, bands, grid, dense_rows)
     module = triton_module(device, "triton_sums")
     rows_of = StoredRows if module is None else module.ComputedRows
-    return choose_bands(rows_of(scores, rows), grid, scores.heads, alpha, begin, dense_above, dense_rows, device)
+    return choose_bands(rows_of(scores, rows), alpha, begin, dense_above, dense_rows)
 
 
 def sampled_rows(grid: BlockGrid, sample: int, seed: int, dense_rows: int) -> Int[Tensor, " row"]:
@@ -97,10 +97,9 @@ def select_lines(
     check_values(Part, alpha=alpha)
     check_values(Natural, sample=sample)
     scores.check_plain()
-    number = torch.arange(scores.keys, device=scores.key.device).repeat(scores.heads, 1)
-    start = HeadLines.of(number < begin, number < local, scores.queries)
+    start = near_lines(scores, begin, local)
     if alpha == 1:
         start.vertical[:] = True
         return start
     rows = sample_queries(scores.queries, sample, seed)
-    return faithful_lines(attention_of(scores, rows), (rows + scores.past).to(number.device), alpha, start)
+    return faithful_lines(attention_of(scores, rows), (rows + scores.past).to(scores.key.device), alpha, start)

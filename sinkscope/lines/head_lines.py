@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from sinkscope.lines.attention import Scores
 from sinkscope.models.draws import draws
 
 
@@ -21,17 +22,23 @@ class HeadLines:
     Attributes:
         chosen: Whether each key position is chosen, and each offset.
         queries: Number of rows of the matrix.
+        dense_rows: So many queries at the end see everything.
     """
 
     chosen: Bool[Tensor, "*choice head kind key"]
     queries: int
+    dense_rows: int = 0
 
     @classmethod
     def of(
-        cls, vertical: Bool[Tensor, "*choice head key"], slash: Bool[Tensor, "*choice head key"], queries: int
+        cls,
+        vertical: Bool[Tensor, "*choice head key"],
+        slash: Bool[Tensor, "*choice head key"],
+        queries: int,
+        dense_rows: int = 0,
     ) -> HeadLines:
         """Return the lines at these key positions and offsets."""
-        return cls(torch.stack([vertical, slash], -2), queries)
+        return cls(torch.stack([vertical, slash], -2), queries, dense_rows)
 
     @property
     def vertical(self) -> Bool[Tensor, "*choice head key"]:
@@ -53,21 +60,28 @@ class HeadLines:
         keys = self.chosen.shape[-1]
         return torch.arange(keys, 0, -1, device=self.chosen.device).clamp(max=self.queries)
 
+    @property
+    def dense(self) -> Bool[Tensor, "*choice head"]:
+        """Which heads have all cells."""
+        return self.attended() == 1
+
     def cells(self) -> Int[Tensor, "*choice head"]:
-        """Return the number of cells on the lines, each counted once."""
+        """Return the number of cells on the lines, each counted once, without what dense rows see besides."""
         both = self.chosen.sum(-2) * self.lengths()
         return (both - self.vertical * crossing_counts(self.slash, self.past)).sum(-1)
 
-    def attended(self, dense_rows: int = 0) -> Float[Tensor, "*choice head"]:
-        """Return the share of all causal cells on the lines or in the last rows."""
-        every, rows = self.lengths().sum(), min(dense_rows, self.queries)
+    def attended(self) -> Float[Tensor, "*choice head"]:
+        """Return the share of all causal cells on the lines or in dense rows."""
+        every, rows = self.lengths().sum(), min(self.dense_rows, self.queries)
         body = HeadLines(self.chosen[..., : self.chosen.shape[-1] - rows], self.queries - rows)
         return (body.cells() + every - body.lengths().sum()) / every
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
         """Return which keys the queries at positions `at` see."""
-        offset = at[:, None] - torch.arange(self.chosen.shape[-1], device=at.device)
-        return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)]) & (offset >= 0)
+        keys = self.chosen.shape[-1]
+        offset = at[:, None] - torch.arange(keys, device=at.device)
+        dense = (at >= keys - self.dense_rows)[:, None]
+        return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)] | dense) & (offset >= 0)
 
     def random(self, seed: int, purpose: str, *, cells: bool) -> HeadLines:
         """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths.
@@ -84,6 +98,12 @@ class HeadLines:
         wanted = (self.chosen * length).sum(-1, keepdim=True)
         order = order.to(wanted.device).expand_as(self.chosen)
         return HeadLines(torch.zeros_like(self.chosen).scatter_(-1, order, reached < wanted), self.queries)
+
+
+def near_lines(scores: Scores, first: int, local: int, dense_rows: int = 0) -> HeadLines:
+    """Choose the first columns and the nearest offsets of every head, and the last rows."""
+    index = torch.arange(scores.keys, device=scores.key.device).expand(scores.heads, -1)
+    return HeadLines.of(index < first, index < local, scores.queries, dense_rows)
 
 
 def crossing_counts(lines: Shaped[Tensor, "*n line"], past: int) -> Shaped[Tensor, "*n line"]:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, Whole, share_of
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.serve.sparse_prompts import PromptRead, PromptRow, SparsePrompts
+from sinkscope.lines.head_lines import HeadLines, near_lines
+from sinkscope.lines.serve.sparse_prompts import SparsePrompts
 from sinkscope.lines.votes import heaviest, last_votes, minference_lines
 
 
@@ -55,8 +55,7 @@ class AShape(Shape):
 
     def lines(self, scores: Scores, layer: int) -> HeadLines:
         """Return the first columns and the nearest offsets."""
-        index = torch.arange(scores.keys, device=scores.key.device).expand(scores.heads, -1)
-        return HeadLines.of(index < self.first, index < self.local, scores.queries)
+        return near_lines(scores, self.first, self.local)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +71,10 @@ class TriShape(AShape):
     """
 
     dense_rows: Whole = 128
+
+    def lines(self, scores: Scores, layer: int) -> HeadLines:
+        """Return the first columns and the nearest offsets, and the last rows."""
+        return near_lines(scores, self.first, self.local, self.dense_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,20 +135,14 @@ class ShapeShare(Shape):
     @property
     def choice_rows(self) -> int:
         """The queries that vote for lines."""
-        return _USUAL_LINES.last
+        return _USUAL_LINES.last if self.name == "MInference" else 0
 
     def lines(self, scores: Scores, layer: int) -> HeadLines:
-        """As many of MInference's lines as fit."""
-        return share_lines(scores, self.budget)
-
-    def read(self, row: PromptRow) -> PromptRead:
-        """Read a row in a shape of its own size."""
+        """Return lines of the shape at its size for these keys."""
         if self.name == "MInference":
-            return super().read(row)
-        shape = shape_at(self.budget, row.scores.keys)
-        if self.name == "TriShape":
-            shape = TriShape(first=shape.first, local=shape.local, dense_rows=shape.first)
-        return shape.read(row)
+            return share_lines(scores, self.budget)
+        shape = shape_at(self.budget, scores.keys)
+        return near_lines(scores, shape.first, shape.local, shape.first if self.name == "TriShape" else 0)
 
 
 def shape_at(share: float, keys: int) -> AShape:

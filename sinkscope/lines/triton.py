@@ -12,6 +12,7 @@ This module needs triton, so it is imported when it is used. `TRITON_INTERPRET=1
 # pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
@@ -27,6 +28,7 @@ from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import BAND, PER, TILE, Bands
 
 LOG2_E = 1.4426950408889634  # kernels compute powers of two
+Options = Sequence[dict[str, int]]
 # Kernels read global names only if these are constants of Triton.
 _TILE, _BAND, _PER = tl.constexpr(TILE), tl.constexpr(BAND), tl.constexpr(PER)
 
@@ -42,7 +44,7 @@ def fitting(part: Tensor, dtype: torch.dtype) -> Tensor:
     return part
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, options: list[dict[str, int]], **sizes: int) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, options: Options, **sizes: int) -> None:
     """Launch a kernel with the first options whose shared memory the device has."""
     for number, own in enumerate(options, 1):
         try:
@@ -75,23 +77,21 @@ class Listed:
         return cls(torch.empty_like(below).scatter_(1, place.long(), number), below)
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """How the attention kernel divides its work.
-
-    Attributes:
-        size: Keys at a time.
-        warps: Groups of 32 threads of a program.
-        stages: Steps of the loop over keys that are in flight.
-    """
-
-    size: int = 128
-    warps: int = 4
-    stages: int = 2
+TILINGS = (
+    {"SIZE": 128, "num_warps": 4, "num_stages": 2},
+    {"SIZE": 64, "num_warps": 4, "num_stages": 2},
+    {"SIZE": 64, "num_warps": 4, "num_stages": 1},
+    {"SIZE": 32, "num_warps": 4, "num_stages": 1},
+)
+"""Keys at a time, groups of 32 threads of a program, and steps in flight: from what is fastest on an H200 to what needs
+the least shared memory; the first that fits is used."""
 
 
 def attention_on(
-    scores: Scores, value: Float[Tensor, "kv_head key d_value"], chosen: Bands, tiling: Tiling | None = None
+    scores: Scores,
+    value: Float[Tensor, "kv_head key d_value"],
+    chosen: Bands,
+    tilings: Options = TILINGS,
 ) -> Float[Tensor, "query head d_value"]:
     """Compute attention of all heads on columns and bands, in the dtype of the values."""
     grid, columns, bands = chosen.grid, Listed.of(chosen.columns), Listed.of(chosen.bands)
@@ -107,16 +107,8 @@ def attention_on(
         chosen.sparse_tiles,
     )
     sizes = {"GROUP": scores.heads // len(key), "WIDTH": key.shape[2], "VALUES": values.shape[2]}
-    options = [
-        {"SIZE": some.size, "num_warps": some.warps, "num_stages": some.stages}
-        for some in (TILINGS if tiling is None else [tiling])
-    ]
-    launch(_attend, (grid.tiles * scores.heads,), *arguments, options=options, **sizes)
+    launch(_attend, (grid.tiles * scores.heads,), *arguments, options=tilings, **sizes)
     return out[:, :, : value.shape[2]]
-
-
-TILINGS = (Tiling(), Tiling(size=64), Tiling(size=64, stages=1), Tiling(size=32, stages=1))
-"""Tilings from the fastest on an H200 to the one that needs the least shared memory; the first that fits is used."""
 
 
 @triton.jit

@@ -42,8 +42,8 @@ class ComputedRows:
     thresholds = 32
 
     def __init__(self, scores: Scores, rows: Int[Tensor, " row"]) -> None:
-        self.rows = len(rows)
-        self._grid = grid = BlockGrid(scores.queries, scores.keys)
+        self.scores, self.rows = scores, len(rows)
+        self.grid = grid = BlockGrid(scores.queries, scores.keys)
         padded = pad(rows, (0, -len(rows) % SIZE)).to(scores.query.device, non_blocking=True)
         position = padded.to(torch.int32) + scores.past
         last = grid.last_block(position)
@@ -55,26 +55,25 @@ class ComputedRows:
         self._sizes = {"GROUP": scores.heads // len(key), "WIDTH": key.shape[2]}
         self._parts = len(padded) // SIZE
         self._chunks = -(-grid.blocks * BAND // (SIZE * CHUNK))
-        self._heads = scores.heads
         partial = query.new_empty(scores.heads, len(padded), self._chunks, dtype=torch.float32)
         self._run(_normalisers, partial, query.new_zeros(scores.heads, len(padded), dtype=torch.float32))
         self._total = torch.logsumexp(partial * (1 / LOG2_E), 2) * LOG2_E
 
     def _run(self, kernel: Any, *own: Any, **sizes: int) -> None:
         options = [{"num_warps": 4, "num_stages": stages} for stages in (3, 2, 1)]
-        grid = (self._chunks, self._heads, self._parts)
+        grid = (self._chunks, self.scores.heads, self._parts)
         launch(kernel, grid, *own, *self._arguments, options=options, **self._sizes, **sizes)
 
     def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
         """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
-        columns = self._total.new_empty(self._heads, self._parts, self._grid.keys)
-        bands = self._total.new_empty(self._heads, SIZE * self._parts, self._grid.blocks)
+        columns = self._total.new_empty(self.scores.heads, self._parts, self.grid.keys)
+        bands = self._total.new_empty(self.scores.heads, SIZE * self._parts, self.grid.blocks)
         self._run(_sums, columns, bands, self._total, chosen.columns.view(torch.uint8), chosen.bands.view(torch.uint8))
         return columns.sum(1), bands.sum(1)
 
     def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
         """Weight on the lines whose densities reach each threshold; every cell counts once."""
-        held = columns.new_empty(self._heads, self._parts * self._chunks, least.shape[1])
+        held = columns.new_empty(self.scores.heads, self._parts * self._chunks, least.shape[1])
         self._run(_held, held, self._total, columns, bands, least.contiguous(), THRESHOLDS=least.shape[1])
         return held.sum(1)
 

@@ -10,8 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.files.records import Natural, check_values
-from sinkscope.lines.attention import Scores, attention_of, slash_sums
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.sums import line_sums
 
 
 def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], length: int | None = None) -> HeadLines:
@@ -28,12 +29,10 @@ def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], le
     return HeadLines(chosen.unflatten(-1, (2, keys)), keys)
 
 
-def last_votes(scores: Scores, last: int) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
-    """Sum the attention of the last queries along vertical lines and along slash lines."""
+def last_votes(scores: Scores, last: int) -> tuple[Tensor, ...]:
+    """Sum the attention of the last queries along vertical lines and along slash lines: "head key" of each."""
     scores.check_plain()
-    rows = torch.arange(max(0, scores.queries - last), scores.queries, device=scores.key.device)
-    probs = attention_of(scores, rows)
-    return probs.sum(1), slash_sums(probs, rows + scores.past)
+    return line_sums(scores.part(max(scores.past, scores.keys - last), scores.keys)).unbind(1)
 
 
 @torch.no_grad()

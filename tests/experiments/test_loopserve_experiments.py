@@ -1,46 +1,23 @@
-"""The experiments on LoopServe: the paper's numbers, how answers are counted, the controls, the page."""
+"""The experiments on LoopServe: methods, tables of pages, dialogues on one cache."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
 
 import pytest
-from bench_kit import MODEL, SETTINGS, made_record, tiny
+import torch
 from bench_kit import dialogues as prompts
+from bench_kit import tiny
 from repository import ROOT
 
 from experiments.drawn import put_table
-from experiments.loopserve import dialogues, layer, longeval, real, runs, table1
+from experiments.loopserve import arms, dialogues, longeval, real, runs
 from sinkscope.bench.methods import read_method
-from sinkscope.bench.record import open_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
-
-
-def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path):
-    folder = _qasper_run(tmp_path / "run", "meta-llama/Llama-3.1-8B-Instruct")
-    rows = table1.rows_of([folder])
-    ours = {(r["position"], r["task"], r["method"]): r["ours"] for r in rows if r["ours"] is not None}
-    # One token of F1 in two answers: 100 % and, of "Ellen" for "Ellen Varga", 2/3.
-    assert ours == {("end", "qasper", "snapkv"): pytest.approx(100 * fmean([1, 2 / 3]))}
-    assert all(row["ours"] is None for row in rows if row["model"] != "llama-3.1")
-    line = next(line for line in table1.table(rows).splitlines() if line.startswith("| llama-3.1 | end | qasper |"))
-    assert line.count("not run") == 8 and "35.95 / 83.33" in line
-    small = _qasper_run(tmp_path / "small", "meta-llama/Llama-3.2-3B-Instruct")
-    eight = {r["method"]: r["ours"] for r in table1.rows_of([small])[-12:] if r["task"] == "qasper"}
-    assert eight == {"adakv": None, "snapkv": pytest.approx(500 / 6), "minference": None, "loopserve": None}
-
-
-def _qasper_run(folder: Path, name: str) -> Path:
-    settings = {**SETTINGS, "model": {**MODEL, "name": name}}
-    with open_run(folder, settings, []) as store:
-        for turn, score in enumerate([1.0, 2 / 3]):
-            about = {"metrics": {"score": score, "prefix": 0.0}, "settings": {"set": "qasper", "part": "end"}}
-            store.append([made_record("snapkv:1024", "q end", turn=turn, **about)])
-    return folder
+from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.serve.serve import SHORTEST
 
 
 def test_every_method_of_the_experiments_can_be_made():
@@ -65,10 +42,19 @@ def test_the_page_shows_the_committed_numbers(tmp_path):
     page.write_text((ROOT / "docs/serve.md").read_text())
     before = page.read_text()
     record = json.loads((ROOT / "figures/loopserve_real.json").read_text())
-    put_table(page, "loopserve.real", real.table(record["result"], "reported"))
-    record = json.loads((ROOT / "figures/loopserve_layer.json").read_text())
-    put_table(page, "loopserve.layer", layer.table(record["result"]))
+    put_table(page, "loopserve.real", real.table(record["result"]))
+    record = json.loads((ROOT / "figures/loopserve_arms.json").read_text())
+    put_table(page, "loopserve.arms", arms.stages_table(record["result"]))
     assert page.read_text() == before
+
+
+def test_on_a_cpu_no_prompt_is_read_along_bands_where_that_was_measured_to_be_slower():
+    cpu = torch.device("cpu")
+    for name, row in json.loads((ROOT / "figures/loopserve_arms.json").read_text())["result"].items():
+        if arms.over_dense(row)[1] > 1.05:
+            length = int(name.rpartition(", ")[2])
+            assert LoopServe().too_short(length, length, cpu) is not None, name
+    assert LoopServe().too_short(SHORTEST["cpu"], SHORTEST["cpu"], cpu) is None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,12 +44,8 @@ def line_masks(model, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopSe
             for start, stop in pairwise(turns):
                 begin = max(start, pad)
                 lines = serve.lines(Scores(query[row, :, begin:stop], key[row, :, pad:stop], scaling), layer)
-                at = torch.arange(begin - pad, stop - pad)
-                seen = lines.rows(at)
-                if serve.variant == "faithful":  # bands know their dense rows
-                    seen |= (at >= stop - pad - serve.dense_rows)[:, None] & (at[:, None] >= torch.arange(stop - pad))
                 sees[layer][row, :, begin:stop, :stop] = False
-                sees[layer][row, :, begin:stop, pad:stop] = seen
+                sees[layer][row, :, begin:stop, pad:stop] = lines.rows(torch.arange(begin - pad, stop - pad))
     return sees
 
 

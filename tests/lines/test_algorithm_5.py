@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lines_kit import dense, lines_of, on_lines
+from lines_kit import dense, drawn_scores, lines_of, on_lines
 from repository import ROOT
 from torch import Tensor
 
@@ -20,12 +20,6 @@ from sinkscope.lines.choice import select_lines
 from sinkscope.lines.faithful import faithful_lines
 from sinkscope.lines.sample import sample_queries
 from sinkscope.lines.votes import minference_lines
-
-
-def drawn(heads: int, queries: int, keys: int, seed: int, sharp: float = 3.0) -> Scores:
-    generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(heads, queries, 8, generator=generator) * sharp
-    return Scores(query, torch.randn(max(1, heads // 2), keys, 8, generator=generator), 8**-0.5)
 
 
 @given(
@@ -38,7 +32,7 @@ def drawn(heads: int, queries: int, keys: int, seed: int, sharp: float = 3.0) ->
 )
 def test_a_choice_holds_alpha_of_the_sample(queries, past, alpha, sample, sharp, seed):
     keys = queries + past
-    scores = drawn(4, queries, keys, seed, sharp)
+    scores = drawn_scores(4, queries, keys, seed, sharp)
     lines = select_lines(scores, alpha, sample=sample, seed=seed)
     rows = sample_queries(queries, sample, seed)
     assert len(set(rows.tolist())) == min(sample, queries)
@@ -79,7 +73,7 @@ def printed(probs: Tensor, alpha: float) -> tuple[set[int], set[int]]:
 def test_it_is_the_printed_algorithm(queries, past, alpha):
     whole = 0
     for seed in range(10):
-        scores = drawn(2, queries, queries + past, seed, sharp=3.0)
+        scores = drawn_scores(2, queries, queries + past, seed, sharp=3.0)
         lines = select_lines(scores, alpha)
         probs = dense(scores)
         for head in range(2):
@@ -98,7 +92,7 @@ def test_of_lines_that_add_the_same_the_slash_line_is_taken():
 
 
 def test_minference_by_the_last_queries():
-    scores = drawn(2, 40, 60, 7)
+    scores = drawn_scores(2, 40, 60, 7)
     lines = minference_lines(scores, 12, 9, last=8, first=3, local=4)
     probs = dense(scores)[:, -8:]
     for head in range(2):
@@ -112,7 +106,7 @@ def test_minference_by_the_last_queries():
 
 
 def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without():
-    scores = drawn(4, 40, 60, 7, sharp=9.0)
+    scores = drawn_scores(4, 40, 60, 7, sharp=9.0)
     scores.key[0, 3] = torch.nan
     lines = select_lines(scores, 0.3)
     assert (lines.attended()[:2] == 1).all() and (lines.attended()[2:] < 1).all()

@@ -78,7 +78,7 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype,
     pointers = dict.fromkeys(("query", "key", "value", "out"), "*bf16" if dtype == "bfloat16" else "*fp32")
     fits: list[bool] = []
     for tiling in kernel.TILINGS:
-        constants = {**fixed, "SIZE": tiling.size}
+        constants = {**fixed, "SIZE": tiling["SIZE"]}
         types = {name: "i32" for name in names} | {"scaling": "fp32", "on_band": "*u8"} | pointers
         types |= dict.fromkeys(LISTS, "*i32") | dict.fromkeys(constants, "constexpr")
         # Addresses and strides are multiples of 16, as those of a model's tensors are.
@@ -89,7 +89,7 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype,
             {(names.index(name),): number for name, number in constants.items()},
             {(i,): [["tt.divisibility", 16]] for i in even},
         )
-        options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+        options = {name: tiling[name] for name in ("num_warps", "num_stages")}
         made = compiled(source, target=GPUTarget("cuda", 90, 32), options=options)
         fits.append(made.metadata.shared <= 227 * 1024)
         assert "wgmma" in made.asm["ptx"], "the products are not computed on tensor cores"

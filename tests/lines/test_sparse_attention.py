@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lines_kit import along, dense, drawn, per_head
+from lines_kit import dense, drawn, on_lines, per_head
 from refusals import refused
 from test_bands import random_bands
 from torch import Tensor
@@ -15,7 +17,7 @@ from torch.testing import assert_close
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import Bands, BlockGrid
 from sinkscope.lines.choice import select_lines
-from sinkscope.lines.sparse import band_attention, dense_attention, line_attention
+from sinkscope.lines.sparse import band_attention, line_attention
 
 
 def inputs(
@@ -42,7 +44,6 @@ def test_on_bands_it_equals_attention_under_the_mask(queries, past, dense_rows, 
     wanted = dense(scores, chosen.rows(past + torch.arange(queries))) @ per_head(value, 4)
     assert_close(out.double(), wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
     assert out.dtype == dtype
-    assert_close(dense_attention(scores, value)[1].double(), wanted[1], atol=2e-2, rtol=0)  # head 1 is dense
 
 
 @given(
@@ -55,18 +56,15 @@ def test_on_bands_it_equals_attention_under_the_mask(queries, past, dense_rows, 
 )
 def test_on_lines_it_equals_attention_under_the_mask(queries, past, vertical, slash, dense_rows, seed):
     scores, value = inputs(4, 2, queries, queries + past, seed)
-    lines = drawn(4, queries + past, queries, vertical, slash, seed)
+    lines = replace(drawn(4, queries + past, queries, vertical, slash, seed), dense_rows=dense_rows)
     at = past + torch.arange(queries)
-    cells = lines.rows(at)
+    cells = on_lines(lines)
     cells[:, max(0, queries - dense_rows) :] = True
     cells &= at[:, None] >= torch.arange(queries + past)
-    out = line_attention(scores, value, lines, dense_rows)
+    assert torch.equal(lines.rows(at), cells)
+    out = line_attention(scores, value, lines)
     assert_close(out.double(), dense(scores, cells) @ per_head(value, 4), atol=1e-5, rtol=0)
-    assert_close(
-        lines.attended(dense_rows), cells.sum((1, 2)) / cells.new_ones(queries, queries + past).tril(past).sum()
-    )
-    if not dense_rows:
-        assert_close(out.double(), along(scores, value, lines), atol=1e-5, rtol=0)
+    assert_close(lines.attended(), cells.sum((1, 2)) / cells.new_ones(queries, queries + past).tril(past).sum())
 
 
 def test_gradients_are_refused_where_they_would_be_lost():

@@ -19,9 +19,10 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import Bands, BlockGrid
+from sinkscope.lines.choice import select_bands
 from sinkscope.lines.devices import lack_of_library, triton_module
 from sinkscope.lines.head_lines import HeadLines
-from sinkscope.lines.sparse import band_attention, dense_attention, line_attention
+from sinkscope.lines.sparse import band_attention, line_attention
 from sinkscope.lines.sums import recovered
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
@@ -65,7 +66,7 @@ class PromptRead:
         attended: Share of the causal cells from which each head computed its output.
         dense: Whether each head computed all of them.
         kernel: What computed the others: "blocks", "triton" or "mask".
-        output: What attention gives; None if every head is dense, on a CPU.
+        output: What attention gives.
         recovered: Share of the attention of held-out queries that each head's lines hold; None if not measured.
         choice: Cells computed to choose lines and to measure what they hold, as a share of the causal cells.
     """
@@ -73,7 +74,7 @@ class PromptRead:
     attended: Float[Tensor, " head"]
     dense: Bool[Tensor, " head"]
     kernel: str
-    output: Float[Tensor, "head query d_value"] | None
+    output: Float[Tensor, "head query d_value"]
     recovered: Float[Tensor, " head"] | None
     choice: float
 
@@ -96,12 +97,7 @@ class SparsePrompts(Intervention):
 
     A subclass is a frozen dataclass with the method `lines`; every row and layer of a prompt logs an event of kind
     "prefill".
-
-    Attributes:
-        dense_rows: Number of queries at the end that attend to everything.
     """
-
-    dense_rows: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -153,49 +149,39 @@ class SparsePrompts(Intervention):
         assert call is not None and view is not None
         whole_rows = not call.tokens.padded and (kv is None or kv.gapless)
         why_dense = self.why_dense(prompt, view, kv)
-        rows: dict[int, PromptRow] = {}
-        reads: dict[int, PromptRead] = {}
-        for number in range(len(prompt.query) if why_dense is None else 0):
-            row = PromptRow.of(prompt, view, number, whole_rows)
-            if row.scores.queries:
-                rows[number], reads[number] = row, self.read(row)
-        _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
-        builds_no_matrix = whole_rows and not session.now.own_masks and not prompt.is_eager  # the model's own attention
-        if why_dense is not None or (builds_no_matrix and all(read.output is None for read in reads.values())):
+        if why_dense is not None:
+            _log_prompt(session.run, call, prompt.layer, view, why_dense, {})
             return None
         batch, heads, queries = prompt.query.shape[:3]
-        whole = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
-        for number, row in rows.items():
-            output = reads[number].output
-            if output is None:
-                output = dense_attention(row.scores, row.value)
-            whole[number, row.real] = rearrange(output, "head query d_value -> query head d_value").to(whole.dtype)
-        return whole
+        output = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
+        reads: dict[int, PromptRead] = {}
+        for number in range(batch):
+            row = PromptRow.of(prompt, view, number, whole_rows)
+            if row.scores.queries:
+                reads[number] = read = self.read(row)
+                output[number, row.real] = rearrange(read.output, "head query d_value -> query head d_value")
+        _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
+        return output
 
     def read(self, row: PromptRow) -> PromptRead:
         """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
-        scores = row.scores
-        if self.too_short(scores.queries, scores.keys, scores.key.device) is not None:
-            return _dense_read(scores, 0.0)
-        lines = self.lines(scores, row.layer)
-        query_cells = scores.keys / BlockGrid(scores.queries, scores.keys).cells  # share of all cells
-        met = min(self.choice_rows, scores.queries)  # queries that meet all keys besides attention
-        if isinstance(lines, HeadLines):
-            output, kernel = line_attention(scores, row.value, lines, self.dense_rows), "mask"
-            attended = lines.attended(self.dense_rows)
-            dense = attended == 1
+        scores, choice_rows, held_out = row.scores, 0, None
+        if self.too_short(scores.queries, scores.keys, scores.key.device) is None:
+            lines = self.lines(scores, row.layer)
+            choice_rows, held_out = min(self.choice_rows, scores.queries), self.held_out(scores, row.layer)
         else:
-            attended, dense = lines.attended(), lines.dense
-            if scores.key.device.type == "cpu" and bool(dense.all()):
-                return _dense_read(scores, met * query_cells)
+            lines = select_bands(scores, 1)
+        if isinstance(lines, HeadLines):
+            output, kernel = line_attention(scores, row.value, lines), "mask"
+        else:
             output = band_attention(scores, row.value, lines)
             kernel = "blocks" if triton_module(scores.key.device, "triton") is None else "triton"
-        held_out = self.held_out(scores, row.layer)
         shares = None
         if held_out is not None and len(held_out):
             shares = recovered(scores, lines, held_out)
-            met += len(held_out)
-        return PromptRead(attended, dense, kernel, output, shares, met * query_cells)
+            choice_rows += len(held_out)
+        choice = choice_rows * scores.keys / BlockGrid(scores.queries, scores.keys).cells
+        return PromptRead(lines.attended(), lines.dense, kernel, output, shares, choice)
 
     def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used."""
@@ -237,9 +223,3 @@ def _log_prompt(
         return logged
 
     run.log(events)
-
-
-def _dense_read(scores: Scores, choice: float) -> PromptRead:
-    """What is reported if plain attention computes every head."""
-    ones = torch.ones(scores.heads, device=scores.key.device)
-    return PromptRead(ones, ones > 0, "dense", None, None, choice)
