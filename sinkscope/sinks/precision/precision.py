@@ -19,6 +19,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.files.progress import report
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.measure import Result, Setup, measurement
+from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
@@ -28,7 +29,7 @@ from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
-from sinkscope.sinks.spikes.controls import INTACT, claim_of, random_neurons
+from sinkscope.sinks.spikes.controls import INTACT, random_neurons
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.spikes.texts import left_of
@@ -236,4 +237,5 @@ class Texts:
         others_words = f"random {field}"
         contrasts = INTACT, Contrast("random", min(random, default=float(by_text.mean())), DRAWS, others_words)
         search = SearchSpace(others_words, DRAWS)
-        return claim_of("protects", subject, outcome, exact, by_text, contrasts, search, "exact")
+        value, margin = float(by_text.mean()), margin_of(by_text.numpy())
+        return Claim("protects", subject, outcome, exact, value, contrasts, len(by_text), search, margin, "exact")

@@ -15,7 +15,7 @@ from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases, claim_of_copies, contrast_rows
+from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases, claim_of_copies
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import along_spikes, copies_of, half_reached
 from sinkscope.sinks.spikes.sentences import run
@@ -36,7 +36,7 @@ def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat
     setup, target, claims = sweep.setup, sweep.setup.target, list[Claim]()
     directions, conditions = [one.spike for one in spikes], [name_of(one.spike) for one in spikes]
     values = [row[:, sweep.before :] for row in along_spikes(target, directions, sweep.rows)]
-    beside = [along_spikes(target, directions, rows) for rows in contrast_rows(setup, sweep.rows, sweep.before)]
+    beside = [along_spikes(target, directions, rows) for rows in sweep.contrasts()]
     for spike, *rows in zip(directions, values, *beside, strict=True):
         gives = f"reach {{}} of the spike of {name_of(spike)} at the first token"
         last = torch.stack([row[:, -1] for row in rows])
@@ -44,19 +44,17 @@ def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat
     for one, intact in zip(spikes, values[:], strict=True):
         if not ablate or not one.needed_neurons:
             continue
-        read = [intact]
         random = random_neurons(target, one.needed_neurons, setup.seed)
         for words, neurons in {"needed": one.needed_neurons, "random": random}.items():
             with Ablate(sites=neurons).on(target):
-                read.append(along_spikes(target, [one.spike], sweep.rows)[0][:, sweep.before :])
+                values.append(along_spikes(target, [one.spike], sweep.rows)[0][:, sweep.before :])
             conditions.append(f"{name_of(one.spike)}, {words} neurons zeroed")
-            values.append(read[-1])
             setup.progress("repetitions", len(values), 3 * len(spikes))
         converging = torch.tensor([half_reached(row) is not None for row in intact])
         if bool(converging.any()):
-            last = torch.stack([row[converging, -1] for row in read])
+            last = torch.stack([row[converging, -1] for row in (values[-2], intact, values[-1])])
             outcome = Outcome("norm", (one.spike.peak,), effect="the copies' projection at {}")
-            claims.insert(0, claim_of_cases(one.needed_neurons, claims[-1].place, outcome, last[[1, 0, 2]] / last[0]))
+            claims.insert(0, claim_of_cases(one.needed_neurons, claims[-1].place, outcome, last / last[1]))
     return Repeat(
         quantity="norm",
         claims=tuple(claims),
