@@ -128,19 +128,6 @@ def by_kind(found: ClusterAttack) -> dict[tuple[str, bool], Attempt]:
     return {(one.source, one.patch): one for one in found.attempts}
 
 
-def test_rates_are_counts_of_norms_of_plain_passes():
-    o = organism("neox", 2)
-    found, layer = attack_once("neox", 2), o.truth.sink_layer
-    assert layer is not None
-    ordinary = sorted(set(range(o.model.config.vocab_size)) - set(o.tokenizer.all_special_ids))
-    rows = draw_sequences([ordinary], 8, 24, 0)
-    first = norms(o.model, o.natural()[:, :1])[layer].median()
-    hits = (norms(o.model, rows)[layer, :, 1:] / first >= 0.5).double()
-    random = by_kind(found)["random", False]
-    assert random.positions == pytest.approx(float(hits.mean()), rel=1e-4)
-    assert 0 < random.positions < 1  # else this test shows nothing
-
-
 def test_a_spike_that_is_not_at_the_first_token_is_not_attacked(tmp_path):
     m = hard("second_special", "llama")
     found = attack(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), length=4, sequences=4)
@@ -181,6 +168,7 @@ def test_the_patch_is_that_of_plain_hooks(tmp_path):
         for patch, norm in enumerate((intact, patched)):
             hits = float((norm / first >= 0.5).double().mean())
             assert by_kind(found)[source, bool(patch)].positions == pytest.approx(hits)
+    assert 0 < by_kind(found)["random", False].positions < 1  # else this test shows little
 
 
 @settings(max_examples=30)

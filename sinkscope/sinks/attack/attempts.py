@@ -14,6 +14,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.first_tokens import HAS
+from sinkscope.sinks.patch.patches import patch_of
 from sinkscope.sinks.spikes.copies import along_spikes
 from sinkscope.sinks.spikes.spike import Measured
 from sinkscope.sinks.tokens import TokenRows
@@ -60,7 +61,7 @@ def run_attempts(setup: Setup, measured: Measured, rows: Mapping[str, TokenRows]
     """
     target, patches = setup.target, list[SinkPatch | None]([None])
     if target.resident:
-        patches.append(SinkPatch(sites=measured.needed_neurons, calibrated=dict(measured.neutral)))
+        patches.append(patch_of(measured))
     attempts: list[Attempt] = []
     for source, ids in rows.items():
         for patch in patches:

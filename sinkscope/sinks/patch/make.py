@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,6 +21,7 @@ from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import PatchResult, draw
 from sinkscope.sinks.patch.measure import AFTER, proof_of
+from sinkscope.sinks.patch.patches import patch_of
 from sinkscope.sinks.patch.proof import INTACT, ONCE, OTHERS, PATCHED, RANDOM, PatchProof
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies
 from sinkscope.sinks.spikes.steps import sinks_of
@@ -91,7 +92,8 @@ class PatchMade(PatchResult):
         if proof is None or not proof.failing[0].any():
             return ()
         along = torch.from_numpy(proof.along[:, 0])
-        copies = claim_of_copies(proof.repeats, Outcome("norm"), along[[INTACT, ONCE, OTHERS]])
+        reached = Outcome("norm", gives=f"reach {{}} of the spike of {proof.spikes[0]}")
+        copies = claim_of_copies(proof.repeats, reached, along[[INTACT, ONCE, OTHERS]])
         outcome = Outcome("norm", effect=f"the spike of {proof.spikes[0]} at {{}}")
         failing = along[:, proof.failing[0]]
         left = failing[[PATCHED, INTACT, RANDOM]] / failing[INTACT]
@@ -148,13 +150,11 @@ def patch_make(
     if chosen is None:
         reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
         return PatchMade(verdict="no-sink", reason=reason)
-    sites = chosen.needed_neurons
-    calibrated = {site: chosen.neutral[site] for site in sites}
+    patch = replace(patch_of(chosen), model=vars(setup.info()))
     others = [one.spike for one in sinks.at_first if one is not chosen]
-    patch = SinkPatch(sites=sites, calibrated=calibrated, model=vars(setup.info()))
     proof = proof_of(setup, [chosen.spike, *others], patch, most, pieces, length)
     verdict, reason = judged(proof, limit)
     if out is not None and verdict == "made" and is_first():
         patch.save(out)
-    values = tuple(calibrated.values())
-    return PatchMade(verdict=verdict, reason=reason, sites=sites, calibrated=values, proof=proof)
+    values = tuple(patch.calibrated.values())
+    return PatchMade(verdict=verdict, reason=reason, sites=patch.checked_sites, calibrated=values, proof=proof)

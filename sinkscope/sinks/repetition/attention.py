@@ -19,7 +19,6 @@ from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
 
-QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read
 
 
@@ -92,7 +91,7 @@ def attention_from(
             given = einsum(probs, kinds.to(probs.device), "row head query key, row key kind -> row head kind")
             total[:, :, layer] += target.shards.gather(given, target.n_heads, 1).mean(1).cpu()
 
-        with attention_rows(target, add, rows_per_chunk=QUERIES_AT_ONCE, whole=False, begin=begin):
+        with attention_rows(target, add, whole=False, begin=begin):
             run(rows)
         received.append(total)
     return torch.cat(received)
