@@ -158,11 +158,6 @@ class Claim:
         return all(contrast.kind != "intact" for contrast in self.contrasts)
 
     @property
-    def raises(self) -> bool:
-        """Whether it asks if an edit brings the effect, because the intact model has less than half of it."""
-        return any(contrast.kind == "intact" and contrast.value < NEEDED for contrast in self.contrasts)
-
-    @property
     def takes(self) -> bool:
         """Whether an edit takes away a share of what the intact model has."""
         return self.outcome.unit == "intact" and not self.brings
@@ -183,7 +178,9 @@ class Claim:
             said += " " + self.outcome.gives.replace("{}", share)
         else:
             verb, end = "make", "is gone" if lost else "stays"
-            if self.raises:
+            if any(
+                one.kind == "intact" and one.value < NEEDED for one in self.contrasts
+            ):  # an edit may bring the effect
                 verb, end = "reduce", "is there"
             if not is_several(self.subject):
                 verb += "s"

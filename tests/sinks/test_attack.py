@@ -23,7 +23,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.attempts import Attempt, draw_sequences, pools_of
-from sinkscope.sinks.attack.clusters import along_single_heads
+from sinkscope.sinks.first_tokens import FirstTokens
 from sinkscope.sinks.spikes.steps import first_spike
 
 pytestmark = pytest.mark.few_texts
@@ -89,15 +89,15 @@ def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeyp
     measured = functools.partial(attack, o.model, tokenizer=o.tokenizer, sequences=0, n_tokens=EVERY)
     monkeypatch.setattr(module, "TOKENS", 12)
     whole = measured().to_dict()["result"]
-    asked = []
+    asked, along = [], FirstTokens.along
 
-    def breaking(*args):
-        asked.append(args[-1])
+    def breaking(first, tokens, edits):
+        asked.append(tokens.tolist())
         if len(asked) == 4:
             raise KeyboardInterrupt
-        return along_single_heads(*args)
+        return along(first, tokens, edits)
 
-    monkeypatch.setattr(module, "along_single_heads", breaking)
+    monkeypatch.setattr(FirstTokens, "along", breaking)
     with pytest.raises(KeyboardInterrupt):
         measured(resume=tmp_path)
     assert measured(resume=tmp_path).to_dict()["result"] == whole

@@ -153,6 +153,7 @@ def test_a_model_without_a_spike_has_its_cost_only(tmp_path):
         ({"patch": None}, "no patch given: make one with `sinkscope patch make"),
         ({"patch": "none.json"}, "cannot read none.json"),
         ({"text": "short.txt"}, "give a longer --text"),
+        ({"max_repeats": 2040}, "--max-repeats 2040 and 17 tokens around them"),  # BOS, and the text that follows
     ],
 )
 def test_bad_input(options, says, tmp_path, monkeypatch):
