@@ -13,7 +13,7 @@ NEEDED = 0.5
 NOTHING = 0.2
 """An edit that leaves as much as one of its contrasts, within this share, shows nothing."""
 NAMED, BRIEFLY_NAMED = 4, 2  # parts that a sentence names
-DOUBTS = {"not shown": "it is not shown that", "undecided": "it is undecided whether"}
+DOUBTS = {"needed": "", "sufficient": "", "not shown": "it is not shown that ", "undecided": "it is undecided whether "}
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
 ContrastKind = Literal["intact", "random", "one copy", "other tokens", "other"]
 
@@ -70,8 +70,7 @@ class Outcome:
         layers: The layers after which it is read.
         unit: What 1 is: "intact": the value without an edit; "cases": all cases.
         effect: What a part makes, in a sentence; {} is the place. Empty: the kind, at the place.
-        gives: Template of the verb phrase where the subject is added: the first {} is the value, a second one the
-            place. Empty: it gives a share of the effect.
+        gives: Verb phrase where the subject is added; {} is the value.
     """
 
     kind: str
@@ -79,10 +78,6 @@ class Outcome:
     unit: Literal["intact", "cases"] = "intact"
     effect: str = ""
     gives: str = ""
-
-    def at(self, place: str) -> str:
-        """Return the effect at a place, in a sentence."""
-        return (self.effect or f"the {self.kind} at {{}}").replace("{}", place)
 
 
 @dataclass(frozen=True)
@@ -163,11 +158,6 @@ class Claim:
         return all(contrast.kind != "intact" for contrast in self.contrasts)
 
     @property
-    def raises(self) -> bool:
-        """Whether it asks if an edit brings the effect, because the intact model has less than half of it."""
-        return any(contrast.kind == "intact" and contrast.value < NEEDED for contrast in self.contrasts)
-
-    @property
     def takes(self) -> bool:
         """Whether an edit takes away a share of what the intact model has."""
         return self.outcome.unit == "intact" and not self.brings
@@ -183,29 +173,23 @@ class Claim:
         if lost:
             value, chance = 1 - value, 1 - chance
         share, control = percent_pair(value, chance)
-        said = f"{in_words(self.subject, BRIEFLY_NAMED if brief else NAMED)} {self._does(share)}"
-        if not self.brings:
-            end = "is gone" if lost else "stays"
-            if self.raises:
-                end = "is there"
-            said = f"{DOUBTS.get(self.verdict, '')} {said}: {removed(self.subject, self.edit)} {share} {end}".strip()
+        said = in_words(self.subject, BRIEFLY_NAMED if brief else NAMED)
+        if self.brings:
+            said += " " + self.outcome.gives.replace("{}", share)
+        else:
+            verb, end = "make", "is gone" if lost else "stays"
+            if any(
+                one.kind == "intact" and one.value < NEEDED for one in self.contrasts
+            ):  # an edit may bring the effect
+                verb, end = "reduce", "is there"
+            if not is_several(self.subject):
+                verb += "s"
+            effect = self.outcome.effect.replace("{}", self.place) or f"the {self.outcome.kind} at {self.place}"
+            said = f"{DOUBTS[self.verdict]}{said} {verb} {effect}: {removed(self.subject, self.edit)} {share} {end}"
         beside = f"{self.control.in_words(self.subject)}: {control}"
         if self.verdict == "not shown" and not brief:
             beside += f"; {self.search}"
         return f"{said[:1].upper()}{said[1:]} ({beside})."
-
-    def _does(self, share: str) -> str:
-        """Return the verb phrase of the sentence."""
-        if self.brings and self.outcome.gives:
-            return self.outcome.gives.replace("{}", share, 1).replace("{}", self.place)
-        verb, effect = "make", self.outcome.at(self.place)
-        if self.brings:
-            verb, effect = "give", f"{share} of {effect}"
-        elif self.raises:
-            verb = "reduce"
-        if not is_several(self.subject):
-            verb += "s"
-        return f"{verb} {effect}"
 
     def shortest(self) -> str:
         """Return the whole sentence, or the brief one if that has more than 30 words."""

@@ -141,15 +141,10 @@ class Parameter:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Parameter:
         """Return the parameter as `tools.commands` wrote it, without the range of a number."""
-        kind: Any = Any
-        if isinstance(data["type"], list):
-            kind = Literal[tuple(data["type"])]
-        elif data["type"] in TYPES:
-            kind = TYPES[data["type"]]
-        hint: Any = Annotated[kind, Option(**data.get("option", {}))]
-        if data.get("many"):
-            hint = Sequence[hint]
-        return parameter(data["name"], hint, data.get("default", inspect.Parameter.empty), help=data["help"])
+        kind = data["type"]
+        kind = Literal[tuple(kind)] if isinstance(kind, list) else TYPES.get(kind, Any)
+        option, default = Option(**data.get("option", {})), data.get("default", inspect.Parameter.empty)
+        return cls(data["name"], kind, option, default, data["help"], data.get("many", False))
 
     def check(self, value: Any, *, in_python: bool = False) -> None:
         """Refuse a value that the annotation excludes, and a number that is too large for any work.

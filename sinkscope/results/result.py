@@ -103,9 +103,10 @@ class Result(Envelope):
 
         It is what the first of the subclass's `claims` says, or what it has `instead`.
         """
-        if self._instead is None and self._claims:
+        instead = getattr(self, "instead", None)
+        if instead is None and self._claims:
             return self._claims[0].shortest()
-        return self._instead or f"{self.kind} on {self.model.name}."
+        return instead or f"{self.kind} on {self.model.name}."
 
     def details(self) -> list[str]:
         """Lines of plain text below the conclusion: the next claims (the first, if it was shortened), and the facts."""
@@ -128,10 +129,6 @@ class Result(Envelope):
     @property
     def _claims(self) -> Claims:
         return getattr(self, "claims", ())
-
-    @property
-    def _instead(self) -> str | None:
-        return getattr(self, "instead", None)
 
     def summary(self) -> str:
         """Return the conclusion, the model, the details and warnings, as lines of plain text."""

@@ -28,6 +28,7 @@ def attention_rows(
     layers: list[int] | None = None,
     rows_per_chunk: int = 256,
     whole: bool = True,
+    begin: int = 0,
 ) -> Iterator[None]:
     """Context manager: every forward pass in this context shows its attention rows to `observer`.
 
@@ -40,6 +41,7 @@ def attention_rows(
         rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
         whole: Whether the rows of all heads are shown. If not, a process of several shows those of the heads that it
             holds, and the observer gathers what it makes of them, which is smaller (`target.shards.gather`).
+        begin: The first query whose row is shown.
 
     A TransformerBridge, and a model outside transformers' attention interface (BLOOM, Falcon, GPT-J, MPT and others),
     itself builds whole query x key matrices, which are passed on in one piece.
@@ -48,7 +50,7 @@ def attention_rows(
     def rows_only(layer: int, first: int, rows: Tensor, _visible: Callable[[], Tensor]) -> None:
         observer(layer, first, rows)
 
-    with visible_rows(target, rows_only, layers=layers, rows_per_chunk=rows_per_chunk, whole=whole):
+    with visible_rows(target, rows_only, layers=layers, rows_per_chunk=rows_per_chunk, whole=whole, begin=begin):
         yield
 
 
@@ -60,6 +62,7 @@ def visible_rows(
     layers: list[int] | None = None,
     rows_per_chunk: int = 256,
     whole: bool = True,
+    begin: int = 0,
 ) -> Iterator[None]:
     """Do as `attention_rows`, and also tell the observer which keys the queries see.
 
@@ -70,6 +73,7 @@ def visible_rows(
         layers: Layers to show. None shows all.
         rows_per_chunk: Number of queries shown at a time.
         whole: Whether the rows of all heads are shown.
+        begin: The first query whose row is shown.
     """
     wanted = target.attending
     if layers is not None:
@@ -84,7 +88,7 @@ def visible_rows(
             observer(layer, first, rows, lambda: call.visible(slice(first, first + rows.shape[2])))
 
         if layer in wanted:
-            call.show(tell, needs_mask=True, chunk=rows_per_chunk)
+            call.show(tell, needs_mask=True, first=begin, chunk=rows_per_chunk)
 
     is_bridge = target.kind == "bridge"
     if not is_bridge and target.adapter.attention_interface:
@@ -96,9 +100,10 @@ def visible_rows(
 
         def read(output: Any, layer: int = layer) -> None:
             rows = output if is_bridge else _returned_rows(target, layer, output)
+            rows = rows[:, :, begin:]
             if whole:
                 rows = target.shards.gather(rows, target.n_heads, 1)
-            observer(layer, 0, rows.float(), lambda: (rows > 0).any(1, keepdim=True))
+            observer(layer, begin, rows.float(), lambda: (rows > 0).any(1, keepdim=True))
 
         if is_bridge:
             module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]

@@ -13,8 +13,8 @@ from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.held_out import held_out
 from sinkscope.sinks.patch.evaluate import patch_eval
-from sinkscope.sinks.patch.following import AFTER, after_copies
 from sinkscope.sinks.patch.make import patch_make
+from sinkscope.sinks.patch.measure import AFTER, read_copies
 from sinkscope.sinks.precision.precision import precision
 from sinkscope.sinks.spikes.find import first_spikes
 from sinkscope.sinks.spikes.steps import sinks_of
@@ -56,7 +56,8 @@ def test_patch_eval_says_of_each_spike_what_plain_hooks_read(setup):
             along = (states[spike.peak, :, -1] - spike.mean) @ spike.direction / spike.size
             assert proof.along[case, number] == pytest.approx(along.numpy(), rel=1e-3, abs=1e-4)
             layers = torch.stack(given)[:, spike.first + 1 : spike.last + 2].mean(1)
-            assert proof.attention(number)[case] == pytest.approx(layers[proof.failing[number]].mean().item(), rel=1e-3)
+            attention = [one for one in proof.readings() if one.what == "attention"][number]
+            assert attention.values[case] == pytest.approx(layers[proof.failing[number]].mean().item(), rel=1e-3)
         assert proof.following.one_more[case] == pytest.approx(chances, rel=1e-2)
         assert proof.ordinary.perplexity[case].perplexity == pytest.approx(perplexity, rel=2e-5)
     assert abs(proof.ordinary.perplexity[1].change) < 0.01  # ordinary text keeps its perplexity
@@ -83,18 +84,20 @@ def test_attention_and_output_after_copies_are_those_of_plain_hooks(setup):
     (word,) = setup.tokenizer(" company", add_special_tokens=False).input_ids
     rows, values = torch.tensor([[setup.bos] + 400 * [word]]), dict.fromkeys(SPIKE, 0.05)
     spikes = [one.spike for one in sinks_of(setup).at_first]
-    read = after_copies(setup, spikes, (None, SinkPatch(sites=SPIKE, calibrated=values)), rows, 1)
+    edits = (None, SinkPatch(sites=SPIKE, calibrated=values))
+    read = [read_copies(setup, spikes, edit, rows, 1) for edit in edits]
     ids, model = torch.cat([rows, text_rows(setup.tokenizer, setup.text, 1, AFTER, None)], 1), setup.target.hf
     for case, held in enumerate(({}, values)):
         with plain.held(model, held):
             given = torch.stack([probs[0, :, 401:, 1:401].sum(-1).mean() for probs in plain.attentions(model, ids)])
             chance = model(ids).logits[0, 400].softmax(-1)[word]
         layers = [given[spike.first + 1 : spike.last + 2].mean().item() for spike in spikes]
-        assert read.attention[case, :, 0].tolist() == pytest.approx(layers, rel=1e-3)
-        assert read.one_more[case, 0] == pytest.approx(chance.item(), rel=1e-2)
+        assert read[case].attention[:, 0].tolist() == pytest.approx(layers, rel=1e-3)
+        assert read[case].one_more[0] == pytest.approx(chance.item(), rel=1e-2)
     late = next(number for number, spike in enumerate(spikes) if spike.peak >= 11)
-    assert read.attention[0].min() > 0.9 and read.attention[1, late, 0] < 0.2 < 0.9 < read.attention[1, 1 - late, 0]
-    assert read.one_more.max() < 0.1
+    intact, patched = (case.attention[:, 0] for case in read)
+    assert intact.min() > 0.9 and patched[late] < 0.2 < 0.9 < patched[1 - late]
+    assert max(case.one_more.max() for case in read) < 0.1
 
 
 def rounded(values: torch.Tensor, bits: int, dims: tuple[int, ...]) -> torch.Tensor:

@@ -26,9 +26,9 @@ from sinkscope.models.text import text_rows
 from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Result
 from sinkscope.sinks.patch.evaluate import patch_eval
-from sinkscope.sinks.patch.following import AFTER
 from sinkscope.sinks.patch.make import PatchMade, Verdict, judged, patch_make
-from sinkscope.sinks.patch.proof import PatchProof
+from sinkscope.sinks.patch.measure import AFTER
+from sinkscope.sinks.patch.proof import PatchProof, Reading
 from sinkscope.sinks.spikes.steps import first_spike
 
 pytestmark = pytest.mark.few_texts
@@ -90,11 +90,15 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
         with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():
             given = attention(o.model, after)[layers, :, :, end:, 1:end].sum(-1).mean()
             chances = o.model(after).logits[range(len(rows)), end - 1].softmax(-1)[range(len(rows)), ids]
-        assert proof.attention(0)[condition] == pytest.approx(float(given), rel=1e-3, abs=1e-5)
+        assert read(proof, "attention").values[condition] == pytest.approx(float(given), rel=1e-3, abs=1e-5)
         assert proof.following.one_more[condition] == pytest.approx(chances.numpy(), rel=1e-3, abs=1e-6)
     few = {"max_repeats": 2 * o.truth.repeats_expected, "pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
     again = patch_eval(o.model, patch, tokenizer=o.tokenizer, **few)
     assert plain(again.proof) == plain(proof)  # both commands measure one proof
+
+
+def read(proof: PatchProof, what: str, spike: int = 0) -> Reading:
+    return [one for one in proof.readings() if one.what == what][spike]
 
 
 def test_only_words_that_need_repair_prove_it():

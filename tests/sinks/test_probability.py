@@ -18,7 +18,7 @@ from sinkscope.sinks.repetition import probability
 from sinkscope.sinks.repetition.probability import stopped_after
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import contrast_rows
+from sinkscope.sinks.repetition.sweep import Sweep
 
 pytestmark = pytest.mark.few_texts
 
@@ -84,7 +84,7 @@ def test_it_repeats_until_the_sink_and_for_ever_with_the_patch():
         assert found.values[condition, 0] == pytest.approx(curve[found.at - 1].numpy(), rel=1e-3, abs=1e-7)
         if edit is None:
             assert (curve >= 0.5).nonzero().max() + 2 == intact
-    texts = ids, *contrast_rows(setup_of(o), ids, len(head))
+    texts = ids, *Sweep(setup_of(o), len(head), ids).contrasts()
     last = [float(o.model(rows).logits[0, -1].detach().softmax(-1)[repeated_word()]) for rows in texts]
     assert [copies.value, *[one.value for one in copies.contrasts]] == pytest.approx(last, rel=1e-3)
 

@@ -15,7 +15,7 @@ from sinkscope.results.parts import sites_of
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import contrast_rows, sweep_of
+from sinkscope.sinks.repetition.sweep import Sweep, sweep_of
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import half_reached
 from sinkscope.sinks.spikes.steps import first_spike
@@ -75,7 +75,7 @@ def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llam
     result = measured(llama, tokens=[word_of(llama, group)], max_repeats=40)
     (claim,), (word,) = result.claims, result.ids
     copies = torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]])
-    single, others = (rows[0] for rows in contrast_rows(setup_of(llama), copies, 1))
+    single, others = (rows[0] for rows in Sweep(setup_of(llama), 1, copies).contrasts())
     assert (single[1:] == word).nonzero().flatten().tolist() == [39] and not (others == word).any()
     shares = [float(along(llama, [row.tolist()])[0, -1]) for row in (copies[0], single, others)]
     assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(shares, rel=1e-3, abs=1e-3)
@@ -132,7 +132,7 @@ def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
     bos = llama.tokenizer.bos_token_id
     natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
     copies = torch.tensor([[bos, *[result.ids[0]] * count]])
-    single, _ = contrast_rows(setup_of(llama, text=text), copies, 1)
+    single, _ = Sweep(setup_of(llama, text=text), 1, copies).contrasts()
     ids = torch.cat([torch.cat([natural[:, :-TAIL], copies, single]), natural[:, -TAIL:].expand(3, -1)], 1)
     every = attention(llama.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
     fair = float((1 / torch.arange(count + 2, ids.shape[1] + 1)).mean())

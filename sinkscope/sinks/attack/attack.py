@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
+from jaxtyping import Bool
 from pydantic import Field
 
 from sinkscope.measure import Natural, Option, Result, Setup, Whole, measurement
@@ -17,7 +19,7 @@ from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.attack.attempts import Attempt, pools_of, run_attempts
+from sinkscope.sinks.attack.attempts import Attempt, draw_sequences, pools_of, run_attempts
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.chunks import Resume
 from sinkscope.sinks.first_tokens import share_of, spike_of
@@ -58,67 +60,52 @@ class ClusterAttack(Result):
 
     def conclusion(self) -> str:
         """Say what sequences of one cluster do, if most tokens are in one; or what the clusters are."""
-        if self.clusters is None or self.instead is not None:
-            return super().conclusion()
-        return self._lines(self.clusters)[0]
+        if self.instead is not None:
+            return self.instead
+        return self._lines()[0]
 
     def facts(self) -> list[str]:
         """Say what the conclusion does not say."""
-        if self.clusters is None:
-            return []
-        lines = self._lines(self.clusters)
-        return lines[1:] if self.instead is None else lines
+        return [line for line in self._lines() if line != self.conclusion()]
 
-    def _lines(self, clusters: TokenClusters) -> list[str]:
+    def _lines(self) -> list[str]:
         """Say how many tokens have the spike by one head, in sequences, and without any; the most telling first."""
-        lines = [self._of_clusters(clusters)]
-        if self.attempts:
-            lines.append(self._of_sequences())
-        if not clusters.heads:
-            return lines
-        none = clusters.unneeded.astype(float)
-        share = share_of(none.mean(), margin_of(none))
-        unneeded = f"{share} of {self._tried} have the spike of {self.spike} without any head of layer 0."
-        if none.mean() > clusters.served.mean():
-            return [unneeded, *lines]
-        return [*lines[::-1], unneeded]
-
-    @property
-    def _tried(self) -> str:
-        assert self.clusters is not None
-        count = len(self.clusters.ids)
-        if self.searched > count:
-            return f"{count:,} of {self.searched:,} tokens"
-        return f"{count:,} tokens"
-
-    def _of_clusters(self, clusters: TokenClusters) -> str:
-        """Say for how many tokens one head is enough, beside another head; or that no head is."""
-        tried = self._tried
-        what = f"the spike of {self.spike}"
+        clusters, what = self.clusters, f"the spike of {self.spike}"
+        if clusters is None:
+            return []
+        tried = f"{len(clusters.ids):,} tokens"
+        if self.searched > len(clusters.ids):
+            tried = f"{len(clusters.ids):,} of {self.searched:,} tokens"
         if not clusters.has.any():
-            return f"None of {tried} has {what} when it stands first without BOS, so no head can mark one."
+            return [f"None of {tried} has {what} when it stands first without BOS, so no head can mark one."]
+        without = _share(clusters.unneeded)
         if not clusters.heads:
-            none = clusters.unneeded.astype(float)
-            share = share_of(none.mean(), margin_of(none))
-            without = f"{share} have {what} without its {self.n_heads} heads"
-            return f"No head of layer 0 marks one of {tried} by itself: {without}."
-        served = clusters.served.astype(float)
+            left = f"{without} have {what} without its {self.n_heads} heads"
+            return [f"No head of layer 0 marks one of {tried} by itself: {left}."]
         count = count_of(len(clusters.heads), "head")
         is_enough = f"One of {count}" if len(clusters.heads) > 1 else str(Head(0, clusters.heads[0]))
-        share = share_of(served.mean(), margin_of(served))
-        return f"{is_enough} of layer 0 alone gives {share} of {tried} {what} (another head: {clusters.another:.0%})."
+        share = f"{_share(clusters.served)} of {tried}"
+        lines = [
+            *self._of_sequences(),
+            f"{is_enough} of layer 0 alone gives {share} {what} (another head: {clusters.another:.0%}).",
+        ]
+        unneeded = f"{without} of {tried} have {what} without any head of layer 0."
+        if clusters.unneeded.mean() > clusters.served.mean():
+            return [unneeded, *reversed(lines)]
+        return [*lines, unneeded]
 
-    def _of_sequences(self) -> str:
+    def _of_sequences(self) -> list[str]:
         """Say how many positions have the spike, beside random tokens and under the patch."""
         made = {(one.source, one.patch): one for one in self.attempts}
-        cluster, random = made["cluster", False], made["random", False]
-        beside = f"random tokens: {random.positions:.0%}"
+        if not made:
+            return []
+        cluster, beside = made["cluster", False], f"random tokens: {made['random', False].positions:.0%}"
         if ("cluster", True) in made:
             beside += f"; patched: {made['cluster', True].positions:.0%}"
-        return (
+        return [
             f"Sequences of {self.length} different tokens of one cluster have the spike of {self.spike} at "
             f"{share_of(cluster.positions, cluster.margin)} of their positions without BOS ({beside})."
-        )
+        ]
 
     def rows(self) -> Table:
         """Return a row per source and patch; without sequences, one per head that serves tokens."""
@@ -127,6 +114,11 @@ class ClusterAttack(Result):
             for head, ids in zip(self.clusters.heads, self.clusters.pools[1:], strict=True):
                 rows.append({"head": str(Head(0, head)), "tokens": len(ids)})
         return rows
+
+
+def _share(has: Bool[np.ndarray, " token"]) -> str:
+    """Write the share of tokens that have something, with its margin."""
+    return share_of(has.mean(), margin_of(has.astype(float)))
 
 
 def draw(result: ClusterAttack) -> go.Figure:
@@ -193,8 +185,11 @@ def attack(
     )
     if not sequences or not clusters.heads:
         return result
-    if max(map(len, pools_of(setup, clusters)[1:])) < length:
-        largest = max(map(len, clusters.pools[1:]))
-        few = f"No cluster has {length} tokens (the largest: {largest}), so no sequence was tried."
+    every, *pools = pools_of(setup, clusters)
+    if max(map(len, pools)) < length:
+        few = f"No cluster has {length} tokens (the largest: {max(map(len, pools))}), so no sequence was tried."
         return replace(result, instead=few)
-    return replace(result, attempts=run_attempts(setup, chosen, clusters, length, sequences))
+    rows = {}
+    for source, some in {"cluster": pools, "random": [every]}.items():
+        rows[source] = draw_sequences(some, length, sequences, setup.seed)
+    return replace(result, attempts=run_attempts(setup, chosen, rows))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
@@ -16,8 +14,9 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.first_tokens import HAS
+from sinkscope.sinks.patch.patches import patch_of
 from sinkscope.sinks.spikes.copies import along_spikes
-from sinkscope.sinks.spikes.spike import Measured, Spike
+from sinkscope.sinks.spikes.spike import Measured
 from sinkscope.sinks.tokens import TokenRows
 
 
@@ -39,12 +38,6 @@ class Attempt:
     margin: float | None
 
 
-def reached(setup: Setup, spike: Spike, ids: TokenRows) -> Float[Tensor, "row attacked"]:
-    """Return 1 where a position after the first reaches half of the first token's projection."""
-    (along,) = along_spikes(setup.target, [spike], ids)
-    return (along[:, 1:] >= HAS).float()
-
-
 def draw_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed: int) -> TokenRows:
     """Draw `count` sequences of distinct tokens, each from one large enough cluster, these taken in turn."""
     generator = draws(seed, f"attacks of {length} tokens")
@@ -58,30 +51,23 @@ def pools_of(setup: Setup, clusters: TokenClusters) -> list[list[int]]:
     return [[token for token in ids if token not in left_out] for ids in clusters.pools]
 
 
-@torch.no_grad()
-def run_attempts(
-    setup: Setup, measured: Measured, clusters: TokenClusters, length: int, count: int
-) -> tuple[Attempt, ...]:
-    """Run sequences of tokens of the clusters, and of random tokens, without BOS, with and without the patch.
+def run_attempts(setup: Setup, measured: Measured, rows: Mapping[str, TokenRows]) -> tuple[Attempt, ...]:
+    """Run sequences of each source without BOS, with and without the patch.
 
     Args:
         setup: The model and its text.
         measured: The spike.
-        clusters: The clusters, of which one holds as many tokens.
-        length: Tokens per sequence.
-        count: Sequences of each kind.
+        rows: The sequences.
     """
-    everyone, *pools = pools_of(setup, clusters)
-    rows = {"cluster": draw_sequences(pools, length, count, setup.seed)}
-    rows["random"] = draw_sequences([everyone], length, count, setup.seed)
-    patches: list[SinkPatch | None] = [None]
-    if setup.target.resident:
-        patches.append(SinkPatch(sites=measured.needed_neurons, calibrated=dict(measured.neutral)))
+    target, patches = setup.target, list[SinkPatch | None]([None])
+    if target.resident:
+        patches.append(patch_of(measured))
     attempts: list[Attempt] = []
     for source, ids in rows.items():
         for patch in patches:
-            with under(patch, setup.target):
-                shares = reached(setup, measured.spike, ids).mean(1)
+            with under(patch, target):
+                (along,) = along_spikes(target, [measured.spike], ids)
+            shares = (along[:, 1:] >= HAS).float().mean(1)
             margin = margin_of(shares.numpy())
             attempts.append(Attempt(source, patch is not None, float(shares.mean()), margin))
             setup.progress("attacks", len(attempts), len(rows) * len(patches))

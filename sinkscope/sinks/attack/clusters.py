@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from jaxtyping import Bool, Int
 
 from sinkscope.measure import Setup
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
@@ -17,20 +16,6 @@ from sinkscope.sinks.spikes.spike import Measured
 from sinkscope.sinks.tokens import PerToken
 
 TOKENS = 128  # tokens of one chunk; each takes two more rows than layer 0 has heads
-
-
-@torch.no_grad()
-def along_single_heads(first: FirstTokens, tokens: list[int]) -> Float[Tensor, "token way"]:
-    """Measure how far tokens that stand alone go along the spike: intact, with no head of layer 0, and with each alone.
-
-    Args:
-        first: The spike and the heads of layer 0.
-        tokens: The tokens.
-    """
-    edits = [first.heads]
-    for head in first.heads:
-        edits.append(tuple(other for other in first.heads if other != head))
-    return first.along(torch.tensor(tokens), edits).T
 
 
 @dataclass(frozen=True)
@@ -83,8 +68,13 @@ def find_clusters(setup: Setup, measured: Measured, ids: list[int], resume: Resu
     spike, first = measured.spike, FirstTokens.of(measured, 0)
     hold_layers(setup.target, spike.peak)
 
+    edits = [first.heads]  # all replaced, then all but each one
+    for head in first.heads:
+        edits.append(tuple(other for other in first.heads if other != head))
+
     def work(tokens: list[int]) -> Columns:  # what threads may change is beyond four digits
-        return {"along": along_single_heads(first, tokens).cpu().double().round(decimals=4).tolist()}
+        along = first.along(torch.tensor(tokens), edits).T.double()
+        return {"along": along.round(decimals=4).tolist()}
 
     columns = in_chunks(setup, work, ids, resume, what="clusters", size=TOKENS, spike=name_of(spike))
     intact, none, alone = np.split(np.array(columns["along"]), [1, 2], 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -18,20 +18,24 @@ from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import Length, Pieces
+from sinkscope.sinks.patch.measure import AFTER, proof_of
 from sinkscope.sinks.patch.patches import read_patch_argument
-from sinkscope.sinks.patch.proof import CASES, RANDOM, PatchProof, Repair, proof_of
+from sinkscope.sinks.patch.proof import CASES, PATCHED, RANDOM, PatchProof, Reading
 from sinkscope.sinks.spikes.find import first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.tokens import repetition_limit
 
+ROWS = {"norm": "last copy", "attention": "attention to copies", "next token": "one more copy"}
+"""What the rows of a table are called."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class PatchEvaluation(Result):
-    """What a patch repairs, and what it costs.
+class PatchResult(Result):
+    """What a patch does, as `patch make` and `patch eval` return it.
 
     Attributes:
-        neurons: Neurons of the patch.
-        proof: What it does to repeated words in each spike of the first token, and to ordinary text.
+        proof: What it does to repeated words in each spike of the first token, and to ordinary text. None: there is no
+            patch.
     """
 
     page = "measure/patch"
@@ -44,57 +48,27 @@ class PatchEvaluation(Result):
         "random": "under a patch of as many random neurons of the same layers",
     }
 
-    neurons: tuple[Neuron, ...]
-    proof: PatchProof
-
-    def conclusion(self) -> str:
-        """Say what the patch repairs and what it does not, beside random neurons."""
-        proof, repairs = self.proof, self.proof.repairs()
-        if not proof.spikes:
-            return f"The patch of {in_words(self.neurons, 3)} has nothing to repair: the first token has no spike."
-        if not repairs:
-            words = count_of(len(proof.words), "word")
-            return f"There is nothing to repair: of {words}, none has a spike only after {proof.repeats:,} copies."
-        good = [one for one in repairs if one.patched]
-        bad = [one for one in repairs if not one.patched]
-        said = f"repairs {_in_words(good)}, but not {_in_words(bad)}"
-        if not good or not bad:
-            said = f"repairs {_in_words(good)}" if good else f"does not repair {_in_words(bad)}"
-        chance = [one for one in repairs if one.random]
-        control = f"random neurons repair {_in_words(chance) if chance else 'nothing'}"
-        return short_sentence(
-            f"At copies, the patch of {in_words(self.neurons, most)} {said} ({control})." for most in (3, 1)
-        )
+    proof: PatchProof | None
 
     def details(self) -> list[str]:
         """Say what is read in each spike, after copies and on ordinary text."""
-        return self.proof.sentences()
+        if self.proof is None:
+            return []
+        return [line for line in self.proof.sentences() if line != self.conclusion()]
 
     def rows(self) -> Table:
         """Return a row for each number that is read without a patch, with it, and with a random one."""
-        proof, rows = self.proof, list[tuple[str, str | None, Any]]()
-        for number, spike in enumerate(proof.spikes):
-            rows.append(("last copy", spike, proof.furthest(number)))
-            rows.append(("attention to copies", spike, proof.attention(number)))
-        changes = [one.change for one in proof.ordinary.perplexity]
-        rows += [("one more copy", None, proof.one_more()), ("change of the perplexity", None, changes)]
         table: Table = []
-        for reading, spike, cases in rows:
-            if cases is not None:
-                numbers = dict(zip(self.percent, map(float, cases), strict=True))
-                table.append({"reading": reading, "spike": spike, **numbers})
+        if self.proof is None:
+            return table
+        rows = [(ROWS[one.what], one.spike or None, one.values.tolist()) for one in self.proof.readings()]
+        rows.append(("change of the perplexity", None, [one.change for one in self.proof.ordinary.perplexity]))
+        for reading, spike, values in rows:
+            table.append({"reading": reading, "spike": spike, **dict(zip(self.percent, values, strict=True))})
         return table
 
 
-def _in_words(repairs: Sequence[Repair]) -> str:
-    parts: list[str] = []
-    for spike in dict.fromkeys(one.spike for one in repairs):
-        what = word_list([one.what for one in repairs if one.spike == spike])
-        parts.append(f"{what} in {spike}" if spike else f"the {what}")
-    return word_list(parts)
-
-
-def draw(result: PatchEvaluation) -> go.Figure:
+def draw(result: PatchResult) -> go.Figure:
     """Draw what is read at copies without the patch, with it, and with random neurons."""
     rows: Table = []
     for row in result.rows()[:-1]:
@@ -103,6 +77,49 @@ def draw(result: PatchEvaluation) -> go.Figure:
     axes: dict[str, Any] = {"x": "reading", "y": "share", "color": "case", "barmode": "group"}
     fig = px.bar(rows, **axes, labels={"reading": "", "share": ""}) if rows else go.Figure()
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=900, height=480)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchEvaluation(PatchResult):
+    """What a patch repairs, and what it costs.
+
+    Attributes:
+        neurons: Neurons of the patch.
+    """
+
+    neurons: tuple[Neuron, ...]
+    proof: PatchProof
+
+    def conclusion(self) -> str:
+        """Say what the patch repairs and what it does not, beside random neurons."""
+        proof = self.proof
+        broken = [one for one in proof.readings() if one.broken]
+        if not proof.spikes:
+            return f"The patch of {in_words(self.neurons, 3)} has nothing to repair: the first token has no spike."
+        if not broken:
+            words = count_of(len(proof.words), "word")
+            return f"There is nothing to repair: of {words}, none has a spike only after {proof.repeats:,} copies."
+        good = _in_words(one for one in broken if one.repaired[PATCHED])
+        bad = _in_words(one for one in broken if not one.repaired[PATCHED])
+        said = f"does not repair {bad}"
+        if good:
+            said = f"repairs {good}, but not {bad}" if bad else f"repairs {good}"
+        chance = _in_words(one for one in broken if one.repaired[RANDOM]) or "nothing"
+        return short_sentence(
+            f"At copies, the patch of {in_words(self.neurons, most)} {said} (random neurons repair {chance})."
+            for most in (3, 1)
+        )
+
+
+def _in_words(readings: Iterable[Reading]) -> str:
+    """Name readings, those of one spike together; empty if there are none."""
+    of_spike: dict[str, list[str]] = {}
+    for one in readings:
+        of_spike.setdefault(one.spike, []).append(one.what)
+    parts: list[str] = []
+    for spike, what in of_spike.items():
+        parts.append(f"{word_list(what)} in {spike}" if spike else f"the {word_list(what)}")
+    return word_list(parts) if parts else ""
 
 
 @measurement(
@@ -138,7 +155,7 @@ def patch_eval(
     """
     edit = read_patch_argument(patch)
     edit.check(setup.target)
-    most = repetition_limit(setup.target, max_repeats)
+    most = repetition_limit(setup.target, max_repeats, 1 + AFTER)
     setup.record(patch=None if isinstance(patch, SinkPatch) else Path(patch).name, max_repeats=most)
     spikes = first_spikes(survey_of(setup, setup.bos), setup.tokenizer)
     proof = proof_of(setup, spikes, edit, most, pieces, length)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
-import plotly.express as px
-import plotly.graph_objects as go
 import torch
 from pydantic import Field
 
@@ -16,15 +13,16 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_output
 from sinkscope.files.processes import is_first
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Option, Result, Setup, Whole, measurement
+from sinkscope.measure import Option, Setup, Whole, measurement
 from sinkscope.results.claims import Claims, Outcome
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Neuron
-from sinkscope.results.style import figure_of, long_table
-from sinkscope.results.tables import Table
 from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.held_out import Length, Pieces
-from sinkscope.sinks.patch.proof import CASES, INTACT, ONCE, OTHERS, PATCHED, RANDOM, PatchProof, proof_of
+from sinkscope.sinks.patch.evaluate import PatchResult, draw
+from sinkscope.sinks.patch.measure import AFTER, proof_of
+from sinkscope.sinks.patch.patches import patch_of
+from sinkscope.sinks.patch.proof import INTACT, ONCE, OTHERS, PATCHED, RANDOM, PatchProof
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies
 from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.tokens import repetition_limit
@@ -53,7 +51,7 @@ def judged(proof: PatchProof, limit: float) -> tuple[Verdict, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchMade(Result):
+class PatchMade(PatchResult):
     """A patch and the proof for it, or why there is none.
 
     Attributes:
@@ -62,19 +60,7 @@ class PatchMade(Result):
         reason: One sentence that explains the verdict.
         sites: The neurons of the patch.
         calibrated: Their neutral values.
-        proof: The proof. None if nothing was patched.
     """
-
-    page = "measure/patch"
-    percent = CASES
-    glossary: ClassVar = {
-        "spike": "the spike of the first token, by its layers",
-        "intact": "projection of the last copy on the spike's direction without a patch, over that of the first token",
-        "patched": "the same under the patch",
-        "random": "the same under a patch of random neurons",
-        "one copy": "the same of one copy behind ordinary text",
-        "other tokens": "the same of ordinary text there",
-    }
 
     verdict: Verdict
     reason: str
@@ -106,7 +92,8 @@ class PatchMade(Result):
         if proof is None or not proof.failing[0].any():
             return ()
         along = torch.from_numpy(proof.along[:, 0])
-        copies = claim_of_copies(proof.repeats, Outcome("norm"), along[[INTACT, ONCE, OTHERS]])
+        reached = Outcome("norm", gives=f"reach {{}} of the spike of {proof.spikes[0]}")
+        copies = claim_of_copies(proof.repeats, reached, along[[INTACT, ONCE, OTHERS]])
         outcome = Outcome("norm", effect=f"the spike of {proof.spikes[0]} at {{}}")
         failing = along[:, proof.failing[0]]
         left = failing[[PATCHED, INTACT, RANDOM]] / failing[INTACT]
@@ -116,33 +103,7 @@ class PatchMade(Result):
         """Say what the patch does in its own spike, or why there is none."""
         if self.verdict != "made" or self.proof is None:
             return f"No patch was made: {self.reason}"
-        return self.proof.line(0)
-
-    def details(self) -> list[str]:
-        """Say what is so in the other spikes, in attention and output, and in ordinary text."""
-        return [] if self.proof is None else self.proof.sentences()[1:]
-
-    def rows(self) -> Table:
-        """Return a row per spike and word: what the last copy reaches in each case."""
-        if self.proof is None:
-            return []
-        return long_table(
-            dict(zip(CASES, self.proof.along, strict=True)), spike=self.proof.spikes, token=self.proof.words
-        )
-
-
-def draw(result: PatchMade) -> go.Figure:
-    """Draw what the last copy of each word reaches in each spike, in each case."""
-    fig = go.Figure()
-    if result.proof is not None:
-        rows: Table = []
-        for row in result.rows():
-            names = {"spike": html.escape(row["spike"]), "token": html.escape(repr(row["token"]))}
-            rows += [{**names, "case": case, "share": row[case]} for case in CASES]
-        axes: dict[str, Any] = {"x": "token", "y": "share", "color": "case", "facet_col": "spike", "barmode": "group"}
-        fig = px.bar(rows, **axes, labels={"share": "of the first token's projection"})
-        fig.update_yaxes(tickformat=".0%")
-    return figure_of(fig, result, width=1000, height=480)
+        return self.proof.sentences()[0]
 
 
 @measurement(
@@ -183,26 +144,17 @@ def patch_make(
     """
     if out is not None:
         check_output(out, ["sink-patch"])
-    result = _made(setup, spike, max_repeats, limit, pieces, length)
-    if out is not None and result.verdict == "made" and is_first():
-        replace(result, model=setup.info()).patch.save(out)
-    return result
-
-
-def _made(
-    setup: Setup, spike: int | None, max_repeats: int | None, limit: float, pieces: int, length: int
-) -> PatchMade:
-    """Make the patch and its proof."""
-    most, sinks = repetition_limit(setup.target, max_repeats), sinks_of(setup)
+    most = repetition_limit(setup.target, max_repeats, 1 + AFTER)
+    sinks, chosen = sinks_of(setup), spike_of(setup, spike)
     setup.record(max_repeats=most)
-    chosen = spike_of(setup, spike)
     if chosen is None:
         reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
         return PatchMade(verdict="no-sink", reason=reason)
-    sites = chosen.needed_neurons
-    calibrated = tuple(chosen.neutral[site] for site in sites)
-    patch = SinkPatch(sites=sites, calibrated=dict(zip(sites, calibrated, strict=True)))
+    patch = replace(patch_of(chosen), model=vars(setup.info()))
     others = [one.spike for one in sinks.at_first if one is not chosen]
     proof = proof_of(setup, [chosen.spike, *others], patch, most, pieces, length)
     verdict, reason = judged(proof, limit)
-    return PatchMade(verdict=verdict, reason=reason, sites=sites, calibrated=calibrated, proof=proof)
+    if out is not None and verdict == "made" and is_first():
+        patch.save(out)
+    values = tuple(patch.calibrated.values())
+    return PatchMade(verdict=verdict, reason=reason, sites=patch.checked_sites, calibrated=values, proof=proof)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.sinks.spikes.controls import random_neurons
-from sinkscope.sinks.spikes.find_sinks import find_sinks
+from sinkscope.sinks.spikes.spike import Measured
+from sinkscope.sinks.spikes.steps import first_spike
 
 PatchArgument = SinkPatch | str | os.PathLike[str] | None
 """A patch, or its file."""
-Patches = dict[str, SinkPatch | None]
-"""Patches by their names; None stands for the model without one."""
 
 
 def read_patch_argument(patch: PatchArgument, **_: object) -> SinkPatch:
@@ -31,14 +29,18 @@ def read_patch_argument(patch: PatchArgument, **_: object) -> SinkPatch:
 
 
 def chosen_patch(setup: Setup, patch: PatchArgument) -> SinkPatch | None:
-    """Return the given patch, or that of `find_sinks`; None if there is none for this model."""
+    """Return the given patch, or that of the spike that most heads read; None if there is none for this model."""
     if patch is not None:
         return read_patch_argument(patch)
-    with suppress(SinkscopeError):
-        return SinkPatch.from_result(find_sinks.on(setup))
+    spike = first_spike(setup)
+    return None if spike is None else patch_of(spike)
+
+
+def patch_of(measured: Measured) -> SinkPatch:
+    """Make the patch of the neurons that a spike needs, which holds their neutral values."""
+    return SinkPatch(sites=measured.needed_neurons, calibrated=dict(measured.neutral))
 
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
     """Make a patch of as many random neurons of the same layers and experts, held at their second token's values."""
-    sites = patch.checked_sites
-    return SinkPatch(sites=random_neurons(setup.target, sites, setup.seed), site=patch.site)
+    return SinkPatch(sites=random_neurons(setup.target, patch.checked_sites, setup.seed), site=patch.site)

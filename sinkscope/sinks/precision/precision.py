@@ -19,6 +19,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.files.progress import report
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.measure import Result, Setup, measurement
+from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
@@ -28,7 +29,7 @@ from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
-from sinkscope.sinks.spikes.controls import INTACT, claim_of, random_neurons
+from sinkscope.sinks.spikes.controls import INTACT, random_neurons
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.spikes.texts import left_of
@@ -50,8 +51,23 @@ WORDS = {
 }
 SELECTION = 2  # texts on which the costliest layer is found
 DRAWS = 3  # random ones with which what stays exact is compared
-Kept = tuple[Parts, str, Sequence[Any]]
-"""What stays exact: its parts, a field of `Quantize`, and the values of this field for them, then for random ones."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays exact.
+
+    Attributes:
+        name: What it is called.
+        subject: Its parts.
+        field: The field of `Quantize` that keeps it exact.
+        values: The values of this field for the parts, then for random ones.
+    """
+
+    name: str
+    subject: Parts
+    field: Literal["places", "neurons", "layers"]
+    values: Sequence[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +156,16 @@ def precision(
             f"{target.name} is a mixture of experts, of which only keys and values can be rounded: give --scheme kv8"
         )
     spikes = sinks_of(setup).spikes
-    places = [one.spike.place for one in spikes]
     neurons = tuple(dict.fromkeys(chain.from_iterable(one.needed_neurons for one in spikes)))
     ids = held_out(setup, pieces, length)
     setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
-    at_places = random_places(setup, places, ids)
+    known = list[Kept]()
+    if neurons:
+        random = [random_neurons(target, neurons, setup.seed, number) for number in range(DRAWS)]
+        known.append(Kept("sink neurons", neurons, "neurons", [neurons, *random]))
+    if spikes:
+        known.append(random_places(setup, [one.spike.place for one in spikes], ids))
     costs = {name: texts.divergence(SCHEMES[name]) for name in names}
     names.sort(key=lambda name: -float(costs[name].mean()))
     claims: list[Claim] = []
@@ -154,13 +174,9 @@ def precision(
         scheme, cost = SCHEMES[name], costs[name]
         if float(cost.mean()) <= 0:
             continue
-        kept = {"costliest layer": random_layers(setup, other_texts.costliest_layer(scheme))}
-        if places:
-            kept = {"sink places": at_places, **kept}
-        if neurons and "activations" in scheme:
-            sets = [neurons, *(random_neurons(target, neurons, setup.seed, number) for number in range(DRAWS))]
-            kept = {"sink neurons": (neurons, "neurons", sets), **kept}
-        of_scheme = [texts.claim(name, exact, cost, *one) for exact, one in kept.items()]
+        kept = [one for one in known if one.field != "neurons" or "activations" in scheme]
+        kept.append(random_layers(setup, other_texts.costliest_layer(scheme)))
+        of_scheme = [texts.claim(name, cost, one) for one in kept]
         claims += sorted(of_scheme, key=lambda claim: claim.verdict != "needed")
     return Precision(costs={name: float(costs[name].mean()) for name in names}, claims=tuple(claims))
 
@@ -173,14 +189,15 @@ def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept
     generator = draws(setup.seed, "places beside those of the sink")
     others = torch.rand(DRAWS, *ids.shape, generator=generator).masked_fill(there, 2.0)
     random = others.argsort(-1).argsort(-1) < there.sum(1, keepdim=True)
-    return (Tokens("sink places"),), "places", [one.nonzero().tolist() for one in (there, *random)]
+    values = [one.nonzero().tolist() for one in (there, *random)]
+    return Kept("sink places", (Tokens("sink places"),), "places", values)
 
 
 def random_layers(setup: Setup, layer: int) -> Kept:
     """Return a layer, and draw others."""
     others = [other for other in range(setup.n_layers) if other != layer]
     random = some_of(others, DRAWS, draws(setup.seed, f"layers beside {layer}"))
-    return (Component("layer", layer),), "layers", [[layer], *([other] for other in random)]
+    return Kept("costliest layer", (Component("layer", layer),), "layers", [[one] for one in (layer, *random)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,19 +238,17 @@ class Texts:
             left.append(float(self.divergence(scheme, layers=[layer]).mean()))
         return int(np.argmin(left))
 
-    def claim(
-        self, name: str, exact: str, cost: Float[Tensor, " text"], subject: Parts, field: str, values: Sequence[Any]
-    ) -> Claim:
+    def claim(self, name: str, cost: Float[Tensor, " text"], kept: Kept) -> Claim:
         """Measure what is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
-        divergences: list[Tensor] = []
-        for value in values:
-            report(f"precision, {name}, {exact}", len(divergences), len(values))
-            divergences.append(self.divergence(SCHEMES[name], **{field: value}))
-        read = torch.stack(divergences)
-        by_text, *others = left_of(torch.cat([cost[None], read]))
-        random = [float(other.mean()) for other in others]
+        divergences = [cost]
+        for value in kept.values:
+            report(f"precision, {name}, {kept.name}", len(divergences) - 1, len(kept.values))
+            divergences.append(self.divergence(SCHEMES[name], **{kept.field: value}))
+        by_text, *others = left_of(torch.stack(divergences))
+        value, margin = float(by_text.mean()), margin_of(by_text.numpy())
         outcome = Outcome(name, effect=f"most of what rounding {WORDS[name]} costs")
-        others_words = f"random {field}"
-        contrasts = INTACT, Contrast("random", min(random, default=float(by_text.mean())), DRAWS, others_words)
-        search = SearchSpace(others_words, DRAWS)
-        return claim_of("protects", subject, outcome, exact, by_text, contrasts, search, "exact")
+        words = f"random {kept.field}"
+        least = min((float(other.mean()) for other in others), default=value)
+        contrasts, search = (INTACT, Contrast("random", least, DRAWS, words)), SearchSpace(words, DRAWS)
+        draws = len(by_text)
+        return Claim("protects", kept.subject, outcome, kept.name, value, contrasts, draws, search, margin, "exact")

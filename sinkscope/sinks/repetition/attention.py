@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from einops import einsum
@@ -12,12 +14,11 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Outcome
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import SEQUENCES, Sweep, claim_of_copies, contrast_rows
+from sinkscope.sinks.repetition.sweep import SEQUENCES, Sweep, claim_of_copies
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
 
-QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read
 
 
@@ -35,13 +36,13 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     place = spike.place
     natural = text_rows(target.tokenizer, setup.text, 1, sweep.rows.shape[1] + TAIL, setup.bos)
     natural[:, :before] = sweep.rows[:1, :before]
-    single, _ = contrast_rows(setup, sweep.rows, before)
+    single, _ = sweep.contrasts()
     ids = torch.cat([natural[:, :-TAIL], sweep.rows, single])
     ids = torch.cat([ids, natural[:, -TAIL:].expand(len(ids), -1)], 1)
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[:, before:-TAIL] = True
     keys = torch.stack([place.matches(ids) & ~there, there], 2).float()
-    received = attention_from(target, ids, keys, sweep.rows.shape[1]) / TAIL  # row place layer
+    received = attention_from(target, ids, keys, sweep.rows.shape[1], target.forward) / TAIL  # row place layer
     visible = torch.arange(sweep.rows.shape[1], ids.shape[1])[:, None] + 1
     times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
     count = len(sweep.rows)
@@ -68,6 +69,7 @@ def attention_from(
     ids: TokenRows,
     keys: Float[Tensor, "row pos kind"],
     begin: int,
+    run: Callable[[TokenRows], object],
 ) -> Float[Tensor, "row kind layer"]:
     """Sum the attention from the positions from `begin` on to kinds of keys over these queries, mean over heads.
 
@@ -78,18 +80,18 @@ def attention_from(
         ids: The sequences.
         keys: Which positions belong to which kind; 1 or 0.
         begin: The first of the positions whose attention is read.
+        run: Runs some of the sequences through the model.
     """
     received = []
     for rows, kinds in zip(ids.split(SEQUENCES), keys.split(SEQUENCES), strict=True):
         total = torch.full((len(rows), keys.shape[2], target.n_layers), torch.nan)
         total[:, :, target.attending] = 0
 
-        def add(layer: int, start: int, probs: Tensor, total: Tensor = total, kinds: Tensor = kinds) -> None:
-            late = probs[:, :, max(0, begin - start) :]
-            given = einsum(late, kinds.to(late.device), "row head query key, row key kind -> row head kind")
+        def add(layer: int, _start: int, probs: Tensor, total: Tensor = total, kinds: Tensor = kinds) -> None:
+            given = einsum(probs, kinds.to(probs.device), "row head query key, row key kind -> row head kind")
             total[:, :, layer] += target.shards.gather(given, target.n_heads, 1).mean(1).cpu()
 
-        with attention_rows(target, add, rows_per_chunk=QUERIES_AT_ONCE, whole=False):
-            target.forward(rows)
+        with attention_rows(target, add, whole=False, begin=begin):
+            run(rows)
         received.append(total)
     return torch.cat(received)

@@ -9,18 +9,20 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome
 from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases, claim_of_copies, contrast_rows
+from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases, claim_of_copies
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import along_spikes, copies_of, half_reached
 from sinkscope.sinks.spikes.sentences import run
 from sinkscope.sinks.spikes.spike import Measured, Spike
-from sinkscope.sinks.tokens import prefix_of, sample_tokens, vocabulary
+from sinkscope.sinks.tokens import TokenRows, prefix_of, sample_tokens, vocabulary
 
 TOKENS = 64  # tokens of a vocabulary in one chunk
 
@@ -34,29 +36,31 @@ def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat
         ablate: Read them also with the neurons zeroed that each spike needs, and with as many random ones.
     """
     setup, target, claims = sweep.setup, sweep.setup.target, list[Claim]()
-    directions, conditions = [one.spike for one in spikes], [name_of(one.spike) for one in spikes]
-    values = [row[:, sweep.before :] for row in along_spikes(target, directions, sweep.rows)]
-    beside = [along_spikes(target, directions, rows) for rows in contrast_rows(setup, sweep.rows, sweep.before)]
-    for spike, *rows in zip(directions, values, *beside, strict=True):
-        gives = f"reach {{}} of the spike of {name_of(spike)} at the first token"
-        last = torch.stack([row[:, -1] for row in rows])
+    directions, names = [one.spike for one in spikes], [name_of(one.spike) for one in spikes]
+
+    def read(rows: TokenRows, of: Sequence[Spike]) -> Float[Tensor, "spike token n"]:
+        return torch.stack(along_spikes(target, of, rows))[:, :, sweep.before :]
+
+    copies, *beside = (read(rows, directions) for rows in (sweep.rows, *sweep.contrasts()))
+    for number, spike in enumerate(directions):
+        gives = f"reach {{}} of the spike of {names[number]} at the first token"
+        last = torch.stack([each[number, :, -1] for each in (copies, *beside)])
         claims.append(claim_of_copies(sweep.count, Outcome("norm", (spike.peak,), gives=gives), last))
-    for one, intact in zip(spikes, values[:], strict=True):
+    conditions, values = list(names), list(copies)
+    for name, one, intact in zip(names, spikes, copies, strict=True):
         if not ablate or not one.needed_neurons:
             continue
-        read = [intact]
         random = random_neurons(target, one.needed_neurons, setup.seed)
         for words, neurons in {"needed": one.needed_neurons, "random": random}.items():
             with Ablate(sites=neurons).on(target):
-                read.append(along_spikes(target, [one.spike], sweep.rows)[0][:, sweep.before :])
-            conditions.append(f"{name_of(one.spike)}, {words} neurons zeroed")
-            values.append(read[-1])
+                values.append(read(sweep.rows, [one.spike])[0])
+            conditions.append(f"{name}, {words} neurons zeroed")
             setup.progress("repetitions", len(values), 3 * len(spikes))
         converging = torch.tensor([half_reached(row) is not None for row in intact])
         if bool(converging.any()):
-            last = torch.stack([row[converging, -1] for row in read])
+            last = torch.stack([values[-2], intact, values[-1]])[:, converging, -1]
             outcome = Outcome("norm", (one.spike.peak,), effect="the copies' projection at {}")
-            claims.insert(0, claim_of_cases(one.needed_neurons, claims[-1].place, outcome, last[[1, 0, 2]] / last[0]))
+            claims.insert(0, claim_of_cases(one.needed_neurons, claims[-1].place, outcome, last / last[1]))
     return Repeat(
         quantity="norm",
         claims=tuple(claims),

@@ -15,10 +15,9 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.trace.run import trace
 from sinkscope.opening.open import open_target
 from sinkscope.results.claims import Outcome
-from sinkscope.results.parts import Neuron
-from sinkscope.sinks.patch.patches import PatchArgument, Patches, chosen_patch, random_patch
+from sinkscope.sinks.patch.patches import PatchArgument, chosen_patch, random_patch
 from sinkscope.sinks.repetition.result import HALF, Repeat, RepeatAnswer
-from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases
+from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases, claim_of_copies
 from sinkscope.sinks.tokens import TokenRows
 
 ANSWER_AFTER = (50, 400)  # repetitions
@@ -32,17 +31,15 @@ def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
         sweep: What is repeated.
         patch: The patch or its file. None: a patch of the causal neurons.
     """
-    setup, neurons = sweep.setup, tuple[Neuron, ...]()
+    setup = sweep.setup
     if not setup.target.resident:  # logits and generation need the whole model in memory
         model, options = setup.source
         setup = replace(setup, target=open_target(model, **options, whole=True))
         sweep = replace(sweep, setup=setup)
-    edits: Patches = {"intact": None}
+    edits: dict[str, SinkPatch | None] = {"intact": None}
     edit = chosen_patch(setup, patch)
     if edit is not None:
         edits |= {"patched": edit, "random neurons": random_patch(setup, edit)}
-        neurons = edit.checked_sites
-    setup.record(max_repeats=sweep.count)  # the search for neurons recorded its own
 
     def of_words(logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "row pos word"]:
         return logits.float().softmax(-1)[..., sweep.words]
@@ -51,17 +48,19 @@ def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
         probability = trace(setup.target, rows, ["logits"], of_words, batch_size=1)["logits"]
         return probability[:, sweep.before :].diagonal(dim1=0, dim2=2).T
 
-    outcome = Outcome("probability of the token", unit="cases", gives="give the token a probability of {}")
-    read_so_far: list[Tensor] = []
+    curves: list[Tensor] = []
     for act in edits.values():
         with under(act, setup.target):
-            read_so_far.append(read(sweep.rows))
-        setup.progress("repetitions", len(read_so_far), len(edits))
-    values = torch.stack(read_so_far)  # condition token n
-    claims = [sweep.claim(outcome, values[0, :, -1], read)]
-    if neurons:
-        last = values[[1, 0, 2], :, -1]
-        claims.insert(0, claim_of_cases(neurons, claims[0].place, outcome, last, edit="patched", exact=sweep.named))
+            curves.append(read(sweep.rows))
+        setup.progress("repetitions", len(curves), len(edits))
+    values = torch.stack(curves)  # condition token n
+    last = values[:, :, -1]
+    beside = [read(rows)[:, -1] for rows in sweep.contrasts()]
+    outcome = Outcome("probability of the token", unit="cases", gives="give the token a probability of {}")
+    claims = [claim_of_copies(sweep.count, outcome, torch.stack([last[0], *beside]), exact=sweep.named)]
+    if edit is not None:
+        sites, place = edit.checked_sites, claims[0].place
+        claims.insert(0, claim_of_cases(sites, place, outcome, last[[1, 0, 2]], edit="patched", exact=sweep.named))
     longest, answers = setup.target.max_positions or 1 << 30, list[RepeatAnswer]()
     for name, act in edits.items():
         for copies in ANSWER_AFTER:

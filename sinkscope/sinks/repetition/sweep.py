@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +13,17 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
+from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.models.text import beginning
 from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, SearchSpace
 from sinkscope.results.notation import word_form
 from sinkscope.results.parts import Neuron, Parts, Tokens
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.spikes.controls import claim_of
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, repetition_limit
 
 SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
-Read = Callable[[TokenRows], Float[Tensor, "row n"]]
-"""Reads a number after each repetition of sequences, or only after the last."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +59,15 @@ class Sweep:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a result that describe the sequences."""
-        target = self.setup.target
-        return {
-            "ids": tuple(self.words),
-            "tokens": token_texts(target, self.words),
-            "at": self.counts,
-        }
+        return {"ids": tuple(self.words), "tokens": token_texts(self.setup.target, self.words), "at": self.counts}
 
-    def claim(self, outcome: Outcome, last: Float[Tensor, " token"], read: Read) -> Claim:
-        """Make the claim about copies, beside one copy at the position of the last, and other tokens there.
-
-        Args:
-            outcome: What was read.
-            last: What it is at the last copy.
-            read: Reads it in other sequences.
-        """
-        beside = [read(rows)[:, -1] for rows in contrast_rows(self.setup, self.rows, self.before)]
-        return claim_of_copies(self.count, outcome, torch.stack([last, *beside]), exact=self.named)
+    def contrasts(self) -> tuple[TokenRows, TokenRows]:
+        """Make rows with one copy after other tokens of the text, at the last position; and with other tokens alone."""
+        ids, others = self.setup.ids[:, 1:].unique(), self.rows.clone()
+        ordinary, places = ids[~torch.isin(ids, self.rows[:, -1])], others[:, self.before :]
+        generator = draws(self.setup.seed, "tokens beside copies")
+        places[:] = ordinary[torch.randint(len(ordinary), places.shape, generator=generator)]
+        return append_copy(others, self.rows), others
 
 
 def sweep_of(
@@ -113,21 +103,6 @@ def sweep_of(
     return Sweep(setup, len(before), repeated(before, words, count), named=tokens is not None)
 
 
-def contrast_rows(setup: Setup, rows: TokenRows, before: int) -> tuple[TokenRows, TokenRows]:
-    """Make the contrasts of rows of copies: one copy after other tokens at the last position; and other tokens alone.
-
-    Args:
-        setup: The model and its text, from which the other tokens are drawn.
-        rows: The sequences.
-        before: Number of tokens before the copies, which stay.
-    """
-    ids, others = setup.ids[:, 1:].unique(), rows.clone()
-    ordinary, places = ids[~torch.isin(ids, rows[:, -1])], others[:, before:]
-    generator = draws(setup.seed, "tokens beside copies")
-    places[:] = ordinary[torch.randint(len(ordinary), places.shape, generator=generator)]
-    return append_copy(others, rows), others
-
-
 def append_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
     """Put one copy after other tokens, where the last copy of each row stands."""
     return torch.cat([others[:, :-1], rows[:, -1:]], 1)
@@ -154,10 +129,20 @@ def claim_of_cases(
     kinds: tuple[ContrastKind, ...] = ("one copy", "other tokens")
     if isinstance(subject[0], Neuron):
         kinds = ("intact", "random")
-    contrasts = list(map(Contrast, kinds, values[1:].mean(1).tolist()))
+    value, *others = values.mean(1).tolist()
     count = values.shape[1]
-    search = SearchSpace(word_form(count, "case", "cases"), count)
-    return claim_of("makes", subject, outcome, place, values[0], contrasts, search, edit, exact)
+    return Claim(
+        role="makes",
+        subject=subject,
+        outcome=outcome,
+        place=place,
+        value=value,
+        contrasts=tuple(map(Contrast, kinds, others)),
+        draws=count,
+        search=SearchSpace(word_form(count, "case", "cases"), count),
+        margin=0.0 if exact else margin_of(values[0].numpy()),
+        edit=edit,
+    )
 
 
 def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], exact: bool = False) -> Claim:

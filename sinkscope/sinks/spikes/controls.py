@@ -1,18 +1,15 @@
-"""What removals are held against: random neurons of the same layers; and claims about what is left."""
+"""What removals are held against: the intact model, and random neurons of the same layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
-from sinkscope.results.parts import Neuron, Parts, sites_of
+from sinkscope.results.claims import Contrast
+from sinkscope.results.parts import Neuron, sites_of
 
 INTACT = Contrast("intact", 1.0)
 
@@ -41,32 +38,3 @@ def random_neurons(
         chosen = others[int(torch.randint(len(others), (1,), generator=generator))]
         drawn.append(Neuron(one.layer, one.expert, chosen))
     return tuple(drawn)
-
-
-def claim_of(
-    role: str,
-    subject: Parts,
-    outcome: Outcome,
-    place: str,
-    left: Float[Tensor, " draw"],
-    contrasts: Sequence[Contrast],
-    search: SearchSpace,
-    edit: str = "",
-    exact: bool = False,
-) -> Claim:
-    """Return what an edit leaves of an outcome, mean over draws, beside its contrasts.
-
-    A claim is `exact` if it is about these draws alone.
-    """
-    return Claim(
-        role=role,
-        subject=subject,
-        outcome=outcome,
-        place=place,
-        value=float(left.mean()),
-        contrasts=tuple(contrasts),
-        draws=len(left),
-        search=search,
-        margin=0.0 if exact else margin_of(left.numpy()),
-        edit=edit,
-    )

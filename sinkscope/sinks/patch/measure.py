@@ -1,0 +1,204 @@
+"""What a patch does, measured without a patch, with it, and with one of random neurons:
+
+1. Held-out text: its perplexity and its logits.
+2. Copies of words: how far the last one goes along each spike of the first token.
+3. Text after copies, in the same passes: the attention that it gives to them, and whether the model writes the word
+   once more.
+4. One copy behind ordinary text, and ordinary text alone, without a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from sinkscope.hooks.edit.base import under
+from sinkscope.hooks.edit.sink_patch import SinkPatch
+from sinkscope.measure import Setup
+from sinkscope.measure.margin import margin_of
+from sinkscope.models.hooks import first_tensor, on_output
+from sinkscope.models.target import Target
+from sinkscope.models.text import text_rows
+from sinkscope.sinks.chunks import token_texts
+from sinkscope.sinks.held_out import held_out, logits_of
+from sinkscope.sinks.patch.patches import random_patch
+from sinkscope.sinks.patch.proof import CASES, AfterCopies, OrdinaryText, PatchProof, Perplexity
+from sinkscope.sinks.repetition.attention import attention_from
+from sinkscope.sinks.repetition.norm import name_of
+from sinkscope.sinks.repetition.sweep import append_copy
+from sinkscope.sinks.spikes.copies import FIRST_LENGTH, along_spikes, half_reached
+from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated
+
+AFTER = 16  # tokens of ordinary text after the copies
+PIECES = 8  # of held-out text in one pass
+COMPARED = 4  # pieces of which every logit is compared
+PATCHES = ("none", "patch", "random patch")
+
+
+@torch.no_grad()
+def proof_of(
+    setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int, pieces: int, length: int
+) -> PatchProof:
+    """Measure what a patch does to repeated words and to ordinary text.
+
+    Args:
+        setup: The whole model and its text.
+        spikes: The spikes of the first token.
+        patch: The patch.
+        limit: Largest number of repetitions.
+        pieces: Number of pieces of held-out text.
+        length: Tokens per piece.
+    """
+    target, edits = setup.target, (None, patch, random_patch(setup, patch))
+    ordinary = ordinary_text(setup, edits, pieces, length)
+    if not spikes:
+        return PatchProof((), 0, (), np.zeros((len(CASES), 0, 0)), None, ordinary)
+    ids = pick_tokens(setup)
+    before = prefix_of(setup, ids)
+    count = enough_copies(target, spikes, ids, before, limit)
+    rows = repeated(before, ids, count)
+    cases: list[CopiesRead] = []
+    for edit in edits:
+        setup.progress("patches", len(cases), len(edits))
+        cases.append(read_copies(setup, spikes, edit, rows, len(before)))
+    texts = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
+    others = texts[torch.arange(len(rows)) % len(texts)]
+    beside = torch.stack(along_spikes(target, spikes, append_copy(others, rows)))  # a copy is last, and text before it
+    along = torch.stack([*(case.along for case in cases), beside[:, :, -1], beside[:, :, -2]])
+    attention = torch.stack([case.attention for case in cases])
+    one_more = torch.stack([case.one_more for case in cases])
+    proof = PatchProof(
+        words=token_texts(target, ids),
+        repeats=count,
+        spikes=tuple(map(name_of, spikes)),
+        along=along.numpy(),
+        following=AfterCopies(attention.numpy(), one_more.numpy()),
+        ordinary=ordinary,
+    )
+    return proof if proof.failing.any() else replace(proof, following=None)
+
+
+def enough_copies(
+    target: Target, spikes: Sequence[Spike], ids: Sequence[int], before: Sequence[int], limit: int
+) -> int:
+    """Return twice as many copies as the slowest word and spike need: that is well inside the sink, and no longer."""
+    tried, waiting, reached = limit, list(ids), list[int]()
+    for tried in sorted({min(FIRST_LENGTH, limit), limit}):
+        each = along_spikes(target, spikes, repeated(before, waiting, tried))
+        halves = [[half_reached(row[len(before) :]) for row in along] for along in each]
+        reached += [half for of_spike in halves for half in of_spike if half is not None]
+        waiting = [word for word, *of_word in zip(waiting, *halves, strict=True) if None in of_word]
+        if not waiting:
+            break
+    return max(2, min(tried, 2 * max(reached, default=tried)))
+
+
+@dataclass(frozen=True, eq=False)
+class CopiesRead:
+    """What is read at the last of some copies, and after them.
+
+    Attributes:
+        along: Projection of the last copy on each spike's direction.
+        attention: As in `AfterCopies`.
+        one_more: As there.
+    """
+
+    along: Float[Tensor, "spike word"]
+    attention: Float[Tensor, "spike word"]
+    one_more: Float[Tensor, " word"]
+
+
+@torch.no_grad()
+def read_copies(
+    setup: Setup, spikes: Sequence[Spike], edit: SinkPatch | None, rows: TokenRows, before: int
+) -> CopiesRead:
+    """Read copies and the text that follows them, in one pass over each word.
+
+    Args:
+        setup: The whole model and its text.
+        spikes: The spikes whose directions and layers are read.
+        edit: The edit. None: none.
+        rows: Copies of the words, each after `before` other tokens.
+        before: Number of tokens before the copies.
+    """
+    target, end = setup.target, rows.shape[1]
+    ordinary = text_rows(setup.tokenizer, setup.text, 1, AFTER, None)
+    texts = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
+    copies = torch.zeros(*texts.shape, 1)
+    copies[:, before:end] = 1
+    along: list[list[Tensor]] = [[] for _ in spikes]
+    chances = list[Tensor]()
+
+    def keep(number: int, output: Any) -> None:
+        along[number].append(spikes[number].along(first_tensor(output)[:, end - 1].float().cpu()))
+
+    def run(some: TokenRows) -> None:
+        chances.append(target.logits_at(some, torch.tensor([end - 1]))[:, 0].float().softmax(-1).cpu())
+
+    hooks = [(target.layers[one.peak], "post", on_output(partial(keep, n))) for n, one in enumerate(spikes)]
+    with under(edit, target), target.hooks(*hooks):
+        received = attention_from(target, texts, copies, end, run)[:, 0] / AFTER  # word layer
+    attention = [received[:, spike.first + 1 : spike.last + 2].nanmean(1) for spike in spikes]
+    one_more = torch.cat(chances).gather(1, rows[:, -1:])[:, 0]
+    return CopiesRead(torch.stack([*map(torch.cat, along)]), torch.stack(attention), one_more)
+
+
+@torch.no_grad()
+def ordinary_text(setup: Setup, edits: Sequence[SinkPatch | None], pieces: int, length: int) -> OrdinaryText:
+    """Read held-out text without a patch, with it, and with a random one.
+
+    Args:
+        setup: The whole model and its text.
+        edits: None, the patch and the random one.
+        pieces: Number of pieces.
+        length: Tokens of a piece.
+    """
+    ids, target = held_out(setup, pieces, length), setup.target
+    setup.record(pieces=len(ids), length=ids.shape[1])
+    losses, logits = list[Tensor](), list[Tensor]()
+    for edit in edits:
+        with under(edit, target):
+            loss, first = read_pieces(target, ids)
+        losses.append(loss)
+        logits.append(first)
+        setup.progress("perplexity", len(losses), len(edits))
+    rows: list[Perplexity] = []
+    for name, loss in zip(PATCHES, losses, strict=True):
+        rise = loss - losses[0]
+        ratio, margin = float(rise.mean().exp()), margin_of(rise.numpy())
+        rows.append(Perplexity(name, float(loss.mean().exp()), ratio - 1, None if margin is None else ratio * margin))
+    intact, patched, _ = logits
+    change = (patched - intact).abs().amax(-1).flatten().cpu()
+    return OrdinaryText(
+        pieces=len(ids),
+        length=ids.shape[1],
+        perplexity=tuple(rows),
+        largest_change=float(change.max()),
+        flips=float((patched.argmax(-1) != intact.argmax(-1)).float().mean()),
+        largest_at=setup.tokenizer.decode([int(ids[:COMPARED].flatten()[change.argmax()])]),
+    )
+
+
+def read_pieces(target: Target, ids: TokenRows) -> tuple[Float[Tensor, " row"], Float[Tensor, "some pos vocab"]]:
+    """Measure the mean loss of each piece in nats, and return the logits of the first few.
+
+    The prediction of the first token is left out: texts begin alike.
+    """
+    losses, first = list[Tensor](), list[Tensor]()
+    for rows in ids.split(PIECES):
+        logits = logits_of(target, rows)
+        # One row of logits after the other: along another axis torch adds float32 up less exactly (4e-4 of 262k tokens)
+        following = rows[:, 2:].flatten().to(logits.device)
+        loss = cross_entropy(logits[:, 1:-1].flatten(0, 1), following, reduction="none")
+        losses.append(loss.unflatten(0, (len(rows), -1)).mean(1))
+        first = first or [logits[:COMPARED].clone()]
+    return torch.cat(losses).cpu().double(), first[0]
