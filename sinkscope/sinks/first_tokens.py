@@ -63,7 +63,7 @@ class FirstTokens:
         """
         ids = tokens[:, None]
         place = torch.ones_like(ids, dtype=torch.bool)
-        reading = Reading(ids, place, self.measured.spike, edits, self._means)
+        reading = Reading(ids, place, self.measured.spike, [(), *edits], self._means)
         return run_edits(self.measured.survey.target, reading).along
 
     def left(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "edit token"]:

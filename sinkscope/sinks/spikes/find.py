@@ -13,7 +13,8 @@ from torch import Tensor
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.spikes.places import Place, split_by_label
 from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.survey import Mask, Survey
+from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.tokens import Mask
 
 FACTOR = 3.0  # a spike's norm over the typical one
 SAME = 0.5  # cosine to the direction at the peak from which a layer carries the same spike

@@ -27,9 +27,9 @@ from sinkscope.sinks.spikes.records import (
 )
 from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.steps import Sinks, other_survey, sinks_of, with_copies, with_marks
-from sinkscope.sinks.spikes.survey import READS, Mask, Survey
+from sinkscope.sinks.spikes.survey import READS, Survey
 from sinkscope.sinks.spikes.texts import most_often
-from sinkscope.sinks.tokens import repetition_limit
+from sinkscope.sinks.tokens import Mask, repetition_limit
 
 FEW_COPIES = 64  # copies that `find_sinks` tries
 LATER = 16  # later queries that a place needs to be judged by its attention

@@ -15,10 +15,9 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import components
 from sinkscope.sinks.spikes.controls import random_neurons
-from sinkscope.sinks.spikes.edited import Effects
 from sinkscope.sinks.spikes.spike import Needs, Part, Parts, Removal, Share, Spike
 from sinkscope.sinks.spikes.survey import READS, Survey
-from sinkscope.sinks.spikes.texts import SpikeTexts, left_by_text, means_of
+from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
 from sinkscope.sinks.spikes.writers import of_layer
 
 LEFT = 0.25  # share of a spike below which it counts as removed
@@ -85,7 +84,7 @@ def needs_of(survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Se
     random_left, singles = beside[: len(random)], beside[len(random) :]
     if len(needed) == 1 and isinstance(needed[0], Neuron):
         singles.insert(0, removals[0])
-    heads, margin = readers_of(texts)
+    heads, margin = count_readers(texts.attention)
     return Needs(
         heads=heads,
         heads_margin=margin,
@@ -119,7 +118,7 @@ def same_needs(survey: Survey, spike: Spike, other: Spike, needs: Needs, seed: i
         return None
     random = random_neurons(survey.target, neurons, seed)
     (removal,), beside = measured(texts, [parts], {}, every_loss=True), measured(texts, [random], {}, every_loss=False)
-    heads, margin = readers_of(texts)
+    heads, margin = count_readers(texts.attention)
     return Needs(heads, margin, len(texts.rows), removal, tuple(beside))
 
 
@@ -219,53 +218,34 @@ def measured(texts: SpikeTexts, sets: Sequence[Parts], means: dict[Part, Tensor]
     """
     if not sets:
         return []
-    if not readers_of(texts)[0] and not texts.spike.place.is_first:
+    before = texts.attention.mean(-1)
+    readers = before > READS
+    if not bool(readers.any()) and not texts.spike.place.is_first:
         return [
             Removal(parts, float(left.mean()), left_margin=margin_of(left.numpy()))
-            for parts, left in zip(sets, texts.along(list(sets), means), strict=True)
+            for parts, left in zip(sets, texts.along(sets, means), strict=True)
         ]
-    effects = texts.effects(list(sets), means, every_loss=every_loss)
-    of_texts = zip(sets, left_by_text(effects, texts.place), strict=True)
-    return [_removal(texts.spike, parts, left, effects, number) for number, (parts, left) in enumerate(of_texts, 1)]
-
-
-def _removal(spike: Spike, parts: Parts, left: Float[Tensor, " text"], effects: Effects, number: int) -> Removal:
-    """The outcomes of one edit of a pass."""
-    read = effects.attention[:, :, _layers(spike, effects.attention.shape[2])]
-    by_text = (read[number] > READS).flatten(1).sum(1).float()
-    readers = read[0].mean(0) > READS
-    attention = 1.0
-    if bool(readers.any()):
-        attention = float(read[number].mean(0)[readers].mean() / read[0].mean(0)[readers].mean())
-    rise, perplexity, spread = effects.loss[number] - effects.loss[0], None, None
-    if bool(rise.isfinite().all()):
-        perplexity, error = float(rise.mean().exp()), margin_of(rise.numpy())
-        spread = None if error is None else perplexity * error
-    return Removal(
-        parts=parts,
-        left=float(left.mean()),
-        heads=int((read[number].mean(0) > READS).sum()),
-        attention=attention,
-        perplexity=perplexity,
-        left_margin=margin_of(left.numpy()),
-        heads_margin=margin_of(by_text.numpy()),
-        perplexity_margin=spread,
-    )
-
-
-def _layers(spike: Spike, depth: int) -> list[int]:
-    return [layer for layer in spike.reading_layers if layer < depth]
-
-
-def place_attention(texts: SpikeTexts) -> Float[Tensor, "layer head text"]:
-    """Return the attention to the place of each head in the layers whose heads can read the spike."""
-    layers = _layers(texts.spike, texts.survey.target.n_layers)
-    return texts.survey.received(texts.spike.mask)[layers][:, :, texts.rows]
-
-
-def readers_of(texts: SpikeTexts) -> tuple[int, float | None]:
-    """Return heads in the spike's layers that attend to the place in these texts, and the margin over texts."""
-    return count_readers(place_attention(texts))
+    effects = texts.effects(sets, means, every_loss=every_loss)
+    removals: list[Removal] = []
+    for number, left in enumerate(texts.left(effects.along, texts.rows)):
+        attention = effects.attention[number, texts.reading_layers]
+        heads, heads_margin = count_readers(attention)
+        rise, perplexity, spread = (effects.loss[number] - texts.loss).nanmean(1), None, None
+        if bool(rise.isfinite().all()):
+            perplexity, error = float(rise.mean().exp()), margin_of(rise.numpy())
+            spread = None if error is None else perplexity * error
+        removal = Removal(
+            parts=sets[number],
+            left=float(left.mean()),
+            heads=heads,
+            attention=float(attention.mean(-1)[readers].sum() / before[readers].sum()) if bool(readers.any()) else 1.0,
+            perplexity=perplexity,
+            left_margin=margin_of(left.numpy()),
+            heads_margin=heads_margin,
+            perplexity_margin=spread,
+        )
+        removals.append(removal)
+    return removals
 
 
 def count_readers(received: Float[Tensor, "layer head text"]) -> tuple[int, float | None]:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import Place
-from sinkscope.sinks.spikes.survey import Mask, Survey
+from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.tokens import Mask
 
 Part = Neuron | Head | Component
 Parts = tuple[Part, ...]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -18,6 +18,7 @@ from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_o
 from sinkscope.models.modules.layer_call import keep_call
 from sinkscope.models.target import LayerInput, LayerInputs, Target
 from sinkscope.models.text import text_rows
+from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
 SURVEYED = 12  # texts of a survey
@@ -28,9 +29,6 @@ NARROWEST = 24  # smallest window of which heads can be judged: in a smaller one
 READS = 0.3  # mean attention above which a head attends to a place (Gu et al. 2025)
 MASSIVE = 30.0  # a dimension is massive from this many times the median dimension
 SMALLEST = 1e-9  # least typical norm: in a hand-made model it can be 0, and it is a divisor
-
-TokenRows = Int[Tensor, "text pos"]
-Mask = Bool[Tensor, "text pos"]
 
 
 @dataclass(eq=False)
@@ -48,6 +46,7 @@ class Survey:
         seen: Number of later queries that see each position.
         learned: Attention to the learned sink logit of each head, mean over queries; 0 without any.
         wrapped: Whether the layers of the model return a tuple.
+        losses: Loss of the next tokens in some texts, by their numbers.
     """
 
     target: Target
@@ -59,6 +58,7 @@ class Survey:
     seen: Float[Tensor, "layer pos"]
     learned: Float[Tensor, "layer head text"]
     wrapped: bool = False
+    losses: dict[tuple[int, ...], Float[Tensor, "text pos"]] = field(default_factory=dict)
 
     @property
     def states(self) -> Float[Tensor, "layer text pos d_model"]:
@@ -109,9 +109,7 @@ class Survey:
         It is NaN in texts without the place.
         """
         seen = self.seen[:, None, None]
-        given = (self.attention * seen * place).sum(-1)
-        queries = (seen * place).amax(-1)
-        return torch.where(place.any(1), given / queries.clamp(min=1), torch.nan)
+        return to_place(self.attention * seen, seen, place)
 
     @property
     def sink_rate(self) -> Float[Tensor, " text"]:
@@ -234,12 +232,39 @@ class _Reading:
         probs: Float[Tensor, "text head query key"],
         visible: Callable[[], Bool[Tensor, "text _ query key"]],
     ) -> None:
-        survey, gather = self.survey, partial(self.target.shards.gather, size=self.target.n_heads, dim=0)
-        sees = visible()[0, 0].cpu().tril(-1)
-        whole = gather(probs.transpose(0, 1)).cpu()
-        if bool(sees[-1, 0]) or int(sees[-1].sum()) + 1 >= NARROWEST:
-            survey.seen[layer] = sees.sum(0)
-            survey.attention[layer, :, self.texts] = (whole * sees).sum(2) / survey.seen[layer].clamp(min=1)
+        survey, whole = self.survey, self.target.shards.gather(probs, self.target.n_heads, 1)
+        given, seen = given_later(whole, visible)
+        whole = whole.transpose(0, 1).cpu()
+        if bool(seen.any()):
+            survey.seen[layer] = seen
+            survey.attention[layer, :, self.texts] = given.transpose(0, 1).cpu() / seen.clamp(min=1)
             survey.own[layer, :, self.texts] = whole.diagonal(dim1=2, dim2=3)
         if self.target.adapter.learned_sinks:
             survey.learned[layer, :, self.texts] = 1 - whole.sum(-1).mean(-1)
+
+
+def given_later(
+    probs: Float[Tensor, "row head query key"], visible: Callable[[], Bool[Tensor, "row _ query key"]]
+) -> tuple[Float[Tensor, "row head key"], Int[Tensor, " key"]]:
+    """Return what later queries give to each position, and how many see it; 0 where a window is too narrow.
+
+    Args:
+        probs: Attention of texts without padding, all queries.
+        visible: Gives what the mask shows.
+    """
+    sees = visible()[0, 0].tril(-1)
+    if not bool(sees[-1, 0]) and int(sees[-1].sum()) + 1 < NARROWEST:
+        sees = torch.zeros_like(sees)
+    return (probs * sees.to(probs.device)).sum(2), sees.sum(0).cpu()
+
+
+def to_place(given: Float[Tensor, "*n key"], seen: Shaped[Tensor, "*n key"], place: Bool[Tensor, "*n key"]) -> Tensor:
+    """Return mean attention to all positions of a place together, over the queries that see it; NaN without any.
+
+    Args:
+        given: What later queries give to each position.
+        seen: How many these are.
+        place: The positions.
+    """
+    queries = (seen * place).amax(-1)
+    return torch.where(place.any(-1), (given * place).sum(-1) / queries.clamp(min=1), torch.nan)

@@ -21,7 +21,8 @@ from sinkscope.models.target import NO_INPUTS, LayerInputs, Target
 from sinkscope.results.parts import Component, Neuron
 from sinkscope.sinks.spikes.components import mixing
 from sinkscope.sinks.spikes.spike import Share, Spike
-from sinkscope.sinks.spikes.survey import Mask, Survey
+from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.tokens import Mask
 
 NAMED = 0.02  # shares of neurons from which they are listed, if an MLP writes at least so much
 MOST = 8  # neurons that are listed
