@@ -18,7 +18,6 @@ from sinkscope.measure import Setup
 from sinkscope.results.notation import percent
 from sinkscope.results.parts import Head
 from sinkscope.sinks.spikes.edited import Reading, Written, run_edits
-from sinkscope.sinks.spikes.marks import first_writer
 from sinkscope.sinks.spikes.spike import Measured, Parts
 from sinkscope.sinks.spikes.steps import first_spike, sinks_of
 from sinkscope.sinks.spikes.texts import left_of, means_of
@@ -48,7 +47,7 @@ class FirstTokens:
     @classmethod
     def before_writers(cls, measured: Measured) -> FirstTokens:
         """Take all heads up to the layer of the first neuron that the spike needs."""
-        return cls.of(measured, first_writer(measured.spike, measured.needs))
+        return cls.of(measured, measured.first_writer)
 
     @cached_property
     def _means(self) -> Written:

@@ -11,7 +11,8 @@ from torch import Tensor
 from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace.run import trace
 from sinkscope.models.target import Target
-from sinkscope.sinks.spikes.spike import Copies, Spike
+from sinkscope.sinks.spikes.records import Copies
+from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.tokens import TokenRows, repeated
 
 FIRST_LENGTH = 128  # copies of the first pass; their number doubles

@@ -12,7 +12,6 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import beginning
 from sinkscope.sinks.spikes.figure import draw
 from sinkscope.sinks.spikes.find import find_spikes
-from sinkscope.sinks.spikes.needs import count_readers
 from sinkscope.sinks.spikes.places import sink_places, split_by_label
 from sinkscope.sinks.spikes.records import (
     Attended,
@@ -21,10 +20,9 @@ from sinkscope.sinks.spikes.records import (
     OtherSpike,
     Readers,
     SinkRate,
-    claims_of,
-    spike_result,
     words_of,
 )
+from sinkscope.sinks.spikes.removal import count_readers
 from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.steps import Sinks, other_survey, sinks_of, with_copies, with_marks
 from sinkscope.sinks.spikes.survey import READS, Survey
@@ -73,11 +71,11 @@ def fields_of(setup: Setup, sinks: Sinks) -> dict[str, Any]:
     for layer, given in enumerate(received.mean(-1)):
         heads.append(tuple(given.tolist()) if target.has_attention(layer) else (None,) * target.n_heads)
     place, mask = "the first token", first
-    if sinks.spikes and sinks.spikes[0].needs is not None and sinks.spikes[0].needs.heads:
+    if sinks.spikes and sinks.spikes[0].result.heads:
         place, mask = sinks.spikes[0].spike.place.words, sinks.spikes[0].spike.mask
     rate = survey.sink_rate
     return {
-        "spikes": tuple(spike_result(one) for one in sinks.spikes),
+        "spikes": tuple(one.result for one in sinks.spikes),
         "readers": readers_of(survey, place, mask),
         "attended": attended_places(survey, sinks, setup.tokenizer),
         "learned_heads": int((survey.learned.mean(-1) > READS).sum()),
@@ -89,7 +87,7 @@ def fields_of(setup: Setup, sinks: Sinks) -> dict[str, Any]:
         "first_token_norm": tuple(survey.first_norm),
         "layers_read": target.n_layers,
         "first_ids": tuple(beginning(setup.tokenizer, setup.bos)),
-        "claims": tuple(claim for one in sinks.spikes for claim in claims_of(one)),
+        "claims": tuple(claim for one in sinks.spikes for claim in one.claims),
     }
 
 

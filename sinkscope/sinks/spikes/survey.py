@@ -18,6 +18,7 @@ from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_o
 from sinkscope.models.modules.layer_call import keep_call
 from sinkscope.models.target import LayerInput, LayerInputs, Target
 from sinkscope.models.text import text_rows
+from sinkscope.results.parts import Component
 from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
@@ -99,8 +100,13 @@ class Survey:
         """Median norm of first tokens after each layer."""
         return self.norms[:, :, 0].median(1).values.tolist()
 
-    def attention_mix(self, layer: int) -> Float[Tensor, "text pos d_model"]:
-        """Return what the attention of a layer adds, or what else the layer adds beside its MLP."""
+    def added(self, part: Component) -> Float[Tensor, "text pos d_model"]:
+        """Return what a component adds; attention and mixers are all that a layer adds beside its MLP."""
+        layer = part.layer
+        if layer is None:
+            return self.entered[0]
+        if part.kind == "mlp":
+            return self.mlp[layer]
         return self.entered[layer + 1] - self.entered[layer] - self.mlp[layer]
 
     def received(self, place: Mask) -> Float[Tensor, "layer head text"]:

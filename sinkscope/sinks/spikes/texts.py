@@ -124,11 +124,5 @@ def means_of(survey: Survey, spike: Spike, parts: Iterable[Part]) -> dict[Part, 
 
 def _mean_written(survey: Survey, spike: Spike, part: Component) -> Float[Tensor, " d_model"]:
     """What a component adds on average, in the units of the module that writes it."""
-    adapter, layer = survey.target.adapter, part.layer or 0
-    if part.kind == "mlp":
-        return survey.mlp[layer][spike.ordinary].mean(0) / adapter.write_factor
-    if part.kind == "mixer":
-        return survey.attention_mix(layer)[spike.ordinary].mean(0)
-    if part.kind == "attention":
-        return survey.attention_mix(layer)[spike.ordinary].mean(0) / adapter.attn_factor
-    return survey.entered[0][spike.ordinary].mean(0)
+    factors = {"mlp": survey.target.adapter.write_factor, "attention": survey.target.adapter.attn_factor}
+    return survey.added(part)[spike.ordinary].mean(0) / factors.get(part.kind, 1)

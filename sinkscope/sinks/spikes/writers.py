@@ -18,12 +18,14 @@ from sinkscope.hooks.trace.layer_view import (
 )
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import NO_INPUTS, LayerInputs, Target
-from sinkscope.results.parts import Component, Neuron
-from sinkscope.sinks.spikes.components import mixing
-from sinkscope.sinks.spikes.spike import Share, Spike
+from sinkscope.results.parts import Neuron
+from sinkscope.sinks.spikes.components import components
+from sinkscope.sinks.spikes.records import NeuronShare, PartShare, part_name
+from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.tokens import Mask
 
+LISTED = 0.005  # share of a component from which it is listed
 NAMED = 0.02  # shares of neurons from which they are listed, if an MLP writes at least so much
 MOST = 8  # neurons that are listed
 OF_A_LAYER = 4  # ... of one layer
@@ -31,38 +33,28 @@ ERASES = 0.05  # share that an eraser takes away
 ORDINARY_ELEMENTS = 1 << 24  # most activations of ordinary positions that are compared
 
 
-def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
+def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ...]]:
     """Return the shares of the embedding and of each layer's attention and MLP up to the peak.
 
     The second part is what erases the spike later.
     """
-    target, shares = survey.target, list[Share]()
-
-    def share(part: Component, added: Float[Tensor, "text pos d_model"]) -> None:
-        along = added @ spike.direction
+    before, later = list[PartShare](), list[PartShare]()
+    for part in components(survey.target, survey.target.n_layers - 1):
+        along = survey.added(part) @ spike.direction
         beyond = (along[spike.mask] - along[spike.ordinary].mean()) / spike.size
-        by_text = spike.per_text(beyond)
-        shares.append(Share(part, float(beyond.mean()), margin_of(by_text.numpy())))
-
-    share(Component("token embedding"), survey.entered[0])
-    for layer in range(target.n_layers):
-        for part in mixing(target, layer):
-            share(part, survey.attention_mix(layer))
-        if target.has_neurons(layer):
-            share(Component("mlp", layer), survey.mlp[layer])
-    before = [one for one in shares if _layer(one) <= spike.peak]
-    later = [one for one in shares if spike.peak < _layer(one) <= spike.last + 1 and one.share <= -ERASES]
+        margin = margin_of(spike.per_text(beyond).numpy())
+        share, layer = PartShare(part_name(part), float(beyond.mean()), margin), part.layer or 0
+        if layer <= spike.peak and abs(share.share) >= LISTED:
+            before.append(share)
+        elif spike.peak < layer <= spike.last + 1 and share.share <= -ERASES:
+            later.append(share)
     before.sort(key=lambda one: -abs(one.share))
     later.sort(key=lambda one: one.share)
     return tuple(before), tuple(later)
 
 
-def _layer(share: Share) -> int:
-    return -1 if share.part.layer is None else share.part.layer  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @torch.no_grad()
-def neurons_of(survey: Survey, spike: Spike, writers: tuple[Share, ...]) -> tuple[Share, ...]:
+def neurons_of(survey: Survey, spike: Spike, writers: Sequence[PartShare]) -> tuple[NeuronShare, ...]:
     """Return the neurons that write most along the direction, as shares of the intact spike.
 
     Args:
@@ -70,34 +62,34 @@ def neurons_of(survey: Survey, spike: Spike, writers: tuple[Share, ...]) -> tupl
         spike: The spike.
         writers: Its components.
     """
-    shares, entering = list[Share](), survey.entering()
-    for one in writers:
-        if isinstance(one.part, Component) and one.part.kind == "mlp" and abs(one.share) >= NAMED:
-            shares += of_layer(survey, spike, one.part.layer or 0, entering)
-    shares.sort(key=lambda one: -one.share)
-    return tuple(shares[:MOST])
+    neurons, entering = list[NeuronShare](), survey.entering()
+    written = {one.part: one.share for one in writers}
+    for layer in range(spike.peak + 1):
+        if abs(written.get(f"mlp {layer}", 0.0)) >= NAMED:
+            neurons += of_layer(survey, spike, layer, entering)
+    return tuple(sorted(neurons, key=lambda one: -one.share)[:MOST])
 
 
 def of_layer(
     survey: Survey, spike: Spike, layer: int, entering: LayerInputs = NO_INPUTS, count: int = OF_A_LAYER
-) -> list[Share]:
+) -> list[NeuronShare]:
     """Return the neurons of a layer that write most along the direction; under an ablation, those that do so then."""
     target = survey.target
     where = spike.mask | few_ordinary(target, layer, spike.ordinary)
     with target.loaded(layer):
         view = view_layer(target, layer, survey.ids, where, entering)
-        projections = (view.post * _projection(target, layer, spike.direction, view)).cpu()
+        projections = (view.post * _projection(target, layer, spike.direction, view.post)).cpu()
         projections = projections * _scales(target, layer, survey.mlp[layer][where], view.mlp.cpu())
     of_place = spike.mask[where]
     beyond = (projections[of_place] - projections[~of_place].mean(0)) / spike.size
     total = beyond.mean(0)
-    shares: list[Share] = []
+    neurons: list[NeuronShare] = []
     for number in total.topk(min(count, len(total))).indices.tolist():
         if float(total[number]) >= NAMED:
-            neuron = Neuron(layer, *expert_and_neuron(target, layer, number))
-            by_text = spike.per_text(beyond[:, number])
-            shares.append(Share(neuron, float(total[number]), margin_of(by_text.numpy())))
-    return shares
+            margin = margin_of(spike.per_text(beyond[:, number]).numpy())
+            expert, neuron = expert_and_neuron(target, layer, number)
+            neurons.append(NeuronShare(layer, expert, neuron, float(total[number]), margin))
+    return neurons
 
 
 @torch.no_grad()
@@ -127,9 +119,10 @@ def few_ordinary(target: Target, layer: int, ordinary: Mask) -> Mask:
     return some
 
 
-def _projection(target: Target, layer: int, direction: Tensor, view: object) -> Float[Tensor, " neuron"]:
+def _projection(
+    target: Target, layer: int, direction: Tensor, post: Float[Tensor, "n neuron"]
+) -> Float[Tensor, " neuron"]:
     """What each neuron adds along a direction per unit of its value, before the scale of a norm behind the MLP."""
-    post: Tensor = view.post  # pyright: ignore[reportAttributeAccessIssue]
     onto = direction.to(post.device)
     if target.has_part(layer, "post_mlp_norm"):
         onto = onto * gain_of(target, target.sub(layer, "post_mlp_norm")).to(post.device)
