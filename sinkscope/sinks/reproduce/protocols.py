@@ -58,7 +58,7 @@ def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
         check_site(survey.target, layer)
         if spike is None:
             continue
-        shares = of_layer(survey, spike, layer, survey.entering(), CANDIDATES)
+        shares = of_layer(survey, spike, layer, survey.start(layer), CANDIDATES)
         members = [one.address for one in shares]
         if not members:
             continue

@@ -18,7 +18,7 @@ from sinkscope.files.progress import report
 from sinkscope.hooks.edit.places import neurons_place
 from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.models.hooks import Hook, first_tensor, on_output
-from sinkscope.models.target import NO_INPUTS, LayerInput, LayerInputs, Target
+from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import places_of
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
@@ -43,7 +43,7 @@ class Reading:
         spike: The spike whose projection is read.
         edits: The parts that each edit removes: neurons are zeroed everywhere, other parts are replaced at the place.
         means: What replaced parts write instead.
-        entering: What entered each layer when the texts were read.
+        begin: Gives what enters a layer, at which the pass may then start. None: it starts at the first.
         whole: Whether the pass runs to the end, and attention and the loss are read; else it ends at the peak.
         every_loss: Whether the loss of every token is read, however large the vocabulary is.
     """
@@ -53,17 +53,19 @@ class Reading:
     spike: Spike
     edits: Sequence[Parts]
     means: Written = field(default_factory=dict)
-    entering: LayerInputs = NO_INPUTS
+    begin: Callable[[int], LayerInput | None] | None = None
     whole: bool = False
     every_loss: bool = False
 
     @property
     def start(self) -> LayerInput | None:
-        """Where the pass may begin: before it, no edit differs and nothing is read."""
+        """Where the pass starts: before it, no edit differs and nothing is read."""
+        if self.begin is None:
+            return None
         layers = [part.layer or 0 for edit in self.edits for part in edit]
         if self.whole:
             layers.append(self.spike.first + 1)
-        return self.entering.at(self.entering.latest(min([self.spike.peak, *layers])))
+        return self.begin(min([self.spike.peak, *layers]))
 
 
 @dataclass(frozen=True, eq=False)

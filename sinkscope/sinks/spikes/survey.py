@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.modules.layer_call import keep_call
-from sinkscope.models.target import LayerInput, LayerInputs, Target
+from sinkscope.models.target import LayerInput, Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import Component
 from sinkscope.sinks.tokens import Mask, TokenRows
@@ -123,14 +123,12 @@ class Survey:
         whole = (self.attention * self.seen[:, None, None] + self.own) / (self.seen[:, None, None] + 1)
         return (whole[self.target.attending][..., 0] > READS).float().mean((0, 1))
 
-    def entering(self, texts: slice | Tensor = slice(None), length: int | None = None) -> LayerInputs:
-        """Return where a later pass over these texts, or their beginnings, may start."""
-        inputs: dict[int, LayerInput] = {}
-        if self.target.skips_layers:
-            for layer in range(1, len(self.entered) - 1):
-                hidden = self.entered[layer, texts, :length]
-                inputs[layer] = LayerInput(layer, hidden.to(self.target.device, self.target.dtype), self.wrapped)
-        return LayerInputs(inputs)
+    def start(self, layer: int, texts: slice | Tensor = slice(None), length: int | None = None) -> LayerInput | None:
+        """Return what a later pass over texts, or their beginnings, may start with at a layer; None: at the first."""
+        if not self.target.skips_layers or layer == 0:
+            return None
+        hidden = self.entered[layer, texts, :length].to(self.target.device, self.target.dtype)
+        return LayerInput(layer, hidden.clone(), self.wrapped)  # some layers add to it in place
 
 
 def survey_of(setup: Setup, bos: int | None, count: int | None = None) -> Survey:

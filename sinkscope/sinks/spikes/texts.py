@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Float, Int
@@ -52,10 +52,10 @@ class SpikeTexts:
     @cached_property
     def loss(self) -> Float[Tensor, "text pos"]:
         """Loss of the next tokens without an edit; NaN for a streamed model, which is read without its unembedding."""
-        survey, ids, entering = self.survey, self.survey.ids[self.rows], self.survey.entering(self.rows)
+        survey, ids = self.survey, self.survey.ids[self.rows]
         if not survey.target.resident:
             return torch.full((len(ids), ids.shape[1] - 1), torch.nan)
-        start = entering.at(entering.latest(survey.target.n_layers))
+        start = survey.start(survey.target.n_layers - 1, self.rows)
         key, positions = tuple(self.rows.tolist()), torch.arange(ids.shape[1] - 1)
         if key not in survey.losses:
             survey.losses[key] = losses_at(survey.target, ids, positions, start)
@@ -67,13 +67,18 @@ class SpikeTexts:
         ids, place = self.survey.ids[rows, :end], self.spike.mask[rows, :end]
         if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
             rows, ids, place = rows[:1], ids[:1], place[:1]
-        reading = Reading(ids, place, self.spike, edits, means or {}, self.survey.entering(rows, end))
+        begin = partial(self.survey.start, texts=rows, length=end)
+        reading = Reading(ids, place, self.spike, edits, means or {}, begin)
         return self.left(run_edits(self.survey.target, reading).along, rows)
 
     def effects(self, edits: Sequence[Parts], means: Written | None = None, *, every_loss: bool) -> Effects:
         """Return all effects of each edit, from whole passes."""
-        ids, place, entering = self.survey.ids[self.rows], self.spike.mask[self.rows], self.survey.entering(self.rows)
-        reading = Reading(ids, place, self.spike, edits, means or {}, entering, True, every_loss)
+        ids, place, begin = (
+            self.survey.ids[self.rows],
+            self.spike.mask[self.rows],
+            partial(self.survey.start, texts=self.rows),
+        )
+        reading = Reading(ids, place, self.spike, edits, means or {}, begin, True, every_loss)
         return run_edits(self.survey.target, reading)
 
     def left(self, along: Float[Tensor, "edit case"], rows: Int[Tensor, " text"]) -> Float[Tensor, "edit text"]:

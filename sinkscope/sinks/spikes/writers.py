@@ -17,7 +17,7 @@ from sinkscope.hooks.trace.layer_view import (
     view_layer,
 )
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.target import NO_INPUTS, LayerInputs, Target
+from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import components
 from sinkscope.sinks.spikes.records import NeuronShare, PartShare, part_name
@@ -62,22 +62,22 @@ def neurons_of(survey: Survey, spike: Spike, writers: Sequence[PartShare]) -> tu
         spike: The spike.
         writers: Its components.
     """
-    neurons, entering = list[NeuronShare](), survey.entering()
+    neurons = list[NeuronShare]()
     written = {one.part: one.share for one in writers}
     for layer in range(spike.peak + 1):
         if abs(written.get(f"mlp {layer}", 0.0)) >= NAMED:
-            neurons += of_layer(survey, spike, layer, entering)
+            neurons += of_layer(survey, spike, layer, survey.start(layer))
     return tuple(sorted(neurons, key=lambda one: -one.share)[:MOST])
 
 
 def of_layer(
-    survey: Survey, spike: Spike, layer: int, entering: LayerInputs = NO_INPUTS, count: int = OF_A_LAYER
+    survey: Survey, spike: Spike, layer: int, start: LayerInput | None = None, count: int = OF_A_LAYER
 ) -> list[NeuronShare]:
     """Return the neurons of a layer that write most along the direction; under an ablation, those that do so then."""
     target = survey.target
     where = spike.mask | few_ordinary(target, layer, spike.ordinary)
     with target.loaded(layer):
-        view = view_layer(target, layer, survey.ids, where, entering)
+        view = view_layer(target, layer, survey.ids, where, start)
         projections = (view.post * _projection(target, layer, spike.direction, view.post)).cpu()
         projections = projections * _scales(target, layer, survey.mlp[layer][where], view.mlp.cpu())
     of_place = spike.mask[where]
@@ -103,7 +103,7 @@ def neutral_values(survey: Survey, ordinary: Mask, neurons: Sequence[Neuron]) ->
     """
     target, values = survey.target, dict[Neuron, float]()
     for layer in {neuron.layer for neuron in neurons}:
-        view = view_layer(target, layer, survey.ids, few_ordinary(target, layer, ordinary), survey.entering())
+        view = view_layer(target, layer, survey.ids, few_ordinary(target, layer, ordinary), survey.start(layer))
         for neuron in neurons:
             if neuron.layer == layer:
                 values[neuron] = neutral_post(target, view, flat_number(target, layer, neuron.expert, neuron.neuron))
