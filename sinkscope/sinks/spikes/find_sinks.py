@@ -9,7 +9,7 @@ import torch
 
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.text import beginning
+from sinkscope.models.text import beginning, resolve_bos
 from sinkscope.sinks.spikes.figure import draw
 from sinkscope.sinks.spikes.find import find_spikes
 from sinkscope.sinks.spikes.places import sink_places, split_by_label
@@ -24,12 +24,13 @@ from sinkscope.sinks.spikes.records import (
 )
 from sinkscope.sinks.spikes.removal import count_readers
 from sinkscope.sinks.spikes.result import FindSinks
-from sinkscope.sinks.spikes.steps import Sinks, other_survey, sinks_of, with_copies, with_marks
-from sinkscope.sinks.spikes.survey import READS, Survey
+from sinkscope.sinks.spikes.steps import Sinks, sinks_of, with_copies, with_marks
+from sinkscope.sinks.spikes.survey import READS, Survey, survey_of
 from sinkscope.sinks.spikes.texts import most_often
 from sinkscope.sinks.tokens import Mask, repetition_limit
 
 FEW_COPIES = 64  # copies that `find_sinks` tries
+OTHER_TEXTS = 6  # texts of the survey with the other choice of BOS
 LATER = 16  # later queries that a place needs to be judged by its attention
 
 
@@ -132,15 +133,13 @@ def largest_norm(survey: Survey, tokenizer: Any) -> Largest:
 
 
 def other_bos(setup: Setup) -> OtherBos | None:
-    """Step 7: heads and spikes with the other choice of BOS."""
-    other = other_survey(setup)
-    if other is None:
+    """Step 7: heads and spikes with the other choice of BOS; None if there is no BOS token."""
+    bos = resolve_bos(setup.tokenizer, setup.target.config, None) if setup.bos is None else None
+    if setup.bos is None and bos is None:
         return None
-    bos, survey = other
+    survey, spikes = survey_of(setup, bos, OTHER_TEXTS), list[OtherSpike]()
+    for one in find_spikes(survey, setup.tokenizer):
+        spikes.append(OtherSpike(words_of(one.place), (one.first, one.last), one.ratio))
     token = setup.tokenizer.decode([bos if bos is not None else setup.bos])
     received = readers_of(survey, "the first token", at_first(survey))
-    spikes = [
-        OtherSpike(words_of(one.place), (one.first, one.last), one.ratio)
-        for one in find_spikes(survey, setup.tokenizer)
-    ]
     return OtherBos(bos is not None, token, received.heads, received.margin, tuple(spikes))

@@ -114,7 +114,7 @@ def search(texts: SpikeTexts, writing: Sequence[Neuron]) -> tuple[tuple[Neuron, 
             break
         alone = dict(zip(members, texts.along([(member,) for member in members]).mean(1).tolist(), strict=True))
         left = dict(sorted(alone.items(), key=lambda item: abs(item[1])))
-        needed = smallest_set(texts, list(left))
+        needed = smallest_set(texts, tuple(left))
         fresh = [] if needed else taking_over(texts, members)
         if not fresh:
             break
@@ -122,7 +122,7 @@ def search(texts: SpikeTexts, writing: Sequence[Neuron]) -> tuple[tuple[Neuron, 
     return needed, left
 
 
-def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[Neuron, ...]:
+def smallest_set(texts: SpikeTexts, order: tuple[Neuron, ...]) -> tuple[Neuron, ...]:
     """Return the smallest set of neurons that leaves less than a quarter of the spike; it is empty if none does.
 
     A neuron joins if without it and those before less is left; then members are left out that are not needed.
@@ -131,7 +131,7 @@ def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[Neuron, ..
         texts: The texts.
         order: The neurons, those without which least is left first.
     """
-    best, least = (order[0],), left_without(texts, [order[:1]])[0]
+    best, least = order[:1], left_without(texts, [order[:1]])[0]
     for neuron in order[1:]:
         if least < LEFT:
             break

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -26,7 +25,6 @@ class Spike:
 
     Attributes:
         place: Where it is, in the texts of the survey.
-        mask: The same as a mask over these texts.
         ordinary: Positions at which nothing stands out.
         first: First layer of the run.
         last: Last layer of the run.
@@ -42,7 +40,6 @@ class Spike:
     """
 
     place: Place
-    mask: Mask
     ordinary: Mask
     first: int
     last: int
@@ -54,6 +51,11 @@ class Spike:
     before: float
     ratio: float
     ratio_margin: float | None = None
+
+    @property
+    def mask(self) -> Mask:
+        """The place as a mask over the texts of the survey."""
+        return self.place.mask
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -70,11 +72,6 @@ class Spike:
     def reading_layers(self) -> range:
         """The layers whose heads can read it: from the second of the run to the one after the last."""
         return range(self.first + 1, self.last + 2)
-
-    def per_text(self, values: Float[Tensor, " case"]) -> Float[Tensor, " text"]:
-        """Return the mean of values of the place's positions over each text that has any."""
-        texts = self.mask.nonzero()[:, 0]
-        return torch.stack([values[texts == text].float().mean() for text in texts.unique()])
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sinkscope.measure import Setup
-from sinkscope.models.text import resolve_bos
 from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.find import find_spikes
 from sinkscope.sinks.spikes.marks import marks_of
@@ -29,7 +28,6 @@ from sinkscope.sinks.spikes.writers import neurons_of, writers_of
 from sinkscope.sinks.tokens import pick_tokens, prefix_of
 
 NO_FIRST_SPIKE = "No neurons are known that a norm spike at the first token needs"
-OTHER_TEXTS = 6  # texts of the survey with the other choice of BOS
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +108,3 @@ def with_copies(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit:
     each = iter(copies_of(setup.target, firsts, words, prefix_of(setup, words), limit, setup.progress))
     spikes = [one.adding(copies=next(each)) if one.spike.place.is_first else one for one in sinks.spikes]
     return replace(sinks, spikes=tuple(spikes))
-
-
-def other_survey(setup: Setup) -> tuple[int | None, Survey] | None:
-    """Step 7: the survey with BOS if it was without, and without if it was with; None if there is no BOS token."""
-    other = resolve_bos(setup.tokenizer, setup.target.config, None) if setup.bos is None else None
-    if setup.bos is None and other is None:
-        return None
-    return other, survey_of(setup, other, OTHER_TEXTS)

@@ -23,9 +23,6 @@ from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
 SURVEYED = 12  # texts of a survey
-KEPT_ELEMENTS = 1 << 28  # states of this many elements are kept: one gigabyte; of larger models fewer texts are read
-FEWEST = 4  # ... but at least these
-AT_ONCE = 1 << 24  # elements of the widest activation of a batch
 NARROWEST = 24  # smallest window of which heads can be judged: in a smaller one every position gets much attention
 READS = 0.3  # mean attention above which a head attends to a place (Gu et al. 2025)
 MASSIVE = 30.0  # a dimension is massive from this many times the median dimension
@@ -43,7 +40,7 @@ class Survey:
         mlp: What the MLP of each layer adds to it.
         attention: Attention that each position receives, mean over the later queries that see it; 0 for the last
             position, and in layers that do not attend or whose window is narrower than 24 positions.
-        own: Attention that each position gives itself.
+        own: Attention that the first position gives itself.
         seen: Number of later queries that see each position.
         learned: Attention to the learned sink logit of each head, mean over queries; 0 without any.
         wrapped: Whether the layers of the model return a tuple.
@@ -55,7 +52,7 @@ class Survey:
     entered: Float[Tensor, "layer_1 text pos d_model"]
     mlp: Float[Tensor, "layer text pos d_model"]
     attention: Float[Tensor, "layer head text pos"]
-    own: Float[Tensor, "layer head text pos"]
+    own: Float[Tensor, "layer head text"]
     seen: Float[Tensor, "layer pos"]
     learned: Float[Tensor, "layer head text"]
     wrapped: bool = False
@@ -120,8 +117,9 @@ class Survey:
     @property
     def sink_rate(self) -> Float[Tensor, " text"]:
         """Share of heads that give position 0 more than 0.3, over all queries that see it (Gu et al. 2025)."""
-        whole = (self.attention * self.seen[:, None, None] + self.own) / (self.seen[:, None, None] + 1)
-        return (whole[self.target.attending][..., 0] > READS).float().mean((0, 1))
+        seen = self.seen[:, :1, None]
+        whole = (self.attention[..., 0] * seen + self.own) / (seen + 1)
+        return (whole[self.target.attending] > READS).float().mean((0, 1))
 
     def start(self, layer: int, texts: slice | Tensor = slice(None), length: int | None = None) -> LayerInput | None:
         """Return what a later pass over texts, or their beginnings, may start with at a layer; None: at the first."""
@@ -144,15 +142,15 @@ def survey_of(setup: Setup, bos: int | None, count: int | None = None) -> Survey
     """
     target = setup.target
     length = min(PIECE, target.max_positions or PIECE)
-    kept = KEPT_ELEMENTS // (target.n_layers * length * target.d_model)
-    texts = max(min(count or SURVEYED, kept), FEWEST)
-    ids = text_rows(setup.tokenizer, setup.text, texts, length, bos)
-    return read_survey(target, ids, lambda done: setup.progress("survey", done, len(ids)))
+    ids = text_rows(setup.tokenizer, setup.text, count or SURVEYED, length, bos)
+    survey = read_survey(target, ids)
+    setup.progress("survey", len(ids), len(ids))
+    return survey
 
 
 @torch.no_grad()
-def read_survey(target: Target, ids: TokenRows, progress: Callable[[int], None] = lambda _: None) -> Survey:
-    """Read some texts of equal length once.
+def read_survey(target: Target, ids: TokenRows) -> Survey:
+    """Read some texts of equal length once, in one pass.
 
     Raises:
         SinkscopeError: A state is not finite.
@@ -164,29 +162,24 @@ def read_survey(target: Target, ids: TokenRows, progress: Callable[[int], None] 
         entered=torch.zeros(depth + 1, *ids.shape, target.d_model),
         mlp=torch.zeros(depth, *ids.shape, target.d_model),
         attention=torch.zeros(depth, heads, *ids.shape),
-        own=torch.zeros(depth, heads, *ids.shape),
+        own=torch.zeros(depth, heads, len(ids)),
         seen=torch.zeros(depth, ids.shape[1]),
         learned=torch.zeros(depth, heads, len(ids)),
     )
-    size = max(1, AT_ONCE // (ids.shape[1] * target.d_mlp))
-    if not target.resident:
-        size = len(ids)  # a streamed model is read from disk once
-    for start in range(0, len(ids), size):
-        _Reading(survey, slice(start, start + size)).run()
-        progress(min(start + size, len(ids)))
+    _Reading(survey).run()
     return survey
 
 
 class _Reading:
-    """One pass over some texts of a survey, which fills its tensors."""
+    """The pass over the texts of a survey, which fills its tensors."""
 
-    def __init__(self, survey: Survey, texts: slice) -> None:
-        self.survey, self.target, self.texts = survey, survey.target, texts
+    def __init__(self, survey: Survey) -> None:
+        self.survey, self.target = survey, survey.target
         self._calls: list[Any] = []
 
     def run(self) -> None:
         """Run the texts through the model."""
-        target, hooks, ids = self.target, list[Hook](), self.survey.ids[self.texts]
+        target, hooks, ids = self.target, list[Hook](), self.survey.ids
         layers = list(range(target.n_layers))
         for layer in layers:
             hooks += self._hooks(layer)
@@ -213,7 +206,7 @@ class _Reading:
         return hooks
 
     def _keep(self, where: Tensor, number: int, values: Tensor) -> None:
-        where[number, self.texts] = values.detach().float().cpu().reshape(where[number, self.texts].shape)
+        where[number] = values.detach().float().cpu().reshape(where[number].shape)
 
     def _after(self, layer: int, output: Any) -> None:
         hidden, survey = first_tensor(output), self.survey
@@ -222,7 +215,7 @@ class _Reading:
         if self._calls:
             self._keep(survey.mlp, layer, self._calls.pop().added(hidden))
         else:
-            survey.mlp[layer, self.texts] *= self.target.adapter.write_factor
+            survey.mlp[layer] *= self.target.adapter.write_factor
         if not bool(hidden.isfinite().all()):
             raise SinkscopeError(
                 f"layer {layer} of {self.target.name} gives infinite or NaN values in {self.target.dtype}; "
@@ -238,13 +231,12 @@ class _Reading:
     ) -> None:
         survey, whole = self.survey, self.target.shards.gather(probs, self.target.n_heads, 1)
         given, seen = given_later(whole, visible)
-        whole = whole.transpose(0, 1).cpu()
         if bool(seen.any()):
             survey.seen[layer] = seen
-            survey.attention[layer, :, self.texts] = given.transpose(0, 1).cpu() / seen.clamp(min=1)
-            survey.own[layer, :, self.texts] = whole.diagonal(dim1=2, dim2=3)
+            survey.attention[layer] = given.transpose(0, 1).cpu() / seen.clamp(min=1)
+            survey.own[layer] = whole[:, :, 0, 0].T.cpu()
         if self.target.adapter.learned_sinks:
-            survey.learned[layer, :, self.texts] = 1 - whole.sum(-1).mean(-1)
+            survey.learned[layer] = 1 - whole.sum(-1).mean(-1).T.cpu()
 
 
 def given_later(

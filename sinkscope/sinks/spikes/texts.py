@@ -13,6 +13,7 @@ from torch import Tensor
 from sinkscope.hooks.trace.run import trace
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.spikes.edited import Effects, Reading, Written, losses_at, run_edits
+from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.tokens import Mask
@@ -66,27 +67,25 @@ class SpikeTexts:
         rows, end = self.rows, int(self.spike.mask[self.rows].any(0).nonzero().max()) + 1
         ids, place = self.survey.ids[rows, :end], self.spike.mask[rows, :end]
         if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
-            rows, ids, place = rows[:1], ids[:1], place[:1]
-        begin = partial(self.survey.start, texts=rows, length=end)
-        reading = Reading(ids, place, self.spike, edits, means or {}, begin)
-        return self.left(run_edits(self.survey.target, reading).along, rows)
+            rows = rows[:1]
+        return self.left(self._run(rows, end, edits, means).along, rows)
 
     def effects(self, edits: Sequence[Parts], means: Written | None = None, *, every_loss: bool) -> Effects:
         """Return all effects of each edit, from whole passes."""
-        ids, place, begin = (
-            self.survey.ids[self.rows],
-            self.spike.mask[self.rows],
-            partial(self.survey.start, texts=self.rows),
-        )
-        reading = Reading(ids, place, self.spike, edits, means or {}, begin, True, every_loss)
-        return run_edits(self.survey.target, reading)
+        return self._run(self.rows, None, edits, means, whole=True, every_loss=every_loss)
+
+    def _run(
+        self, rows: Tensor, end: int | None, edits: Sequence[Parts], means: Written | None, **how: bool
+    ) -> Effects:
+        begin = partial(self.survey.start, texts=rows, length=end)
+        ids, place = self.survey.ids[rows, :end], self.spike.mask[rows, :end]
+        return run_edits(self.survey.target, Reading(ids, place, self.spike, edits, means or {}, begin, **how))
 
     def left(self, along: Float[Tensor, "edit case"], rows: Int[Tensor, " text"]) -> Float[Tensor, "edit text"]:
         """Return what is left in these texts: a ratio of means over texts, and how far each text moves it."""
         place = self.spike.mask[rows]
         intact = self.spike.along(self.survey.states[self.spike.peak, rows][place])
-        states, texts = torch.cat([intact[None], along]), place.nonzero()[:, 0]
-        return left_of(torch.stack([states[:, texts == text].mean(1) for text in texts.unique()], 1))
+        return left_of(per_text(torch.cat([intact[None], along]), place))
 
 
 def most_often(place: Mask) -> Int[Tensor, " some"]:

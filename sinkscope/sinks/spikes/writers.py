@@ -20,6 +20,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import components
+from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.records import NeuronShare, PartShare, part_name
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey
@@ -42,7 +43,7 @@ def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[PartShare, ...], tup
     for part in components(survey.target, survey.target.n_layers - 1):
         along = survey.added(part) @ spike.direction
         beyond = (along[spike.mask] - along[spike.ordinary].mean()) / spike.size
-        margin = margin_of(spike.per_text(beyond).numpy())
+        margin = margin_of(per_text(beyond, spike.mask).numpy())
         share, layer = PartShare(part_name(part), float(beyond.mean()), margin), part.layer or 0
         if layer <= spike.peak and abs(share.share) >= LISTED:
             before.append(share)
@@ -86,7 +87,7 @@ def of_layer(
     neurons: list[NeuronShare] = []
     for number in total.topk(min(count, len(total))).indices.tolist():
         if float(total[number]) >= NAMED:
-            margin = margin_of(spike.per_text(beyond[:, number]).numpy())
+            margin = margin_of(per_text(beyond[:, number], spike.mask).numpy())
             expert, neuron = expert_and_neuron(target, layer, number)
             neurons.append(NeuronShare(layer, expert, neuron, float(total[number]), margin))
     return neurons
