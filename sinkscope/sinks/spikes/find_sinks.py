@@ -58,14 +58,14 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
     limit = repetition_limit(setup.target, max_repeats)
     if max_repeats is None:
         limit = min(FEW_COPIES, limit)
-    sinks = with_copies(setup, with_marks(sinks_of(setup)), tokens, limit)
+    return FindSinks(**fields_of(setup, tokens, limit))
+
+
+def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int) -> dict[str, Any]:
+    """Take all steps, with so many copies of some tokens, and return the fields of a result."""
+    sinks, target = with_copies(setup, with_marks(sinks_of(setup)), tokens, limit), setup.target
+    survey = sinks.survey
     setup.record(max_repeats=limit)
-    return FindSinks(**fields_of(setup, sinks))
-
-
-def fields_of(setup: Setup, sinks: Sinks) -> dict[str, Any]:
-    """Return the fields of a result."""
-    survey, target = sinks.survey, setup.target
     first = at_first(survey)
     received = survey.received(first)
     heads: list[tuple[float | None, ...]] = []

@@ -53,17 +53,21 @@ def needs_of(one: Measured, seed: int = 0) -> Measured:
         others = [part for part in parts if part not in needed]
         if needed:
             random += [(part,) for part in others[:: max(1, len(others) // RANDOM_SETS)][:RANDOM_SETS]]
-    alone: list[Parts] = []
+    alone: list[Neuron] = []
     for neuron, share in left.items():
         if (neuron,) != needed and (neuron in needed or abs(1 - share) >= CHANGES):
-            alone.append((neuron,))
+            alone.append(neuron)
     removals = removals_of(texts, [needed] if needed else [], means, every_loss=True)
-    beside = removals_of(texts, [*random, *alone], means, every_loss=False)
-    singles = beside[len(random) :]
+    beside = removals_of(texts, [*random, *((neuron,) for neuron in alone)], means, every_loss=False)
+    singles = list(zip(alone, beside[len(random) :], strict=True))
     if len(neurons) == 1:
-        singles.insert(0, removals[0])
-    backups = tuple(neuron for neuron in left if neuron not in writing)
-    one = one.adding(alone=alone_of(one, singles), backups=backups)
+        singles.insert(0, (neurons[0], removals[0]))
+    shares = {neuron.address: neuron.share for neuron in one.result.neurons}
+    records: list[Alone] = []
+    for neuron, removal in singles:
+        outcomes = removal.left, removal.heads, removal.perplexity, shares.get(neuron, 0.0)
+        records.append(Alone(neuron.layer, neuron.expert, neuron.neuron, *outcomes))
+    one = one.adding(alone=tuple(records), backups=tuple(neuron for neuron in left if neuron not in writing))
     return with_needs(one, texts, next(iter(removals), None), beside[: len(random)])
 
 
@@ -180,17 +184,6 @@ def enough_components(texts: SpikeTexts, writers: Sequence[PartShare], means: Wr
 
 
 # --- records ---
-
-
-def alone_of(one: Measured, removals: Sequence[Removal]) -> tuple[Alone, ...]:
-    """Return the records of what is left without single neurons, with their shares."""
-    shares, alone = {neuron.address: neuron.share for neuron in one.result.neurons}, list[Alone]()
-    for removal in removals:
-        for neuron in removal.parts:
-            assert isinstance(neuron, Neuron)
-            outcomes = removal.left, removal.heads, removal.perplexity, shares.get(neuron, 0.0)
-            alone.append(Alone(neuron.layer, neuron.expert, neuron.neuron, *outcomes))
-    return tuple(alone)
 
 
 def with_needs(one: Measured, texts: SpikeTexts, removal: Removal | None, random: Sequence[Removal]) -> Measured:
