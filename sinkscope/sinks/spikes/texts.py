@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -102,7 +102,7 @@ def left_of(along: Float[Tensor, "state case"]) -> Float[Tensor, "edit case"]:
     return left + (edited - left * intact) / intact.mean()
 
 
-def means_of(survey: Survey, spike: Spike, parts: Iterable[Part]) -> dict[Part, Tensor]:
+def means_of(survey: Survey, spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
     """Return what components and heads write on average at ordinary positions, where an edit puts it.
 
     Args:
@@ -110,19 +110,14 @@ def means_of(survey: Survey, spike: Spike, parts: Iterable[Part]) -> dict[Part, 
         spike: Its ordinary positions count.
         parts: The parts.
     """
-    target, means = survey.target, dict[Part, Tensor]()
-    layers: dict[int, list[Head]] = {}
+    site, means = "blocks.{}.attn.hook_z", dict[Part, Tensor]()
+    sites = [site.format(layer) for layer in {part.layer for part in parts if isinstance(part, Head)}]
+    outputs = trace(survey.target, survey.ids, sites) if sites else {}
     for part in parts:
         if isinstance(part, Head):
-            layers.setdefault(part.layer, []).append(part)
+            means[part] = outputs[site.format(part.layer)][spike.ordinary][:, part.head].float().mean(0)
         elif isinstance(part, Component):
             means[part] = _mean_written(survey, spike, part)
-    sites = [f"blocks.{layer}.attn.hook_z" for layer in layers]
-    outputs = trace(target, survey.ids, sites, batch_size=len(survey.ids)) if sites else {}
-    for layer, heads in layers.items():
-        mean = outputs[f"blocks.{layer}.attn.hook_z"][spike.ordinary].float().mean(0)
-        for head in heads:
-            means[head] = mean[head.head]
     return means
 
 
