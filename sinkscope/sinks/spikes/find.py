@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from sinkscope.measure.margin import margin_of
-from sinkscope.sinks.spikes.places import Place, per_text, split_by_label
+from sinkscope.sinks.spikes.places import Place, per_text, sink_places, split_by_label
 from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.spikes.survey import READS, Survey
 from sinkscope.sinks.tokens import Mask
 
 FACTOR = 3.0  # a spike's norm over the typical one
+LATER = 16  # later queries that a place needs to be judged by its attention
 SAME = 0.5  # cosine to the direction at the peak from which a layer carries the same spike
 
 
@@ -40,6 +41,16 @@ def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
 def first_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
     """Return the spikes of the first token, first layers first."""
     return [spike for spike in find_spikes(survey, tokenizer) if spike.place.is_first]
+
+
+def attended(survey: Survey) -> Mask:
+    """Mark the positions that heads attend to as a sink, of those that enough later queries follow."""
+    layers = survey.target.attending
+    if not layers:
+        return torch.zeros_like(survey.ids, dtype=torch.bool)
+    above = survey.attention[layers] > READS
+    above[..., max(0, above.shape[-1] - LATER) :] = False
+    return sink_places(above)
 
 
 def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:

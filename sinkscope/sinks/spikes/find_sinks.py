@@ -11,8 +11,8 @@ from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import beginning, resolve_bos
 from sinkscope.sinks.spikes.figure import draw
-from sinkscope.sinks.spikes.find import find_spikes
-from sinkscope.sinks.spikes.places import sink_places, split_by_label
+from sinkscope.sinks.spikes.find import attended, find_spikes
+from sinkscope.sinks.spikes.places import split_by_label
 from sinkscope.sinks.spikes.records import (
     Attended,
     Largest,
@@ -31,7 +31,6 @@ from sinkscope.sinks.tokens import Mask, repetition_limit
 
 FEW_COPIES = 64  # copies that `find_sinks` tries
 OTHER_TEXTS = 6  # texts of the survey with the other choice of BOS
-LATER = 16  # later queries that a place needs to be judged by its attention
 
 
 @measurement(
@@ -108,12 +107,7 @@ def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:
 
 def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Attended, ...]:
     """Return places that heads attend to and at which there is no spike."""
-    layers = survey.target.attending
-    if not layers:
-        return ()
-    above = survey.attention[layers] > READS
-    above[..., max(1, above.shape[-1] - LATER) :] = False
-    there = sink_places(above)
+    there, layers = attended(survey), survey.target.attending
     for one in sinks.spikes:
         there &= ~one.spike.mask
     found: list[Attended] = []

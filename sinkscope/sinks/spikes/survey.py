@@ -254,7 +254,7 @@ def given_later(
     return (probs * sees.to(probs.device)).sum(2), sees.sum(0).cpu()
 
 
-def to_place(given: Float[Tensor, "*n key"], seen: Shaped[Tensor, "*n key"], place: Bool[Tensor, "*n key"]) -> Tensor:
+def to_place(given: Float[Tensor, "*n key"], seen: Shaped[Tensor, "... key"], place: Bool[Tensor, "... key"]) -> Tensor:
     """Return mean attention to all positions of a place together, over the queries that see it; NaN without any.
 
     Args:
