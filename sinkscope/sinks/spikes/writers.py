@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.hooks.trace.layer_view import (
+    LayerView,
     columns,
     expert_and_neuron,
     flat_number,
@@ -79,10 +80,9 @@ def of_layer(
     where = spike.mask | few_ordinary(target, layer, spike.ordinary)
     with target.loaded(layer):
         view = view_layer(target, layer, survey.ids, where, start)
-        projections = (view.post * _projection(target, layer, spike.direction, view.post)).cpu()
-        projections = projections * _scales(target, layer, survey.mlp[layer][where], view.mlp.cpu())
+        written = _written(target, view, spike.direction, survey.mlp[layer][where])
     of_place = spike.mask[where]
-    beyond = (projections[of_place] - projections[~of_place].mean(0)) / spike.size
+    beyond = (written[of_place] - written[~of_place].mean(0)) / spike.size
     total = beyond.mean(0)
     neurons: list[NeuronShare] = []
     for number in total.topk(min(count, len(total))).indices.tolist():
@@ -120,32 +120,23 @@ def few_ordinary(target: Target, layer: int, ordinary: Mask) -> Mask:
     return some
 
 
-def _projection(
-    target: Target, layer: int, direction: Tensor, post: Float[Tensor, "n neuron"]
-) -> Float[Tensor, " neuron"]:
-    """What each neuron adds along a direction per unit of its value, before the scale of a norm behind the MLP."""
-    onto = direction.to(post.device)
-    if target.has_part(layer, "post_mlp_norm"):
-        onto = onto * gain_of(target, target.sub(layer, "post_mlp_norm")).to(post.device)
-    firing = post.any(0).nonzero().flatten()
-    projection = torch.zeros(post.shape[1], device=post.device)
-    for some in firing.split(1024):
-        projection[some] = (columns(target, layer, some) @ onto).float()  # under autocast it is not
-    return projection
-
-
-def _scales(
-    target: Target, layer: int, added: Float[Tensor, "n d_model"], mlp: Float[Tensor, "n d_model"]
-) -> Float[Tensor, "n 1"]:
-    """What the norm behind an MLP multiplies each position with: it is linear once that is known; 1 without a norm.
+def _written(
+    target: Target, view: LayerView, direction: Float[Tensor, " d_model"], added: Float[Tensor, "n d_model"]
+) -> Float[Tensor, "n neuron"]:
+    """What each neuron adds along a direction. A norm behind the MLP is linear once its scale at a position is known.
 
     Args:
         target: The model.
-        layer: The layer.
-        added: What the layer adds, after the norm.
-        mlp: What the MLP gives, before the norm.
+        view: The layer.
+        direction: The direction.
+        added: What the MLP adds, after the norm.
     """
-    if not target.has_part(layer, "post_mlp_norm"):
-        return torch.ones(len(mlp), 1)
-    raw = mlp * gain_of(target, target.sub(layer, "post_mlp_norm")).cpu()
-    return ((raw * added).sum(-1) / raw.square().sum(-1).clamp(min=1e-30))[:, None]
+    post, onto, scale = view.post, direction.to(view.post.device), torch.ones(len(added), 1)
+    if target.has_part(view.layer, "post_mlp_norm"):
+        gain = gain_of(target, target.sub(view.layer, "post_mlp_norm")).to(post.device)
+        onto, raw = onto * gain, (view.mlp.to(post.device) * gain).cpu()
+        scale = ((raw * added).sum(-1) / raw.square().sum(-1).clamp(min=1e-30))[:, None]
+    projection = torch.zeros(post.shape[1], device=post.device)
+    for some in post.any(0).nonzero().flatten().split(1024):
+        projection[some] = (columns(target, view.layer, some) @ onto).float()  # under autocast it is not
+    return (post * projection).cpu() * scale
