@@ -106,7 +106,7 @@ class Place:
         return self.words
 
 
-def per_text(values: Float[Tensor, "*n case"], mask: Mask) -> Float[Tensor, "*n text"]:
+def per_text(values: Float[Tensor, "*n case"], mask: Mask) -> Float[Tensor, "*n some"]:
     """Return the mean of values of some positions over each text that has any."""
     texts = mask.nonzero()[:, 0]
     return torch.stack([values[..., texts == text].float().mean(-1) for text in texts.unique()], -1)
