@@ -174,7 +174,7 @@ def heads(
     words, chosen = _first_tokens(setup, tokens, n_tokens), spike_of(setup, spike)
     if chosen is None:
         return MarkingHeads(spike=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
-    first = FirstTokens.before_writers(chosen)
+    first = FirstTokens.of(chosen, chosen.first_writer)
     has = first.along(words, [])[0] >= HAS
     having, unmarked = (token_texts(setup.target, some.tolist()) for some in (words[has], words[~has]))
     name = name_of(chosen.spike)

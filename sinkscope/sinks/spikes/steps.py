@@ -53,11 +53,6 @@ def sinks_of(setup: Setup) -> Sinks:
     return setup.once((sinks_of, setup.seed), lambda: _steps(setup))
 
 
-def first_spike(setup: Setup) -> Measured | None:
-    """Return the spike of the first token that most heads read, of those that need neurons. None: there is none."""
-    return next((one for one in sinks_of(setup).at_first if one.needed_neurons), None)
-
-
 def _steps(setup: Setup) -> Sinks:
     survey = survey_of(setup, setup.bos)
     spikes = find_spikes(survey, setup.tokenizer)

@@ -103,7 +103,7 @@ def left_of(along: Float[Tensor, "state case"]) -> Float[Tensor, "edit case"]:
 
 
 def means_of(survey: Survey, spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
-    """Return what components and heads write on average at ordinary positions, where an edit puts it.
+    """Return what components and heads write on average at ordinary positions, in the units of what writes it.
 
     Args:
         survey: The survey.
@@ -113,15 +113,10 @@ def means_of(survey: Survey, spike: Spike, parts: Collection[Part]) -> dict[Part
     site, means = "blocks.{}.attn.hook_z", dict[Part, Tensor]()
     sites = [site.format(layer) for layer in {part.layer for part in parts if isinstance(part, Head)}]
     outputs = trace(survey.target, survey.ids, sites) if sites else {}
+    factors = {"mlp": survey.target.adapter.write_factor, "attention": survey.target.adapter.attn_factor}
     for part in parts:
         if isinstance(part, Head):
             means[part] = outputs[site.format(part.layer)][spike.ordinary][:, part.head].float().mean(0)
         elif isinstance(part, Component):
-            means[part] = _mean_written(survey, spike, part)
+            means[part] = survey.added(part)[spike.ordinary].mean(0) / factors.get(part.kind, 1)
     return means
-
-
-def _mean_written(survey: Survey, spike: Spike, part: Component) -> Float[Tensor, " d_model"]:
-    """What a component adds on average, in the units of the module that writes it."""
-    factors = {"mlp": survey.target.adapter.write_factor, "attention": survey.target.adapter.attn_factor}
-    return survey.added(part)[spike.ordinary].mean(0) / factors.get(part.kind, 1)
