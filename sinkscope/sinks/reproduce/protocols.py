@@ -48,6 +48,8 @@ def layers(setup: Setup, survey: Survey, __: Published) -> list[int | None]:
     if spike is None:
         return [None]
     mlps = [one for one in writers_of(survey, spike)[0] if one.part.startswith("mlp ")]
+    if not mlps:
+        return [None]
     return [int(max(mlps, key=lambda one: one.share).part.removeprefix("mlp "))]
 
 
