@@ -201,7 +201,7 @@ def _with_heads(setup: Setup, found: MarkingHeads, first: FirstTokens, tokens: I
     """Measure what is left without each head, the set that marks, and its control."""
     along = first.along(tokens, [(head,) for head in first.heads])
     marked = marking_heads(first.heads, left_of(along), partial(first.left, tokens))
-    found = replace(found, left=(along[1:] / along[0]).T.numpy(), every=marked.every)
+    found = replace(found, left=(along[1:] / along[0]).T.numpy(), every=replace(marked.every, heads=first.heads))
     if marked.marking is None:
         return found
     marking = tuple(head for head in first.heads if head in marked.marking.heads)
