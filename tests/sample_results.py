@@ -11,6 +11,7 @@ from sinkscope.sinks.spikes.records import (
     Alone,
     Attended,
     Chance,
+    Copies,
     Largest,
     MarkLeft,
     Needed,
@@ -24,7 +25,6 @@ from sinkscope.sinks.spikes.records import (
     SpikeResult,
 )
 from sinkscope.sinks.spikes.result import FindSinks
-from sinkscope.sinks.spikes.spike import Copies
 
 FIRST = PlaceWords("the first token", "<s>", 1.0)
 STOP = PlaceWords("'.' wherever it stands", ".", 0.5)

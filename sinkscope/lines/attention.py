@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.tap.rows import rows_by_view
+from sinkscope.tap.rows import attention_probs
 from sinkscope.tap.view import View
 
 
@@ -81,10 +81,10 @@ def attention_of(scores: Scores, rows: Int[Tensor, " row"]) -> Float[Tensor, "he
     """
     rows = rows.to(scores.query.device, non_blocking=True)
     view = View(torch.arange(scores.keys, device=rows.device)[None, None], rows[None] + scores.past, scores.window)
-    return rows_by_view(
+    return attention_probs(
         scores.query[None, :, rows],
         scores.key[None],
-        view,
+        view.sees(),
         scaling=scores.scaling,
         softcap=scores.softcap,
         sinks=scores.sinks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -52,38 +52,6 @@ class LayerInput:
     layer: int
     hidden: Float[Tensor, "batch pos d_model"]
     wrapped: bool
-
-
-@dataclass(frozen=True, eq=False)
-class LayerInputs:
-    """What entered the layers when some texts were read. Later passes over these texts begin where they differ.
-
-    Attributes:
-        inputs: The residual stream where it entered a layer, by layer.
-    """
-
-    inputs: dict[int, LayerInput] = field(default_factory=dict)
-
-    def part(self, rows: slice, length: int) -> LayerInputs:
-        """Return the same of some rows up to a length; later tokens do not change earlier ones."""
-        parts = {}
-        for layer, entered in self.inputs.items():
-            parts[layer] = replace(entered, hidden=entered.hidden[rows, :length])
-        return LayerInputs(parts)
-
-    def latest(self, layer: int) -> int:
-        """Return the last layer up to this one at which a pass can begin; 0 is the embedding."""
-        return max((known for known in self.inputs if known <= layer), default=0)
-
-    def at(self, layer: int) -> LayerInput | None:
-        """Return what enters a layer; None if that is not known."""
-        if layer not in self.inputs:
-            return None
-        entered = self.inputs[layer]
-        return replace(entered, hidden=entered.hidden.clone())  # some layers add to it in place
-
-
-NO_INPUTS = LayerInputs()
 
 
 class Target(Parts):

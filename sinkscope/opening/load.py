@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from sinkscope.models.loading.config import (
     read_config,
     read_tokenizer,
 )
+from sinkscope.models.loading.parsed_once import parsed_once
 from sinkscope.models.loading.quiet import quiet
 from sinkscope.models.loading.refusals import loading_errors
 from sinkscope.models.modules.stack import DRAFT
@@ -84,7 +86,8 @@ def load(
     options["device_map"] = device_map
     source = locate(x, revision)
     with quiet(), loading_errors(source):
-        hf, origin = _plain(source, options, layers, tokenizer, is_split)
+        with parsed_once() if source.kind == "gguf" else nullcontext():
+            hf, origin = _plain(source, options, layers, tokenizer, is_split)
         check_vocabulary(hf.tokenizer, hf)
         check_finite(hf)
         target = Target(hf, hf, "hf", DRAFT, name=source.name)

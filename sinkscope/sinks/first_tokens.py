@@ -18,9 +18,8 @@ from sinkscope.measure import Setup
 from sinkscope.results.notation import percent
 from sinkscope.results.parts import Head
 from sinkscope.sinks.spikes.edited import Reading, Written, run_edits
-from sinkscope.sinks.spikes.marks import first_writer
 from sinkscope.sinks.spikes.spike import Measured, Parts
-from sinkscope.sinks.spikes.steps import first_spike, sinks_of
+from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.spikes.texts import left_of, means_of
 
 HAS = 0.5  # share of the first token's projection from which a token has the spike
@@ -45,11 +44,6 @@ class FirstTokens:
         layers = [layer for layer in target.attending if layer <= upto]
         return cls(measured, tuple(Head(layer, head) for layer in layers for head in range(target.n_heads)))
 
-    @classmethod
-    def before_writers(cls, measured: Measured) -> FirstTokens:
-        """Take all heads up to the layer of the first neuron that the spike needs."""
-        return cls.of(measured, first_writer(measured.spike, measured.needs))
-
     @cached_property
     def _means(self) -> Written:
         return means_of(self.measured.survey, self.measured.spike, self.heads)
@@ -63,7 +57,7 @@ class FirstTokens:
         """
         ids = tokens[:, None]
         place = torch.ones_like(ids, dtype=torch.bool)
-        reading = Reading(ids, place, self.measured.spike, edits, self._means)
+        reading = Reading(ids, place, self.measured.spike, [(), *edits], self._means)
         return run_edits(self.measured.survey.target, reading).along
 
     def left(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "edit token"]:
@@ -76,21 +70,25 @@ def share_of(value: float, margin: float | None) -> str:
     return percent(value) if margin is None else f"{percent(value)} (± {margin:.0%})"
 
 
-def spike_of(setup: Setup, number: int | None) -> Measured | None:
-    """Return the spike of this number, or that which most heads read. None: there is none.
+def spike_of(setup: Setup, number: int | None = None) -> Measured | None:
+    """Return a spike of the first token that needs neurons: that of this number, or that which most heads read.
+
+    None: there is none.
 
     Args:
         setup: The model and its text.
         number: Number of the spike in `find_sinks`.
 
     Raises:
-        SinkscopeError: There is no spike of this number at the first token that needs neurons.
+        SinkscopeError: The spike of this number is at another place, or needs no neurons, or there is none.
     """
+    fit: dict[int, Measured] = {}
+    for own, one in enumerate(sinks_of(setup).spikes):
+        if one.spike.place.is_first and one.needed_neurons:
+            fit[own] = one
     if number is None:
-        return first_spike(setup)
-    spikes = sinks_of(setup).spikes
-    fit = [n for n, one in enumerate(spikes) if one.spike.place.is_first and one.needed_neurons]
+        return next(iter(fit.values()), None)
     if number not in fit:
         have = f"give one of {', '.join(map(str, fit))}" if fit else "this model has none"
         raise SinkscopeError(f"--spike {number} is no spike at the first token that needs neurons: {have}")
-    return spikes[number]
+    return fit[number]

@@ -24,7 +24,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.first_tokens import HAS, FirstTokens, share_of, spike_of
 from sinkscope.sinks.repetition.norm import name_of
-from sinkscope.sinks.spikes.marks import marking_heads
+from sinkscope.sinks.spikes.marks import Without, marking_heads
 from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.texts import left_of
 from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
@@ -32,21 +32,6 @@ from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 CONTROL_DRAWS = 3  # random sets of as many heads
 NAMED = 6  # heads that a sentence names
 RAISED = 1.1  # of the spike, from which random heads are said to work against it
-
-
-@dataclass(frozen=True)
-class Without:
-    """Some heads as one set, and what is left of the spike with them replaced at all tokens that have it.
-
-    Attributes:
-        heads: The heads.
-        left: Mean projection of the tokens over that of the intact model.
-        margin: Two standard errors over tokens. None: fewer than three tokens.
-    """
-
-    heads: tuple[Head, ...]
-    left: float
-    margin: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +174,7 @@ def heads(
     words, chosen = _first_tokens(setup, tokens, n_tokens), spike_of(setup, spike)
     if chosen is None:
         return MarkingHeads(spike=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
-    first = FirstTokens.before_writers(chosen)
+    first = FirstTokens.of(chosen, chosen.first_writer)
     has = first.along(words, [])[0] >= HAS
     having, unmarked = (token_texts(setup.target, some.tolist()) for some in (words[has], words[~has]))
     name = name_of(chosen.spike)
@@ -216,14 +201,13 @@ def _with_heads(setup: Setup, found: MarkingHeads, first: FirstTokens, tokens: I
     """Measure what is left without each head, the set that marks, and its control."""
     along = first.along(tokens, [(head,) for head in first.heads])
     marked = marking_heads(first.heads, left_of(along), partial(first.left, tokens))
-    every = Without(first.heads, marked.all.left, marked.all.margin)
-    found = replace(found, left=(along[1:] / along[0]).T.numpy(), every=every)
+    found = replace(found, left=(along[1:] / along[0]).T.numpy(), every=replace(marked.every, heads=first.heads))
     if marked.marking is None:
         return found
-    marking = tuple(head for head in first.heads if head in marked.marking.parts)
+    marking = tuple(head for head in first.heads if head in marked.marking.heads)
     others, random = [head for head in first.heads if head not in marking], None
     if len(others) >= len(marking):
         generator = draws(setup.seed, "heads beside those that mark")
         sets = [tuple(some_of(others, len(marking), generator)) for _ in range(CONTROL_DRAWS)]
         random = float(first.left(tokens, sets).mean(1).min())
-    return replace(found, marking=Without(marking, marked.marking.left, marked.marking.margin), random=random)
+    return replace(found, marking=replace(marked.marking, heads=marking), random=random)

@@ -16,10 +16,8 @@ from sinkscope.models.checks import check_length
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.opening.open import open_target
-from sinkscope.sinks.spikes.find import FACTOR, find_spikes
-from sinkscope.sinks.spikes.find_sinks import LATER
-from sinkscope.sinks.spikes.places import sink_places
-from sinkscope.sinks.spikes.survey import READS, read_survey, survey_of
+from sinkscope.sinks.spikes.find import FACTOR, attended, find_spikes
+from sinkscope.sinks.spikes.survey import read_survey, survey_of
 from sinkscope.sinks.tokens import TokenRows
 
 LEAST_TYPICAL = 4  # tokens that a typical norm needs
@@ -93,7 +91,4 @@ def _of_row(target: Target, ids: TokenRows) -> Mask:
     survey = read_survey(target, ids)
     if ids.shape[1] >= LEAST_TYPICAL:
         there |= (survey.ratios > FACTOR).any(0)
-    end = max(0, ids.shape[1] - LATER)
-    if target.attending and end:
-        there[:, :end] |= sink_places(survey.attention[target.attending][..., :end] > READS)
-    return there
+    return there | attended(survey)

@@ -22,7 +22,6 @@ from sinkscope.measure import Setup
 from sinkscope.models.shards import split_weight
 from sinkscope.models.text import typical_text
 from sinkscope.opening.inference.find import evaluating
-from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.find import find_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.spikes.writers import neurons_of, writers_of
@@ -138,8 +137,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
     spike = max(spikes, key=lambda one: one.size)
     numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": spike.ratio}
     writers, _ = writers_of(survey, spike)
-    neuron = next((one.part for one in neurons_of(survey, spike, writers)), None)
-    if isinstance(neuron, Neuron):
+    for neuron in neurons_of(survey, spike, writers)[:1]:
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
         if neuron.expert is not None:
             numbers["spike_expert"] = neuron.expert

@@ -66,8 +66,8 @@ def along(target: Target, layer: int, at: int, edit: tuple[Neuron, ...]) -> Tens
     mask[:, at] = True
     place = Place.of(IDS, mask, None, str)
     zero, way = torch.zeros(target.d_model), direction(target)
-    spike = Spike(place, mask, ~mask, layer, layer, layer, zero, way, 1.0, 1.0, 1.0, 1.0, 1.0)
-    return run_edits(target, Reading(IDS, mask, spike, [edit])).along
+    spike = Spike(place, ~mask, layer, layer, layer, zero, way, 1.0, 1.0, 1.0, 1.0, 1.0)
+    return run_edits(target, Reading(IDS, mask, spike, [(), edit])).along
 
 
 @pytest.mark.parametrize("model_type", every_nth(TYPES, 4))

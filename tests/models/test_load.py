@@ -126,6 +126,20 @@ def test_gguf_computes_what_was_written(gguf):
         assert target.tokenizer.bos_token_id == 1
 
 
+def test_a_gguf_file_is_parsed_once_and_the_parser_is_left_as_it_was(gguf, monkeypatch):
+    import gguf as library
+
+    parsed, parser = [], library.GGUFReader
+
+    def counted(path, *args):
+        parsed.append(str(path))
+        return parser(path, *args)
+
+    monkeypatch.setattr(library, "GGUFReader", counted)
+    load(gguf)
+    assert parsed == [str(gguf)] and library.GGUFReader is counted
+
+
 def test_a_folder_with_a_gguf_file_is_that_file(gguf, tmp_path, monkeypatch):
     """Also where a model has the name of the folder; of two files one has to be named."""
     monkeypatch.chdir(tmp_path)

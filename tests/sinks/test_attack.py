@@ -23,8 +23,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.attempts import Attempt, draw_sequences, pools_of
-from sinkscope.sinks.first_tokens import FirstTokens
-from sinkscope.sinks.spikes.steps import first_spike
+from sinkscope.sinks.first_tokens import FirstTokens, spike_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -151,7 +150,7 @@ def test_the_patch_is_that_of_plain_hooks(tmp_path):
     o = organism("llama", 1)
     found, layer = attack_on(o, tmp_path, sequences=6), o.truth.sink_layer
     setup = setup_of(o, text=text_file(o, tmp_path))
-    spike = first_spike(setup)
+    spike = spike_of(setup)
     everyone, *pools = pools_of(setup, found.clusters)
     drawn = {"cluster": draw_sequences(pools, 8, 6, 0), "random": draw_sequences([everyone], 8, 6, 0)}
 

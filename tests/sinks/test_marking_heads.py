@@ -129,7 +129,7 @@ def judged_by(left_without):
 )
 def test_a_set_is_judged_as_one(left_without, marking):
     found = judged_by(left_without)
-    assert (None if found.marking is None else {head.head for head in found.marking.parts}) == marking
+    assert (None if found.marking is None else {head.head for head in found.marking.heads}) == marking
 
 
 def test_a_spike_elsewhere_has_no_first_tokens(tmp_path):

@@ -25,11 +25,11 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Result
+from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.make import PatchMade, Verdict, judged, patch_make
 from sinkscope.sinks.patch.measure import AFTER
 from sinkscope.sinks.patch.proof import PatchProof, Reading
-from sinkscope.sinks.spikes.steps import first_spike
 
 pytestmark = pytest.mark.few_texts
 
@@ -76,7 +76,7 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
     proof = made.proof
     made.patch.save(tmp_path / "patch.json")
     patch, setup = SinkPatch.load(tmp_path / "patch.json"), setup_of(o, text=text_file(o, tmp_path, 16))
-    spike = first_spike(setup).spike
+    spike = spike_of(setup).spike
     ids = [o.tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in proof.words]
     rows = torch.cat([o.repeated(proof.repeats, token) for token in ids])
     for condition, edit in enumerate((None, patch)):

@@ -12,20 +12,20 @@ from refusals import refused
 
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import sites_of
+from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import Sweep, sweep_of
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import half_reached
-from sinkscope.sinks.spikes.steps import first_spike
 
 pytestmark = pytest.mark.few_texts
 
 
 def along(o: Organism, rows: list[list[int]]) -> torch.Tensor:
     """Projection of each position of rows on the spike's direction, over that of the first one, from plain passes."""
-    spike = first_spike(setup_of(o)).spike
+    spike = spike_of(setup_of(o)).spike
     reached = spike.along(residuals(o.model, torch.tensor(rows))[spike.peak])
     return reached / reached[:, :1]
 
@@ -85,7 +85,7 @@ def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llam
 def test_ablation_takes_the_planted_neurons_and_gives_what_ablated_passes_do(two):
     words = [word_of(two, 0), word_of(two, 1)]
     result = measured(two, tokens=words, max_repeats=2 * (two.truth.repeats_expected or 0), ablate=True)
-    setup, spike = setup_of(two), first_spike(setup_of(two))
+    setup, spike = setup_of(two), spike_of(setup_of(two))
     assert set(sites_of(spike.needed_neurons)) == set(two.truth.neurons)
     random = random_neurons(setup.target, spike.needed_neurons, 0)
     assert len(random) == len(spike.needed_neurons) and not set(random) & set(spike.needed_neurons)

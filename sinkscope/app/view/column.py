@@ -5,7 +5,6 @@ from __future__ import annotations
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.result import CircuitPart, CircuitSpike, Outcome
 from sinkscope.sinks.spikes import sentences
-from sinkscope.sinks.spikes.needs import place_attention
 from sinkscope.sinks.spikes.records import Needed, PartShare, SpikeResult
 from sinkscope.sinks.spikes.texts import SpikeTexts
 
@@ -17,8 +16,8 @@ def column_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
     """Return the spikes of the circuit, those that most heads read first."""
     column: list[CircuitSpike] = []
     for spike, measured in zip(sink.circuit.spikes, sink.sinks.spikes, strict=True):
-        needed, texts = spike.needed, SpikeTexts.of(measured.survey, measured.spike)
-        attention = place_attention(texts).mean(-1)
+        needed = spike.needed
+        attention = SpikeTexts.of(measured.survey, measured.spike).attention.mean(-1)
         one = CircuitSpike(
             place=spike.place.words,
             layers=spike.layers,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Setup
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.sinks.spikes.circuit import circuit
 from sinkscope.sinks.spikes.result import Circuit
-from sinkscope.sinks.spikes.steps import Sinks, sinks_of, with_marks
+from sinkscope.sinks.spikes.steps import Sinks, sinks_of
 
 COPIES = 300  # copies of a token that the circuit of a view tries
 
@@ -20,7 +21,7 @@ class ModelSink:
 
     Attributes:
         setup: The model and typical text.
-        sinks: Its survey, and its spikes with their marks.
+        sinks: Its survey, and its spikes.
         circuit: The circuit of the sink, as a result.
     """
 
@@ -34,7 +35,7 @@ class ModelSink:
         setup = Setup.open(model, **options, loading="whole")
         setup.target.shards.check_alone("view")
         context = setup.target.max_positions or COPIES + 1
-        return cls(setup, with_marks(sinks_of(setup)), circuit.on(setup, max_repeats=min(COPIES, context - 1)))
+        return cls(setup, sinks_of(setup), circuit.on(setup, max_repeats=min(COPIES, context - 1)))
 
     @property
     def layer(self) -> int:
@@ -56,8 +57,5 @@ class ModelSink:
     @property
     def marks(self) -> list[Head]:
         """The heads that mark the places of spikes."""
-        marks: dict[Head, None] = {}
-        for one in self.sinks.spikes:
-            for mark in one.marks:
-                marks |= {part: None for part in mark.parts if isinstance(part, Head)}
-        return list(marks)
+        names = [name for spike in self.circuit.spikes for mark in spike.marks for name in mark.part.split(" and ")]
+        return [Head(*head_of(name)) for name in dict.fromkeys(names) if name.startswith("L")]

@@ -18,8 +18,8 @@ from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.controls import random_neurons
-from sinkscope.sinks.spikes.needs import measured as outcomes
 from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.removal import removals_of
 from sinkscope.sinks.spikes.spike import Measured
 from sinkscope.sinks.spikes.texts import SpikeTexts
 
@@ -135,14 +135,14 @@ def random_alone(setup: Setup, one: Measured, neurons: Sequence[Neuron]) -> dict
         one: The spike.
         neurons: Neurons that were removed alone.
     """
-    known = [share.part for share in one.neurons if isinstance(share.part, Neuron)]
+    known = [neuron.address for neuron in one.result.neurons]
     drawn: dict[tuple[int, int | None], Neuron] = {}
     for neuron in neurons:
         if (neuron.layer, neuron.expert) not in drawn:
             (other,) = random_neurons(setup.target, [neuron], setup.seed, excluded=[*neurons, *known])
             drawn[neuron.layer, neuron.expert] = other
     texts = SpikeTexts.of(one.survey, one.spike)
-    removals = outcomes(texts, [(neuron,) for neuron in drawn.values()], {}, every_loss=False)
+    removals = removals_of(texts, [(neuron,) for neuron in drawn.values()], every_loss=False)
     left: dict[tuple[int, int | None], Outcome] = {}
     for (place, neuron), removal in zip(drawn.items(), removals, strict=True):
         left[place] = Outcome((str(neuron),), removal.left, removal.heads, removal.perplexity)

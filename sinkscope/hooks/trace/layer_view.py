@@ -18,7 +18,7 @@ from sinkscope.models.hooks import first_tensor, on_input, on_output
 from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.modules.experts import Experts, Routed
 from sinkscope.models.modules.linear import brought
-from sinkscope.models.target import NO_INPUTS, LayerInputs, Target
+from sinkscope.models.target import LayerInput, Target
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def view_layer(
     layer: int,
     ids: Int[Tensor, "row pos"],
     where: Bool[Tensor, "row pos"],
-    entering: LayerInputs = NO_INPUTS,
+    start: LayerInput | None = None,
 ) -> LayerView:
     """Return the layer at the positions marked in `where`, from a pass that ends at this layer.
 
@@ -54,9 +54,8 @@ def view_layer(
         layer: The layer.
         ids: The texts.
         where: The positions.
-        entering: What entered the layers when these texts, or longer ones, were read; the pass begins there.
+        start: What entered a layer up to this one when these texts were read; the pass begins there.
     """
-    start = entering.part(slice(len(ids)), ids.shape[1]).at(layer)
     chosen = where.flatten()
     parts = {}
 

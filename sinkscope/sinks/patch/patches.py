@@ -9,7 +9,7 @@ from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.spike import Measured
-from sinkscope.sinks.spikes.steps import first_spike
+from sinkscope.sinks.first_tokens import spike_of
 
 PatchArgument = SinkPatch | str | os.PathLike[str] | None
 """A patch, or its file."""
@@ -32,7 +32,7 @@ def chosen_patch(setup: Setup, patch: PatchArgument) -> SinkPatch | None:
     """Return the given patch, or that of the spike that most heads read; None if there is none for this model."""
     if patch is not None:
         return read_patch_argument(patch)
-    spike = first_spike(setup)
+    spike = spike_of(setup)
     return None if spike is None else patch_of(spike)
 
 

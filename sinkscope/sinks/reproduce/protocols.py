@@ -18,7 +18,6 @@ from sinkscope.models.checkpoints.published import Published
 from sinkscope.models.checks import check_site
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
-from sinkscope.results.parts import Component, Neuron
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.find import first_spikes
@@ -48,8 +47,10 @@ def layers(setup: Setup, survey: Survey, __: Published) -> list[int | None]:
     spike = highest(survey, setup.tokenizer)
     if spike is None:
         return [None]
-    mlps = [one for one in writers_of(survey, spike)[0] if isinstance(one.part, Component) and one.part.kind == "mlp"]
-    return [max(mlps, key=lambda one: one.share).part.layer]  # pyright: ignore[reportAttributeAccessIssue]
+    mlps = [one for one in writers_of(survey, spike)[0] if one.part.startswith("mlp ")]
+    if not mlps:
+        return [None]
+    return [int(max(mlps, key=lambda one: one.share).part.removeprefix("mlp "))]
 
 
 def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
@@ -59,8 +60,8 @@ def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
         check_site(survey.target, layer)
         if spike is None:
             continue
-        shares = of_layer(survey, spike, layer, survey.entering(), CANDIDATES)
-        members = [one.part for one in shares if isinstance(one.part, Neuron)]
+        shares = of_layer(survey, spike, layer, survey.start(layer), CANDIDATES)
+        members = [one.address for one in shares]
         if not members:
             continue
         random = [random_neurons(survey.target, members[:1], setup.seed, number, members) for number in range(CONTROLS)]

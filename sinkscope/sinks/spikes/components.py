@@ -11,15 +11,6 @@ from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.spikes.spike import Part
 
 
-def mixing(target: Target, layer: int) -> list[Component]:
-    """Return the attention of a layer, or its mixer; none if the layer has neither."""
-    if target.has_attention(layer):
-        return [Component("attention", layer)]
-    if mixer_of(target, layer) is not None:
-        return [Component("mixer", layer)]
-    return []
-
-
 def mixer_of(target: Target, layer: int) -> Any:
     """Return the module of a layer that is neither a norm nor a part of its MLP; None if there is none."""
     paths = [target.path(layer, part) for part in ("mlp", "down", "experts")]
@@ -34,7 +25,10 @@ def components(target: Target, upto: int) -> list[Component]:
     """Return what writes into the residual stream up to a layer: the embedding, then attention (or mixers) and MLPs."""
     parts = [Component("token embedding")]
     for layer in range(upto + 1):
-        parts += mixing(target, layer)
+        if target.has_attention(layer):
+            parts.append(Component("attention", layer))
+        elif mixer_of(target, layer) is not None:
+            parts.append(Component("mixer", layer))
         if target.has_neurons(layer):
             parts.append(Component("mlp", layer))
     return parts

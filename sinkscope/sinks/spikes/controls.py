@@ -29,12 +29,8 @@ def random_neurons(
     generator = draws(seed, f"neurons beside {sites_of(neurons)}, draw {number}")
     drawn: list[Neuron] = []
     for one in neurons:
-        barred: set[int] = set()
-        for other in (*excluded, *neurons, *drawn):
-            if (other.layer, other.expert) == (one.layer, one.expert):
-                barred.add(other.neuron)
-        width = target.width(one.layer, one.expert)
-        others = [number for number in range(width) if number not in barred] or range(width)
-        chosen = others[int(torch.randint(len(others), (1,), generator=generator))]
-        drawn.append(Neuron(one.layer, one.expert, chosen))
+        barred, width = {*excluded, *neurons, *drawn}, target.width(one.layer, one.expert)
+        beside = [Neuron(one.layer, one.expert, number) for number in range(width)]
+        others = [neuron for neuron in beside if neuron not in barred] or beside
+        drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
     return tuple(drawn)

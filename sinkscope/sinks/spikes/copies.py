@@ -12,7 +12,8 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace.run import trace
 from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import Target
-from sinkscope.sinks.spikes.spike import Copies, Spike
+from sinkscope.sinks.spikes.records import Copies
+from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.tokens import TokenRows, repeated
 
 FIRST_LENGTH = 128  # copies of the first pass; their number doubles
@@ -21,13 +22,13 @@ FIRST_LENGTH = 128  # copies of the first pass; their number doubles
 @torch.no_grad()
 def along_spikes(target: Target, spikes: Sequence[Spike], rows: TokenRows) -> list[Float[Tensor, "row pos"]]:
     """Projection of every position on each spike's direction after its peak, as a share of the spike."""
-    site = "blocks.{}.hook_resid_post"
-    found: list[list[Tensor]] = [[] for _ in spikes]
-    for some in rows.split(rows_at_once(rows.shape[1], target.d_mlp)):
-        states = trace(target, some, [site.format(spike.peak) for spike in spikes], batch_size=len(some))
-        for spike, along in zip(spikes, found, strict=True):
-            along.append(spike.along(states[site.format(spike.peak)].float().cpu()))
-    return [torch.cat(along) for along in found]
+
+    def project(states: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos spike"]:
+        return torch.stack([spike.along(states.float().cpu()) for spike in spikes], -1)
+
+    sites = [f"blocks.{spike.peak}.hook_resid_post" for spike in spikes]
+    along = trace(target, rows, sites, project, batch_size=rows_at_once(rows.shape[1], target.d_mlp))
+    return [along[site][..., number] for number, site in enumerate(sites)]
 
 
 def half_reached(along: Float[Tensor, " copy"]) -> int | None:
@@ -64,18 +65,18 @@ def copies_of(
     Returns:
         Of each spike, a record of each token.
     """
-    found: dict[tuple[int, int], Copies] = {}
+    found: dict[int, list[Copies]] = {}
     waiting, length = list(tokens), min(FIRST_LENGTH, limit)
     while waiting and spikes:
         each = along_spikes(target, spikes, repeated(before, waiting, length))
-        for number, rows in enumerate(each):
-            for token, row in zip(waiting, rows, strict=True):
-                own = row[len(before) :] / row[0]
-                half, word = half_reached(own), target.tokenizer.decode([token])
-                found[number, token] = Copies(word, half, float(own[0]), float(own[-1]), length)
+        for number, token in enumerate(waiting):
+            found[token] = []
+            for along in each:
+                own, word = along[number, len(before) :] / along[number, 0], target.tokenizer.decode([token])
+                found[token].append(Copies(word, half_reached(own), float(own[0]), float(own[-1]), length))
         progress("copies", length, limit)
         if length == limit:
             break
-        waiting = [token for token in waiting if any(found[n, token].half is None for n in range(len(spikes)))]
+        waiting = [token for token in waiting if any(one.half is None for one in found[token])]
         length = min(2 * length, limit) if target.resident else limit
-    return [tuple(found[number, token] for token in tokens) for number in range(len(spikes))]
+    return [tuple(found[token][number] for token in tokens) for number in range(len(spikes))]

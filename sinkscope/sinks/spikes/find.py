@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
-from sinkscope.sinks.spikes.places import Place, split_by_label
+from sinkscope.sinks.spikes.places import Place, per_text, sink_places, split_by_label
 from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.survey import Mask, Survey
+from sinkscope.sinks.spikes.survey import READS, Survey
+from sinkscope.sinks.tokens import Mask
 
 FACTOR = 3.0  # a spike's norm over the typical one
+LATER = 16  # later queries that a place needs to be judged by its attention
 SAME = 0.5  # cosine to the direction at the peak from which a layer carries the same spike
 
 
@@ -44,23 +43,34 @@ def first_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
     return [spike for spike in find_spikes(survey, tokenizer) if spike.place.is_first]
 
 
+def attended(survey: Survey) -> Mask:
+    """Mark the positions that heads attend to as a sink, of those that enough later queries follow."""
+    layers = survey.target.attending
+    if not layers:
+        return torch.zeros_like(survey.ids, dtype=torch.bool)
+    above = survey.attention[layers] > READS
+    above[..., max(0, above.shape[-1] - LATER) :] = False
+    return sink_places(above)
+
+
 def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
     """Yield the spikes at one place, the highest first."""
     mask = place.mask
     mean = survey.states[:, ordinary].mean(1)
     away = survey.states[:, mask].mean(1) - mean
     size = away.norm(dim=-1)
-    ratio = survey.ratios[:, mask].mean(1)
-    free = ratio > FACTOR
+    free = survey.ratios[:, mask].mean(1) > FACTOR
     while bool(free.any()):
         peak = int(size.masked_fill(~free, -1).argmax())
-        first, last = run_around(peak, away / size[:, None].clamp(min=1e-30), free)
-        norms = survey.norms[:, mask].mean(1)
-        direction = away[peak] / size[peak]
-        ratios = survey.ratios[peak]
-        spike = Spike(
+        direction, ratios = away[peak] / size[peak], survey.ratios[peak][mask]
+        carries = free & (away @ direction >= SAME * size)
+        first = last = peak
+        while first > 0 and carries[first - 1]:
+            first -= 1
+        while last + 1 < len(carries) and carries[last + 1]:
+            last += 1
+        yield Spike(
             place=place,
-            mask=mask,
             ordinary=ordinary,
             first=first,
             last=last,
@@ -68,20 +78,9 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
             mean=mean[peak],
             direction=direction,
             size=float(size[peak]),
-            norm=float(norms[peak]),
-            before=float(norms[first - 1] if first else survey.entered[0][mask].norm(dim=-1).mean()),
-            ratio=float(ratios[mask].mean()),
+            norm=float(survey.norms[peak, mask].mean()),
+            before=float(survey.entered[first, mask].norm(dim=-1).mean()),
+            ratio=float(ratios.mean()),
+            ratio_margin=margin_of(per_text(ratios, mask).numpy()),
         )
-        yield replace(spike, ratio_margin=margin_of(spike.per_text(ratios[mask]).numpy()))
         free[first : last + 1] = False
-
-
-def run_around(peak: int, unit: Float[Tensor, "layer d_model"], free: Bool[Tensor, " layer"]) -> tuple[int, int]:
-    """Return the first and last layer around a peak whose states stand out along the direction at the peak."""
-    carries = free & (unit @ unit[peak] >= SAME)
-    first = last = peak
-    while first > 0 and carries[first - 1]:
-        first -= 1
-    while last + 1 < len(carries) and carries[last + 1]:
-        last += 1
-    return first, last

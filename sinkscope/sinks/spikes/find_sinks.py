@@ -9,11 +9,10 @@ import torch
 
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.text import beginning
+from sinkscope.models.text import beginning, resolve_bos
 from sinkscope.sinks.spikes.figure import draw
-from sinkscope.sinks.spikes.find import find_spikes
-from sinkscope.sinks.spikes.needs import count_readers
-from sinkscope.sinks.spikes.places import sink_places, split_by_label
+from sinkscope.sinks.spikes.find import attended, find_spikes
+from sinkscope.sinks.spikes.places import split_by_label
 from sinkscope.sinks.spikes.records import (
     Attended,
     Largest,
@@ -21,18 +20,17 @@ from sinkscope.sinks.spikes.records import (
     OtherSpike,
     Readers,
     SinkRate,
-    claims_of,
-    spike_result,
     words_of,
 )
+from sinkscope.sinks.spikes.removal import count_readers
 from sinkscope.sinks.spikes.result import FindSinks
-from sinkscope.sinks.spikes.steps import Sinks, other_survey, sinks_of, with_copies, with_marks
-from sinkscope.sinks.spikes.survey import READS, Mask, Survey
+from sinkscope.sinks.spikes.steps import Sinks, sinks_of, with_copies, with_marks
+from sinkscope.sinks.spikes.survey import READS, Survey, survey_of
 from sinkscope.sinks.spikes.texts import most_often
-from sinkscope.sinks.tokens import repetition_limit
+from sinkscope.sinks.tokens import Mask, repetition_limit
 
 FEW_COPIES = 64  # copies that `find_sinks` tries
-LATER = 16  # later queries that a place needs to be judged by its attention
+OTHER_TEXTS = 6  # texts of the survey with the other choice of BOS
 
 
 @measurement(
@@ -59,25 +57,25 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
     limit = repetition_limit(setup.target, max_repeats)
     if max_repeats is None:
         limit = min(FEW_COPIES, limit)
-    sinks = with_copies(setup, with_marks(sinks_of(setup)), tokens, limit)
+    return FindSinks(**fields_of(setup, tokens, limit))
+
+
+def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int) -> dict[str, Any]:
+    """Take all steps, with so many copies of some tokens, and return the fields of a result."""
+    sinks, target = with_copies(setup, with_marks(sinks_of(setup)), tokens, limit), setup.target
+    survey = sinks.survey
     setup.record(max_repeats=limit)
-    return FindSinks(**fields_of(setup, sinks))
-
-
-def fields_of(setup: Setup, sinks: Sinks) -> dict[str, Any]:
-    """Return the fields of a result."""
-    survey, target = sinks.survey, setup.target
     first = at_first(survey)
     received = survey.received(first)
     heads: list[tuple[float | None, ...]] = []
     for layer, given in enumerate(received.mean(-1)):
         heads.append(tuple(given.tolist()) if target.has_attention(layer) else (None,) * target.n_heads)
     place, mask = "the first token", first
-    if sinks.spikes and sinks.spikes[0].needs is not None and sinks.spikes[0].needs.heads:
+    if sinks.spikes and sinks.spikes[0].result.heads:
         place, mask = sinks.spikes[0].spike.place.words, sinks.spikes[0].spike.mask
     rate = survey.sink_rate
     return {
-        "spikes": tuple(spike_result(one) for one in sinks.spikes),
+        "spikes": tuple(one.result for one in sinks.spikes),
         "readers": readers_of(survey, place, mask),
         "attended": attended_places(survey, sinks, setup.tokenizer),
         "learned_heads": int((survey.learned.mean(-1) > READS).sum()),
@@ -89,7 +87,7 @@ def fields_of(setup: Setup, sinks: Sinks) -> dict[str, Any]:
         "first_token_norm": tuple(survey.first_norm),
         "layers_read": target.n_layers,
         "first_ids": tuple(beginning(setup.tokenizer, setup.bos)),
-        "claims": tuple(claim for one in sinks.spikes for claim in claims_of(one)),
+        "claims": tuple(claim for one in sinks.spikes for claim in one.claims),
     }
 
 
@@ -109,12 +107,7 @@ def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:
 
 def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Attended, ...]:
     """Return places that heads attend to and at which there is no spike."""
-    layers = survey.target.attending
-    if not layers:
-        return ()
-    above = survey.attention[layers] > READS
-    above[..., max(1, above.shape[-1] - LATER) :] = False
-    there = sink_places(above)
+    there, layers = attended(survey), survey.target.attending
     for one in sinks.spikes:
         there &= ~one.spike.mask
     found: list[Attended] = []
@@ -134,15 +127,13 @@ def largest_norm(survey: Survey, tokenizer: Any) -> Largest:
 
 
 def other_bos(setup: Setup) -> OtherBos | None:
-    """Step 7: heads and spikes with the other choice of BOS."""
-    other = other_survey(setup)
-    if other is None:
+    """Step 7: heads and spikes with the other choice of BOS; None if there is no BOS token."""
+    bos = resolve_bos(setup.tokenizer, setup.target.config, None) if setup.bos is None else None
+    if setup.bos is None and bos is None:
         return None
-    bos, survey = other
+    survey, spikes = survey_of(setup, bos, OTHER_TEXTS), list[OtherSpike]()
+    for one in find_spikes(survey, setup.tokenizer):
+        spikes.append(OtherSpike(words_of(one.place), (one.first, one.last), one.ratio))
     token = setup.tokenizer.decode([bos if bos is not None else setup.bos])
     received = readers_of(survey, "the first token", at_first(survey))
-    spikes = [
-        OtherSpike(words_of(one.place), (one.first, one.last), one.ratio)
-        for one in find_spikes(survey, setup.tokenizer)
-    ]
     return OtherBos(bos is not None, token, received.heads, received.margin, tuple(spikes))

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import combinations
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from sinkscope.hooks.edit import Ablate
-from sinkscope.measure.margin import margin_of
+from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import components
-from sinkscope.sinks.spikes.controls import random_neurons
-from sinkscope.sinks.spikes.edited import Effects
-from sinkscope.sinks.spikes.spike import Needs, Part, Parts, Removal, Share, Spike
-from sinkscope.sinks.spikes.survey import READS, Survey
-from sinkscope.sinks.spikes.texts import SpikeTexts, left_by_text, means_of
-from sinkscope.sinks.spikes.writers import of_layer
+from sinkscope.sinks.spikes.controls import INTACT, random_neurons
+from sinkscope.sinks.spikes.edited import Written
+from sinkscope.sinks.spikes.records import Alone, Chance, Needed, NeuronShare, PartShare, part_name
+from sinkscope.sinks.spikes.removal import Removal, count_readers, removals_of
+from sinkscope.sinks.spikes.spike import Measured, Part, Parts
+from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
+from sinkscope.sinks.spikes.writers import neutral_values, of_layer
 
 LEFT = 0.25  # share of a spike below which it counts as removed
 RANDOM_SETS = 3  # random sets beside the needed one
@@ -31,122 +30,103 @@ CHANGES = 0.1  # share by which a neuron alone changes the spike, from which all
 LIKE = 0.9  # cosine from which two spikes have the same direction
 
 
-@dataclass(frozen=True)
-class Found:
-    """The result of the search for a set of neurons.
-
-    Attributes:
-        needed: The smallest set found that leaves less than a quarter; empty if none does.
-        order: All that were tried alone, those without which least is left first.
-        left: What is left without each of them.
-        backups: Those that write the spike only when others are gone.
-    """
-
-    needed: tuple[Neuron, ...] = ()
-    order: tuple[Neuron, ...] = ()
-    left: tuple[float, ...] = ()
-    backups: tuple[Neuron, ...] = ()
-
-
 @torch.no_grad()
-def needs_of(survey: Survey, spike: Spike, writers: Sequence[Share], neurons: Sequence[Share], seed: int = 0) -> Needs:
+def needs_of(one: Measured, seed: int = 0) -> Measured:
     """Remove the writers of a spike: each alone, then together in the order of what that did, beside random ones.
 
-    Where no neurons are enough, components are replaced by their mean over ordinary positions, alone and in pairs. Of a
-    spike that no head reads and that is not at the first token, only what is left of it is measured.
+    Where no neurons are enough, components are replaced by their mean over ordinary positions, alone and in pairs.
 
     Args:
-        survey: The survey.
-        spike: The spike.
-        writers: Shares of components.
-        neurons: Shares of neurons.
+        one: The spike, with its writers.
         seed: Seed of the random neurons.
     """
-    texts = SpikeTexts.of(survey, spike)
-    found = search(texts, [one.part for one in neurons if isinstance(one.part, Neuron)])
-    needed: Parts = found.needed
-    random, means = list[Parts](), dict[Part, Tensor]()
-    if found.needed:
-        for number in range(RANDOM_SETS):
-            random.append(random_neurons(survey.target, found.needed, seed, number, found.order))
+    texts, target = SpikeTexts.of(one.survey, one.spike), one.survey.target
+    writing = [neuron.address for neuron in one.result.neurons]
+    neurons, left = search(texts, writing)
+    needed, random, means = neurons, list[Parts](), dict[Part, torch.Tensor]()
+    if neurons:
+        random += [random_neurons(target, neurons, seed, number, list(left)) for number in range(RANDOM_SETS)]
     else:
-        parts = components(survey.target, spike.peak)
-        means = means_of(survey, spike, parts)
-        needed = enough_components(texts, writers, means)
+        parts = components(target, one.spike.peak)
+        means = means_of(one.survey, one.spike, parts)
+        needed = enough_components(texts, one.result.writers, means)
+        others = [part for part in parts if part not in needed]
         if needed:
-            others = [part for part in parts if part not in needed]
             random += [(part,) for part in others[:: max(1, len(others) // RANDOM_SETS)][:RANDOM_SETS]]
-    alone: list[Parts] = []
-    for neuron, left in zip(found.order, found.left, strict=True):
-        if (neuron,) != needed and (neuron in needed or abs(1 - left) >= CHANGES):
-            alone.append((neuron,))
-    removals = measured(texts, [needed] if needed else [], means, every_loss=True)
-    beside = measured(texts, [*random, *alone], means, every_loss=False)
-    random_left, singles = beside[: len(random)], beside[len(random) :]
-    if len(needed) == 1 and isinstance(needed[0], Neuron):
-        singles.insert(0, removals[0])
-    heads, margin = readers_of(texts)
-    return Needs(
-        heads=heads,
-        heads_margin=margin,
-        texts=len(texts.rows),
-        needed=next(iter(removals), None),
-        random=tuple(random_left),
-        alone=tuple(singles),
-        backups=found.backups,
-    )
+    alone: list[Neuron] = []
+    for neuron, share in left.items():
+        if (neuron,) != needed and (neuron in needed or abs(1 - share) >= CHANGES):
+            alone.append(neuron)
+    removals = removals_of(texts, [needed] if needed else [], means, every_loss=True)
+    beside = removals_of(texts, [*random, *((neuron,) for neuron in alone)], means, every_loss=False)
+    singles = list(zip(alone, beside[len(random) :], strict=True))
+    if len(neurons) == 1:
+        singles.insert(0, (neurons[0], removals[0]))
+    shares = {neuron.address: neuron.share for neuron in one.result.neurons}
+    records: list[Alone] = []
+    for neuron, removal in singles:
+        outcomes = removal.left, removal.heads, removal.perplexity, shares.get(neuron, 0.0)
+        records.append(Alone(neuron.layer, neuron.expert, neuron.neuron, *outcomes))
+    one = one.adding(alone=tuple(records), backups=tuple(neuron for neuron in left if neuron not in writing))
+    return with_needs(one, texts, next(iter(removals), None), beside[: len(random)])
 
 
 @torch.no_grad()
-def same_needs(survey: Survey, spike: Spike, other: Spike, needs: Needs, seed: int = 0) -> Needs | None:
-    """Return what a spike needs, if it is another one at another place: of the same direction, removed by the same set.
+def same_needs(one: Measured, other: Measured, number: int, seed: int = 0) -> Measured | None:
+    """Remove what another spike needs, if this is the same at another place: of one direction, removed by one set.
 
     Args:
-        survey: The survey.
-        spike: The spike.
-        other: The other one.
-        needs: What that needs.
+        one: The spike.
+        other: The other one, with what it needs.
+        number: Number of the other one.
         seed: Seed of the random neurons.
     """
-    if needs.needed is None or spike.first > other.last or other.first > spike.last:
+    spike, known, neurons = one.spike, other.spike, other.needed_neurons
+    if not neurons or spike.first > known.last or known.first > spike.last:
         return None
-    parts = needs.needed.parts
-    neurons = tuple(part for part in parts if isinstance(part, Neuron))
-    if len(neurons) < len(parts) or float(spike.direction @ other.direction) < LIKE:
+    if other.result.like is not None or float(spike.direction @ known.direction) < LIKE:
         return None
-    texts = SpikeTexts.of(survey, spike)
-    if abs(float(texts.along([parts]).mean())) >= LEFT:
+    texts = SpikeTexts.of(one.survey, spike)
+    if left_without(texts, [neurons])[0] >= LEFT:
         return None
-    random = random_neurons(survey.target, neurons, seed)
-    (removal,), beside = measured(texts, [parts], {}, every_loss=True), measured(texts, [random], {}, every_loss=False)
-    heads, margin = readers_of(texts)
-    return Needs(heads, margin, len(texts.rows), removal, tuple(beside))
+    random = random_neurons(one.survey.target, neurons, seed)
+    removals = removals_of(texts, [neurons], every_loss=True)
+    return with_needs(one.adding(like=number), texts, removals[0], removals_of(texts, [random], every_loss=False))
 
 
 # --- the search ---
 
 
-def search(texts: SpikeTexts, neurons: Sequence[Neuron]) -> Found:
-    """The smallest set of neurons that leaves less than a quarter, of those that write the spike and their backups."""
-    members, backups = list(neurons), list[Neuron]()
-    found = Found()
+def left_without(texts: SpikeTexts, sets: Sequence[Parts], means: Written | None = None) -> list[float]:
+    """Return how far what is left of the spike without each set is from nothing."""
+    return texts.along(sets, means).mean(1).abs().tolist()
+
+
+def search(texts: SpikeTexts, writing: Sequence[Neuron]) -> tuple[tuple[Neuron, ...], dict[Neuron, float]]:
+    """Find the smallest set that leaves less than a quarter, of the neurons that write the spike and their backups.
+
+    Args:
+        texts: The texts.
+        writing: The neurons that write it.
+
+    Returns:
+        The set, empty if there is none; and what is left without each neuron alone, those of the least first.
+    """
+    members, needed, left = list(writing), tuple[Neuron, ...](), dict[Neuron, float]()
     for _ in range(BACKUPS + 1):
         if not members:
-            return found
-        left = texts.along([(member,) for member in members]).mean(1)
-        by_left = left.abs().argsort(stable=True).tolist()
-        order = tuple(members[number] for number in by_left)
-        needed = smallest_set(texts, order)
-        found = Found(needed, order, tuple(left[by_left].tolist()), tuple(backups))
-        fresh = () if needed else taking_over(texts, members)
+            break
+        alone = dict(zip(members, texts.along([(member,) for member in members]).mean(1).tolist(), strict=True))
+        left = dict(sorted(alone.items(), key=lambda item: abs(item[1])))
+        needed = smallest_set(texts, tuple(left))
+        fresh = [] if needed else taking_over(texts, members)
         if not fresh:
-            return found
-        backups += fresh
+            break
         members += fresh
-    return found
+    return needed, left
 
 
-def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[Neuron, ...]:
+def smallest_set(texts: SpikeTexts, order: tuple[Neuron, ...]) -> tuple[Neuron, ...]:
     """Return the smallest set of neurons that leaves less than a quarter of the spike; it is empty if none does.
 
     A neuron joins if without it and those before less is left; then members are left out that are not needed.
@@ -155,40 +135,33 @@ def smallest_set(texts: SpikeTexts, order: Sequence[Neuron]) -> tuple[Neuron, ..
         texts: The texts.
         order: The neurons, those without which least is left first.
     """
-    best, least = (order[0],), abs(float(texts.along([(order[0],)]).mean()))
+    best, least = order[:1], left_without(texts, [order[:1]])[0]
     for neuron in order[1:]:
         if least < LEFT:
             break
-        left = abs(float(texts.along([(*best, neuron)]).mean()))
+        left = left_without(texts, [(*best, neuron)])[0]
         if left < least:
             best, least = (*best, neuron), left
-    if least >= LEFT:
-        return ()
-    while len(best) > 1:
-        fewer = [best[:number] + best[number + 1 :] for number in range(len(best))]
-        left = texts.along(list(fewer)).mean(1).abs()
-        if float(left.min()) >= LEFT:
-            break
-        best = fewer[int(left.argmin())]
-    return best
+    while least < LEFT and len(best) > 1:
+        fewer = list(combinations(best, len(best) - 1))
+        left = left_without(texts, fewer)
+        if min(left) >= LEFT:
+            return best
+        best = fewer[left.index(min(left))]
+    return best if least < LEFT else ()
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
     """Return who writes the spike when its writers are gone, at most two: a backup fires only then."""
-    found: list[Share] = []
-    target, spike = texts.survey.target, texts.spike
+    target, spike, found = texts.survey.target, texts.spike, list[NeuronShare]()
     with Ablate(sites=tuple(members)).on(target):
         for layer in filter(target.has_neurons, range(spike.peak + 1)):
             found += of_layer(texts.survey, spike, layer)
     found.sort(key=lambda one: -one.share)
-    fresh: list[Neuron] = []
-    for one in found:
-        if isinstance(one.part, Neuron) and one.part not in members and one.share >= TAKES_OVER:
-            fresh.append(one.part)
-    return fresh[:2]
+    return [one.address for one in found if one.address not in members and one.share >= TAKES_OVER][:2]
 
 
-def enough_components(texts: SpikeTexts, writers: Sequence[Share], means: dict[Part, Tensor]) -> Parts:
+def enough_components(texts: SpikeTexts, writers: Sequence[PartShare], means: Written) -> Parts:
     """Return a component, or else a pair, without which less than a quarter is left; those that write come first.
 
     Args:
@@ -196,79 +169,89 @@ def enough_components(texts: SpikeTexts, writers: Sequence[Share], means: dict[P
         writers: Shares of components.
         means: What each component writes instead.
     """
-    parts, writing = list(means), [one.part for one in writers if abs(one.share) >= WRITES]
-    left = dict(zip(parts, texts.along([(part,) for part in parts], means).mean(1).abs().tolist(), strict=True))
-    for part in [*writing, min(parts, key=lambda part: left[part])]:
+    left = dict(zip(means, left_without(texts, [(part,) for part in means], means), strict=True))
+    names = {part_name(part): part for part in means}
+    writing = [names[one.part] for one in writers if abs(one.share) >= WRITES]
+    order = sorted(left, key=lambda part: left[part])
+    for part in [*writing, order[0]]:
         if left[part] < LEFT:
             return (part,)
-    least = sorted(parts, key=lambda part: left[part])[:PAIRED]
-    pairs = list(combinations(dict.fromkeys([*writing[:PAIRED], *least]), 2))
+    pairs = list(combinations(dict.fromkeys([*writing[:PAIRED], *order[:PAIRED]]), 2))
     if not pairs:
         return ()
-    of_pairs = texts.along(list(pairs), means).mean(1).abs()
-    return pairs[int(of_pairs.argmin())] if float(of_pairs.min()) < LEFT else ()
+    of_pairs = left_without(texts, pairs, means)
+    return pairs[of_pairs.index(min(of_pairs))] if min(of_pairs) < LEFT else ()
 
 
-# --- the outcomes ---
+# --- records ---
 
 
-def measured(texts: SpikeTexts, sets: Sequence[Parts], means: dict[Part, Tensor], *, every_loss: bool) -> list[Removal]:
-    """Return all outcomes of removing each set.
+def with_needs(one: Measured, texts: SpikeTexts, removal: Removal | None, random: Sequence[Removal]) -> Measured:
+    """Add what a spike needs, and the heads that attend to its place.
 
-    Of a spike elsewhere than at the first token, and without readers, only what is left is measured.
+    Args:
+        one: The spike.
+        texts: Texts in which removals were tried.
+        removal: What is left without the needed set. None: no set that was tried is enough.
+        random: What is left without random sets.
     """
-    if not sets:
-        return []
-    if not readers_of(texts)[0] and not texts.spike.place.is_first:
-        return [
-            Removal(parts, float(left.mean()), left_margin=margin_of(left.numpy()))
-            for parts, left in zip(sets, texts.along(list(sets), means), strict=True)
-        ]
-    effects = texts.effects(list(sets), means, every_loss=every_loss)
-    of_texts = zip(sets, left_by_text(effects, texts.place), strict=True)
-    return [_removal(texts.spike, parts, left, effects, number) for number, (parts, left) in enumerate(of_texts, 1)]
-
-
-def _removal(spike: Spike, parts: Parts, left: Float[Tensor, " text"], effects: Effects, number: int) -> Removal:
-    """The outcomes of one edit of a pass."""
-    read = effects.attention[:, :, _layers(spike, effects.attention.shape[2])]
-    by_text = (read[number] > READS).flatten(1).sum(1).float()
-    readers = read[0].mean(0) > READS
-    attention = 1.0
-    if bool(readers.any()):
-        attention = float(read[number].mean(0)[readers].mean() / read[0].mean(0)[readers].mean())
-    rise, perplexity, spread = effects.loss[number] - effects.loss[0], None, None
-    if bool(rise.isfinite().all()):
-        perplexity, error = float(rise.mean().exp()), margin_of(rise.numpy())
-        spread = None if error is None else perplexity * error
-    return Removal(
-        parts=parts,
-        left=float(left.mean()),
-        heads=int((read[number].mean(0) > READS).sum()),
-        attention=attention,
-        perplexity=perplexity,
-        left_margin=margin_of(left.numpy()),
-        heads_margin=margin_of(by_text.numpy()),
-        perplexity_margin=spread,
+    heads, margin = count_readers(texts.attention)
+    one = one.adding(heads=heads)
+    if removal is None:
+        return one
+    one = replace(one, needed=removal.parts)
+    neutral = neutral_values(one.survey, one.spike.ordinary, one.needed_neurons)
+    needed = Needed(
+        neurons=one.needed_neurons,
+        neutral=tuple(neutral[neuron] for neuron in one.needed_neurons),
+        parts=tuple(map(part_name, removal.parts)),
+        left=removal.left,
+        left_margin=removal.left_margin,
+        heads=(heads, removal.heads),
+        heads_margin=(margin, removal.heads_margin),
+        attention=removal.attention,
+        perplexity=removal.perplexity,
+        perplexity_margin=removal.perplexity_margin,
+        random=chance_of(random, removal),
+        texts=len(texts.rows),
     )
+    one = one.adding(needed=needed)
+    return replace(one, claims=claims_of(one, removal, random))
 
 
-def _layers(spike: Spike, depth: int) -> list[int]:
-    return [layer for layer in spike.reading_layers if layer < depth]
+def chance_of(random: Sequence[Removal], removal: Removal) -> Chance | None:
+    """Return what is left without random sets, of each outcome the one nearest to that of the needed set."""
+    if not random:
+        return None
+    ratios = [one.perplexity for one in random if one.perplexity is not None]
+    nearest = min(ratios, key=lambda ratio: abs(ratio - (removal.perplexity or 1)), default=None)
+    heads = min((one.heads for one in random), key=lambda count: abs(count - removal.heads))
+    return Chance(min(one.left for one in random), heads, nearest)
 
 
-def place_attention(texts: SpikeTexts) -> Float[Tensor, "layer head text"]:
-    """Return the attention to the place of each head in the layers whose heads can read the spike."""
-    layers = _layers(texts.spike, texts.survey.target.n_layers)
-    return texts.survey.received(texts.spike.mask)[layers][:, :, texts.rows]
-
-
-def readers_of(texts: SpikeTexts) -> tuple[int, float | None]:
-    """Return heads in the spike's layers that attend to the place in these texts, and the margin over texts."""
-    return count_readers(place_attention(texts))
-
-
-def count_readers(received: Float[Tensor, "layer head text"]) -> tuple[int, float | None]:
-    """Return how many heads give more than 0.3 of their attention, mean over texts, and the margin over texts."""
-    by_text = (received > READS).flatten(0, 1).sum(0).float()
-    return int((received.mean(-1) > READS).sum()), margin_of(by_text.numpy())
+def claims_of(one: Measured, removal: Removal, random: Sequence[Removal]) -> Claims:
+    """The typed claims about what a spike needs: what is left of it, and of the attention of the heads that read it."""
+    spike, result = one.spike, one.result
+    if not random:
+        return ()
+    of_spike = Outcome("spike", tuple(range(spike.first, spike.last + 1)))
+    sides = [("makes", of_spike, removal.left, min(each.left for each in random), removal.left_margin)]
+    if result.heads:
+        of_heads = Outcome("attention", tuple(spike.reading_layers))
+        sides.append(("carries", of_heads, removal.attention, min(each.attention for each in random), None))
+    name = "" if len(one.needed_neurons) == len(one.needed) else "other components, each alone"
+    claims: list[Claim] = []
+    for role, outcome, left, chance, margin in sides:
+        claim = Claim(
+            role=role,
+            subject=removal.parts,
+            outcome=outcome,
+            place=spike.place.words,
+            value=left,
+            contrasts=(INTACT, Contrast("random", chance, len(random), name)),
+            draws=result.needed.texts if result.needed else 0,
+            search=SearchSpace("neurons alone", len(result.alone)),
+            margin=margin,
+        )
+        claims.append(claim)
+    return tuple(claims)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange, reduce
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.results.notation import word_list
@@ -106,6 +106,12 @@ class Place:
         return self.words
 
 
+def per_text(values: Float[Tensor, "*n case"], mask: Mask) -> Float[Tensor, "*n some"]:
+    """Return the mean of values of some positions over each text that has any."""
+    texts = mask.nonzero()[:, 0]
+    return torch.stack([values[..., texts == text].float().mean(-1) for text in texts.unique()], -1)
+
+
 # --- finding ---------------------------------------------------------------------------------------------------------
 
 
@@ -144,8 +150,9 @@ def split_by_label(ids: TokenRows, whole: Mask, decode: Decode) -> list[Place]:
     """
     found: list[Place] = []
     rest, least = whole, min(LEAST_CASES, len(ids))
-    first, behind = Rule("", position=0), (torch.arange(ids.shape[1]) > 0).expand_as(ids)
-    for rule, fits in [*_rules(ids, whole, decode), (None, first.matches(ids)), (None, behind)]:
+    first = torch.arange(ids.shape[1]).expand_as(ids) == 0
+    labelled = [(rule, rule.matches(ids)) for rule in _rules(ids, whole, decode)]
+    for rule, fits in [*labelled, (None, first), (None, ~first)]:
         piece = fits & rest
         precise = rule is None or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
         enough = int(piece.sum()) >= least and float(piece.any(1).float().mean()) >= SOME_TEXTS
@@ -155,31 +162,36 @@ def split_by_label(ids: TokenRows, whole: Mask, decode: Decode) -> list[Place]:
     return found
 
 
-def _rules(ids: TokenRows, there: Mask, decode: Decode) -> list[tuple[Rule, Mask]]:
-    """What may be said of the places in a few words, the simplest first, and the positions that the words mean.
+def _rules(ids: TokenRows, there: Mask, decode: Decode) -> list[Rule]:
+    """What may be said of the places in a few words, the simplest first.
 
     Positions, tokens wherever they stand (of more than two, all of them in one), and tokens that come for the first
     time. The tokens are those that stand at places after the first position, and not always at the same one.
     """
-    rules: list[Rule] = []
-    for position in there.any(0).nonzero().flatten().tolist():
-        rules.append(_at_position(ids, position, decode))
+    rules = [_at_position(ids, position, decode) for position in there.any(0).nonzero().flatten().tolist()]
     behind, here = ids[:, 1:], there[:, 1:]
     seen = Counter(behind[here].tolist()).most_common()
-    tokens = tuple(token for token, _ in seen if int((behind == token).any(0).sum()) > 1)
-    always = tuple(token for token in tokens if float(here[behind == token].float().mean()) >= ENOUGH)
-    names = {token: repr(decode([token])) for token in tokens}
+    tokens = [token for token, _ in seen if int((behind == token).any(0).sum()) > 1]
+    always = [token for token in tokens if float(here[behind == token].float().mean()) >= ENOUGH]
     if len(always) > 2:  # two have words each, because different neurons may make their spikes
-        listed = word_list([names[token] for token in always], COMMON)
-        rules.append(Rule(f"{listed} wherever they stand", tokens=always))
-    for token in always:
-        rules.append(Rule(f"{names[token]} wherever it stands", tokens=(token,)))
-    for token in tokens:
-        rules.append(Rule(f"the first {names[token]} of a text", tokens=(token,), first=True))
+        rules.append(_of_tokens(always, decode))
+    rules += [_of_tokens([token], decode) for token in always]
+    rules += [_of_tokens([token], decode, first=True) for token in tokens]
     if len(tokens) > 1:
-        listed = word_list([*names.values()], COMMON)
-        rules.append(Rule(f"the first of {listed} in a text", tokens=tokens, first=True))
-    return [(rule, rule.matches(ids)) for rule in rules]
+        rules.append(_of_tokens(tokens, decode, first=True))
+    return rules
+
+
+def _of_tokens(tokens: list[int], decode: Decode, *, first: bool = False) -> Rule:
+    """Tokens wherever they stand, or where the first of them stands in a text."""
+    names = word_list([repr(decode([token])) for token in tokens], COMMON)
+    if first and len(tokens) > 1:
+        words = f"the first of {names} in a text"
+    elif first:
+        words = f"the first {names} of a text"
+    else:
+        words = f"{names} wherever {'it stands' if len(tokens) == 1 else 'they stand'}"
+    return Rule(words, tokens=tuple(tokens), first=first)
 
 
 def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:

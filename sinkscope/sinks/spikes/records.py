@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
-from sinkscope.results.parts import Component, Neuron
-from sinkscope.sinks.spikes.controls import INTACT
+from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import Place
-from sinkscope.sinks.spikes.spike import Copies, Measured, Part, Removal, Share
 
 
 @dataclass(frozen=True)
@@ -132,6 +128,25 @@ class MarkLeft:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """What copies of a token reach, as shares of the first token's projection on a spike's direction.
+
+    Attributes:
+        token: The token.
+        half: The first number of copies of which the last reaches half. None: none does.
+        one: What one copy reaches.
+        last: What the last copy reaches.
+        count: Number of copies.
+    """
+
+    token: str
+    half: int | None
+    one: float
+    last: float
+    count: int
+
+
+@dataclass(frozen=True)
 class SpikeResult:
     """A spike as a result says it.
 
@@ -168,13 +183,13 @@ class SpikeResult:
     writers: tuple[PartShare, ...]
     neurons: tuple[NeuronShare, ...]
     erasers: tuple[PartShare, ...]
-    needed: Needed | None
-    alone: tuple[Alone, ...]
-    backups: tuple[Neuron, ...]
-    marks: tuple[MarkLeft, ...]
-    copies: tuple[Copies, ...]
-    like: int | None
-    heads: int
+    needed: Needed | None = None
+    alone: tuple[Alone, ...] = ()
+    backups: tuple[Neuron, ...] = ()
+    marks: tuple[MarkLeft, ...] = ()
+    copies: tuple[Copies, ...] = ()
+    like: int | None = None
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -267,10 +282,7 @@ class Largest:
     layer: int
 
 
-LISTED = 0.005  # share of a component from which it is listed
-
-
-def part_name(part: Part) -> str:
+def part_name(part: Neuron | Head | Component) -> str:
     """Return how JSON names a part: "mlp 11", "attention 3", "embedding", "L0.H4"."""
     if not isinstance(part, Component):
         return str(part)
@@ -279,113 +291,6 @@ def part_name(part: Part) -> str:
     return f"{part.kind} {part.layer}"
 
 
-def spike_result(measured: Measured) -> SpikeResult:
-    """Return the record of a spike."""
-    spike, needs = measured.spike, measured.needs
-    shares = {one.part: one for one in measured.neurons}
-    alone: list[Alone] = []
-    for one in needs.alone if needs is not None else ():
-        (neuron,) = one.parts
-        share = shares[neuron].share if neuron in shares else 0.0
-        alone.append(Alone(**vars(neuron), left=one.left, heads=one.heads, perplexity=one.perplexity, share=share))
-    marks: list[MarkLeft] = []
-    for mark in measured.marks:
-        marks.append(MarkLeft(" and ".join(map(part_name, mark.parts)), mark.left, mark.margin, mark.others))
-    return SpikeResult(
-        place=words_of(spike.place),
-        layers=(spike.first, spike.last),
-        peak=spike.peak,
-        norm=spike.norm,
-        before=spike.before,
-        ratio=spike.ratio,
-        ratio_margin=spike.ratio_margin,
-        dims=spike.dims,
-        writers=part_shares(one for one in measured.writers if abs(one.share) >= LISTED),
-        neurons=tuple(NeuronShare(**vars(one.part), share=one.share, margin=one.margin) for one in measured.neurons),
-        erasers=part_shares(measured.erasers),
-        needed=needed_record(measured),
-        alone=tuple(alone),
-        backups=needs.backups if needs is not None else (),
-        marks=tuple(marks),
-        copies=measured.copies,
-        like=measured.like,
-        heads=needs.heads if needs is not None else 0,
-    )
-
-
-def part_shares(shares: Iterable[Share]) -> tuple[PartShare, ...]:
-    """Return the records of components' shares."""
-    return tuple(PartShare(part_name(one.part), one.share, one.margin) for one in shares)
-
-
 def words_of(place: Place) -> PlaceWords:
     """Return the record of a place."""
     return PlaceWords(place.words, place.common[0], place.share)
-
-
-def needed_record(measured: Measured) -> Needed | None:
-    """Return the record of what a spike needs."""
-    needs = measured.needs
-    if needs is None or needs.needed is None:
-        return None
-    removal = needs.needed
-    return Needed(
-        neurons=measured.needed_neurons,
-        neutral=tuple(measured.neutral[neuron] for neuron in measured.needed_neurons),
-        parts=tuple(map(part_name, removal.parts)),
-        left=removal.left,
-        left_margin=removal.left_margin,
-        heads=(needs.heads, removal.heads),
-        heads_margin=(needs.heads_margin, removal.heads_margin),
-        attention=removal.attention,
-        perplexity=removal.perplexity,
-        perplexity_margin=removal.perplexity_margin,
-        random=chance_of(needs.random, removal),
-        texts=needs.texts,
-    )
-
-
-def chance_of(random: tuple[Removal, ...], removal: Removal) -> Chance | None:
-    """Return what is left without random sets, of each outcome the one nearest to that of the needed set."""
-    if not random:
-        return None
-    ratios = [one.perplexity for one in random if one.perplexity is not None]
-    nearest = min(ratios, key=lambda ratio: abs(ratio - (removal.perplexity or 1)), default=None)
-    heads = min((one.heads for one in random), key=lambda count: abs(count - removal.heads))
-    return Chance(min(one.left for one in random), heads, nearest)
-
-
-def claims_of(measured: Measured) -> tuple[Claim, ...]:
-    """The typed claims about what a spike needs: what is left of it, and of the attention of the heads that read it."""
-    spike, needs = measured.spike, measured.needs
-    if needs is None or needs.needed is None or not needs.random:
-        return ()
-    removal, place = needs.needed, spike.place.words
-    search = SearchSpace("neurons alone", len(needs.alone))
-    name = "" if all(isinstance(part, Neuron) for part in removal.parts) else "other components, each alone"
-    random = min(needs.random, key=lambda one: one.left)
-    of_spike = Claim(
-        "makes",
-        removal.parts,
-        Outcome("spike", tuple(range(spike.first, spike.last + 1))),
-        place,
-        removal.left,
-        (INTACT, Contrast("random", random.left, len(needs.random), name)),
-        needs.texts,
-        search,
-        removal.left_margin,
-    )
-    if not needs.heads:
-        return (of_spike,)
-    random = min(needs.random, key=lambda one: one.attention)
-    attention = Claim(
-        "carries",
-        removal.parts,
-        Outcome("attention", tuple(spike.reading_layers)),
-        place,
-        removal.attention,
-        (INTACT, Contrast("random", random.attention, len(needs.random), name)),
-        needs.texts,
-        search,
-    )
-    return of_spike, attention

@@ -90,16 +90,12 @@ class SpikesFound(Result):
 
     def details(self) -> list[str]:
         """Return the spikes, each in a line, and what else heads attend to."""
-        lines = [sentences.spike_line(one) for one in self.spikes if one.like is None]
-        lines += [sentences.elsewhere(one, self.spikes[one.like]) for one in self.spikes if one.like is not None]
+        lines = [sentences.spike_line(one, self.spikes) for one in self.spikes]
         if not self.spikes and self.readers.heads:
             lines.append(self._no_spike)
-        said = {self.readers.place} if not self.spikes else set()
-        lines += [
-            sentences.ATTENDED.format(heads=one.heads, place=one.place.words)
-            for one in self.attended
-            if one.place.words not in said
-        ]
+        for one in self.attended:
+            if self.spikes or one.place.words != self.readers.place:  # else the conclusion says it
+                lines.append(sentences.ATTENDED.format(heads=one.heads, place=one.place.words))
         if self.learned_heads and (self.readers.heads or self.spikes):  # else the conclusion says it
             lines.append(self._learned)
         return lines[:LINES]
@@ -127,9 +123,7 @@ class SpikesFound(Result):
         numbers = [Number("heads", "share of heads that attend to the sink", share, margin=margin, share=True)]
         if self.spike is not None:
             numbers.append(Number("place", "where the norm spike is", self.spike.place.words))
-            numbers.append(
-                Number("layers", "layers in which it stands out", sentences.run(*self.spike.layers)[1:].strip())
-            )
+            numbers.append(Number("layers", "layers in which it stands out", sentences.span(*self.spike.layers)))
             numbers.append(Number("ratio", "norm of the spike over the typical one", self.spike.ratio))
             if self.needed:
                 numbers.append(Number("neurons", "neurons that the spike needs", in_words(self.needed)))
@@ -149,7 +143,7 @@ def spike_rows(spike: SpikeResult) -> Table:
     """Return the rows of a spike: needed members first, then others by what is left without them."""
     rows: Table = []
     members = () if spike.needed is None else spike.needed.neurons
-    where = {"place": spike.place.words, "layers": sentences.run(*spike.layers)[1:].strip()}
+    where = {"place": spike.place.words, "layers": sentences.span(*spike.layers)}
     for one in sorted(spike.alone, key=lambda one: (one.address not in members, one.left)):
         outcomes = {"share": one.share, "left": one.left, "heads": one.heads, "perplexity": one.perplexity}
         rows.append({"neuron": str(one.address), "needed": one.address in members, **outcomes, **where})

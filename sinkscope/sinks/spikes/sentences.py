@@ -44,8 +44,13 @@ def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | No
     return READERS.format(heads=heads, total=said.total, place=said.place, bos=bos, layers=layers)
 
 
-def spike_line(spike: SpikeResult) -> str:
-    """What raises a spike, what is left without what it needs and without single neurons, and what takes it away."""
+def spike_line(spike: SpikeResult, spikes: tuple[SpikeResult, ...]) -> str:
+    """What raises a spike, what is left without what it needs and without single neurons, and what takes it away.
+
+    Of one that is the same as another of these spikes at another place, only that.
+    """
+    if spike.like is not None:
+        return elsewhere(spike, spikes[spike.like])
     sentences = [raised(spike)]
     if spike.needed is not None:
         sentences += [without(spike, spike.needed), *alone(spike, spike.needed)]
@@ -88,25 +93,22 @@ def named(spike: SpikeResult) -> list[tuple[str, float]]:
 
 def without(spike: SpikeResult, needed: Needed) -> str:
     """Return what is left without the needed set, beside random ones."""
-    names = [component(part) for part in needed.parts]
+    names, random = [component(part) for part in needed.parts], needed.random
     parts = word_list(names, SHOWN)
-    if [name for name, _ in named(spike)] and {name for name, _ in named(spike)} == set(names):
+    if {name for name, _ in named(spike)} == set(names):
         parts = {1: "it", 2: "both"}.get(len(names), f"all {len(names)}")
-    before, after = needed.heads
-    left, chance = f"{percent(needed.left)} of the spike is left", list[str]()
-    if needed.random is not None:
-        chance.append(f"{needed.random.left:.0%}")
-    if not before:
-        left += ", and no head of its layers attends there"
-    else:
-        heads = with_margin(after, needed.heads_margin[1])
-        left = f"{percent(needed.left)} of the spike and {of_heads(heads, needed.heads)} are left"
-        if needed.random is not None:
-            chance.append(count_of(needed.random.heads, "head"))
+    left, chance = f"{percent(needed.left)} of the spike is left, and no head of its layers attends there", list[str]()
+    if random is not None:
+        chance.append(f"{random.left:.0%}")
+    if needed.heads[0]:
+        heads = of_heads(with_margin(needed.heads[1], needed.heads_margin[1]), needed.heads)
+        left = f"{percent(needed.left)} of the spike and {heads} are left"
+        if random is not None:
+            chance.append(count_of(random.heads, "head"))
     if needed.perplexity is not None:
         left += f" and perplexity is {with_margin(needed.perplexity, needed.perplexity_margin, 1)} times as high"
-        if needed.random is not None and needed.random.perplexity is not None:
-            chance.append(f"{needed.random.perplexity:.1f} times")
+        if random is not None and random.perplexity is not None:
+            chance.append(f"{random.perplexity:.1f} times")
     kind = "neurons" if needed.neurons else "components"
     return WITHOUT.format(parts=parts, left=left, kind=kind, chance=", ".join(chance) or "not measured")
 
@@ -193,7 +195,12 @@ def component(part: str) -> str:
 
 def run(first: int, last: int) -> str:
     """Return the layers of a spike, as an end of "layer"."""
-    return f" {first}" if first == last else f"s {first}-{last}"
+    return f" {first}" if first == last else f"s {span(first, last)}"
+
+
+def span(first: int, last: int) -> str:
+    """Return the numbers of the layers of a spike."""
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def with_margin(value: float, margin: float | None, digits: int = 0) -> str:

@@ -17,18 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sinkscope.measure import Setup
-from sinkscope.models.text import resolve_bos
 from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.find import find_spikes
 from sinkscope.sinks.spikes.marks import marks_of
 from sinkscope.sinks.spikes.needs import needs_of, same_needs
-from sinkscope.sinks.spikes.spike import Measured
+from sinkscope.sinks.spikes.records import SpikeResult, words_of
+from sinkscope.sinks.spikes.spike import Measured, Spike
 from sinkscope.sinks.spikes.survey import Survey, survey_of
-from sinkscope.sinks.spikes.writers import neurons_of, neutral_values, writers_of
+from sinkscope.sinks.spikes.writers import neurons_of, writers_of
 from sinkscope.sinks.tokens import pick_tokens, prefix_of
 
 NO_FIRST_SPIKE = "No neurons are known that a norm spike at the first token needs"
-OTHER_TEXTS = 6  # texts of the survey with the other choice of BOS
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,53 +53,47 @@ def sinks_of(setup: Setup) -> Sinks:
     return setup.once((sinks_of, setup.seed), lambda: _steps(setup))
 
 
-def first_spike(setup: Setup) -> Measured | None:
-    """Return the spike of the first token that most heads read, of those that need neurons. None: there is none."""
-    return next((one for one in sinks_of(setup).at_first if one.needed_neurons), None)
-
-
 def _steps(setup: Setup) -> Sinks:
     survey = survey_of(setup, setup.bos)
     spikes = find_spikes(survey, setup.tokenizer)
     measured: list[Measured] = []
-    for number, spike in enumerate(spikes):
-        writers, erasers = writers_of(survey, spike)
-        neurons = neurons_of(survey, spike, writers)
-        one = Measured(spike, survey, writers, erasers, neurons)
-        for earlier, other in enumerate(measured):
-            if other.needs is not None and other.like is None and one.needs is None:
-                same = same_needs(survey, spike, other.spike, other.needs, setup.seed)
-                if same is not None:
-                    one = replace(one, needs=same, like=earlier)
-        if one.needs is None:
-            one = replace(one, needs=needs_of(survey, spike, writers, neurons, setup.seed))
-        one = replace(one, neutral=neutral_values(survey, spike.ordinary, one.needed_neurons))
-        measured.append(one)
-        setup.progress("spikes", number + 1, len(spikes))
-    return Sinks(survey, _by_readers(measured))
-
-
-def _by_readers(measured: Sequence[Measured]) -> tuple[Measured, ...]:
-    """Spikes in the order of the heads that read them, those that are others again last."""
-
-    def rank(number: int) -> tuple[bool, int]:
-        needs = measured[number].needs
-        return measured[number].like is not None, 0 if needs is None else -needs.heads
-
-    order = sorted(range(len(measured)), key=rank)
+    for spike in spikes:
+        one = Measured(spike, survey, with_writers(survey, spike))
+        same = (same_needs(one, other, number, setup.seed) for number, other in enumerate(measured))
+        measured.append(next(filter(None, same), None) or needs_of(one, setup.seed))
+        setup.progress("spikes", len(measured), len(spikes))
+    order = sorted(
+        range(len(measured)),  # those that are others again come last
+        key=lambda number: (measured[number].result.like is not None, -measured[number].result.heads),
+    )
     ordered: list[Measured] = []
     for number in order:
-        one = measured[number]
-        if one.like is not None:
-            one = replace(one, like=order.index(one.like))
-        ordered.append(one)
-    return tuple(ordered)
+        one, like = measured[number], measured[number].result.like
+        ordered.append(one if like is None else one.adding(like=order.index(like)))
+    return Sinks(survey, tuple(ordered))
+
+
+def with_writers(survey: Survey, spike: Spike) -> SpikeResult:
+    """Step 3: the record of a spike, with what writes and erases it."""
+    writers, erasers = writers_of(survey, spike)
+    return SpikeResult(
+        place=words_of(spike.place),
+        layers=(spike.first, spike.last),
+        peak=spike.peak,
+        norm=spike.norm,
+        before=spike.before,
+        ratio=spike.ratio,
+        ratio_margin=spike.ratio_margin,
+        dims=spike.dims,
+        writers=writers,
+        neurons=neurons_of(survey, spike, writers),
+        erasers=erasers,
+    )
 
 
 def with_marks(sinks: Sinks) -> Sinks:
     """Step 5."""
-    marked = [replace(one, marks=marks_of(one.survey, one.spike, one.needs)) for one in sinks.spikes]
-    return replace(sinks, spikes=tuple(marked))
+    return replace(sinks, spikes=tuple(one.adding(marks=marks_of(one)) for one in sinks.spikes))
 
 
 def with_copies(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit: int) -> Sinks:
@@ -108,15 +101,5 @@ def with_copies(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit:
     words = pick_tokens(setup, tokens)
     firsts = [one.spike for one in sinks.at_first]
     each = iter(copies_of(setup.target, firsts, words, prefix_of(setup, words), limit, setup.progress))
-    spikes: list[Measured] = []
-    for one in sinks.spikes:
-        spikes.append(replace(one, copies=next(each)) if one.spike.place.is_first else one)
+    spikes = [one.adding(copies=next(each)) if one.spike.place.is_first else one for one in sinks.spikes]
     return replace(sinks, spikes=tuple(spikes))
-
-
-def other_survey(setup: Setup) -> tuple[int | None, Survey] | None:
-    """Step 7: the survey with BOS if it was without, and without if it was with; None if there is no BOS token."""
-    other = resolve_bos(setup.tokenizer, setup.target.config, None) if setup.bos is None else None
-    if setup.bos is None and other is None:
-        return None
-    return other, survey_of(setup, other, OTHER_TEXTS)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.modules.layer_call import keep_call
-from sinkscope.models.passes.batch import rows_at_once
-from sinkscope.models.target import LayerInput, LayerInputs, Target
+from sinkscope.models.target import LayerInput, Target
 from sinkscope.models.text import text_rows
+from sinkscope.results.parts import Component
+from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
 SURVEYED = 12  # texts of a survey
@@ -28,9 +29,6 @@ NARROWEST = 24  # smallest window of which heads can be judged: in a smaller one
 READS = 0.3  # mean attention above which a head attends to a place (Gu et al. 2025)
 MASSIVE = 30.0  # a dimension is massive from this many times the median dimension
 SMALLEST = 1e-9  # least typical norm: in a hand-made model it can be 0, and it is a divisor
-
-TokenRows = Int[Tensor, "text pos"]
-Mask = Bool[Tensor, "text pos"]
 
 
 @dataclass(eq=False)
@@ -44,10 +42,11 @@ class Survey:
         mlp: What the MLP of each layer adds to it.
         attention: Attention that each position receives, mean over the later queries that see it; 0 for the last
             position, and in layers that do not attend or whose window is narrower than 24 positions.
-        own: Attention that each position gives itself.
+        own: Attention that the first position gives itself.
         seen: Number of later queries that see each position.
         learned: Attention to the learned sink logit of each head, mean over queries; 0 without any.
         wrapped: Whether the layers of the model return a tuple.
+        losses: Loss of the next tokens in some texts, by their numbers.
     """
 
     target: Target
@@ -55,10 +54,11 @@ class Survey:
     entered: Float[Tensor, "layer_1 text pos d_model"]
     mlp: Float[Tensor, "layer text pos d_model"]
     attention: Float[Tensor, "layer head text pos"]
-    own: Float[Tensor, "layer head text pos"]
+    own: Float[Tensor, "layer head text"]
     seen: Float[Tensor, "layer pos"]
     learned: Float[Tensor, "layer head text"]
     wrapped: bool = False
+    losses: dict[tuple[int, ...], Float[Tensor, "text pos"]] = field(default_factory=dict)
 
     @property
     def states(self) -> Float[Tensor, "layer text pos d_model"]:
@@ -99,8 +99,13 @@ class Survey:
         """Median norm of first tokens after each layer."""
         return self.norms[:, :, 0].median(1).values.tolist()
 
-    def attention_mix(self, layer: int) -> Float[Tensor, "text pos d_model"]:
-        """Return what the attention of a layer adds, or what else the layer adds beside its MLP."""
+    def added(self, part: Component) -> Float[Tensor, "text pos d_model"]:
+        """Return what a component adds; attention and mixers are all that a layer adds beside its MLP."""
+        layer = part.layer
+        if layer is None:
+            return self.entered[0]
+        if part.kind == "mlp":
+            return self.mlp[layer]
         return self.entered[layer + 1] - self.entered[layer] - self.mlp[layer]
 
     def received(self, place: Mask) -> Float[Tensor, "layer head text"]:
@@ -109,24 +114,21 @@ class Survey:
         It is NaN in texts without the place.
         """
         seen = self.seen[:, None, None]
-        given = (self.attention * seen * place).sum(-1)
-        queries = (seen * place).amax(-1)
-        return torch.where(place.any(1), given / queries.clamp(min=1), torch.nan)
+        return to_place(self.attention * seen, seen, place)
 
     @property
     def sink_rate(self) -> Float[Tensor, " text"]:
         """Share of heads that give position 0 more than 0.3, over all queries that see it (Gu et al. 2025)."""
-        whole = (self.attention * self.seen[:, None, None] + self.own) / (self.seen[:, None, None] + 1)
-        return (whole[self.target.attending][..., 0] > READS).float().mean((0, 1))
+        seen = self.seen[:, :1, None]
+        whole = (self.attention[..., 0] * seen + self.own) / (seen + 1)
+        return (whole[self.target.attending] > READS).float().mean((0, 1))
 
-    def entering(self, texts: slice | Tensor = slice(None), length: int | None = None) -> LayerInputs:
-        """Return where a later pass over these texts, or their beginnings, may start."""
-        inputs: dict[int, LayerInput] = {}
-        if self.target.skips_layers:
-            for layer in range(1, len(self.entered) - 1):
-                hidden = self.entered[layer, texts, :length]
-                inputs[layer] = LayerInput(layer, hidden.to(self.target.device, self.target.dtype), self.wrapped)
-        return LayerInputs(inputs)
+    def start(self, layer: int, texts: slice | Tensor = slice(None), length: int | None = None) -> LayerInput | None:
+        """Return what a later pass over texts, or their beginnings, may start with at a layer; None: at the first."""
+        if not self.target.skips_layers or layer == 0:
+            return None
+        hidden = self.entered[layer, texts, :length].to(self.target.device, self.target.dtype)
+        return LayerInput(layer, hidden.clone(), self.wrapped)  # some layers add to it in place
 
 
 def survey_of(setup: Setup, bos: int | None, count: int | None = None) -> Survey:
@@ -135,7 +137,7 @@ def survey_of(setup: Setup, bos: int | None, count: int | None = None) -> Survey
     Args:
         setup: The model and its text.
         bos: The token that texts begin with. None: none.
-        count: Number of texts. None: 12.
+        count: Number of texts. None: 12. Of a large model fewer are read.
 
     Raises:
         SinkscopeError: A state is not finite.
@@ -145,12 +147,14 @@ def survey_of(setup: Setup, bos: int | None, count: int | None = None) -> Survey
     kept = KEPT_ELEMENTS // (target.n_layers * length * target.d_model)
     texts = max(min(count or SURVEYED, kept), FEWEST)
     ids = text_rows(setup.tokenizer, setup.text, texts, length, bos)
-    return read_survey(target, ids, lambda done: setup.progress("survey", done, len(ids)))
+    survey = read_survey(target, ids)
+    setup.progress("survey", len(ids), len(ids))
+    return survey
 
 
 @torch.no_grad()
-def read_survey(target: Target, ids: TokenRows, progress: Callable[[int], None] = lambda _: None) -> Survey:
-    """Read some texts of equal length once.
+def read_survey(target: Target, ids: TokenRows) -> Survey:
+    """Read some texts of equal length once, in one pass.
 
     Raises:
         SinkscopeError: A state is not finite.
@@ -162,29 +166,24 @@ def read_survey(target: Target, ids: TokenRows, progress: Callable[[int], None] 
         entered=torch.zeros(depth + 1, *ids.shape, target.d_model),
         mlp=torch.zeros(depth, *ids.shape, target.d_model),
         attention=torch.zeros(depth, heads, *ids.shape),
-        own=torch.zeros(depth, heads, *ids.shape),
+        own=torch.zeros(depth, heads, len(ids)),
         seen=torch.zeros(depth, ids.shape[1]),
         learned=torch.zeros(depth, heads, len(ids)),
     )
-    size = rows_at_once(ids.shape[1], target.d_mlp)
-    if not target.resident:
-        size = len(ids)  # a streamed model is read from disk once
-    for start in range(0, len(ids), size):
-        _Reading(survey, slice(start, start + size)).run()
-        progress(min(start + size, len(ids)))
+    _Reading(survey).run()
     return survey
 
 
 class _Reading:
-    """One pass over some texts of a survey, which fills its tensors."""
+    """The pass over the texts of a survey, which fills its tensors."""
 
-    def __init__(self, survey: Survey, texts: slice) -> None:
-        self.survey, self.target, self.texts = survey, survey.target, texts
+    def __init__(self, survey: Survey) -> None:
+        self.survey, self.target = survey, survey.target
         self._calls: list[Any] = []
 
     def run(self) -> None:
         """Run the texts through the model."""
-        target, hooks, ids = self.target, list[Hook](), self.survey.ids[self.texts]
+        target, hooks, ids = self.target, list[Hook](), self.survey.ids
         layers = list(range(target.n_layers))
         for layer in layers:
             hooks += self._hooks(layer)
@@ -211,7 +210,7 @@ class _Reading:
         return hooks
 
     def _keep(self, where: Tensor, number: int, values: Tensor) -> None:
-        where[number, self.texts] = values.detach().float().cpu().reshape(where[number, self.texts].shape)
+        where[number] = values.detach().float().cpu().reshape(where[number].shape)
 
     def _after(self, layer: int, output: Any) -> None:
         hidden, survey = first_tensor(output), self.survey
@@ -220,7 +219,7 @@ class _Reading:
         if self._calls:
             self._keep(survey.mlp, layer, self._calls.pop().added(hidden))
         else:
-            survey.mlp[layer, self.texts] *= self.target.adapter.write_factor
+            survey.mlp[layer] *= self.target.adapter.write_factor
         if not bool(hidden.isfinite().all()):
             raise SinkscopeError(
                 f"layer {layer} of {self.target.name} gives infinite or NaN values in {self.target.dtype}; "
@@ -234,12 +233,38 @@ class _Reading:
         probs: Float[Tensor, "text head query key"],
         visible: Callable[[], Bool[Tensor, "text _ query key"]],
     ) -> None:
-        survey, gather = self.survey, partial(self.target.shards.gather, size=self.target.n_heads, dim=0)
-        sees = visible()[0, 0].cpu().tril(-1)
-        whole = gather(probs.transpose(0, 1)).cpu()
-        if bool(sees[-1, 0]) or int(sees[-1].sum()) + 1 >= NARROWEST:
-            survey.seen[layer] = sees.sum(0)
-            survey.attention[layer, :, self.texts] = (whole * sees).sum(2) / survey.seen[layer].clamp(min=1)
-            survey.own[layer, :, self.texts] = whole.diagonal(dim1=2, dim2=3)
+        survey, whole = self.survey, self.target.shards.gather(probs, self.target.n_heads, 1)
+        given, seen = given_later(whole, visible)
+        if bool(seen.any()):
+            survey.seen[layer] = seen
+            survey.attention[layer] = given.transpose(0, 1).cpu() / seen.clamp(min=1)
+            survey.own[layer] = whole[:, :, 0, 0].T.cpu()
         if self.target.adapter.learned_sinks:
-            survey.learned[layer, :, self.texts] = 1 - whole.sum(-1).mean(-1)
+            survey.learned[layer] = 1 - whole.sum(-1).mean(-1).T.cpu()
+
+
+def given_later(
+    probs: Float[Tensor, "row head query key"], visible: Callable[[], Bool[Tensor, "row _ query key"]]
+) -> tuple[Float[Tensor, "row head key"], Int[Tensor, " key"]]:
+    """Return what later queries give to each position, and how many see it; 0 where a window is too narrow.
+
+    Args:
+        probs: Attention of texts without padding, all queries.
+        visible: Gives what the mask shows.
+    """
+    sees = visible()[0, 0].tril(-1)
+    if not bool(sees[-1, 0]) and int(sees[-1].sum()) + 1 < NARROWEST:
+        sees = torch.zeros_like(sees)
+    return (probs * sees.to(probs.device)).sum(2), sees.sum(0).cpu()
+
+
+def to_place(given: Float[Tensor, "*n key"], seen: Shaped[Tensor, "... key"], place: Bool[Tensor, "... key"]) -> Tensor:
+    """Return mean attention to all positions of a place together, over the queries that see it; NaN without any.
+
+    Args:
+        given: What later queries give to each position.
+        seen: How many these are.
+        place: The positions.
+    """
+    queries = (seen * place).amax(-1)
+    return torch.where(place.any(-1), (given * place).sum(-1) / queries.clamp(min=1), torch.nan)

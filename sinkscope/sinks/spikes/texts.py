@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Float, Int
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from sinkscope.hooks.trace.run import trace
 from sinkscope.results.parts import Component, Head
-from sinkscope.sinks.spikes.edited import Effects, Reading, run_edits
+from sinkscope.sinks.spikes.edited import Effects, Reading, Written, losses_at, run_edits
+from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
-from sinkscope.sinks.spikes.survey import Mask, Survey, TokenRows
+from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.tokens import Mask
 
 EDITED = 4  # texts of each edit
 
@@ -25,7 +28,7 @@ class SpikeTexts:
     Attributes:
         survey: The survey.
         spike: The spike.
-        rows: Numbers of the texts; consecutive ones, so that passes may begin where the survey was.
+        rows: Numbers of the texts.
     """
 
     survey: Survey
@@ -38,30 +41,51 @@ class SpikeTexts:
         return cls(survey, spike, most_often(spike.mask))
 
     @property
-    def ids(self) -> TokenRows:
-        """The texts."""
-        return self.survey.ids[self.rows]
+    def reading_layers(self) -> list[int]:
+        """The layers of the model whose heads can read the spike."""
+        return [layer for layer in self.spike.reading_layers if layer < self.survey.target.n_layers]
 
-    @property
-    def place(self) -> Mask:
-        """The place in them."""
-        return self.spike.mask[self.rows]
+    @cached_property
+    def attention(self) -> Float[Tensor, "layer head text"]:
+        """Attention to the place of each head in these layers, without an edit."""
+        return self.survey.received(self.spike.mask)[self.reading_layers][:, :, self.rows]
 
-    def along(self, edits: list[Parts], means: dict[Part, Tensor] | None = None) -> Float[Tensor, "edit text"]:
+    @cached_property
+    def loss(self) -> Float[Tensor, "text pos"]:
+        """Loss of the next tokens without an edit; NaN for a streamed model, which is read without its unembedding."""
+        survey, ids = self.survey, self.survey.ids[self.rows]
+        if not survey.target.resident:
+            return torch.full((len(ids), ids.shape[1] - 1), torch.nan)
+        start = survey.start(survey.target.n_layers - 1, self.rows)
+        key, positions = tuple(self.rows.tolist()), torch.arange(ids.shape[1] - 1)
+        if key not in survey.losses:
+            survey.losses[key] = losses_at(survey.target, ids, positions, start)
+        return survey.losses[key]
+
+    def along(self, edits: Sequence[Parts], means: Written | None = None) -> Float[Tensor, "edit text"]:
         """What is left of the spike in each text under each edit, from passes that end at the peak and at the place."""
-        end = int(self.place.any(0).nonzero().max()) + 1
-        ids, place, rows = self.ids[:, :end], self.place[:, :end], self.rows
+        rows, end = self.rows, int(self.spike.mask[self.rows].any(0).nonzero().max()) + 1
+        ids, place = self.survey.ids[rows, :end], self.spike.mask[rows, :end]
         if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
-            ids, place, rows = ids[:1], place[:1], rows[:1]
-        entering = self.survey.entering(rows, end)
-        reading = Reading(ids, place, self.spike, edits, means or {}, entering)
-        return left_by_text(run_edits(self.survey.target, reading), place)
+            rows = rows[:1]
+        return self.left(self._run(rows, end, edits, means).along, rows)
 
-    def effects(self, edits: list[Parts], means: dict[Part, Tensor] | None = None, *, every_loss: bool) -> Effects:
+    def effects(self, edits: Sequence[Parts], means: Written | None = None, *, every_loss: bool) -> Effects:
         """Return all effects of each edit, from whole passes."""
-        entering = self.survey.entering(self.rows)
-        reading = Reading(self.ids, self.place, self.spike, edits, means or {}, entering, True, every_loss)
-        return run_edits(self.survey.target, reading)
+        return self._run(self.rows, None, edits, means, whole=True, every_loss=every_loss)
+
+    def _run(
+        self, rows: Tensor, end: int | None, edits: Sequence[Parts], means: Written | None, **how: bool
+    ) -> Effects:
+        begin = partial(self.survey.start, texts=rows, length=end)
+        ids, place = self.survey.ids[rows, :end], self.spike.mask[rows, :end]
+        return run_edits(self.survey.target, Reading(ids, place, self.spike, edits, means or {}, begin, **how))
+
+    def left(self, along: Float[Tensor, "edit case"], rows: Int[Tensor, " text"]) -> Float[Tensor, "edit text"]:
+        """Return what is left in these texts: a ratio of means over texts, and how far each text moves it."""
+        place = self.spike.mask[rows]
+        intact = self.spike.along(self.survey.states[self.spike.peak, rows][place])
+        return left_of(per_text(torch.cat([intact[None], along]), place))
 
 
 def most_often(place: Mask) -> Int[Tensor, " some"]:
@@ -71,12 +95,6 @@ def most_often(place: Mask) -> Int[Tensor, " some"]:
     return order[number[order] > 0].sort().values
 
 
-def left_by_text(effects: Effects, place: Mask) -> Float[Tensor, "edit text"]:
-    """Return what is left of a spike under each edit: a ratio of means over texts, and how far each text moves it."""
-    texts = place.nonzero()[:, 0]
-    return left_of(torch.stack([effects.along[:, texts == text].mean(1) for text in texts.unique()], 1))
-
-
 def left_of(along: Float[Tensor, "state case"]) -> Float[Tensor, "edit case"]:
     """Divide the mean over cases under each edit by the intact one, and add how far each case moves that ratio."""
     intact, edited = along[:1], along[1:]
@@ -84,37 +102,21 @@ def left_of(along: Float[Tensor, "state case"]) -> Float[Tensor, "edit case"]:
     return left + (edited - left * intact) / intact.mean()
 
 
-def means_of(survey: Survey, spike: Spike, parts: Iterable[Part]) -> dict[Part, Tensor]:
-    """Return what components and heads write on average at ordinary positions, where an edit puts it.
+def means_of(survey: Survey, spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
+    """Return what components and heads write on average at ordinary positions, in the units of what writes it.
 
     Args:
         survey: The survey.
         spike: Its ordinary positions count.
         parts: The parts.
     """
-    target, means = survey.target, dict[Part, Tensor]()
-    layers: dict[int, list[Head]] = {}
+    site, means = "blocks.{}.attn.hook_z", dict[Part, Tensor]()
+    sites = [site.format(layer) for layer in {part.layer for part in parts if isinstance(part, Head)}]
+    outputs = trace(survey.target, survey.ids, sites) if sites else {}
+    factors = {"mlp": survey.target.adapter.write_factor, "attention": survey.target.adapter.attn_factor}
     for part in parts:
         if isinstance(part, Head):
-            layers.setdefault(part.layer, []).append(part)
+            means[part] = outputs[site.format(part.layer)][spike.ordinary][:, part.head].float().mean(0)
         elif isinstance(part, Component):
-            means[part] = _mean_written(survey, spike, part)
-    sites = [f"blocks.{layer}.attn.hook_z" for layer in layers]
-    outputs = trace(target, survey.ids, sites, batch_size=len(survey.ids)) if sites else {}
-    for layer, heads in layers.items():
-        mean = outputs[f"blocks.{layer}.attn.hook_z"][spike.ordinary].float().mean(0)
-        for head in heads:
-            means[head] = mean[head.head]
+            means[part] = survey.added(part)[spike.ordinary].mean(0) / factors.get(part.kind, 1)
     return means
-
-
-def _mean_written(survey: Survey, spike: Spike, part: Component) -> Float[Tensor, " d_model"]:
-    """What a component adds on average, in the units of the module that writes it."""
-    adapter, layer = survey.target.adapter, part.layer or 0
-    if part.kind == "mlp":
-        return survey.mlp[layer][spike.ordinary].mean(0) / adapter.write_factor
-    if part.kind == "mixer":
-        return survey.attention_mix(layer)[spike.ordinary].mean(0)
-    if part.kind == "attention":
-        return survey.attention_mix(layer)[spike.ordinary].mean(0) / adapter.attn_factor
-    return survey.entered[0][spike.ordinary].mean(0)

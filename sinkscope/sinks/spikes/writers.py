@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.hooks.trace.layer_view import (
+    LayerView,
     columns,
     expert_and_neuron,
     flat_number,
@@ -18,50 +19,44 @@ from sinkscope.hooks.trace.layer_view import (
 )
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.passes.batch import MOST_NUMBERS, rows_at_once
-from sinkscope.models.target import NO_INPUTS, LayerInputs, Target
-from sinkscope.results.parts import Component, Neuron
-from sinkscope.sinks.spikes.components import mixing
-from sinkscope.sinks.spikes.spike import Share, Spike
-from sinkscope.sinks.spikes.survey import Mask, Survey
+from sinkscope.models.target import LayerInput, Target
+from sinkscope.results.parts import Neuron
+from sinkscope.sinks.spikes.components import components
+from sinkscope.sinks.spikes.places import per_text
+from sinkscope.sinks.spikes.records import NeuronShare, PartShare, part_name
+from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.tokens import Mask
 
+LISTED = 0.005  # share of a component from which it is listed
 NAMED = 0.02  # shares of neurons from which they are listed, if an MLP writes at least so much
 MOST = 8  # neurons that are listed
 OF_A_LAYER = 4  # ... of one layer
 ERASES = 0.05  # share that an eraser takes away
 
 
-def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
+def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ...]]:
     """Return the shares of the embedding and of each layer's attention and MLP up to the peak.
 
     The second part is what erases the spike later.
     """
-    target, shares = survey.target, list[Share]()
-
-    def share(part: Component, added: Float[Tensor, "text pos d_model"]) -> None:
-        along = added @ spike.direction
+    before, later = list[PartShare](), list[PartShare]()
+    for part in components(survey.target, survey.target.n_layers - 1):
+        along = survey.added(part) @ spike.direction
         beyond = (along[spike.mask] - along[spike.ordinary].mean()) / spike.size
-        by_text = spike.per_text(beyond)
-        shares.append(Share(part, float(beyond.mean()), margin_of(by_text.numpy())))
-
-    share(Component("token embedding"), survey.entered[0])
-    for layer in range(target.n_layers):
-        for part in mixing(target, layer):
-            share(part, survey.attention_mix(layer))
-        if target.has_neurons(layer):
-            share(Component("mlp", layer), survey.mlp[layer])
-    before = [one for one in shares if _layer(one) <= spike.peak]
-    later = [one for one in shares if spike.peak < _layer(one) <= spike.last + 1 and one.share <= -ERASES]
+        margin = margin_of(per_text(beyond, spike.mask).numpy())
+        share, layer = PartShare(part_name(part), float(beyond.mean()), margin), part.layer or 0
+        if layer <= spike.peak and abs(share.share) >= LISTED:
+            before.append(share)
+        elif spike.peak < layer <= spike.last + 1 and share.share <= -ERASES:
+            later.append(share)
     before.sort(key=lambda one: -abs(one.share))
     later.sort(key=lambda one: one.share)
     return tuple(before), tuple(later)
 
 
-def _layer(share: Share) -> int:
-    return -1 if share.part.layer is None else share.part.layer  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @torch.no_grad()
-def neurons_of(survey: Survey, spike: Spike, writers: tuple[Share, ...]) -> tuple[Share, ...]:
+def neurons_of(survey: Survey, spike: Spike, writers: Sequence[PartShare]) -> tuple[NeuronShare, ...]:
     """Return the neurons that write most along the direction, as shares of the intact spike.
 
     Args:
@@ -69,34 +64,33 @@ def neurons_of(survey: Survey, spike: Spike, writers: tuple[Share, ...]) -> tupl
         spike: The spike.
         writers: Its components.
     """
-    shares, entering = list[Share](), survey.entering()
-    for one in writers:
-        if isinstance(one.part, Component) and one.part.kind == "mlp" and abs(one.share) >= NAMED:
-            shares += of_layer(survey, spike, one.part.layer or 0, entering)
-    shares.sort(key=lambda one: -one.share)
-    return tuple(shares[:MOST])
+    neurons = list[NeuronShare]()
+    written = {one.part: one.share for one in writers}
+    for layer in range(spike.peak + 1):
+        if abs(written.get(f"mlp {layer}", 0.0)) >= NAMED:
+            neurons += of_layer(survey, spike, layer, survey.start(layer))
+    return tuple(sorted(neurons, key=lambda one: -one.share)[:MOST])
 
 
 def of_layer(
-    survey: Survey, spike: Spike, layer: int, entering: LayerInputs = NO_INPUTS, count: int = OF_A_LAYER
-) -> list[Share]:
+    survey: Survey, spike: Spike, layer: int, start: LayerInput | None = None, count: int = OF_A_LAYER
+) -> list[NeuronShare]:
     """Return the neurons of a layer that write most along the direction; under an ablation, those that do so then."""
     target = survey.target
     where = spike.mask | few_ordinary(target, layer, spike.ordinary)
     with target.loaded(layer):
-        view = view_layer(target, layer, survey.ids, where, entering)
-        projections = (view.post * _projection(target, layer, spike.direction, view)).cpu()
-        projections = projections * _scales(target, layer, survey.mlp[layer][where], view.mlp.cpu())
+        view = view_layer(target, layer, survey.ids, where, start)
+        written = _written(target, view, spike.direction, survey.mlp[layer][where])
     of_place = spike.mask[where]
-    beyond = (projections[of_place] - projections[~of_place].mean(0)) / spike.size
+    beyond = (written[of_place] - written[~of_place].mean(0)) / spike.size
     total = beyond.mean(0)
-    shares: list[Share] = []
+    neurons: list[NeuronShare] = []
     for number in total.topk(min(count, len(total))).indices.tolist():
         if float(total[number]) >= NAMED:
-            neuron = Neuron(layer, *expert_and_neuron(target, layer, number))
-            by_text = spike.per_text(beyond[:, number])
-            shares.append(Share(neuron, float(total[number]), margin_of(by_text.numpy())))
-    return shares
+            margin = margin_of(per_text(beyond[:, number], spike.mask).numpy())
+            expert, neuron = expert_and_neuron(target, layer, number)
+            neurons.append(NeuronShare(layer, expert, neuron, float(total[number]), margin))
+    return neurons
 
 
 @torch.no_grad()
@@ -110,7 +104,7 @@ def neutral_values(survey: Survey, ordinary: Mask, neurons: Sequence[Neuron]) ->
     """
     target, values = survey.target, dict[Neuron, float]()
     for layer in {neuron.layer for neuron in neurons}:
-        view = view_layer(target, layer, survey.ids, few_ordinary(target, layer, ordinary), survey.entering())
+        view = view_layer(target, layer, survey.ids, few_ordinary(target, layer, ordinary), survey.start(layer))
         for neuron in neurons:
             if neuron.layer == layer:
                 values[neuron] = neutral_post(target, view, flat_number(target, layer, neuron.expert, neuron.neuron))
@@ -126,31 +120,23 @@ def few_ordinary(target: Target, layer: int, ordinary: Mask) -> Mask:
     return some
 
 
-def _projection(target: Target, layer: int, direction: Tensor, view: object) -> Float[Tensor, " neuron"]:
-    """What each neuron adds along a direction per unit of its value, before the scale of a norm behind the MLP."""
-    post: Tensor = view.post  # pyright: ignore[reportAttributeAccessIssue]
-    onto = direction.to(post.device)
-    if target.has_part(layer, "post_mlp_norm"):
-        onto = onto * gain_of(target, target.sub(layer, "post_mlp_norm")).to(post.device)
-    firing = post.any(0).nonzero().flatten()
-    projection = torch.zeros(post.shape[1], device=post.device)
-    for some in firing.split(1024):
-        projection[some] = (columns(target, layer, some) @ onto).float()  # under autocast it is not
-    return projection
-
-
-def _scales(
-    target: Target, layer: int, added: Float[Tensor, "n d_model"], mlp: Float[Tensor, "n d_model"]
-) -> Float[Tensor, "n 1"]:
-    """What the norm behind an MLP multiplies each position with: it is linear once that is known; 1 without a norm.
+def _written(
+    target: Target, view: LayerView, direction: Float[Tensor, " d_model"], added: Float[Tensor, "n d_model"]
+) -> Float[Tensor, "n neuron"]:
+    """What each neuron adds along a direction. A norm behind the MLP is linear once its scale at a position is known.
 
     Args:
         target: The model.
-        layer: The layer.
-        added: What the layer adds, after the norm.
-        mlp: What the MLP gives, before the norm.
+        view: The layer.
+        direction: The direction.
+        added: What the MLP adds, after the norm.
     """
-    if not target.has_part(layer, "post_mlp_norm"):
-        return torch.ones(len(mlp), 1)
-    raw = mlp * gain_of(target, target.sub(layer, "post_mlp_norm")).cpu()
-    return ((raw * added).sum(-1) / raw.square().sum(-1).clamp(min=1e-30))[:, None]
+    post, onto, scale = view.post, direction.to(view.post.device), torch.ones(len(added), 1)
+    if target.has_part(view.layer, "post_mlp_norm"):
+        gain = gain_of(target, target.sub(view.layer, "post_mlp_norm")).to(post.device)
+        onto, raw = onto * gain, (view.mlp.to(post.device) * gain).cpu()
+        scale = ((raw * added).sum(-1) / raw.square().sum(-1).clamp(min=1e-30))[:, None]
+    projection = torch.zeros(post.shape[1], device=post.device)
+    for some in post.any(0).nonzero().flatten().split(1024):
+        projection[some] = (columns(target, view.layer, some) @ onto).float()  # under autocast it is not
+    return (post * projection).cpu() * scale

@@ -1,0 +1,23 @@
+"""A GGUF file parsed once: transformers does so for the configuration, the tokenizer and the weights each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """Context manager in which each GGUF file is parsed once, which takes seconds for a large vocabulary."""
+    try:
+        import gguf
+    except ImportError:  # what needs it says so
+        yield
+        return
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = cache(reader)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
