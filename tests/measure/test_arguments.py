@@ -16,7 +16,7 @@ from sinkscope.hooks.edit.base import Intervention
 from sinkscope.measure import Measurement
 from sinkscope.results.options import Parameter, parameters_of
 
-ELSEWHERE = ("models", "sink_mask", "sink_dims")  # no parameter of one type; test_mask has what they refuse
+ELSEWHERE = ("list_models", "sink_mask", "sink_dims")  # no parameter of one type; test_mask has what they refuse
 FUNCTIONS = [name for name in sinkscope.__all__ if callable(getattr(sinkscope, name)) and name not in ELSEWHERE]
 FUNCTIONS = [name for name in FUNCTIONS if not inspect.isclass(getattr(sinkscope, name))]
 
@@ -91,6 +91,7 @@ NEEDED = {
     "Ablate": {"sites": [(0, 1)]},
     "SinkPatch": {"sites": [(0, 1)]},
     "Quantize": {"activations": 8},
+    "PerLayer": {"policy": sinkscope.kv.SnapKV(), "budgets": [512]},
 }
 
 

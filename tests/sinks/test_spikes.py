@@ -141,7 +141,7 @@ def test_what_erases_less_than_half_of_a_spike_takes_only_a_part_of_it_away(shar
         one for one in FindSinks.load(FIGURES / "find_sinks.json").spikes if one.place.words == "the first token"
     ]
     erasers = tuple(PartShare(f"mlp {3 + number}", share, None) for number, share in enumerate(shares))
-    said = spike_line(replace(spike, erasers=erasers))
+    said = spike_line(replace(spike, erasers=erasers), ())
     assert said.endswith(f" {'take' if len(shares) > 1 else 'takes'} {it} away again.")
 
 

@@ -7,9 +7,9 @@ import os
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Setup
+from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.spike import Measured
-from sinkscope.sinks.first_tokens import spike_of
 
 PatchArgument = SinkPatch | str | os.PathLike[str] | None
 """A patch, or its file."""
