@@ -94,7 +94,7 @@ def checks_arguments(function: C, parameters: Mapping[str, Parameter] | None = N
     return cast(C, call)
 
 
-_TITLE = re.compile(r"\n\n(Args|Attributes|Example|Raises|Returns):\n")
+_TITLE = re.compile(r"\n\n(Args|Attributes|Example|Example in Python|Raises|Returns):\n")
 LARGEST = (1 << 31) - 1
 """A number above it is too large for any work."""
 TYPES = {"bool": bool, "int": int, "float": float, "path": Path}

@@ -73,7 +73,7 @@ def find_clusters(setup: Setup, measured: Measured, ids: list[int], resume: Resu
         edits.append(tuple(other for other in first.heads if other != head))
 
     def work(tokens: list[int]) -> Columns:  # what threads may change is beyond four digits
-        along = first.along(torch.tensor(tokens), edits).T.double()
+        along = first.along(torch.tensor(tokens), edits).T.cpu().double()
         return {"along": along.round(decimals=4).tolist()}
 
     columns = in_chunks(setup, work, ids, resume, what="clusters", size=TOKENS, spike=name_of(spike))
