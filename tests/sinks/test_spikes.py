@@ -137,12 +137,26 @@ def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it
     ("shares", "it"), [((-0.3, -0.21), "it"), ((-0.3, -0.19), "part of it"), ((-0.06,), "part of it")]
 )
 def test_what_erases_less_than_half_of_a_spike_takes_only_a_part_of_it_away(shares, it):
-    (spike,) = [
-        one for one in FindSinks.load(FIGURES / "find_sinks.json").spikes if one.place.words == "the first token"
-    ]
+    found, spike = spike_of_figure()
     erasers = tuple(PartShare(f"mlp {3 + number}", share, None) for number, share in enumerate(shares))
-    said = spike_line(replace(spike, erasers=erasers), ())
+    said = spike_line(replace(spike, erasers=erasers), (), found.typical_norm)
     assert said.endswith(f" {'take' if len(shares) > 1 else 'takes'} {it} away again.")
+
+
+def spike_of_figure():
+    """The result of the model in the package, and its spike at the first token."""
+    found = FindSinks.load(FIGURES / "find_sinks.json")
+    (spike,) = [one for one in found.spikes if one.place.words == "the first token"]
+    return found, spike
+
+
+def test_the_norm_is_compared_with_the_typical_one_of_its_layer():
+    """Where dimensions that are large at all positions hide a spike, what is compared leaves them out, and says so."""
+    found, spike = spike_of_figure()
+    plain_ratio = spike.norm / found.typical_norm[spike.peak]
+    assert f", {plain_ratio:,.0f} times the typical one (" in spike_line(spike, (), found.typical_norm)
+    hidden = spike_line(replace(spike, ratio=7.5), (), [spike.norm / 2] * len(found.typical_norm))
+    assert ", 7.5 times the typical one beside what is large at all positions (" in hidden
 
 
 @torch.no_grad()

@@ -90,7 +90,7 @@ class SpikesFound(Result):
 
     def details(self) -> list[str]:
         """Return the spikes, each in a line, and what else heads attend to."""
-        lines = [sentences.spike_line(one, self.spikes) for one in self.spikes]
+        lines = [sentences.spike_line(one, self.spikes, self.typical_norm) for one in self.spikes]
         if not self.spikes and self.readers.heads:
             lines.append(self._no_spike)
         for one in self.attended:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.sinks.spikes.records import MarkLeft, Needed, OtherBos, Readers, SpikeResult
 
@@ -19,6 +21,7 @@ NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical on
 ATTENDED = "{heads} heads give {place} more than 0.3 of their attention, where no norm stands out."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
 
+FAR = 3.0  # times the typical norm, from which norms are compared as they are
 SHOWN = 3  # neurons or components that a sentence names
 WRITES = 0.1  # share from which a neuron or a component is named
 MOST = 0.5  # share of the spike from which what is written against it takes it away, and not a part
@@ -44,14 +47,19 @@ def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | No
     return READERS.format(heads=heads, total=said.total, place=said.place, bos=bos, layers=layers)
 
 
-def spike_line(spike: SpikeResult, spikes: tuple[SpikeResult, ...]) -> str:
-    """What raises a spike, what is left without what it needs and without single neurons, and what takes it away.
+def spike_line(spike: SpikeResult, spikes: tuple[SpikeResult, ...], typical_norm: Sequence[float]) -> str:
+    """Return what raises a spike, what is left without what it needs and without single neurons, and what erases it.
 
     Of one that is the same as another of these spikes at another place, only that.
+
+    Args:
+        spike: The spike.
+        spikes: All spikes of the result.
+        typical_norm: Median norm of later positions after each layer.
     """
     if spike.like is not None:
         return elsewhere(spike, spikes[spike.like])
-    sentences = [raised(spike)]
+    sentences = [raised(spike, typical_norm[spike.peak])]
     if spike.needed is not None:
         sentences += [without(spike, spike.needed), *alone(spike, spike.needed)]
     if spike.erasers:
@@ -62,12 +70,17 @@ def spike_line(spike: SpikeResult, spikes: tuple[SpikeResult, ...]) -> str:
     return " ".join(sentences)
 
 
-def raised(spike: SpikeResult) -> str:
-    """Return which neurons, or else components, raise the norm at a place, and how far."""
+def raised(spike: SpikeResult, typical: float) -> str:
+    """Return which neurons, or else components, raise the norm at a place, and how far above the typical norm.
+
+    Where that is not far, because some dimensions are large at all positions, these are left out, and it is said.
+    """
     shares = named(spike) or [(component(one.part), one.share) for one in spike.writers if one.share >= WRITES]
     names = [f"{name} ({share:.0%})" for name, share in shares]
-    times = f"{spike.ratio:,.{0 if spike.ratio >= 10 else 1}f}"
-    ratio = f"{times} times the typical one"
+    times, beside = spike.norm / max(typical, 1e-9), ""
+    if times < FAR:
+        times, beside = spike.ratio, " beside what is large at all positions"
+    ratio = f"{times:,.{0 if times >= 10 else 1}f} times the typical one{beside}"
     dims = "no dimension holds a tenth of it"
     if spike.dims:
         dims = f"dimension{'s' if len(spike.dims) > 1 else ''} {word_list(spike.dims)}"
