@@ -196,7 +196,7 @@ def figure(data: Row) -> Any:
     for (state, curve), (_, _, colour) in zip(result["perturbed"].items(), SHIFTS, strict=True):
         fig.add_scatter(y=curve, mode="lines", name=state, line_color=colour, row=1, col=3)
     fig.update_yaxes(**powers())
-    fig.update_xaxes(title_text="layer", dtick=1)
+    fig.update_xaxes(title_text="layer", dtick=max(1, layers // 6))
     fig.update_xaxes(title_text="new tokens", dtick=16, row=1, col=3)
     return figure_of(fig, None, summary(result), width=1400, height=560, legend=-0.2)
 
