@@ -65,8 +65,10 @@ def result_section(result: Result, file: str = "", kind: str = "") -> Section:
     figure = ""
     if type(result).drawing is not None:
         drawn = result.figure()
-        room = drawn.layout.margin.t - TOP  # its title is the conclusion, which stands above
-        drawn.update_layout(title=None, margin_t=TOP, height=drawn.layout.height - room)
+        above, height = drawn.layout.margin.t, drawn.layout.height
+        if above is not None and height is not None:  # a drawing of another package may leave both to plotly
+            drawn.update_layout(height=height - above + TOP)
+        drawn.update_layout(title=None, margin_t=TOP)  # its title is the conclusion, which stands above
         figure = plot(drawn, file)
     parts = [result.to_html(figure)]
     data = result.to_dict()
