@@ -184,7 +184,7 @@ def _module(target: Target, layer: int, part: str) -> nn.Module:
     if reason is not None:
         raise UnsupportedError(
             f"site 'blocks.{layer}.{part}' is not offered on {adapter.model_type}, because its place could not be "
-            f"proved: {reason}; leave it out of sites"
+            f"proved: {reason}; leave it out of sites, or mend the row of the adapter"
         )
     problem = ""
     if part.startswith("mlp.") and target.is_mixture(layer):

@@ -43,7 +43,8 @@ def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
     """Return the error for a model of which something was not found, with the row to write."""
     row = shown_row(draft)
     return UnsupportedError(
-        f"model type {draft.model_type!r} has no row, and its names propose none: {error}; if it has these parts, "
+        f"model type {draft.model_type!r} has no row, and its names propose none: {error}; if it has these parts "
+        "under other names, "
         f"write its row (docs/extending.md): sinkscope.models.adapters.register({row[:-1]}, ...))"
     )
 
