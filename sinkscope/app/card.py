@@ -188,6 +188,11 @@ def _change(part: str, before: Number, after: Number) -> CardChange:
     return CardChange(after.label, old, new, margin, changed, part, after.key)
 
 
+def part_file(name: str) -> str:
+    """Return the file of a part, beside the card in the folder of a scan."""
+    return name.replace("_", "-") + ".json"
+
+
 def read_card(path: str | Path) -> SinkCard:
     """Read the card in a file, or in the folder of a scan.
 

@@ -14,8 +14,8 @@ import psutil
 import torch
 
 from sinkscope import __version__
-from sinkscope.app.card import CARD, CardPart, SinkCard, read_card
-from sinkscope.app.pages import document, folded, result_section
+from sinkscope.app.card import CARD, CardPart, SinkCard, part_file, read_card
+from sinkscope.app.pages import document, folded, result_section, text
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError, is_out_of_memory
@@ -72,7 +72,7 @@ class Part:
     @property
     def file(self) -> str:
         """Its file in the folder of a scan."""
-        return self.name.replace("_", "-") + ".json"
+        return part_file(self.name)
 
 
 GUARDED = ("full", "loopguard")
@@ -159,7 +159,7 @@ PARTS = (
         | {"random": "nats with random tokens"},
     ),
     Part(
-        "precision", "precision", precision.on, quick={"pieces": 3, "length": 32, "schemes": ["a8-tensor"]}, seconds=40
+        "precision", "precision", precision.on, quick={"pieces": 3, "length": 16, "schemes": ["a8-tensor"]}, seconds=40
     ),
 )
 """What a scan runs, in the order of the card."""
@@ -287,10 +287,10 @@ def _page(card: SinkCard, outcomes: Outcomes) -> str:
     first = result_section(card)
     if card.against is None:  # the tiles say it
         first = folded(first, "What every part says, and all numbers with their controls")
-    sections = [first]
+    sections = [replace(first, heading="All parts")]
     for part, outcome in outcomes:
         if isinstance(outcome, Result):
-            section = result_section(outcome, kind=part.command)
+            section = replace(result_section(outcome), heading=text(part.command))
             if part.name != "find_sinks":
                 section = folded(section, card_part(part, outcome).conclusion)
             sections.append(section)

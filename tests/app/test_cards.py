@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -16,7 +18,7 @@ from report_kit import files_shown, made_report
 from scan_kit import PARTS, few_parts, results
 
 from sinkscope.app import scan as scanning
-from sinkscope.app.card import CardPart, SinkCard, read_card
+from sinkscope.app.card import CardPart, SinkCard, part_file, read_card
 from sinkscope.app.scan import card_part, demo, scan
 from sinkscope.measure import Setup
 from sinkscope.results.notation import neuron_name
@@ -183,6 +185,30 @@ def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
     page = made_report(folder.parent, tmp_path / "report.html")
     assert {f"{folder.name}/{name}" for name in ("card.json", "find-sinks.json")} <= set(files_shown(page))
     assert f"<b>{folder.name}" not in page.read_text()
+
+
+def test_the_contents_of_a_card_name_its_commands_beside_each_other(folder):
+    """The model, which is the title of the page, is not said again in each line."""
+    listed = re.search(r'<nav aria-label="Contents" class="short">.*?</nav>', (folder / "card.html").read_text())
+    assert listed is not None
+    measured = [part.command for part in read_card(folder).parts if (folder / part_file(part.name)).is_file()]
+    assert re.findall(r'<a href="#r\d+">(.*?)</a>', listed.group()) == ["All parts", *measured]
+
+
+def test_a_report_says_of_a_scan_what_its_card_says_in_the_order_of_the_card(folder, tmp_path):
+    """The sentence of a part on the card, not that of its file; each once, and the card above its parts."""
+    copied = Path(shutil.copytree(folder, tmp_path / "results/scan"))
+    card = SinkCard.load(copied / "card.json")
+    there = [part for part in reversed(card.parts) if (copied / part_file(part.name)).is_file()]
+    parts = tuple(replace(part, conclusion=f"Sentence {part.name}.") for part in there)
+    replace(card, parts=parts).save(copied / "card.json")
+    page = made_report(copied.parent)
+    listed = re.search(r"<nav.*?</nav>", page.read_text(), re.DOTALL)
+    assert listed is not None and len(parts) > 1
+    assert re.findall(r"</a>: Sentence (\S+)\.</li>", listed.group()) == [part.name for part in parts]
+    files = ["card.json", *(part_file(part.name) for part in parts)]
+    assert files_shown(page)[: len(files)] == [f"scan/{name}" for name in files]
+    assert "All numbers of the parts below" in listed.group()
 
 
 @pytest.mark.parametrize(("by", "moved"), [(0.5, False), (1.3, False), (1.5, True)])

@@ -23,7 +23,7 @@ from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.find_sinks import find_sinks
 from sinkscope.sinks.spikes.records import PartShare
 from sinkscope.sinks.spikes.result import FindSinks
-from sinkscope.sinks.spikes.sentences import spike_line
+from sinkscope.sinks.spikes.sentences import share_left, spike_line
 from sinkscope.sinks.spikes.steps import sinks_of
 
 KINDS = HARD | UNSEEN
@@ -209,3 +209,8 @@ def test_a_streamed_model_gives_what_the_same_model_gives_in_memory(tmp_path):
     assert streamed.needed == whole.needed and streamed.spikes[0].layers == whole.spikes[0].layers
     assert streamed.spikes[0].needed.heads == whole.spikes[0].needed.heads
     assert streamed.spikes[0].needed.perplexity is None  # it is read without its unembedding
+
+
+@pytest.mark.parametrize(("share", "words"), [(-0.04, "none"), (-0.004, "0%"), (0.153, "15%")])
+def test_no_negative_share_is_left(share, words):
+    assert share_left(share) == words

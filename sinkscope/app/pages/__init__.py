@@ -54,13 +54,12 @@ def page(result: Result) -> str:
     return document(f"{result.kind}: {result.model.name}", [result_section(result)], kind=result.kind)
 
 
-def result_section(result: Result, file: str = "", kind: str = "") -> Section:
+def result_section(result: Result, file: str = "") -> Section:
     """Return the section of a result: its text, table and figure, and its settings and provenance.
 
     Args:
         result: The result.
         file: Displayed name of its file. Empty: the model's name is displayed.
-        kind: What it is, if not a result of its kind.
     """
     figure = ""
     if type(result).drawing is not None:
@@ -77,7 +76,7 @@ def result_section(result: Result, file: str = "", kind: str = "") -> Section:
         parts += [f"<dt>{escape(str(key))}</dt><dd>{escape(cell(value))}</dd>" for key, value in data[name].items()]
         parts.append("</dl></details>")
     html = visible("\n".join(parts))  # HTML does not allow control characters
-    return Section(f"{text(kind or result.kind)} <small>{text(file or result.model.name)}</small>", html)
+    return Section(f"{text(result.kind)} <small>{text(file or result.model.name)}</small>", html)
 
 
 def folded(one: Section, sentence: str) -> Section:
@@ -142,7 +141,10 @@ def _contents(sections: Sequence[Section]) -> str:
             lines.append(f'<li><a href="#r{number}">{one.heading}</a>{said}</li>')
         title = f"<h2>{text(about)}</h2>" if about else ""
         lists.append(f"{title}<ul>{''.join(lines)}</ul>")
-    return f'<nav aria-label="Contents">{"".join(lists)}</nav>'
+    short = ""
+    if not any(one.conclusion for one in sections):
+        short = ' class="short"'  # beside each other where there is room
+    return f'<nav aria-label="Contents"{short}>{"".join(lists)}</nav>'
 
 
 def _file(name: str) -> str:

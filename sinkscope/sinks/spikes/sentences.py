@@ -110,12 +110,12 @@ def without(spike: SpikeResult, needed: Needed) -> str:
     parts = word_list(names, SHOWN)
     if {name for name, _ in named(spike)} == set(names):
         parts = {1: "it", 2: "both"}.get(len(names), f"all {len(names)}")
-    left, chance = f"{percent(needed.left)} of the spike is left, and no head of its layers attends there", list[str]()
+    left, chance = f"{share_left(needed.left)} of the spike is left, and no head of its layers attends there", list[str]()
     if random is not None:
         chance.append(f"{random.left:.0%}")
     if needed.heads[0]:
         heads = of_heads(with_margin(needed.heads[1], needed.heads_margin[1]), needed.heads)
-        left = f"{percent(needed.left)} of the spike and {heads} are left"
+        left = f"{share_left(needed.left)} of the spike and {heads} are left"
         if random is not None:
             chance.append(count_of(random.heads, "head"))
     if needed.perplexity is not None:
@@ -163,10 +163,18 @@ def marks(spike: SpikeResult) -> str:
         mark=verb(names, "mark"),
         place=place,
         them="it" if len(names) == 1 else "both",
-        left=percent(mark.left),
+        left=share_left(mark.left),
         others=others,
         readers=read,
     )
+
+
+def share_left(share: float) -> str:
+    """Return a share that is left; below zero, where the direction has turned, nothing is."""
+    left = percent(share)
+    if left.startswith("-"):
+        return "none"
+    return left
 
 
 def readers_left(needed: Needed | None) -> str:
@@ -192,7 +200,7 @@ def marking_heads(spike: SpikeResult) -> list[str]:
     if len(spike.marks) < 2 or not spike.marks[1].part.startswith("L"):
         return []
     mark: MarkLeft = spike.marks[1]
-    return [MARKED.format(parts=word_list(mark.part.split(" and "), SHOWN), left=percent(mark.left))]
+    return [MARKED.format(parts=word_list(mark.part.split(" and "), SHOWN), left=share_left(mark.left))]
 
 
 # --- words ---
