@@ -110,7 +110,8 @@ def without(spike: SpikeResult, needed: Needed) -> str:
     parts = word_list(names, SHOWN)
     if {name for name, _ in named(spike)} == set(names):
         parts = {1: "it", 2: "both"}.get(len(names), f"all {len(names)}")
-    left, chance = f"{share_left(needed.left)} of the spike is left, and no head of its layers attends there", list[str]()
+    chance: list[str] = []
+    left = f"{share_left(needed.left)} of the spike is left, and no head of its layers attends there"
     if random is not None:
         chance.append(f"{random.left:.0%}")
     if needed.heads[0]:
