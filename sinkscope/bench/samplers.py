@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, gumbel
 
 
 class RowSampler(LogitsProcessor):
@@ -33,7 +33,5 @@ class RowSampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Float[Tensor, "row vocab"]) -> Float[Tensor, "row vocab"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Scores of the next token."""
-        noise = torch.empty(scores.shape, dtype=torch.float64)
-        for row, generator in zip(noise, self._generators, strict=True):
-            row.exponential_(generator=generator)
-        return scores / self._temperature - noise.log().to(scores)
+        noise = [gumbel(scores.shape[1], torch.float64, generator) for generator in self._generators]
+        return scores / self._temperature + torch.stack(noise).to(scores)

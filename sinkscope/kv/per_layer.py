@@ -62,8 +62,10 @@ class PerLayer(Intervention):
         session = Session.of(run)
         session.own_cache(self.policy.shown_name, self.policy.first)
         self.policy.watch(session)
-        session.before_decode(lambda moment: self._act(moment, session))
+        policies = [self.of_layer(layer) for layer in range(len(self.budgets))]
 
-    def _act(self, moment: Moment, session: Session) -> None:
-        for kv in moment.layers:
-            self.of_layer(kv.number).act(replace(moment, layers=[kv]), session)
+        def act(moment: Moment) -> None:
+            for kv in moment.layers:
+                policies[kv.number].act(replace(moment, layers=[kv]), session)
+
+        session.before_decode(act)

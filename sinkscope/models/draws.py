@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 Item = TypeVar("Item")
 
@@ -24,6 +26,11 @@ def seed_of(seed: int, purpose: str) -> int:
 def draws(seed: int, purpose: str) -> torch.Generator:
     """Return the random numbers of one draw; the arguments are those of `seed_of`."""
     return torch.Generator().manual_seed(seed_of(seed, purpose))
+
+
+def gumbel(size: int, dtype: torch.dtype, generator: torch.Generator) -> Float[Tensor, " size"]:
+    """Return noise with which the largest logit is a draw: of softmax(logits / t) if it is added t times."""
+    return -torch.empty(size, dtype=dtype).exponential_(generator=generator).log()
 
 
 def some_of(items: Sequence[Item], count: int, generator: torch.Generator) -> list[Item]:

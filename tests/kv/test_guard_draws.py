@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.loops.guard.steer import gumbel
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, gumbel
 
 MONITOR = {"warmup": 0, "tail_shortest": 12, "tail_beyond": 0, "cooldown": 20}
 LOOP = [11, 12, 13]
@@ -25,7 +24,7 @@ def test_the_largest_of_logits_and_noise_is_a_draw_of_their_softmax(temperature)
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     counts = torch.zeros(4)
     for number in range(4000):
-        counts[int((logits + temperature * gumbel(logits, draws(0, f"test {number}"))).argmax())] += 1
+        counts[int((logits + temperature * gumbel(4, torch.float32, draws(0, f"test {number}"))).argmax())] += 1
     assert_close(counts / 4000, (logits / temperature).softmax(0), atol=0.03, rtol=0)
 
 

@@ -37,10 +37,10 @@ from sinkscope.kv.session import Session
 from sinkscope.loops.guard.cut import cached_positions, event_data, evict_rows, find_repetition
 from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors, push
 from sinkscope.loops.guard.retention import Retention, tokens_to_keep
-from sinkscope.loops.guard.steer import Steering, gumbel
+from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.counters import asked_copies
 from sinkscope.loops.text.monitor import MonitorSettings
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, gumbel
 from sinkscope.results.notation import count_of
 
 ASKED_WITHIN = 512  # last tokens of a prompt that may ask for a repetition
@@ -76,16 +76,16 @@ class LoopGuard(Intervention):
             intervention soon after another then keeps fewer of them.
         penalty: What the logit of a token loses for each token of a repetition that it would prolong, and for each
             copy of it among the last W, after an alarm; as much again for each alarm before it in succession
-            (`Steering`). 0 does nothing beside the cut, as in the paper.
+            (`Steering`). 0 lowers none, as in the paper.
         temperature: After an alarm, the row's tokens are drawn at this temperature where `generate` would take the
             likeliest one, because greedy decoding leads back into a loop. 0 takes the likeliest, as in the paper.
         seed: Seed of these draws, which depend on the row's own tokens alone.
         local: Number of last tokens that a cut never removes, because without them the next token has no context; 0 as
             printed.
         act: What an alarm does. "rewind" removes the loop from the output as well, wherever the caller can take tokens
-            back: the text is cut after the first copy and continues under the penalty; elsewhere, and without a
-            penalty, it is "cut", which removes the loop from the cache. "stop" ends the row, and "report" only adds the
-            event.
+            back: the text is cut after the first copy and continues under the penalty; elsewhere, and without
+            penalty and draws, it is "cut", which removes the loop from the cache. "stop" ends the row, and "report"
+            only adds the event.
 
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
@@ -316,9 +316,8 @@ class GuardRun:
                 ids = rows.rows[number].ids
                 steering.steer(row_logits, ids, rows.ends)
                 if temperature:
-                    row_logits += temperature * gumbel(
-                        row_logits, draws(self.guard.seed, f"{len(ids)} after {ids[-8:]}")
-                    )
+                    generator = draws(self.guard.seed, f"{len(ids)} after {ids[-8:]}")
+                    row_logits += temperature * gumbel(len(row_logits), torch.float32, generator)
             logits[list(steered)] = changed.to(logits.device)
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:

@@ -105,11 +105,6 @@ class Steering:
         return self._places.get(ids[-1], ())
 
 
-def gumbel(logits: Float[Tensor, " vocab"], generator: torch.Generator) -> Float[Tensor, " vocab"]:
-    """Return noise with which the largest logit is a draw: of softmax(logits / t) if it is added t times."""
-    return -torch.empty_like(logits, dtype=torch.float32).exponential_(generator=generator).log()
-
-
 def copies(ids: Sequence[int], ends: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
     """Find where an earlier copy of the last ids is followed by a token, and the length of the copy, at most `longest`.
 

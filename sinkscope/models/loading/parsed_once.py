@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+_LOCK = threading.RLock()
+
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """Context manager in which each GGUF file is parsed once, which takes seconds for a large vocabulary."""
+    """Context manager in which each GGUF file is parsed once, which takes seconds for a large vocabulary.
+
+    Other threads wait for it to end, or the last of them would leave another one's parser in the library.
+    """
     try:
         import gguf
     except ImportError:  # what needs it says so
         yield
         return
-    reader = gguf.GGUFReader
-    gguf.GGUFReader = cache(reader)
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = reader
+    with _LOCK:
+        reader = gguf.GGUFReader
+        gguf.GGUFReader = cache(reader)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = reader
