@@ -174,7 +174,7 @@ def answer_rows(
         new: Maximum number of new tokens.
         edit: The intervention to apply to the model. None: its own full cache.
         measure: Numbers to keep of each step.
-        sampler: What chooses tokens; without it, decoding is greedy.
+        sampler: What draws tokens and forbids all others; without it, decoding is greedy.
         along: The answers, whatever the model would have generated.
     """
     started = time.perf_counter()
@@ -192,6 +192,7 @@ def answer_rows(
             values.setdefault(name, []).append(value.cpu().double())
 
     options |= decoding(target, do_sample=False, pad_token_id=pad)
+    options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
     options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new}
     output, run, held = _generated(target, edit, keep, **options)
     events: list[Event] = [] if run is None else run.events
