@@ -20,8 +20,6 @@ from repository import ROOT
 
 from experiments import drawn, recall_card
 from experiments.bench_figures import BenchFigure
-from experiments.check_cache.faulty import FAULTS
-from experiments.check_cache.right import streaming_llm
 from experiments.loopserve import runs
 from experiments.loopserve.dialogues import Panel, alone
 from experiments.make_shape import make_plan
@@ -127,12 +125,6 @@ CASES = {
         {"sample": lambda *_, **__: ["Once there was a dog."]},
         quick=True,
     ),
-    "check_cache.table": Case(
-        "--out {out}/x.json",
-        lambda made: (made["caught"], made["controls"]) == (1, 1),
-        "x.json",
-        {"FAULTS": {"only_the_latest_are_kept": FAULTS["only_the_latest_are_kept"]}, "RIGHT": (streaming_llm,)},
-    ),
     "make_organism": Case(
         "--model {out}/m --texts {out}/x.jsonl",
         lambda lines: lines == (DATA / "organism.jsonl").read_text().splitlines(),
@@ -218,21 +210,16 @@ CASES = {
         "loops_compare.json",
         quick=True,
     ),
-    "repeated_token.leakage": Case(
-        "figures/divergence.json --corpus docs/decisions --controls 1", lambda text: "bytes" in text
-    ),
-    "repeated_token.table1": Case("", lambda text: "7003" in text, quick=True),
-    "repeated_token.table2": Case("", lambda text: "no weights at hand" in text, quick=True),
 }
 
 
 def test_the_function_of_every_script_runs_in_a_test() -> None:
-    """Here, or in a test that imports or names it; those for a GPU have a rehearsal, and one needs kvpress."""
+    """Here, or in a test that imports or names it; those for a GPU have a rehearsal."""
     tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     cases = {name.partition(",")[0] for name in CASES}
     for file in (ROOT / "experiments").rglob("*.py"):
         name = ".".join(file.relative_to(ROOT / "experiments").with_suffix("").parts)
-        if "\ndef main(" not in file.read_text() or name.startswith("gpu.") or name == "check_cache.presses":
+        if "\ndef main(" not in file.read_text() or name.startswith("gpu."):
             continue
         folder, _, last = name.rpartition(".")
         package = re.escape(f"experiments.{folder}".rstrip("."))
