@@ -2,8 +2,8 @@
 
     python -m experiments.gpu.all --out DIR [--only NAME ...] [--total 9] [--dry]
 
-Parts, in order of value: `users` (everything that users do, right or wrong), `overhead` (of a token), `loopserve`
-(turns), `adapters` (models of true widths) and `exactness` (rounding, and the checks of caches).
+Parts, in order of value: `users` (sinks, circuit, patch and guard at 7B shape, right or wrong), `overhead` (of a
+token), `loopserve` (turns), `adapters` (models of true widths) and `exactness` (rounding, and the checks of caches).
 Each runs in a process of its own. A part that fails says why and the next begins. After `--total` minutes the part that
 runs is ended with everything that it started; what it had written stays, and the next call goes on from there.
 
@@ -38,7 +38,7 @@ from sinkscope.errors import SinkscopeError
 ROOT = Path(__file__).parents[2]
 TINY = "--device cpu --dtype float32"
 REHEARSALS = {  # part -> what makes it small
-    "users": "--shape tiny --rows 2 --prompt 112 --new 24 --short 24 --repeats 200 --steps 8 --budget 96",
+    "users": "--shape tiny --prompt 112 --repeats 200",
     "overhead": "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
     "loopserve": "--shape lines-128 --contexts 128 192 --new 8 --rounds 1 --budget 80 --shortest 0",
     "adapters": "--types gpt2 opt --layers 2",
