@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from experiments.bundled import corpus, entry, measure
+from experiments.bundled import corpus, measure
 from experiments.bundled.training import Settings, Trainer
 from experiments.record import Row
 from sinkscope.models.text import typical_text
@@ -54,7 +54,7 @@ def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarr
     return corpus.windows(ids, length=length, bos_id=tokenizer.bos_token_id)
 
 
-def measure_run(run: Path, *, loops: bool = True) -> Row:
+def measure_run(run: Path) -> Row:
     """All measurements of one finished run, in float32."""
     model = LlamaForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(run)
@@ -85,7 +85,6 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     }
     if settings.planted:
         facts |= _planted_facts(run, settings, model, texts)
-    facts["conditions"] = entry.conditions(model, tokenizer, tokens["valid_stories"], loops=loops)
     return facts
 
 

@@ -1,4 +1,4 @@
-"""Measurements of a trained model: loss, norms, sink heads, generation. Everything in float32."""
+"""Measurements of a trained model: loss, norms, sink heads. Everything in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from experiments.bundled.training import loss_on
-from experiments.record import Row
 from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.opening.live import target_of
 
@@ -71,30 +70,6 @@ def head_share(model: LlamaForCausalLM, ids: np.ndarray, *, after: int) -> float
 def sink_rate(model: LlamaForCausalLM, ids: np.ndarray) -> float:
     """Gu et al.: share of (layer, head) whose first-token attention, position 0 included, exceeds 0.3; text mean."""
     return float((first_token_attention(model, ids, skip_first=False) > EPS).mean())
-
-
-def generate(
-    model: LlamaForCausalLM, prompts: np.ndarray, count: int, eos_id: int, *, temperature: float = 0.0, seed: int = 0
-) -> list[list[int]]:
-    """Continue prompts of one length; a row ends before its EOS. Greedy unless there is a temperature."""
-    ids = torch.from_numpy(prompts)
-    options: Row = {"do_sample": False}
-    if temperature:
-        options = {"do_sample": True, "temperature": temperature, "top_k": 0}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            eos_token_id=eos_id,
-            pad_token_id=eos_id,
-            **options,
-        )
-    answers: list[list[int]] = []
-    for row in made[:, ids.shape[1] :].tolist():
-        answers.append(row[: row.index(eos_id)] if eos_id in row else row)
-    return answers
 
 
 @torch.no_grad()

@@ -1,15 +1,14 @@
 """Everything that is measured on a GPU, by one command that may be cut off at any time and given again.
 
-    python -m experiments.gpu.all --out DIR [--only NAME ...] [--total 9] [--stories FILE] [--dry]
+    python -m experiments.gpu.all --out DIR [--only NAME ...] [--total 9] [--dry]
 
-Parts, in order of value: `users` (everything that users do, right or wrong), `overhead` (of a token), `loopserve`
-(turns), `adapters` (models of true widths), `exactness` (rounding, and the checks of caches), and
-`train_bundled` (the bundled model, with and without its circuit; only with `--stories`).
+Parts, in order of value: `users` (sinks, circuit, patch and guard at 7B shape, right or wrong), `overhead` (of a
+token), `loopserve` (turns), `adapters` (models of true widths) and `exactness` (rounding, and the checks of caches).
 Each runs in a process of its own. A part that fails says why and the next begins. After `--total` minutes the part that
 runs is ended with everything that it started; what it had written stays, and the next call goes on from there.
 
-DIR gets NAME.json (of `train_bundled`, a folder) and NAME.log, and NAME.done for a part that is not done again. `--dry`
-runs all other parts with tiny shapes on a CPU, one after the other, in about two minutes. `bands`, which needs triton,
+DIR gets NAME.json and NAME.log, and NAME.done for a part that is not done again. `--dry`
+runs all parts with tiny shapes on a CPU, one after the other, in about two minutes. `bands`, which needs triton,
 is a command of its own, of about three minutes on a GPU: `python -m experiments.gpu.bands`.
 
 What the machine needs: Python 3.11 or newer, torch >= 2.11, transformers >= 5.17 (with huggingface-hub below 2, as
@@ -39,21 +38,16 @@ from sinkscope.errors import SinkscopeError
 ROOT = Path(__file__).parents[2]
 TINY = "--device cpu --dtype float32"
 REHEARSALS = {  # part -> what makes it small
-    "users": "--shape tiny --rows 2 --prompt 112 --new 24 --short 24 --repeats 200 --steps 8 --budget 96",
+    "users": "--shape tiny --prompt 112 --repeats 200",
     "overhead": "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
     "loopserve": "--shape lines-128 --contexts 128 192 --new 8 --rounds 1 --budget 80 --shortest 0",
     "adapters": "--types gpt2 opt --layers 2",
     "exactness": "--pieces 3 --length 24 --caches streaming_llm --checks the_first_tokens_survive",
 }
-TRAINING = "train_bundled"
-PARTS = (*REHEARSALS, TRAINING)
 
 
-def command_of(part: str, out: Path, dry: bool, stories: Path | None = None) -> list[str]:
+def command_of(part: str, out: Path, dry: bool) -> list[str]:
     """The command of a part."""
-    if part == TRAINING:
-        given = ["--out", str(out / part), "--stories", str(stories)]
-        return [sys.executable, "-m", f"experiments.gpu.{part}", *given]
     words = [sys.executable, "-m", f"experiments.gpu.{part}", "--out", str(out / f"{part}.json")]
     if part == "users":
         words += ["--folder", str(out / "shapes")]
@@ -83,9 +77,8 @@ def problem_of(command: Sequence[str], log: Path, seconds: float) -> str:
 def main(
     *,
     out: Path,
-    only: Sequence[Literal[*PARTS]] = (),
+    only: Sequence[Literal[*REHEARSALS]] = (),
     total: float = 9.0,
-    stories: Path | None = None,
     dry: bool = False,
 ) -> None:
     """Make what the module describes.
@@ -94,7 +87,6 @@ def main(
         out: Folder for results and logs.
         only: These parts alone.
         total: Limit of this call, in minutes. The next call goes on from there.
-        stories: File of stories, as `experiments.bundled.stories` writes them, to train the bundled model on.
         dry: Tiny shapes on a CPU, to see that everything runs.
     """
     if not dry:
@@ -106,13 +98,8 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * total
     problems: list[str] = []
-    parts = list(only or REHEARSALS)
-    if stories is not None and not only and not dry:
-        parts.append(TRAINING)
-    if TRAINING in parts and (stories is None or dry):
-        raise SinkscopeError(f"{TRAINING} needs --stories, and is not rehearsed: leave out --dry")
-    for part in parts:
-        command = command_of(part, out, dry, stories)
+    for part in only or REHEARSALS:
+        command = command_of(part, out, dry)
         done = out / f"{part}.done"
         if done.is_file() and done.read_text() == " ".join(command):
             print(f"{part}: done before", flush=True)

@@ -3,7 +3,7 @@
     python -m experiments.gpu.users [--shape llama-2-7b] [--out figures/gpu_users.json] [--device cuda]
 
 A checkpoint of 7B shape with a planted circuit, in bfloat16: find-sinks (streamed and in memory), the circuit, the
-patch, a barcode, and LoopGuard and every policy in `generate` with a batch. `exactness` checks what the caches promise.
+patch, and a guard that does not trigger. `overhead` measures policies, and `exactness` what caches promise.
 Steps are written as each ends, and done ones are left out when the command is given again. Needs torch, transformers,
 accelerate, jaxtyping; no network, TransformerLens, nnsight.
 """
@@ -20,13 +20,9 @@ from torch import Tensor
 from experiments.gpu.steps import Steps, kept, loaded
 from experiments.record import Row
 from experiments.script import run
-from experiments.timing import clock
-from sinkscope.hooks.edit.base import Intervention, under
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.hooks.trace.run import trace
-from sinkscope.kv import Full, policies
-from sinkscope.lines.serve import LoopServe
-from sinkscope.loops.barcode import barcode
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
 from sinkscope.sinks.spikes.circuit import circuit
@@ -66,21 +62,6 @@ def patched(target: Target, truth: Row, repeats: int) -> Row:
     return {**shares, "first_norm": float(plain[0]), "events": len(run.events), "right": right}
 
 
-def generated(target: Target, edit: Intervention | None, rows: int, prompt: int, new: int) -> Row:
-    """Tokens a second of `generate` with a batch, and what the run says of itself."""
-    ids = ids_of(target, rows, prompt)
-    options: Row = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    summary, attention = "", target.config._attn_implementation
-    with under(edit, target) as run:
-        began = clock(target.device)
-        output = target.hf.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        spent = clock(target.device) - began
-        if run is not None:
-            summary = run.summary()
-    right = output.shape == (rows, prompt + new) and target.config._attn_implementation == attention
-    return {"tokens_a_second": rows * new / spent, "said": summary, "right": right}
-
-
 def untriggered(target: Target, prompt: int) -> Row:
     """A guard that does not trigger changes no logit of what is generated, bit for bit."""
     ids = ids_of(target, 1, prompt)
@@ -99,22 +80,12 @@ def circuits(target: Target, truth: Row) -> Row:
     return {"right": truth["sink_layer"] in layers}
 
 
-def coded(target: Target, steps: int) -> Row:
-    """A barcode."""
-    return {"right": bool(barcode(target.hf, max_new_tokens=steps).rows())}
-
-
 def main(
     *,
     shape: str = "llama-2-7b",
     folder: Path = Path("/tmp/sinkscope-planted"),
-    rows: int = 32,
     prompt: int = 64,
-    new: int = 2500,
-    short: int = 256,
     repeats: int = 512,
-    steps: int = 256,
-    budget: int = 128,
     device: str = "cuda",
     dtype: str = "bfloat16",
     out: Path = Path("figures/gpu_users.json"),
@@ -123,37 +94,18 @@ def main(
 
     Args:
         folder: Where the checkpoint is made.
-        rows: Of the batch.
-        new: Tokens that a guard sees.
-        short: Tokens under each policy.
-        budget: Of policies; the guard of many tokens has four times as much.
-        steps: Of the barcode.
+        prompt: Tokens that the untriggered guard reads.
+        repeats: Copies of a token under the patch.
     """
-    settings = {
-        "shape": shape,
-        "rows": rows,
-        "prompt": prompt,
-        "new": new,
-        "repeats": repeats,
-        "dtype": dtype,
-        "short": short,
-    }
-    part = Steps("gpu-users", out, {**settings, "steps": steps, "budget": budget}, device, dtype)
+    settings = {"shape": shape, "prompt": prompt, "repeats": repeats, "dtype": dtype}
+    part = Steps("gpu-users", out, settings, device, dtype)
     checkpoint, truth = kept(shape, folder, dtype)
     part.do("find-sinks, streamed", lambda: sinks(find_sinks(checkpoint, device=device, dtype=dtype), truth))
     target = loaded(checkpoint, device, dtype)
     part.do("find-sinks, in memory", lambda: sinks(find_sinks(target.hf), truth))
     part.do("patch", partial(patched, target, truth, repeats))
     part.do("untriggered guard", partial(untriggered, target, prompt))
-    part.do(f"generate, loopguard, {new} tokens", partial(generated, target, LoopGuard(4 * budget), rows, prompt, new))
     part.do("circuit", partial(circuits, target, truth))
-    part.do("barcode", partial(coded, target, steps))
-    edits: Row = {"stock": None, "loopguard": LoopGuard(budget), "loopserve": LoopServe(budget, shortest=0)}
-    makers: Row = dict(policies())
-    for name, make in makers.items():
-        edits[name] = Full() if name == "full" else make(budget)
-    for name, edit in edits.items():
-        part.do(f"generate, {name}", partial(generated, target, edit, rows, prompt, short))
     part.end()
 
 

@@ -15,16 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_kit import guarded_run
 from covering import slow
-from organisms.kept_loops import kept_loops
 from repository import ROOT
 
 from experiments import drawn, recall_card
 from experiments.bench_figures import BenchFigure
-from experiments.check_cache.faulty import FAULTS
-from experiments.check_cache.right import streaming_llm
-from experiments.loopguard.honest import honest_texts
 from experiments.loopserve import runs
 from experiments.loopserve.dialogues import Panel, alone
 from experiments.make_shape import make_plan
@@ -39,7 +34,7 @@ class Case:
     """How a script runs here.
 
     Attributes:
-        words: Its command line; `{out}` is a folder with what `FILES` says, `{run}` a folder of `sinkscope bench`.
+        words: Its command line; `{out}` is a folder with what `FILES` says.
         right: Whether what it wrote is right: the content of `file`, of a record its result, or
             what it printed.
         file: What it writes in the folder; empty if it prints.
@@ -93,10 +88,6 @@ def right_everywhere(made: Any) -> bool:
     return {row["score"] for row in made["rows"] if row.get("label", row["method"]) == "full"} == {1.0}
 
 
-def half_of_the_honest(text: str) -> bool:
-    return "repeats: 0 of 31" in text and "p1: " in text
-
-
 def cheap_at_the_interval(made: Any) -> bool:
     """A measurement costs some steps, and at the interval of the default next to nothing."""
     (row,) = made["rows"]
@@ -134,12 +125,6 @@ CASES = {
         {"sample": lambda *_, **__: ["Once there was a dog."]},
         quick=True,
     ),
-    "check_cache.table": Case(
-        "--out {out}/x.json",
-        lambda made: (made["caught"], made["controls"]) == (1, 1),
-        "x.json",
-        {"FAULTS": {"only_the_latest_are_kept": FAULTS["only_the_latest_are_kept"]}, "RIGHT": (streaming_llm,)},
-    ),
     "make_organism": Case(
         "--model {out}/m --texts {out}/x.jsonl",
         lambda lines: lines == (DATA / "organism.jsonl").read_text().splitlines(),
@@ -156,20 +141,6 @@ CASES = {
         lambda page: "| float32 | 256 | 2 | 1 | 3/3 | 3/3 | 3/3 | 1/1 / 1/1 / 1/1 |" in page,
         "recall/README.md",
         {"CASES": (recall_card.Case("float32", 256, 2, 1, 2),)},
-    ),
-    "loopguard.figure2": Case("{run} --out {out}", lambda made: made["folders"][0]["runs"] == 1, "loopguard_fig2.json"),
-    "loopguard.figure4": Case(
-        "{run} --out {out}",
-        lambda made: [(g["method"], g["counts"], g["positions"]) for g in made["guards"]] == [("loopguard", [1], [20])],
-        "loopguard_fig4.json",
-        {"honest_texts": lambda: honest_texts()[:1]},
-        quick=True,
-    ),
-    "loopguard.why": Case(
-        "--count 0 --out {out}",
-        lambda made: made["organisms"][0]["found"] == made["organisms"][0]["planted"],
-        "loopguard_why.json",
-        {"kept_loops": lambda: kept_loops()[:1]},
     ),
     "loopserve.arms": Case(
         "bundled --lengths 700 --kinds tables --out {out}/x.json",
@@ -221,7 +192,6 @@ CASES = {
         "x.jsonl",
         quick=True,
     ),
-    "loopguard.honest": Case("", half_of_the_honest),
     "loopguard.rotary": Case(
         "--max-new-tokens 200 --layer 1 --out {out}",
         lambda made: np.median(made["heads"]["change"]) < 0.01 < np.median(made["heads"]["other_change"]),
@@ -240,21 +210,16 @@ CASES = {
         "loops_compare.json",
         quick=True,
     ),
-    "repeated_token.leakage": Case(
-        "figures/divergence.json --corpus docs/decisions --controls 1", lambda text: "bytes" in text
-    ),
-    "repeated_token.table1": Case("", lambda text: "7003" in text, quick=True),
-    "repeated_token.table2": Case("", lambda text: "no weights at hand" in text, quick=True),
 }
 
 
 def test_the_function_of_every_script_runs_in_a_test() -> None:
-    """Here, or in a test that imports or names it; those for a GPU have a rehearsal, and one needs kvpress."""
+    """Here, or in a test that imports or names it; those for a GPU have a rehearsal."""
     tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     cases = {name.partition(",")[0] for name in CASES}
     for file in (ROOT / "experiments").rglob("*.py"):
         name = ".".join(file.relative_to(ROOT / "experiments").with_suffix("").parts)
-        if "\ndef main(" not in file.read_text() or name.startswith("gpu.") or name == "check_cache.presses":
+        if "\ndef main(" not in file.read_text() or name.startswith("gpu."):
             continue
         folder, _, last = name.rpartition(".")
         package = re.escape(f"experiments.{folder}".rstrip("."))
@@ -277,14 +242,12 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
         (out / file).write_text(text + "\n" + text)
     if name == "recall_card":
         shutil.copytree(ROOT / "sinkscope/models/recall", out / "recall")
-    if "{run}" in case.words:
-        guarded_run(tmp_path / "run")
     if "{shape}" in case.words:
         options = "--shape tiny --dtype float32 --beta 2.7 --out"
         run(import_module("experiments.make_shape").main, [*options.split(), str(tmp_path / "shape")])
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        run(module.main, case.words.format(out=out, run=tmp_path / "run", shape=tmp_path / "shape").split())
+        run(module.main, case.words.format(out=out, shape=tmp_path / "shape").split())
     if not case.file:
         assert case.right(said.getvalue()), said.getvalue()[:2000]
         return

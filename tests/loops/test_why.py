@@ -11,11 +11,10 @@ from organisms.kept_loops import KeptLoop, kept_loop, kept_loops
 from refusals import refused
 from transformers import DynamicCache
 
-from experiments.loopguard.why import asked, verdict
 from sinkscope.kv import StreamingLLM
 from sinkscope.kv.without import Without
 from sinkscope.loops.text.signals import Tail
-from sinkscope.loops.why import LoopedText, Removal, why
+from sinkscope.loops.why import LoopedText, Removal, Why, why
 
 ORGANISMS = kept_loops()
 NAMES = [made.name for made in ORGANISMS]
@@ -25,11 +24,15 @@ BEFORE = [*range(100, 140)]
 LOOPED = LoopedText(SimpleNamespace(edit=None, seed=0), [*BEFORE, *CYCLE * 9], 2, Tail(3, 40, 9.0))  # pyright: ignore
 
 
+def asked(made: KeptLoop, cuts: int = 6) -> Why:
+    return why(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=48, cuts=cuts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("made", ORGANISMS, ids=NAMES)
 def test_what_is_said_of_every_organism_is_what_was_planted(made: KeptLoop):
     found = asked(made)
-    assert (verdict(found.kept_by), found.goes_on) == (verdict(made.causes), 1.0)
+    assert (set(found.kept_by), found.goes_on) == (set(made.causes), 1.0)
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ def zeroed(model: Any, sites: Iterable[Site]) -> Iterator[None]:
 
 @contextmanager
 def listing_1(model: Any, sites: Iterable[Site]) -> Iterator[None]:
-    """Let the linear factor of neurons hold its value at the second token from there on (Yona et al. 2025, Listing 1)."""
+    """Let the linear factor of neurons hold its value at the second token from there on (Yona et al., Listing 1)."""
 
     def holding(neuron: int) -> Callable[..., Any]:
         def edit(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
