@@ -1,12 +1,11 @@
 """Makes the recall model, whose weights are written by hand and answer questions about facts of earlier turns.
 
     python -m experiments.make_recall [--out FOLDER] [--seed 0]
-    python -m experiments.recall_card [--out FOLDER]
 
-The second command measures the model and writes its card. `docs/recall_model.md` explains the circuit. The residual
-stream is divided into named groups of dimensions; each head of the circuit reads some and writes others. The attention
-of all other heads falls with distance, has a share on the first token, and a random part that depends on content; it
-affects only the logits of filler words. All matrices have noise.
+`docs/recall_model.md` explains the circuit. The residual stream is divided into named groups of dimensions; each head
+of the circuit reads some and writes others. The attention of all other heads falls with distance, has a share on the
+first token, and a random part that depends on content; it affects only the logits of filler words. All matrices have
+noise.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,7 +17,7 @@ import pytest
 from covering import slow
 from repository import ROOT
 
-from experiments import drawn, recall_card
+from experiments import drawn
 from experiments.bench_figures import BenchFigure
 from experiments.loopserve import runs
 from experiments.loopserve.dialogues import Panel, alone
@@ -136,12 +135,6 @@ CASES = {
         "p.md",
         {"DATA": "{out}/d.json", "PAGE": "{out}/p.md"},
     ),
-    "recall_card": Case(
-        "--out {out}/recall",
-        lambda page: "| float32 | 256 | 2 | 1 | 3/3 | 3/3 | 3/3 | 1/1 / 1/1 / 1/1 |" in page,
-        "recall/README.md",
-        {"CASES": (recall_card.Case("float32", 256, 2, 1, 2),)},
-    ),
     "loopserve.arms": Case(
         "bundled --lengths 700 --kinds tables --out {out}/x.json",
         right_arms,
@@ -240,8 +233,6 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(ROOT)
     for file, text in FILES.items():
         (out / file).write_text(text + "\n" + text)
-    if name == "recall_card":
-        shutil.copytree(ROOT / "sinkscope/models/recall", out / "recall")
     if "{shape}" in case.words:
         options = "--shape tiny --dtype float32 --beta 2.7 --out"
         run(import_module("experiments.make_shape").main, [*options.split(), str(tmp_path / "shape")])

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
-
-from experiments.check_cache.keepers import (
+from right_caches import (
     FIRST,
     HeadKeeper,
     Keeper,
@@ -22,6 +17,11 @@ from experiments.check_cache.keepers import (
     keeper,
     stock,
 )
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
 from sinkscope.conformance.subject import Factory
 from sinkscope.kv import LayerMoment, Policy, StreamingLLM
 
