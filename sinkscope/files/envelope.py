@@ -81,7 +81,7 @@ class Envelope:
         }
 
     def to_json(self) -> str:
-        """`to_dict` as one indented JSON object with a final newline."""
+        """Return `to_dict` as one indented JSON object with a final newline."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     def save(self, path: PathName) -> Path:

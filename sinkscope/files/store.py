@@ -159,12 +159,14 @@ class Folder(Generic[R]):
 
 
 def lines(items: Iterable[Any]) -> str:
-    """Mappings or dataclasses as JSON lines."""
+    """Return mappings or dataclasses as JSON lines."""
     return "".join(json.dumps(plain(item), allow_nan=False) + "\n" for item in items)
 
 
 def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
-    """Complete records of a file, and the length of their lines in bytes. The beginning of a last record is ignored.
+    """Read the complete records of a file; also return the length of their lines in bytes.
+
+    A last record that was cut short is ignored.
 
     Raises:
         SinkscopeError: Any other line is damaged.

@@ -86,6 +86,6 @@ class CurrentCall(threading.local):
     own_masks: bool = False
 
     def end(self) -> None:
-        """Be outside of a call."""
+        """Forget the call, which has ended."""
         self.call = self.cache = self.state = None
         self.own_masks = False

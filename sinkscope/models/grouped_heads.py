@@ -14,7 +14,7 @@ from sinkscope.models.target import Target
 
 
 def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
-    """q, k or v before rotary, from the output of its own or a shared projection."""
+    """Return q, k or v by head, before rotary, from the output of its own projection or of a shared one."""
     adapter, index = target.adapter, "qkv".index(which)
     if getattr(adapter, which) is None:
         if adapter.qkv_layout == "by head":
@@ -30,7 +30,7 @@ def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"
 
 
 def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of every head of a layer, float32."""
+    """Return W_O of every head of a layer, float32."""
     with target.loaded(layer):
         columns = input_columns(target, target.sub(layer, "o")).float().cpu()
         return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)

@@ -167,7 +167,7 @@ class Target(Parts):
             yield
 
     def part_hooks(self, layer: int, part: str, when: str, *functions: Any) -> list[Hook]:
-        """Hooks on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
+        """Return hooks on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
         if not self.has_part(layer, part):
             return []
         return [(self.sub(layer, part), when, function) for function in functions]
@@ -180,7 +180,7 @@ class Target(Parts):
         return writers
 
     def on_mlp(self, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
-        """Hooks by which `see` gets what the MLP gives, before any norm after it."""
+        """Return hooks by which `see` gets what the MLP gives, before any norm after it."""
         writers = self.mlp_writers(layer)
         given: list[Tensor] = []
 

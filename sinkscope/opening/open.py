@@ -81,7 +81,7 @@ def fits_in_memory(model: object) -> bool:
 
 
 def dtype_on(device: torch.device, config: Any) -> torch.dtype:
-    """Type in which layers of a checkpoint are computed: its own, or float32 on a CPU, where half precision is slow."""
+    """Return the type in which layers are computed: the checkpoint's, or float32 on a CPU, where others are slow."""
     own = config.dtype or config.get_text_config().dtype
     if device.type == "cpu" or own is None:
         return torch.float32

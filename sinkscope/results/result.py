@@ -95,7 +95,7 @@ class Result(Envelope):
         return 0
 
     def facts(self) -> list[str]:
-        """Sentences that no claim carries; a subclass overrides it."""
+        """Return sentences that no claim carries; a subclass overrides it."""
         return []
 
     def conclusion(self) -> str:
@@ -109,7 +109,7 @@ class Result(Envelope):
         return instead or f"{self.kind} on {self.model.name}."
 
     def details(self) -> list[str]:
-        """Lines of plain text below the conclusion: the next claims (the first, if it was shortened), and the facts."""
+        """Return the lines below the conclusion: the other claims (the first, too, if it was shortened), and the facts."""
         conclusion = self.conclusion()
         sentences = dict.fromkeys(claim.sentence() for claim in self._claims)  # two may read alike
         further = [sentence for sentence in sentences if sentence != conclusion]
@@ -190,7 +190,7 @@ class Result(Envelope):
         return [Grid(columns, important=self.columns)]
 
     def to_frame(self) -> Any:
-        """`rows` as a pandas data frame."""
+        """Return `rows` as a pandas data frame."""
         import pandas as pd
 
         return pd.DataFrame(self.rows())

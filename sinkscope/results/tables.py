@@ -70,7 +70,7 @@ class Grid:
         return notes
 
     def text(self, width: int | None = None, rows: int = MOST_ROWS) -> str:
-        """Title, the columns that fit, aligned, and note. Heads may take several lines; numbers are right-aligned.
+        """Return title, columns that fit, and note; a head may take several lines, and numbers stand right.
 
         Args:
             width: Characters of a line. None: every column is shown, and the note is not broken.

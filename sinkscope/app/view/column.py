@@ -41,7 +41,7 @@ def column_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
 
 
 def neurons_of(spike: SpikeResult) -> tuple[CircuitPart, ...]:
-    """The neurons that a sentence names, and others that are needed: their shares, and what is left without each."""
+    """Return the neurons that a sentence names or the spike needs: their shares, and what remains without each."""
     needed = () if spike.needed is None else tuple(map(str, spike.needed.neurons))
     left = {str(one.address): one.left for one in spike.alone}
     shares: dict[str, float | None] = dict(sentences.named(spike))
@@ -51,7 +51,7 @@ def neurons_of(spike: SpikeResult) -> tuple[CircuitPart, ...]:
 
 
 def components_of(spike: SpikeResult) -> tuple[CircuitPart, ...]:
-    """What each component writes beside its named neurons, where that is much, and what all others write together."""
+    """Return what each component writes beside its named neurons, if it is much, and what all others write together."""
     named = dict(sentences.named(spike))
     needed = () if spike.needed is None or spike.needed.neurons else spike.needed.parts
     parts: list[CircuitPart] = []
@@ -75,7 +75,7 @@ def _named_in(spike: SpikeResult, component: PartShare, named: dict[str, float])
 
 
 def random_of(needed: Needed | None) -> Outcome | None:
-    """What is left without random sets beside the needed one."""
+    """Return what remains without random parts, the control of the needed ones."""
     if needed is None or needed.random is None:
         return None
     return Outcome((), needed.random.left, needed.random.heads, needed.random.perplexity)

@@ -109,7 +109,7 @@ class Explorer:
         return self.result(self.viewed(self.read(text, len(switches)), switches))
 
     def result(self, text: ViewedText) -> ModelView:
-        """This text, and what is known of the sink."""
+        """Return the view of a text, with all that is known of the sink."""
         sink, setup = self.sink, self.sink.setup
         switches = switches_of(sink)
         return ModelView(
@@ -198,7 +198,7 @@ class Explorer:
         )
 
     def answer(self, request: Any) -> dict[str, Any]:
-        """What a page does not have yet, as the dictionary of a view that holds nothing else; or an error in one line.
+        """Return what a page asks for, as the dictionary of a view that holds nothing else; or an error in one line.
 
         Args:
             request: An object. `text` is the text (None: that of the explorer). Without more, its intact variant is

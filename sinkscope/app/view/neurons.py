@@ -28,7 +28,7 @@ BEFORE, AFTER = 12, 4  # tokens that are shown around one
 
 
 def named_neurons(sink: ModelSink) -> tuple[Neuron, ...]:
-    """The neurons that the circuit names, each once."""
+    """Return the neurons that the circuit names, each once."""
     names = [part.name for spike in sink.circuit.spikes for part in neurons_of(spike)]
     return tuple(map(site_of, dict.fromkeys(names)))
 

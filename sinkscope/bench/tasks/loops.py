@@ -137,7 +137,7 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def first_alarm(tokens: Sequence[int], top1: Sequence[float], variant: str = "repeats") -> int | None:
-    """Step at which a monitor first fires on an output.
+    """Return the step at which a monitor first fires on an output; None: it does not.
 
     Args:
         tokens: Tokens of the output.

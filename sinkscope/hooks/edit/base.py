@@ -337,7 +337,7 @@ class Composed(Intervention):
         return self.members
 
     def enter(self, run: Run, key: int) -> None:
-        """Never called: `parts` are entered one by one."""
+        """Refuse: `parts` are entered one by one instead."""
         raise NotImplementedError
 
 

@@ -55,7 +55,7 @@ def find(name: str) -> ModelEntry | None:
 
 
 def resolve(name: str) -> str:
-    """Hub id of a short name (`llama-2-7b`), or of the last part of a hub id (`Llama-2-7b-hf`).
+    """Return the hub id of a short name (`llama-2-7b`), or of the last part of a hub id (`Llama-2-7b-hf`).
 
     Raises:
         SinkscopeError: The name is unknown; the message lists the closest short names.

@@ -96,7 +96,7 @@ class Experts:
         return Routed(_tokens(args, kwargs), by_expert[:, : self.count])
 
     def inputs(self, expert: int) -> list[InputRows]:
-        """Weights and biases of gate and up, or of the only input projection, of the neurons that are here."""
+        """Return weights and biases of gate and up, or of the only input projection, of the neurons that are here."""
         weight = local(self._weights.gate_up_proj)[expert]
         if self._is_transposed:
             weight = weight.T
@@ -111,7 +111,7 @@ class Experts:
         return halves
 
     def factors(self, expert: int, hidden: Hidden, neurons: list[int] | None = None) -> list[Neurons]:
-        """Outputs of the input projections of an expert, of some neurons or of all: gate and up, or the only one."""
+        """Return what an expert's input projections (gate and up, or the only one) give, of some neurons or of all."""
         is_split = self._shards.size > 1
         rows: Any = slice(None)
         if neurons is not None and not is_split:
@@ -126,7 +126,7 @@ class Experts:
         return factors
 
     def activate(self, *factors: Neurons) -> Neurons:
-        """`hook_post` before the routing weight: the experts' own activation, which has clamps and offsets in some."""
+        """Return `hook_post` before the routing weight, by the experts' own activation, which may clamp and shift."""
         if not hasattr(self.module, "_apply_gate"):
             return self._weights.act_fn(factors[0]) * factors[1]
         order = "(neuron half)"
@@ -160,7 +160,7 @@ class UngatedExperts(Experts):
     PARTS = ("up_proj", "down_proj", "act_fn")
 
     def inputs(self, expert: int) -> list[InputRows]:
-        """Weights of the input projection."""
+        """Return the weights of the input projection."""
         return [(self.module.up_proj[expert], None)]
 
     def activate(self, *factors: Neurons) -> Neurons:

@@ -215,7 +215,7 @@ class Parts:
         return self.has_part(layer, "experts")
 
     def has_shared(self, layer: int) -> bool:
-        """Whether the layer is a mixture with a shared expert, which processes every token beside the routed ones."""
+        """Return whether the layer is a mixture with a shared expert, which processes every token."""
         return self.is_mixture(layer) and self.has_part(layer, "down")
 
     def has_mlp(self, layer: int, expert: int | None) -> bool:

@@ -24,7 +24,7 @@ class NotInferredError(Exception):
 
 
 def stack_of(hf: nn.Module) -> str:
-    """Path of the list of decoder layers.
+    """Return the path of the list of decoder layers.
 
     Raises:
         UnsupportedError: There is none.
@@ -73,7 +73,7 @@ def _stack_path(model: Any) -> str:
 
 
 def base_path(model: Any, stack: str) -> str:
-    """Path of the innermost module around the layers that takes token ids."""
+    """Return the path of the innermost module around the layers that takes token ids."""
     base = stack
     while base and "input_ids" not in inspect.signature(model.get_submodule(base).forward).parameters:
         base = base.rpartition(".")[0]

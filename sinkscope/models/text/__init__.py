@@ -35,7 +35,7 @@ def typical_text(path: str | Path | None = None) -> str:
 
 
 def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
-    """Id of the token that sequences begin with; None for no BOS.
+    """Return the id of the token that sequences begin with; None for no BOS.
 
     Args:
         tokenizer: Determines the BOS token. If it names none, this is the first token that it puts before every text.
@@ -91,7 +91,7 @@ def note_second_bos(ids: Sequence[int], bos: int | None, what: str) -> None:
 
 
 def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None) -> Int[Tensor, "row pos"]:
-    """Up to `rows` consecutive pieces of a text, each of `length` tokens, including what stands before a text.
+    """Cut a text into up to `rows` consecutive pieces of `length` tokens, including what stands before a text.
 
     Raises:
         SinkscopeError: The text is too short for one piece, or this tokenizer turns it into one repeated token.

@@ -241,14 +241,14 @@ class _Parts:
         return 2 * input_width(down) == len(getattr(up, "weight", ())) and not is_transposed(up)
 
     def layouts(self, known: Fields) -> list[tuple[tuple[str, ...], list[Fields]]]:
-        """Ways in which queries, keys and values may be in one module, after the sites that tell which is right."""
+        """Return layouts that queries, keys and values may have in one module, after the sites that tell the right one."""
         forms = ["beside"]
         if known.get("fused_qkv"):
             forms = ["beside", "by head", None]
         return [(("attn.hook_q", "attn.hook_k", "attn.hook_v"), [{"qkv_layout": form} for form in forms])]
 
     def choices(self, known: Fields) -> list[tuple[tuple[str, ...], list[Fields]]]:
-        """Ways to choose from, each after the sites that tell which is right; the last one believes no norm."""
+        """Return ways to place the parts, after the sites that tell the right one; the last one believes no norm."""
         writes, additions = list[Fields](), list[Fields]()
         mids: list[Any] = [None]
         if "mlp" in known:

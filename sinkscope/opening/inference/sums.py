@@ -97,7 +97,7 @@ class LayerSums:
         self._count = 0  # query heads
 
     def hooks(self) -> list[Hook]:
-        """Hooks that replace, record, and compare at the end of the layer."""
+        """Return hooks that replace, record, and compare at the end of the layer."""
         target, layer, adapter = self.target, self.layer, self.target.adapter
         on_part = partial(target.part_hooks, layer)
         hooks: list[Hook] = [(target.layers[layer], "pre", on_input(self.pre.edited(self._replace_entering)))]
