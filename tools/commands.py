@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import sinkscope
 from sinkscope.app.command_run import CommandRun
-from sinkscope.files.catalog import FILE, Command
+from sinkscope.files.catalog import COMMANDS_FILE, Command
 from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain
 from sinkscope.results.options import TYPES, Option, Parameter
@@ -79,4 +79,4 @@ def _kinds(base: type[Envelope]) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(written(), encoding="utf-8")
+    COMMANDS_FILE.write_text(written(), encoding="utf-8")

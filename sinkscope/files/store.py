@@ -147,7 +147,7 @@ class Folder(Generic[R]):
         if self.folder is not None:
             try:
                 with open(self.folder / RECORDS, "ab") as file:
-                    file.write(lines(new.values()).encode())
+                    file.write(json_lines(new.values()).encode())
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
@@ -158,7 +158,7 @@ class Folder(Generic[R]):
         self.records.update(new)
 
 
-def lines(items: Iterable[Any]) -> str:
+def json_lines(items: Iterable[Any]) -> str:
     """Return mappings or dataclasses as JSON lines."""
     return "".join(json.dumps(plain(item), allow_nan=False) + "\n" for item in items)
 

@@ -22,7 +22,7 @@ from sinkscope.kv.attention_watch import AttentionWatch
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
 from sinkscope.kv.generation import Generation
-from sinkscope.kv.pieces import Rewinder
+from sinkscope.kv.rewind import Rewinder
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_attention, check_servable
 from sinkscope.models.call_cache import with_cache

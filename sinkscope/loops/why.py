@@ -18,10 +18,10 @@ from pydantic import Field, Strict
 
 from sinkscope.files.records import Wording
 from sinkscope.hooks.edit.decode import decode
+from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.kv.windows import check_servable
-from sinkscope.kv.without import Without
+from sinkscope.loops.continuation import prompt_and_continuation
 from sinkscope.loops.text.signals import Tail, end_loop
-from sinkscope.loops.written import prompt_and_continuation
 from sinkscope.measure import Natural, Number, Option, Result, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.checks import check_length
@@ -33,18 +33,18 @@ from sinkscope.results.style import BLUE, GREY, figure_of, panels
 CONTINUED = 64  # tokens after a cut, or four periods
 Cuts = Annotated[int, Strict(), Field(ge=3), Wording("a whole number from 3")]
 """Number of cuts; half of two continuations would be one."""
-DRAWS = 3  # random changes beside each cause
+RANDOM_DRAWS = 3  # random changes beside each cause
 CAUSES = ("copies", "sink")
 """The loop's copies in the cache, and the sink."""
 CONTEXT = "context"
 """All tokens but the first one, which are removed for reference."""
-NOTHING = "nothing"
+NO_REMOVAL = "nothing"
 Trial = tuple[str, int | None]
 """What is taken away, and the number of the random draw that stands in for it; None: it itself is."""
 
 
 @dataclass(frozen=True)
-class Tried:
+class CauseTest:
     """What a loop does without a cause, over all cuts.
 
     Attributes:
@@ -86,7 +86,7 @@ class Why(Result):
     onset: int | None = None
     cuts: tuple[int, ...] = ()
     goes_on: float = 0.0
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[CauseTest, ...] = ()
     kept_by: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
 
@@ -175,7 +175,7 @@ class Case:
         """Return positions that leave the cache."""
         without, number = trial
         gone = {
-            NOTHING: range(0),
+            NO_REMOVAL: range(0),
             "copies": range(max(1, self.loop.start), cut),
             "sink": range(1),
             CONTEXT: range(1, cut),
@@ -187,11 +187,11 @@ class Case:
 
     def trials(self, last_cut: int) -> list[Trial]:
         """Return what is taken away, with random draws where enough tokens stand before the loop at all cuts."""
-        trials: list[Trial] = [(NOTHING, None), (CONTEXT, None)]
+        trials: list[Trial] = [(NO_REMOVAL, None), (CONTEXT, None)]
         for name in CAUSES:
             trials.append((name, None))
             if len(self.positions((name, None), last_cut)) < self.loop.start:
-                trials += [(name, number) for number in range(DRAWS)]
+                trials += [(name, number) for number in range(RANDOM_DRAWS)]
         return trials
 
     def continued(self, cuts: Sequence[int]) -> dict[Trial, list[list[int]]]:
@@ -203,7 +203,7 @@ class Case:
             removed = torch.zeros(len(trials), cut, dtype=torch.bool)
             for row, trial in enumerate(trials):
                 removed[row, self.positions(trial, cut)] = True
-            edit = Without(removed) if self.setup.edit is None else self.setup.edit | Without(removed)
+            edit = RemoveTokens(removed) if self.setup.edit is None else self.setup.edit | RemoveTokens(removed)
             rows = torch.tensor([self.ids[:cut]] * len(trials))
             found, _ = decode(self.setup.target, rows, max(CONTINUED, 4 * self.loop.period), edit)
             for trial, tokens in zip(trials, found, strict=True):
@@ -220,15 +220,15 @@ class Case:
             return False
         return any(end == [cycle[(begin + i) % period] for i in range(size)] for begin in range(period))
 
-    def tried(self, without: str, written: dict[Trial, list[list[int]]]) -> Tried:
+    def tried(self, without: str, written: dict[Trial, list[list[int]]]) -> CauseTest:
         """Return what a trial and its random draws came to."""
-        total, mine = self.share(written[NOTHING, None]), written[without, None]
+        total, mine = self.share(written[NO_REMOVAL, None]), written[without, None]
         goes_on = self.share(mine)
         other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in mine)
-        draws = [self.share(written[without, number]) for number in range(DRAWS) if (without, number) in written]
+        draws = [self.share(written[without, number]) for number in range(RANDOM_DRAWS) if (without, number) in written]
         control = min(draws, default=None)
         ends = control is not None and total > 0 and total - goes_on >= NEEDED * total and goes_on < control
-        return Tried(without, goes_on, other, control, ends)
+        return CauseTest(without, goes_on, other, control, ends)
 
     def share(self, continuations: Sequence[list[int]]) -> float:
         """Return the share of continuations that end in the same loop."""
@@ -286,7 +286,7 @@ def why(
     places = case.cuts(cuts)
     check_length(target, "the text up to a cut", places[-1], max(CONTINUED, 4 * loop.period))
     continued = case.continued(places)
-    goes_on = case.share(continued[NOTHING, None])
+    goes_on = case.share(continued[NO_REMOVAL, None])
     tried = [case.tried(name, continued) for name in (*CAUSES, CONTEXT)]
     kept_by = tuple(each.without for each in tried if each.ends and goes_on >= NEEDED)
     if not kept_by and min(goes_on, tried[-1].goes_on) >= NEEDED:

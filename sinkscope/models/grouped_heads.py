@@ -41,10 +41,10 @@ def output_factors(target: Target, layer: int) -> Float[Tensor, "head d_head wid
     return torch.linalg.qr(output_weights(target, layer).mT).R.mT
 
 
-Head = TypeVar("Head", int, Tensor)
+HeadNumber = TypeVar("HeadNumber", int, Tensor)
 
 
-def kv_head_of(head: Head, heads: int, kv_heads: int) -> Head:
+def kv_head_of(head: HeadNumber, heads: int, kv_heads: int) -> HeadNumber:
     """Return the kv head whose keys a query head reads, or those of several query heads."""
     return head * kv_heads // heads
 

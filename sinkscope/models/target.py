@@ -67,14 +67,14 @@ class Target(Parts):
         attention_mask: Int[Tensor, "batch pos"] | None = None,
         *,
         unembed: bool = False,
-        upto: int | None = None,
+        last_layer: int | None = None,
         start: LayerInput | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run one pass without a cache, and without the unembedding unless requested.
 
-        The pass ends after layer `upto`, if one is given, or where a hook calls `stop`; it then returns None. If there
-        is a `start`, the layers before it are skipped, and its layer gets what `start` holds.
+        The pass ends after `last_layer`, if one is given, or where a hook calls `stop`; it then returns None. If there is
+        a `start`, the layers before it are skipped, and its layer gets what `start` holds.
         """
         self.check_loaded()
         kwargs.setdefault("use_cache", False)
@@ -87,8 +87,8 @@ class Target(Parts):
             hidden = start.hidden
             bounds.append((self.layers[start.layer], "first", on_input(lambda _: hidden)))  # edits there act on it
             skipping = self.skipping(start.layer, start.wrapped)
-        if upto is not None:
-            bounds.append((self.layers[upto], "post", lambda *_: self.stop()))
+        if last_layer is not None:
+            bounds.append((self.layers[last_layer], "post", lambda *_: self.stop()))
         try:
             with skipping, self.hooks(*bounds):
                 return model(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)

@@ -126,7 +126,9 @@ def open_stream(
         store = LayerStore(source, config.get_text_config(), device=place, dtype=kind, resident=max(resident or 2, 2))
         target = Target(store.causal, store.causal, "hf", DRAFT, tokenizer, name, store)
         target = replace(target, adapter=adapter_of(target))
-        target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole
+        target.forward(
+            torch.zeros(1, 4, dtype=torch.long), last_layer=max(first_of_kinds(target))
+        )  # or it is loaded whole
     except (MemoryError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -109,7 +109,7 @@ class Result(Envelope):
         return instead or f"{self.kind} on {self.model.name}."
 
     def details(self) -> list[str]:
-        """Return the lines below the conclusion: the other claims (the first, too, if it was shortened), and the facts."""
+        """Return the lines below the conclusion: the next claims (the first, if it was shortened), and the facts."""
         conclusion = self.conclusion()
         sentences = dict.fromkeys(claim.sentence() for claim in self._claims)  # two may read alike
         further = [sentence for sentence in sentences if sentence != conclusion]

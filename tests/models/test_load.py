@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.modules.parts import Kind
+from sinkscope.models.modules.parts import ModelKind
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.opening.open import open_stream
@@ -71,7 +71,7 @@ def test_what_is_no_model():
         load(file)
 
 
-@pytest.mark.parametrize("backend", get_args(Kind))
+@pytest.mark.parametrize("backend", get_args(ModelKind))
 def test_tokenizer_without_bos_stays_without(backend, tmp_path):
     folder = spoiled(tmp_path / "m")
     word_tokenizer(96, bos=False).save_pretrained(folder)

@@ -22,7 +22,7 @@ SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on 
 
 
 @dataclass(frozen=True)
-class Reading:
+class TextReading:
     """What one pass over a text shows.
 
     Attributes:
@@ -39,7 +39,7 @@ class Reading:
 
 
 @torch.no_grad()
-def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None) -> Reading:
+def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = None) -> TextReading:
     """Read a text under an edit, or intact (None), in one pass."""
     target, length = sink.setup.target, len(ids)
     shape = (sink.setup.n_layers, sink.setup.n_heads, length)
@@ -59,7 +59,7 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
     with under(edit, target), attention_rows(target, see), target.hooks(*hooks):
         logits = target.forward(torch.tensor([ids]), unembed=True).logits[0, -1].float().cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
-    return Reading(norms, rows, received, likeliest(sink, logits))
+    return TextReading(norms, rows, received, likeliest(sink, logits))
 
 
 def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[str, float], ...]:
@@ -76,14 +76,14 @@ def norms_at(sink: ModelSink, ids: list[int], layer: int) -> Float[np.ndarray, "
     return trace(sink.setup.target, [ids], site, norm_of)[site][0].numpy()
 
 
-def spikes_of(sink: ModelSink, reading: Reading) -> tuple[int, ...]:
+def spikes_of(sink: ModelSink, reading: TextReading) -> tuple[int, ...]:
     """Return positions with at least half of the first token's norm and three times the typical one."""
     survey = sink.sinks.survey
     bar = max(FACTOR * survey.typical_norm[sink.layer], SPIKE_SHARE * survey.first_norm[sink.layer])
     return tuple(np.flatnonzero(reading.norm[sink.layer] >= bar).tolist())
 
 
-def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
+def heads_that_fit(reading: TextReading, room: int) -> tuple[tuple[int, int], ...]:
     """Return the heads with most attention to the first token; as many as have so many values, and at least one."""
     _, heads, tokens = reading.received.shape
     count = max(1, room // tokens**2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, checked_value
 from sinkscope.hooks.edit.base import Event
-from sinkscope.hooks.edit.places import Place, PlacedEdit, Values, heads_place, neurons_place
+from sinkscope.hooks.edit.hook_points import HookPoint, PlacedEdit, Values, heads_point, neurons_point
 from sinkscope.hooks.edit.sites import (
     NeuronGroup,
     Positions,
@@ -81,15 +81,15 @@ class NeuronEdit(PlacedEdit):
         `values.of` is the `NeuronGroup`, and `values.memory["first"]` has the values at the first token.
         """
 
-    def places_in(self, target: Target) -> list[tuple[Place, NeuronGroup]]:
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, NeuronGroup]]:
         """Return the places: inputs of down projections and of output projections, up projections, experts."""
         self.check(target)
-        places: list[tuple[Place, NeuronGroup]] = []
+        places: list[tuple[HookPoint, NeuronGroup]] = []
         for group in groups_of(self.checked_sites):
-            places.append((neurons_place(target, group, self.site), group))
+            places.append((neurons_point(target, group, self.site), group))
         for layer, head in self._heads:
             columns = target.head_columns(layer, head)
-            places.append((heads_place(target, layer, columns), NeuronGroup(layer, None, columns, head)))
+            places.append((heads_point(target, layer, columns), NeuronGroup(layer, None, columns, head)))
         return places
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:

@@ -58,7 +58,7 @@ def spans(text: str) -> list[tuple[str, int]]:
     return words
 
 
-def is_plain(words: Sequence[str]) -> bool:
+def is_tabular(words: Sequence[str]) -> bool:
     """Return whether repeated words may be a table: numbers, single letters and signs, and the keys of JSON."""
     is_table = False
     for place, word in enumerate(words[:-2]):

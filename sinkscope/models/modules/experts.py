@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.models.modules.linear import is_plain
 from sinkscope.models.shards import local, shards_of
 
-Hidden = Float[Tensor, "token d_model"]
+HiddenStates = Float[Tensor, "token d_model"]
 Neurons = Float[Tensor, "token neuron"]
 InputRows = tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]
 """Weights and biases of an input projection; None: there are none."""
@@ -32,11 +32,11 @@ class Routed:
         scale: What multiplies `hidden` before an expert reads it. None: nothing.
     """
 
-    hidden: Hidden
+    hidden: HiddenStates
     weight: Float[Tensor, "token expert"]
     scale: Float[Tensor, "token expert"] | None = None
 
-    def entering(self, expert: int) -> Hidden:
+    def entering(self, expert: int) -> HiddenStates:
         """Return what one expert reads."""
         if self.scale is None:
             return self.hidden
@@ -110,7 +110,7 @@ class Experts:
             halves.append((weight[rows], None if bias is None else bias[expert][rows]))
         return halves
 
-    def factors(self, expert: int, hidden: Hidden, neurons: list[int] | None = None) -> list[Neurons]:
+    def factors(self, expert: int, hidden: HiddenStates, neurons: list[int] | None = None) -> list[Neurons]:
         """Return what an expert's input projections (gate and up, or the only one) give, of some neurons or of all."""
         is_split = self._shards.size > 1
         rows: Any = slice(None)
@@ -141,7 +141,7 @@ class Experts:
             return down[neurons]
         return self._shards.columns(down, neurons, self.width).T
 
-    def output(self, routed: Routed) -> Hidden:
+    def output(self, routed: Routed) -> HiddenStates:
         """Return what the module must give according to this layout."""
         total = torch.zeros_like(routed.hidden)
         bias = getattr(self.module, "down_proj_bias", None)
@@ -183,12 +183,12 @@ class ScaledInputExperts(Experts):
         scores = self.module.router(hidden)[0]
         return Routed(hidden, (scores > 0).to(scores), scores)
 
-    def output(self, routed: Routed) -> Hidden:
+    def output(self, routed: Routed) -> HiddenStates:
         """Return the same, and what the shared expert writes."""
         return super().output(routed) + self.module.shared_expert(routed.hidden)
 
 
-def _tokens(args: Args, kwargs: Kwargs) -> Hidden:
+def _tokens(args: Args, kwargs: Kwargs) -> HiddenStates:
     """The hidden states of a call, which come first, by whatever name."""
     hidden = (*args, *kwargs.values())[0]
     return hidden.reshape(-1, hidden.shape[-1])

@@ -16,7 +16,7 @@ from sinkscope.models.modules.experts import Experts, experts_of
 from sinkscope.models.modules.linear import brought, input_width
 from sinkscope.models.shards import ALONE, Shards, check_divides, shards_of, split_weight
 
-Kind = Literal["bridge", "hf", "nnsight"]
+ModelKind = Literal["bridge", "hf", "nnsight"]
 """Kinds of objects that hold a model: of TransformerLens, of transformers, of nnsight."""
 
 
@@ -37,7 +37,7 @@ class Parts:
 
     model: Any
     hf: Any
-    kind: Kind
+    kind: ModelKind
     adapter: Found
     tokenizer: Any = None
     name: str = "model"

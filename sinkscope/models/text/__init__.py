@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_text
 from sinkscope.files.records import check_values
 
-ONE_TOKEN, ENOUGH = 0.9, 8  # a text of at least so many tokens, of which more are one token, is refused
+ONE_TOKEN, FEWEST_TOKENS = 0.9, 8  # a text of at least so many tokens, of which more are one token, is refused
 SHORT_TEXT = "a b"  # by which it is seen what a tokenizer puts before a text
 
 
@@ -112,7 +112,7 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     tokens = torch.tensor(ids[: count * body], dtype=torch.long)
     most = int(tokens.mode().values)
     share = float((tokens == most).float().mean())
-    if share > ONE_TOKEN and len(tokens) >= ENOUGH:  # mostly the unknown one: nothing can be compared with it
+    if share > ONE_TOKEN and len(tokens) >= FEWEST_TOKENS:  # mostly the unknown one: nothing can be compared with it
         what = f"the one token {tokenizer.decode([most])!r}"
         raise SinkscopeError(
             f"{share:.0%} of the text is {what}: give text of words that this tokenizer knows (--text)"

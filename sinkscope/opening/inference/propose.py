@@ -133,7 +133,7 @@ def _attention(target: Target) -> dict[int, _Attending]:
     else:
         tap = attention_rows(target, see_rows, layers=layers)
     with tap, target.hooks(*hooks):
-        target.forward(token_ids(target, _LENGTH), upto=max(layers))
+        target.forward(token_ids(target, _LENGTH), last_layer=max(layers))
     for layer in layers:
         if layer not in ran:
             raise NotInferredError(f"layer {layer} does not run in a pass over text")
@@ -241,7 +241,7 @@ class _Parts:
         return 2 * input_width(down) == len(getattr(up, "weight", ())) and not is_transposed(up)
 
     def layouts(self, known: Fields) -> list[tuple[tuple[str, ...], list[Fields]]]:
-        """Return layouts that queries, keys and values may have in one module, after the sites that tell the right one."""
+        """Return layouts that q, k and v may have in one module, after the sites that tell the right one."""
         forms = ["beside"]
         if known.get("fused_qkv"):
             forms = ["beside", "by head", None]

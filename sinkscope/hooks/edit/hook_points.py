@@ -24,7 +24,7 @@ Edit = Callable[[Tensor], Tensor | None]
 """Gives new values `[... d]` for those that pass a place, or None to leave them."""
 
 
-class Place(NamedTuple):
+class HookPoint(NamedTuple):
     """One place that values pass.
 
     Attributes:
@@ -63,23 +63,23 @@ class Place(NamedTuple):
         return self.hook(replaced)
 
 
-def heads_place(target: Target, layer: int, columns: list[int] | None = None) -> Place:
+def heads_point(target: Target, layer: int, columns: list[int] | None = None) -> HookPoint:
     """Return the outputs of all heads of a layer, side by side (`hook_z`), or some columns of them."""
-    return Place(target.sub(layer, "o"), "pre", columns)
+    return HookPoint(target.sub(layer, "o"), "pre", columns)
 
 
-def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Place:
+def neurons_point(target: Target, group: NeuronGroup, site: str = "post") -> HookPoint:
     """Return neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up"."""
     layer, expert, neurons = group[:3]
     if expert is not None:
         experts = target.experts(layer)
-        return Place(experts.module, "post", inside=partial(expert_hook, experts, expert, neurons))
+        return HookPoint(experts.module, "post", inside=partial(expert_hook, experts, expert, neurons))
     if site == "post":
-        return Place(target.sub(layer, "down"), "pre", neurons)
+        return HookPoint(target.sub(layer, "down"), "pre", neurons)
     first = 0
     if target.adapter.fused_gate_up:
         first = target.width(layer)
-    return Place(target.sub(layer, "up"), "post", [first + neuron for neuron in neurons])
+    return HookPoint(target.sub(layer, "up"), "post", [first + neuron for neuron in neurons])
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class PlacedEdit(Intervention):
     """Gives new values to what passes some places."""
 
     @abstractmethod
-    def places_in(self, target: Target) -> list[tuple[Place, Any]]:
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, Any]]:
         """Return the places in this model, each with what its values are values of."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class PlacedEdit(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on the modules beside which the values pass."""
-        for number, (place, of) in enumerate(self.places_in(run.target)):
+        for number, (place, of) in enumerate(self.hook_points(run.target)):
             run.hook_edit(*place.hook(partial(self._edit, run, (key, number), of)))
 
     def _edit(self, run: Run, key: tuple[int, int], of: Any, tensor: Tensor) -> Tensor | None:
