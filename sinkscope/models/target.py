@@ -73,8 +73,8 @@ class Target(Parts):
     ) -> Any:
         """Run one pass without a cache, and without the unembedding unless requested.
 
-        The pass ends after `last_layer`, if one is given, or where a hook calls `stop`; it then returns None. If there is
-        a `start`, the layers before it are skipped, and its layer gets what `start` holds.
+        The pass ends after `last_layer`, if one is given, or where a hook calls `stop`; it then returns None. If there
+        is a `start`, the layers before it are skipped, and its layer gets what `start` holds.
         """
         self.check_loaded()
         kwargs.setdefault("use_cache", False)
