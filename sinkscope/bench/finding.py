@@ -55,15 +55,14 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     task, compared, control = task_class(groups[0].task), ranked(groups), control_of(groups)
     said = f"{task.control} was not run"
     if control is not None:
-        said = f"control {control.method} has {task.shown.format(control.score)}"
+        said = f"control {control.method} has {task.value_in_words(control.score)}"
     if not compared:
         return f"In {groups[0].title}, {said}; no other method was run."
     best, *others = compared
     notes = costs(best, groups)
     if not math.isnan(best.low):
-        shown = task.shown.partition(" ")[0]
-        notes.insert(0, f"{shown.format(best.low)}-{shown.format(best.high)}")
-    score, where = task.shown.format(best.score), f"in {best.title} ({task.unit})"
+        notes.insert(0, f"{task.shown.format(best.low)}-{task.shown.format(best.high)}")
+    score, where = task.value_in_words(best.score), f"in {best.title} ({task.unit})"
     if notes:
         score = f"{score} ({', '.join(notes)})"
     found = f"{best.method} has {score} {where}"

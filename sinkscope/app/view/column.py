@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.result import CircuitPart, CircuitSpike, Remaining
 from sinkscope.sinks.spikes import sentences
@@ -26,7 +28,7 @@ def column_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
             before=spike.before,
             ratio=spike.ratio,
             dims=spike.dims,
-            marks=tuple(CircuitPart(_words(mark.part), left=mark.left, others=mark.others) for mark in spike.marks),
+            marks=tuple(CircuitPart(_words(mark.names), left=mark.left, others=mark.others) for mark in spike.marks),
             writers=(*shown_neurons(spike), *shown_components(spike)),
             erasers=tuple(CircuitPart(sentences.component(part.part), part.share) for part in spike.erasers),
             heads=spike.heads,
@@ -81,6 +83,6 @@ def random_remaining(needed: Needed | None) -> Remaining | None:
     return Remaining((), needed.random.left, needed.random.heads, needed.random.perplexity)
 
 
-def _words(part: str) -> str:
-    """A part, or parts that are judged as one, in a few words."""
-    return " and ".join(sentences.component(name) for name in part.split(" and "))
+def _words(names: Sequence[str]) -> str:
+    """Parts that are judged as one, in a few words."""
+    return " and ".join(map(sentences.component, names))
