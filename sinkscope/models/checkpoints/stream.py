@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
-from sinkscope.models.checkpoints.stored import check_unexpected
+from sinkscope.models.checkpoints.stored import check_unexpected, note_further_layers
 from sinkscope.models.loading.config import check_finite, new_model
 from sinkscope.models.loading.quiet import quiet
 from sinkscope.models.modules.stack import layer_kind, stack_of
@@ -114,6 +114,8 @@ class LayerStore:
             else:
                 head, layer, tail = match.groups()
                 self._inside.setdefault(int(layer), {})[name] = f"{head}0{tail}"
+        tensors = {layer: names.values() for layer, names in self._inside.items()}
+        note_further_layers(tensors, len(self._layers), self.source.name)
 
     def _base(self, layers: nn.Module) -> nn.Module:
         """The base of the model, with these layers. Around them it is whole."""
