@@ -29,12 +29,12 @@ _OPERATIONS = ("crop", "reset")
 
 
 class ApartError(Exception):
-    """A check does not apply; the message says why."""
+    """Raised where a check does not apply; the message says why."""
 
 
 @dataclass(eq=False)
 class FaultError(Exception):
-    """A check fails.
+    """Raised where a check fails.
 
     Attributes:
         expected: What is right.

@@ -24,7 +24,7 @@ ELSEWHERE = "Other packages"
 
 @dataclass(frozen=True)
 class Command:
-    """A command.
+    """A line of the table of commands.
 
     Attributes:
         words: What is typed, such as "find-sinks" or "patch make".

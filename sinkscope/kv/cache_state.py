@@ -71,7 +71,7 @@ class Moment:
 
 
 class CurrentCall(threading.local):
-    """What the current thread is doing.
+    """The forward call that the current thread is in.
 
     Attributes:
         call: The forward call; None outside of one.

@@ -37,7 +37,7 @@ _ACTING: WeakValueDictionary[int, Run] = WeakValueDictionary()
 
 
 class Session:
-    """Shared by all policies and observers of a run; created by the first that asks for it (`Session.of(run)`).
+    """The state that all policies and observers of a run share; `Session.of(run)` makes it when first asked.
 
     Attributes:
         now: What the current thread is doing.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 from einops import rearrange, repeat
 from jaxtyping import Float, Shaped
 from torch import Tensor
@@ -34,11 +33,6 @@ def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_m
     with target.loaded(layer):
         columns = input_columns(target, target.sub(layer, "o")).float().cpu()
         return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
-
-
-def output_factors(target: Target, layer: int) -> Float[Tensor, "head d_head width"]:
-    """Return a factor of W_O of every head as wide as the head: what is written through it has the norms after W_O."""
-    return torch.linalg.qr(output_weights(target, layer).mT).R.mT
 
 
 HeadNumber = TypeVar("HeadNumber", int, Tensor)

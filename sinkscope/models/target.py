@@ -17,7 +17,6 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output
 from sinkscope.models.modules.parts import Parts
 
-KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 _COMPILER = threading.Lock()
 _FORCED: list[AbstractContextManager[None]] = []  # a stance of the compiler for each that asks; all threads share it
 

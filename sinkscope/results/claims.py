@@ -46,7 +46,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What was searched before a claim was made, or before it was said that there is none.
+    """How many candidates, and of what kind, were tried before a claim was made.
 
     Attributes:
         what: What was tried, in a few words.

@@ -82,15 +82,15 @@ class NeuronEdit(PlacedEdit):
         """
 
     def hook_points(self, target: Target) -> list[tuple[HookPoint, NeuronGroup]]:
-        """Return the places: inputs of down projections and of output projections, up projections, experts."""
+        """Return the hook points: inputs of down projections and of output projections, up projections, experts."""
         self.check(target)
-        places: list[tuple[HookPoint, NeuronGroup]] = []
+        points: list[tuple[HookPoint, NeuronGroup]] = []
         for group in groups_of(self.checked_sites):
-            places.append((neurons_point(target, group, self.site), group))
+            points.append((neurons_point(target, group, self.site), group))
         for layer, head in self._heads:
             columns = target.head_columns(layer, head)
-            places.append((heads_point(target, layer, columns), NeuronGroup(layer, None, columns, head)))
-        return places
+            points.append((heads_point(target, layer, columns), NeuronGroup(layer, None, columns, head)))
+        return points
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the new values, which are logged where they differ."""

@@ -96,7 +96,7 @@ class Quantize(PlacedEdit):
         for neuron in map(site_of, self.neurons):
             check_site(target, neuron.layer, neuron.neuron, neuron.expert)
             channels.setdefault(neuron.layer, []).append(neuron.neuron)
-        places: list[tuple[HookPoint, _Rounded]] = []
+        points: list[tuple[HookPoint, _Rounded]] = []
         for layer, block in enumerate(target.layers):
             if layer in self.layers:
                 continue
@@ -112,12 +112,12 @@ class Quantize(PlacedEdit):
                     if isinstance(module, nn.Linear | Conv1D):
                         is_down = module is getattr(down, "original_component", down)  # also below a bridge's wrapper
                         exact = channels.get(layer, []) if is_down else []
-                        places.append((HookPoint(module, "pre"), _Rounded(_as_one_head, self.activations, exact)))
+                        points.append((HookPoint(module, "pre"), _Rounded(_as_one_head, self.activations, exact)))
             if self.kv is not None and layer in target.attending:
                 for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):
                     assert site.module is not None  # only attention rows have none
-                    places.append((HookPoint(site.module, site.when), _Rounded(site.cut, self.kv, [])))
-        return places
+                    points.append((HookPoint(site.module, site.when), _Rounded(site.cut, self.kv, [])))
+        return points
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos d"]:
         """Return the values rounded, except those that are to stay exact."""

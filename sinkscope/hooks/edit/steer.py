@@ -69,7 +69,7 @@ class Add(PlacedEdit):
             raise SinkscopeError(
                 f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}"
             )
-        places: list[tuple[HookPoint, Callable[[Tensor], Tensor]]] = []
+        points: list[tuple[HookPoint, Callable[[Tensor], Tensor]]] = []
         for site in sites:
             if site.name.rpartition(".")[2] not in _WHERE:
                 raise SinkscopeError(
@@ -77,8 +77,8 @@ class Add(PlacedEdit):
                 )
             assert site.module is not None  # only attention rows have none
             added = device_copies(self.scale / site.factor * self.vector)  # what the module gives is multiplied before
-            places.append((HookPoint(site.module, site.when), added))
-        return places
+            points.append((HookPoint(site.module, site.when), added))
+        return points
 
     def edited(self, values: Values) -> Tensor:
         """Return the values with the vector added at the chosen positions."""

@@ -20,7 +20,7 @@ DRAFT = Found("")
 
 
 class NotInferredError(Exception):
-    """The message says what was not found, as the end of a sentence about the model."""
+    """Raised where a part of a model is not found; the message is the end of a sentence about the model."""
 
 
 def stack_of(hf: nn.Module) -> str:
