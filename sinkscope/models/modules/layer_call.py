@@ -15,7 +15,7 @@ from sinkscope.models.target import Target
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """A recorded call of a layer, which is repeated with the MLP silenced where the layer does not simply add its output.
+    """A recorded call of a layer, repeated with the MLP silenced where the layer does not simply add its output.
 
     Attributes:
         target: The model.

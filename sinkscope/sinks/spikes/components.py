@@ -34,7 +34,7 @@ def components(target: Target, last_layer: int) -> list[Component]:
     return parts
 
 
-def places_of(target: Target, part: Part) -> list[HookPoint]:
+def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
     """Return where what a component or a head writes passes; all of these together are what it writes."""
     layer = part.layer or 0
     if isinstance(part, Head):

@@ -21,7 +21,7 @@ from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.components import places_of
+from sinkscope.sinks.spikes.components import hook_points_of
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import given_later, to_place
 from sinkscope.sinks.tokens import Mask, TokenRows
@@ -166,7 +166,7 @@ class EditedPass:
         """At the place, a component or a head writes its mean over ordinary positions."""
         where = self._rows_with(part) & self._of_edits(self.reading.place)[..., None]
         mean = self.reading.means[part]
-        return [place.rows(where, lambda values: mean.to(values)) for place in places_of(self.target, part)]
+        return [place.rows(where, lambda values: mean.to(values)) for place in hook_points_of(self.target, part)]
 
 
 @torch.no_grad()
