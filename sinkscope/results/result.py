@@ -14,8 +14,9 @@ from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim, Claims
+from sinkscope.results.console import WIDTH
 from sinkscope.results.parts import in_words, kind_of, removed
-from sinkscope.results.tables import MOST_ROWS, WIDEST, WIDTH, Grid, Table, glossary, strings
+from sinkscope.results.tables import MOST_ROWS, WIDEST, Grid, Table, glossary, strings
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""

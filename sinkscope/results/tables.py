@@ -16,8 +16,6 @@ from sinkscope.files.plain import plain, visible
 from sinkscope.results.notation import head_name, neuron_name
 from sinkscope.results.options import descriptions_of
 
-WIDTH = 80
-"""Characters of a line where there is no terminal."""
 MOST_ROWS = 64
 """Rows of a table that are shown; a file of it holds all."""
 BETWEEN, WIDEST = 2, 10_000

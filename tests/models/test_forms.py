@@ -104,7 +104,8 @@ def test_harmless_tensors_are_left_out(tmp_path, name):
 
 
 def test_decoder_layers_that_the_configuration_does_not_count_are_said(tmp_path):
-    folder = changed(tmp_path / "m", lambda name, weight: {name: weight, name.replace("layers.4", "layers.6"): weight})
+    further = "layers.4", "layers.6"
+    folder = changed(tmp_path / "m", lambda name, weight: {name: weight, name.replace(*further): weight.clone()})
     says = r"m holds 7 decoder layers and its configuration says 5 \(num_hidden_layers\), so only the first 5 run"
     for read in (load, open_stream):
         with pytest.warns(SinkscopeWarning, match=says):
