@@ -15,7 +15,7 @@ from sinkscope.app.view.packed import codes_of
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.models.hooks import Hook, first_tensor, on_output
-from sinkscope.models.norms import norm_of
+from sinkscope.models.norms import norms_of
 from sinkscope.sinks.spikes.find import FACTOR
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
@@ -50,7 +50,7 @@ def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = Non
         received[layer, :, : probs.shape[3]] += probs[0].tril(first_query - 1).sum(1).cpu()  # without its own query
 
     def keep(layer: int, output: object) -> None:
-        norms[layer] = norm_of(first_tensor(output)[0]).cpu().numpy()
+        norms[layer] = norms_of(first_tensor(output)[0]).cpu().numpy()
 
     norms = np.zeros((sink.setup.n_layers, length), np.float32)
     hooks = list[Hook]()
@@ -73,7 +73,7 @@ def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[s
 def norms_at(sink: ModelSink, ids: list[int], layer: int) -> Float[np.ndarray, " pos"]:
     """Return norms after a layer, in a pass that ends there."""
     site = f"blocks.{layer}.hook_resid_post"
-    return trace(sink.setup.target, [ids], site, norm_of)[site][0].numpy()
+    return trace(sink.setup.target, [ids], site, "norm")[site][0].numpy()
 
 
 def spikes_of(sink: ModelSink, reading: TextReading) -> tuple[int, ...]:
