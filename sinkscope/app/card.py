@@ -10,6 +10,7 @@ from pathlib import Path
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
+from sinkscope.results.claims import percent_pair
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, strings
 
@@ -165,13 +166,18 @@ def _html(words: str) -> str:
 
 
 def _tile(part: CardPart) -> str:
-    """The topic of a part, its first number that has a control, in per cent if it is a share, and its conclusion."""
+    """The topic of a part, its first number that has a control, as sentences write it, and its conclusion."""
     tile = f"<h3>{TOPICS[part.name]}</h3>"
     for number in [one for one in part.numbers if one.control is not None][:1]:
-        value, control = (_html(cell(one, percent=number.share)) for one in (number.value, number.control))
-        beside = f"<small>({_html(number.contrast)}: {control})</small>"
-        tile += f"<p><b>{value}</b> {_html(number.label)} {beside}</p>"
+        value, control = percent_pair(number.value, number.control) if number.share else _two_digits(number)
+        chance = f"<small>({_html(number.contrast)}: {control})</small>"
+        tile += f"<p><b>{value}</b> {_html(number.label)} {chance}</p>"
     return f"<article>{tile}<p>{_html(part.conclusion)}</p></article>"
+
+
+def _two_digits(number: Number) -> list[str]:
+    """A number and its control, with two digits each."""
+    return [cell(float(f"{one:.2g}")) for one in (number.value, number.control)]
 
 
 def _change(part: str, before: Number, after: Number) -> CardChange:

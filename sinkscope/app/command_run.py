@@ -30,7 +30,7 @@ MODEL_WORD = "model_word"
 
 
 @dataclass(frozen=True)
-class Output:
+class ResultFile:
     """A file that is written from every result.
 
     Attributes:
@@ -53,9 +53,9 @@ def _page(result: Result) -> str:
 
 
 OUTPUTS = (
-    Output("json", "Write the result as JSON; - is standard output.", lambda result: result.to_json(), "JSON"),
-    Output("html", "Write conclusion, tables and figures as one HTML page; - is standard output.", _page, "Page"),
-    Output(
+    ResultFile("json", "Write the result as JSON; - is standard output.", lambda result: result.to_json(), "JSON"),
+    ResultFile("html", "Write conclusion, tables and figures as one HTML page; - is standard output.", _page, "Page"),
+    ResultFile(
         "csv",
         "Write all rows and columns of the table as CSV; - is standard output.",
         lambda result: result.to_csv(),

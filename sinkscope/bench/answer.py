@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
-from sinkscope.bench.record import BenchRecord, Ending, Metrics
+from sinkscope.bench.record import BenchRecord, EndReason, Metrics
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.hooks.edit.base import Event, Intervention, Run, under
@@ -138,7 +138,7 @@ class Answer:
 
     tokens: list[int]
     text: str
-    ended: Ending
+    ended: EndReason
     costs: Metrics
     read: Sequence[float] = ()
     events: tuple[dict[str, Any], ...] = ()
@@ -215,7 +215,7 @@ def answer_rows(
             "seconds": seconds,
         }
         text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
-        ended: Ending = "eos" if tokens[-1] in ends and not along else "cap"
+        ended: EndReason = "eos" if tokens[-1] in ends and not along else "cap"
         steps = _steps_of(values, row, length)
         answers.append(Answer(tokens, text, ended, costs, read, row_events(events, row, length), steps))
     return answers

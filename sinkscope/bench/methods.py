@@ -44,7 +44,7 @@ class RandomSlots(Policy):
         return hashed.mul(43758.5453).frac().abs().float().to(at.kv.pos.device)
 
 
-VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+NAMED_VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a-shape": (AShape, {}),
     "tri-shape": (TriShape, {}),
     "minference": (MInference, {}),
@@ -63,12 +63,12 @@ def method_classes() -> dict[str, Any]:
 
     The class of None applies nothing.
     """
-    variants = {name: cls for name, (cls, _) in VARIANTS.items()}
+    variants = {name: cls for name, (cls, _) in NAMED_VARIANTS.items()}
     own = {FULL: NoneType, "random": RandomSlots, GUARD: LoopGuard, SAMPLING: NoneType}
     return own | policies() | variants | own
 
 
-def class_of(name: str) -> Any:
+def method_class(name: str) -> Any:
     """Return the class after a name: of a method, or `package.module:Class`.
 
     Raises:
@@ -84,7 +84,7 @@ def class_of(name: str) -> Any:
     return type(policy_named(name))
 
 
-def name_of(spec: str) -> str:
+def method_name(spec: str) -> str:
     """Return a method's name without its settings."""
     name, _, rest = spec.partition(":")
     first = rest.partition(":")[0]
@@ -119,8 +119,8 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
     Raises:
         SinkscopeError: A name or setting is unknown, a setting occurs twice, or a value has the wrong type.
     """
-    name = name_of(spec)
-    cls = class_of(name)
+    name = method_name(spec)
+    cls = method_class(name)
     parts = spec.removeprefix(name).split(":")[1:]
     written = [name]
     build = cls
@@ -129,7 +129,7 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
         written.append(PAPER)
         build = cls.paper
     types = setting_types(cls)
-    _, fixed = VARIANTS.get(name, (cls, {}))
+    _, fixed = NAMED_VARIANTS.get(name, (cls, {}))
     takes_budget = "budget" in types and fixed.get("decode", True)
     shape = issubclass(cls, Shape)
     if shape:

@@ -24,10 +24,10 @@ from pydantic import Field, Strict
 
 from sinkscope.files.records import Wording
 from sinkscope.hooks.edit.decode import decode
+from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.kv.windows import check_servable
-from sinkscope.kv.without import Without
+from sinkscope.loops.continuation import prompt_and_continuation
 from sinkscope.loops.text.signals import Tail, end_loop
-from sinkscope.loops.written import prompt_and_continuation
 from sinkscope.measure import Natural, Number, Option, Result, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.checks import check_length
@@ -39,12 +39,12 @@ from sinkscope.results.style import BLUE, GREY, figure_of, panels
 CONTINUED = 64  # tokens after a cut, or four periods
 Cuts = Annotated[int, Strict(), Field(ge=3), Wording("a whole number from 3")]
 """Number of cuts; half of two continuations would be one."""
-DRAWS = 3  # random changes beside each cause
+RANDOM_DRAWS = 3  # random changes beside each cause
 CAUSES = ("copies", "sink")
 """The loop's copies in the cache, and the sink."""
 CONTEXT = "context"
 """All tokens but the first one, which are removed for reference."""
-NOTHING = "nothing"
+NO_REMOVAL = "nothing"
 """The intact cache."""
 
 
@@ -53,7 +53,7 @@ class Removal:
     """What is taken from the cache at a cut.
 
     Attributes:
-        removed: Its name: a cause, `CONTEXT` or `NOTHING`.
+        removed: Its name: a cause, `CONTEXT` or `NO_REMOVAL`.
         draw: Number of the random draw of as many tokens that is removed in its place. None: it itself is removed.
     """
 
@@ -201,7 +201,7 @@ class LoopedText:
     def positions(self, removal: Removal, cut: int) -> list[int]:
         """Return the positions that a removal takes from the cache at a cut."""
         own = {
-            NOTHING: range(0),
+            NO_REMOVAL: range(0),
             "copies": range(max(1, self.loop.start), cut),
             "sink": range(1),
             CONTEXT: range(1, cut),
@@ -213,11 +213,11 @@ class LoopedText:
 
     def removals(self, last_cut: int) -> list[Removal]:
         """Return all removals, with random draws where enough tokens stand before the loop at all cuts."""
-        removals = [Removal(NOTHING), Removal(CONTEXT)]
+        removals = [Removal(NO_REMOVAL), Removal(CONTEXT)]
         for cause in CAUSES:
             removals.append(Removal(cause))
             if len(self.positions(Removal(cause), last_cut)) < self.loop.start:
-                removals += [Removal(cause, draw) for draw in range(DRAWS)]
+                removals += [Removal(cause, draw) for draw in range(RANDOM_DRAWS)]
         return removals
 
     def continuations(self, cuts: Sequence[int]) -> Continuations:
@@ -229,7 +229,7 @@ class LoopedText:
             removed = torch.zeros(len(removals), cut, dtype=torch.bool)
             for row, removal in enumerate(removals):
                 removed[row, self.positions(removal, cut)] = True
-            edit = Without(removed) if self.setup.edit is None else self.setup.edit | Without(removed)
+            edit = RemoveTokens(removed) if self.setup.edit is None else self.setup.edit | RemoveTokens(removed)
             rows = torch.tensor([self.ids[:cut]] * len(removals))
             found, _ = decode(self.setup.target, rows, self.new_tokens, edit)
             for removal, tokens in zip(removals, found, strict=True):
@@ -251,10 +251,10 @@ class LoopedText:
 
     def effect_of(self, removed: str, written: Continuations) -> RemovalEffect:
         """Compare the continuations without a cause with those of its random draws and of the intact cache."""
-        intact, own = self.share_going_on(written[Removal(NOTHING)]), written[Removal(removed)]
+        intact, own = self.share_going_on(written[Removal(NO_REMOVAL)]), written[Removal(removed)]
         goes_on = self.share_going_on(own)
         other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in own)
-        draws = [Removal(removed, draw) for draw in range(DRAWS)]
+        draws = [Removal(removed, draw) for draw in range(RANDOM_DRAWS)]
         control = min((self.share_going_on(written[draw]) for draw in draws if draw in written), default=None)
         ends = control is not None and intact > 0 and intact - goes_on >= NEEDED * intact and goes_on < control
         return RemovalEffect(removed, goes_on, other, control, ends)
@@ -311,7 +311,7 @@ def why(
     positions = looped.cuts(cuts)
     check_length(target, "the text up to a cut", positions[-1], looped.new_tokens)
     written = looped.continuations(positions)
-    goes_on = looped.share_going_on(written[Removal(NOTHING)])
+    goes_on = looped.share_going_on(written[Removal(NO_REMOVAL)])
     tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
     kept_by = tuple(each.without for each in tried if each.ends and goes_on >= NEEDED)
     if not kept_by and min(goes_on, tried[-1].goes_on) >= NEEDED:

@@ -144,7 +144,7 @@ ALONE = Shards()
 
 
 def shards_of(weight: Any) -> Shards:
-    """Among whom a weight is split."""
+    """Return the processes among which a weight is split."""
     mesh = getattr(weight, "device_mesh", None)
     return ALONE if mesh is None else Shards(mesh)
 

@@ -10,9 +10,9 @@ from sinkscope.results.parts import Parts, in_words, is_several, kind_of, remove
 
 NEEDED = 0.5
 """Share of an effect that an edit must take away (or bring) more than every contrast, to be needed (or sufficient)."""
-NOTHING = 0.2
+NO_DIFFERENCE = 0.2
 """An edit that leaves as much as one of its contrasts, within this share, shows nothing."""
-NAMED, BRIEFLY_NAMED = 4, 2  # parts that a sentence names
+NAMED_PARTS, BRIEF_PARTS = 4, 2  # parts that a sentence names
 DOUBTS = {"needed": "", "sufficient": "", "not shown": "it is not shown that ", "undecided": "it is undecided whether "}
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
 ContrastKind = Literal["intact", "random", "one copy", "other tokens", "other"]
@@ -46,7 +46,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What was searched before a claim was made, or before it was said that there is none.
+    """How many candidates, and of what kind, were tried before a claim was made.
 
     Attributes:
         what: What was tried, in a few words.
@@ -127,7 +127,7 @@ class Claim:
         there = any(contrast.kind == "intact" and contrast.value >= NEEDED for contrast in self.contrasts)
         if -max(gaps) - slack >= NEEDED and not there:  # more than an intact model has already is no sign of that
             return "sufficient"
-        if min(abs(gap) for gap in gaps) <= NOTHING:
+        if min(abs(gap) for gap in gaps) <= NO_DIFFERENCE:
             return "not shown"
         return "undecided"
 
@@ -142,7 +142,7 @@ class Claim:
         control = self.control
         return {
             "role": self.role,
-            "subject": in_words(self.subject, NAMED),
+            "subject": in_words(self.subject, NAMED_PARTS),
             "place": self.place,
             "outcome": self.outcome.kind,
             "left": self.value,
@@ -173,7 +173,7 @@ class Claim:
         if lost:
             value, chance = 1 - value, 1 - chance
         share, control = percent_pair(value, chance)
-        said = in_words(self.subject, BRIEFLY_NAMED if brief else NAMED)
+        said = in_words(self.subject, BRIEF_PARTS if brief else NAMED_PARTS)
         if self.brings:
             said += " " + self.outcome.gives.replace("{}", share)
         else:

@@ -38,10 +38,10 @@ class FirstTokens:
     heads: tuple[Head, ...]
 
     @classmethod
-    def of(cls, measured: Measured, upto: int) -> FirstTokens:
+    def of(cls, measured: Measured, last_layer: int) -> FirstTokens:
         """Take all heads up to a layer."""
         target = measured.survey.target
-        layers = [layer for layer in target.attending if layer <= upto]
+        layers = [layer for layer in target.attending if layer <= last_layer]
         return cls(measured, tuple(Head(layer, head) for layer in layers for head in range(target.n_heads)))
 
     @cached_property

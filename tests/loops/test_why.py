@@ -12,7 +12,7 @@ from refusals import refused
 from transformers import DynamicCache
 
 from sinkscope.kv import StreamingLLM
-from sinkscope.kv.without import Without
+from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.loops.text.signals import Tail
 from sinkscope.loops.why import LoopedText, Removal, Why, why
 
@@ -74,7 +74,7 @@ def test_removed_tokens_are_those_that_a_mask_hides(family: str):
     removed = torch.zeros(2, 20, dtype=torch.bool)
     removed[0, [1, 2, 7, 18]] = True
     removed[1, 3:] = True
-    with Without(removed).on(model):
+    with RemoveTokens(removed).on(model):
         found = decode(model, ids, mask, 20)
     for row in range(2):
         sees = torch.ones(24, 24, dtype=torch.bool).tril()
@@ -93,7 +93,7 @@ def cached(edit) -> DynamicCache:
 def test_a_policy_and_a_removal_act_together():
     removed = torch.zeros(1, 20, dtype=torch.bool)
     removed[0, [0, 15, 5]] = True
-    cache = cached(StreamingLLM(budget=8) | Without(removed))
+    cache = cached(StreamingLLM(budget=8) | RemoveTokens(removed))
     assert [layer.pos[0, 0].tolist() for layer in cache.layers] == [[1, 2, 3, *range(16, 22)]] * 2
 
 

@@ -97,7 +97,7 @@ class CircuitPart:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Remaining:
     """What is left without some parts.
 
     Attributes:
@@ -149,8 +149,8 @@ class CircuitSpike:
     heads: int
     first_reader: int
     attention: tuple[tuple[float, ...], ...]
-    needed: Outcome | None
-    random: Outcome | None
+    needed: Remaining | None
+    random: Remaining | None
     sentence: str
 
 
@@ -186,8 +186,8 @@ class NeuronSpike:
 
     spike: int
     share: float | None
-    alone: Outcome | None
-    random: Outcome | None
+    alone: Remaining | None
+    random: Remaining | None
 
 
 @dataclass(frozen=True)

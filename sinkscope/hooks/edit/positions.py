@@ -174,7 +174,7 @@ class Call:
         return self.earlier.length
 
     def on(self, device: torch.device) -> Int[Tensor, "batch pos"]:
-        """`index` on the device of a layer (a model may be spread over several)."""
+        """Return `index` on the device of a layer; a model may be spread over several."""
         if self.index.device != device:
             self.index = self.index.to(device)
         return self.index

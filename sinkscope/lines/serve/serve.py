@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, warn
-from sinkscope.files.records import Budget, Natural, Part, Whole, check_fields
+from sinkscope.files.records import Budget, Natural, PositiveShare, Whole, check_fields
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.lines.attention import Scores
@@ -121,7 +121,7 @@ class LoopServe(SparsePrompts):
     """
 
     budget: Budget = field(default=1024, kw_only=False)
-    alpha: Part = 0.995
+    alpha: PositiveShare = 0.995
     interval: Natural = 16
     sample: Natural = 64
     dense_rows: Whole = 16

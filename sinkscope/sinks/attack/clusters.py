@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 
 from sinkscope.measure import Setup
-from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.chunks import Resume, TableColumns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.first_tokens import HAS, FirstTokens
 from sinkscope.sinks.repetition.norm import name_of
 from sinkscope.sinks.spikes.spike import Measured
@@ -72,7 +72,7 @@ def find_clusters(setup: Setup, measured: Measured, ids: list[int], resume: Resu
     for head in first.heads:
         edits.append(tuple(other for other in first.heads if other != head))
 
-    def work(tokens: list[int]) -> Columns:  # what threads may change is beyond four digits
+    def work(tokens: list[int]) -> TableColumns:  # what threads may change is beyond four digits
         along = first.along(torch.tensor(tokens), edits).T.cpu().double()
         return {"along": along.round(decimals=4).tolist()}
 

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.files.progress import report
+from sinkscope.files.progress import report_progress
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.measure import Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
@@ -234,7 +234,7 @@ class Texts:
         """Find the layer whose exactness leaves the smallest divergence."""
         left: list[float] = []
         for layer in range(self.target.n_layers):
-            report("precision, layers", layer, self.target.n_layers)
+            report_progress("precision, layers", layer, self.target.n_layers)
             left.append(float(self.divergence(scheme, layers=[layer]).mean()))
         return int(np.argmin(left))
 
@@ -242,7 +242,7 @@ class Texts:
         """Measure what is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
         divergences = [cost]
         for value in kept.values:
-            report(f"precision, {name}, {kept.name}", len(divergences) - 1, len(kept.values))
+            report_progress(f"precision, {name}, {kept.name}", len(divergences) - 1, len(kept.values))
             divergences.append(self.divergence(SCHEMES[name], **{kept.field: value}))
         by_text, *others = left_of(torch.stack(divergences))
         value, margin = float(by_text.mean()), margin_of(by_text.numpy())

@@ -18,9 +18,11 @@ from sinkscope.models.checkpoints.published import Published
 from sinkscope.models.checks import check_site
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
+from sinkscope.results.parts import Component
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.find import first_spikes
+from sinkscope.sinks.spikes.records import part_of
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey, read_survey
 from sinkscope.sinks.spikes.texts import SpikeTexts
@@ -47,10 +49,12 @@ def layers(setup: Setup, survey: Survey, __: Published) -> list[int | None]:
     spike = highest(survey, setup.tokenizer)
     if spike is None:
         return [None]
-    mlps = [one for one in writers_of(survey, spike)[0] if one.part.startswith("mlp ")]
-    if not mlps:
-        return [None]
-    return [int(max(mlps, key=lambda one: one.share).part.removeprefix("mlp "))]
+    shares: dict[int | None, float] = {}
+    for one in writers_of(survey, spike)[0]:
+        part = part_of(one.part)
+        if isinstance(part, Component) and part.kind == "mlp":
+            shares[part.layer] = one.share
+    return [max(shares, key=lambda layer: shares[layer], default=None)]
 
 
 def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:

@@ -14,14 +14,14 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sinkscope.files.progress import report
-from sinkscope.hooks.edit.places import neurons_place
+from sinkscope.files.progress import report_progress
+from sinkscope.hooks.edit.hook_points import neurons_point
 from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.components import places_of
+from sinkscope.sinks.spikes.components import hook_points_of
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import given_later, to_place
 from sinkscope.sinks.tokens import Mask, TokenRows
@@ -115,7 +115,9 @@ class EditedPass:
                 loss = losses_at(target, ids, positions, start)
                 self.effects.loss[:, :, positions] = loss.unflatten(0, (len(reading.edits), -1))
             else:
-                target.forward(ids, upto=target.n_layers - 1 if reading.whole else reading.spike.peak, start=start)
+                target.forward(
+                    ids, last_layer=target.n_layers - 1 if reading.whole else reading.spike.peak, start=start
+                )
         return self.effects
 
     def _of_edits(self, values: Shaped[Tensor, "text ..."]) -> Shaped[Tensor, "row ..."]:
@@ -149,7 +151,7 @@ class EditedPass:
         hooks: list[Hook] = []
         for group in groups_of(part for part in parts if isinstance(part, Neuron)):
             where = torch.cat([self._rows_with(site) for site in group.sites], -1)
-            hooks.append(neurons_place(self.target, group).rows(where, torch.zeros_like))
+            hooks.append(neurons_point(self.target, group).rows(where, torch.zeros_like))
         for part in parts:
             if not isinstance(part, Neuron):
                 hooks += self._replaced(part)
@@ -164,7 +166,7 @@ class EditedPass:
         """At the place, a component or a head writes its mean over ordinary positions."""
         where = self._rows_with(part) & self._of_edits(self.reading.place)[..., None]
         mean = self.reading.means[part]
-        return [place.rows(where, lambda values: mean.to(values)) for place in places_of(self.target, part)]
+        return [place.rows(where, lambda values: mean.to(values)) for place in hook_points_of(self.target, part)]
 
 
 @torch.no_grad()
@@ -181,7 +183,7 @@ def run_edits(target: Target, reading: Reading) -> Effects:
     effects, starts = list[Effects](), range(0, len(reading.edits), size)
     for number, start in enumerate(starts, 1):
         effects.append(EditedPass(target, replace(reading, edits=reading.edits[start : start + size])).run())
-        report("removals", number, len(starts))
+        report_progress("removals", number, len(starts))
     return Effects(
         along=torch.cat([one.along for one in effects]),
         attention=torch.cat([one.attention for one in effects]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sinkscope.results.notation import read_head, read_neuron
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import Place
 
@@ -125,6 +126,11 @@ class MarkLeft:
     left: float
     margin: float | None
     others: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each part."""
+        return tuple(self.part.split(" and "))
 
 
 @dataclass(frozen=True)
@@ -289,6 +295,18 @@ def part_name(part: Neuron | Head | Component) -> str:
     if part.layer is None:
         return "embedding"
     return f"{part.kind} {part.layer}"
+
+
+def part_of(name: str) -> Neuron | Head | Component:
+    """Return the part that JSON names so; the inverse of `part_name`."""
+    kind, _, layer = name.partition(" ")
+    if kind == "embedding":
+        return Component("token embedding")
+    if layer:
+        return Component(kind, int(layer))  # pyright: ignore[reportArgumentType] - one of the kinds
+    if "H" in name:
+        return Head(*read_head(name))
+    return Neuron.of(read_neuron(name))
 
 
 def words_of(place: Place) -> PlaceWords:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sinkscope.results.notation import count_of, percent, word_list
-from sinkscope.sinks.spikes.records import MarkLeft, Needed, OtherBos, Readers, SpikeResult
+from sinkscope.results.parts import Head
+from sinkscope.sinks.spikes.records import MarkLeft, Needed, OtherBos, Readers, SpikeResult, part_of
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
 RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio} ({dims})."
@@ -157,7 +158,7 @@ def marks(spike: SpikeResult) -> str:
     if not spike.marks:
         return NO_MARKS.format(place=place, readers=read)
     mark = spike.marks[0]
-    names = [component(part) for part in mark.part.split(" and ")]
+    names = list(map(component, mark.names))
     others = "" if mark.others is None else f" (others: {mark.others:.0%})"
     return MARKS.format(
         parts=capital(word_list(names)),
@@ -198,10 +199,10 @@ def of_heads(left: str, heads: tuple[int, int]) -> str:
 
 def marking_heads(spike: SpikeResult) -> list[str]:
     """Return what is left without the heads that mark the place, as a set, where an attention layer marks it."""
-    if len(spike.marks) < 2 or not spike.marks[1].part.startswith("L"):
+    if len(spike.marks) < 2 or not isinstance(part_of(spike.marks[1].names[0]), Head):
         return []
     mark: MarkLeft = spike.marks[1]
-    return [MARKED.format(parts=word_list(mark.part.split(" and "), SHOWN), left=share_left(mark.left))]
+    return [MARKED.format(parts=word_list(mark.names, SHOWN), left=share_left(mark.left))]
 
 
 # --- words ---

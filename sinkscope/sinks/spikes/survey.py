@@ -191,7 +191,7 @@ class _Reading:
         if target.attending:
             rows = visible_rows(target, self._attend, layers=layers, rows_per_chunk=ids.shape[1], whole=False)
         with target.hooks(*hooks), rows:
-            target.forward(ids, upto=target.n_layers - 1)
+            target.forward(ids, last_layer=target.n_layers - 1)
 
     def _hooks(self, layer: int) -> list[Hook]:
         target, hooks = self.target, list[Hook]()
