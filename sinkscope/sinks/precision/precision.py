@@ -246,7 +246,7 @@ class Texts:
             divergences.append(self.divergence(SCHEMES[name], **{kept.field: value}))
         by_text, *others = left_of(torch.stack(divergences))
         value, margin = float(by_text.mean()), margin_of(by_text.numpy())
-        outcome = Outcome(name, effect=f"most of what rounding {WORDS[name]} costs")
+        outcome = Outcome(name, effect=f"what rounding {WORDS[name]} costs")
         words = f"random {kept.field}"
         least = min((float(other.mean()) for other in others), default=value)
         contrasts, search = (INTACT, Contrast("random", least, DRAWS, words)), SearchSpace(words, DRAWS)
