@@ -13,7 +13,6 @@ from sinkscope.models.checkpoints.names import find
 from sinkscope.models.checkpoints.published import Published, published, read_published
 from sinkscope.models.loading.config import float32_by_default
 from sinkscope.models.text import put_before
-from sinkscope.results.notation import count_of
 from sinkscope.results.options import command
 from sinkscope.results.tables import cell
 from sinkscope.sinks.reproduce.protocols import PROTOCOLS
@@ -67,8 +66,13 @@ class Reproduction(Result):
     def conclusion(self) -> str:
         """Say how many agree."""
         agree = [one.agrees for one in self.records]
-        said = f"{agree.count(True)} agree, {agree.count(False)} do not, {agree.count(None)} were not measured"
-        return f"Of {count_of(len(self.records), 'published result')}, {said}."
+        unmeasured = agree.count(None)
+        if unmeasured == len(agree):
+            return f"None of {count_of(unmeasured, 'published result')} was measured."
+        said = f"Measured values agree with {agree.count(True)} of {len(agree) - unmeasured} published ones"
+        if unmeasured:
+            said += f"; {unmeasured} more were not measured"
+        return f"{said}."
 
     def details(self) -> list[str]:
         """Say what is remarked of each result."""
