@@ -13,6 +13,7 @@ from sinkscope.models.checkpoints.names import find
 from sinkscope.models.checkpoints.published import Published, published, read_published
 from sinkscope.models.loading.config import float32_by_default
 from sinkscope.models.text import put_before
+from sinkscope.results.notation import count_of
 from sinkscope.results.options import command
 from sinkscope.results.tables import cell
 from sinkscope.sinks.reproduce.protocols import PROTOCOLS
