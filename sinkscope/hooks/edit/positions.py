@@ -1,8 +1,8 @@
 """True positions of the tokens of a forward call: their positions among the real tokens of each row.
 
 A call may be a whole prompt, a chunk of one, one generated token, a later turn, or (without a cache) the whole prefix
-again; rows may be padded on either side. What has to survive between calls is kept in a `GrowingBatch`, which is found by
-the cache object that the calls share, so interleaved generations do not mix.
+again; rows may be padded on either side. What has to survive between calls is kept in a `GrowingBatch`, which is found
+by the cache object that the calls share, so interleaved generations do not mix.
 """
 
 from __future__ import annotations
