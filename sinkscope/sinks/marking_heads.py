@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Natural, Result, Setup, Whole, measurement
-from sinkscope.models.draws import draws, some_of
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.style import BLUE, figure_of
@@ -24,12 +23,12 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.first_tokens import HAS, FirstTokens, share_of, spike_of
 from sinkscope.sinks.repetition.norm import name_of
+from sinkscope.sinks.spikes.controls import random_heads
 from sinkscope.sinks.spikes.marks import Without, marking_heads
 from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.texts import left_of
 from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 
-CONTROL_DRAWS = 3  # random sets of as many heads
 NAMED = 6  # heads that a sentence names
 RAISED = 1.1  # of the spike, from which random heads are said to work against it
 
@@ -205,9 +204,7 @@ def _with_heads(setup: Setup, found: MarkingHeads, first: FirstTokens, tokens: I
     if marked.marking is None:
         return found
     marking = tuple(head for head in first.heads if head in marked.marking.heads)
-    others, random = [head for head in first.heads if head not in marking], None
-    if len(others) >= len(marking):
-        generator = draws(setup.seed, "heads beside those that mark")
-        sets = [tuple(some_of(others, len(marking), generator)) for _ in range(CONTROL_DRAWS)]
+    sets, random = random_heads(marking, first.heads, setup.seed), None
+    if sets:
         random = float(first.left(tokens, sets).mean(1).min())
     return replace(found, marking=replace(marked.marking, heads=marking), random=random)

@@ -131,9 +131,7 @@ def _restart(b: Build) -> BlindTruth:
     two = b.fire(b.space.mark, b.way, b.surgeon.size(5), layer=5, neuron=b.spare[1])
     reading = (*b.read(range(2, 4), b.way), *b.read(range(6, 9), b.way))
     marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
-    early = PlantedSpike(
-        first=1, last=2, needs=(names(one),), writers=("mlp 1",), marks=marks, erasers=("mlp 3",)
-    )
+    early = PlantedSpike(first=1, last=2, needs=(names(one),), writers=("mlp 1",), marks=marks, erasers=("mlp 3",))
     late = PlantedSpike(first=5, last=8, needs=(names(two),), writers=("mlp 5",), marks=marks)
     return BlindTruth(planted=(early, late), readers=((FIRST, reading),))
 
@@ -180,7 +178,7 @@ def _second_position(b: Build) -> BlindTruth:
 
 @_kind("neox", "qwen3", count=1)
 def _separator_beside_first(b: Build) -> BlindTruth:
-    """A delimiter has a spike; other heads attend to BOS, whose embedding they read, and whose norm does not stand out."""
+    """A delimiter has a spike; other heads read the embedding of BOS, whose norm does not stand out."""
     where = b.flag(b.delimiter)
     b.views.embed[BOS] += MARK * b.side / b.plan.embed_scale
     calm(b)
@@ -195,9 +193,7 @@ def _separator_beside_first(b: Build) -> BlindTruth:
         writers=(f"mlp {b.at}",),
         marks=("embedding",),
     )
-    return BlindTruth(
-        planted=(spike,), readers=((FIRST, at_first), (b.delimiter, there)), delimiters=(b.delimiter,)
-    )
+    return BlindTruth(planted=(spike,), readers=((FIRST, at_first), (b.delimiter, there)), delimiters=(b.delimiter,))
 
 
 @_kind("qwen2", "mixtral")
@@ -229,9 +225,7 @@ def _two_experts(b: Build) -> BlindTruth:
     for column, part in zip(columns, parts, strict=True):
         column.mul_(0.5 * size / part)
     reading = b.read(b.behind, b.way)
-    spike = PlantedSpike(
-        first=b.at, last=end(b), needs=(names(*sites),), writers=(f"mlp {b.at}",), marks=heads_mark(b)
-    )
+    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(*sites),), writers=(f"mlp {b.at}",), marks=heads_mark(b))
     return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
 
 
@@ -377,9 +371,7 @@ def _relay(b: Build) -> BlindTruth:
     reading = (*b.read(range(2, 5), b.way), *b.read(range(5, 8), b.side))
     marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
     early = PlantedSpike(first=1, last=3, needs=(names(one),), writers=("mlp 1",), marks=marks)
-    late = PlantedSpike(
-        first=4, last=7, needs=(names(two), names(one)), writers=("mlp 4",), marks=("mlp 1", *marks)
-    )
+    late = PlantedSpike(first=4, last=7, needs=(names(two), names(one)), writers=("mlp 4",), marks=("mlp 1", *marks))
     return BlindTruth(planted=(early, late), readers=((FIRST, reading),))
 
 

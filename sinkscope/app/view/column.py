@@ -44,7 +44,7 @@ def neurons_of(spike: SpikeResult) -> tuple[CircuitPart, ...]:
     """The neurons that a sentence names, and others that are needed: their shares, and what is left without each."""
     needed = () if spike.needed is None else tuple(map(str, spike.needed.neurons))
     left = {str(one.address): one.left for one in spike.alone}
-    shares: dict[str, float | None] = dict(sentences.named(spike))
+    shares: dict[str, float | None] = {str(one.address): one.share for one in sentences.named(spike)}
     for name in needed:
         shares.setdefault(name, None)
     return tuple(CircuitPart(name, share, left.get(name), needed=name in needed) for name, share in shares.items())
@@ -52,7 +52,7 @@ def neurons_of(spike: SpikeResult) -> tuple[CircuitPart, ...]:
 
 def components_of(spike: SpikeResult) -> tuple[CircuitPart, ...]:
     """What each component writes beside its named neurons, where that is much, and what all others write together."""
-    named = dict(sentences.named(spike))
+    named = {str(one.address): one.share for one in sentences.named(spike)}
     needed = () if spike.needed is None or spike.needed.neurons else spike.needed.parts
     parts: list[CircuitPart] = []
     for one in spike.writers:

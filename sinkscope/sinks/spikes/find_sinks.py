@@ -62,7 +62,7 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
 
 def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int) -> dict[str, Any]:
     """Take all steps, with so many copies of some tokens, and return the fields of a result."""
-    sinks, target = with_copies(setup, with_marks(sinks_of(setup)), tokens, limit), setup.target
+    sinks, target = with_copies(setup, with_marks(setup, sinks_of(setup)), tokens, limit), setup.target
     survey = sinks.survey
     setup.record(max_repeats=limit)
     first = at_first(survey)

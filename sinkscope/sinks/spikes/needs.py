@@ -12,16 +12,15 @@ from sinkscope.hooks.edit import Ablate
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import components
-from sinkscope.sinks.spikes.controls import INTACT, random_neurons
+from sinkscope.sinks.spikes.controls import INTACT, RANDOM_SETS, chance_of, random_components, random_neurons
 from sinkscope.sinks.spikes.edited import Written
-from sinkscope.sinks.spikes.records import Alone, Chance, Needed, NeuronShare, PartShare, part_name
+from sinkscope.sinks.spikes.records import Alone, Needed, NeuronShare, PartShare, part_name
 from sinkscope.sinks.spikes.removal import Removal, count_readers, removals_of
 from sinkscope.sinks.spikes.spike import Measured, Part, Parts
 from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
 from sinkscope.sinks.spikes.writers import neutral_values, of_layer
 
 LEFT = 0.25  # share of a spike below which it counts as removed
-RANDOM_SETS = 3  # random sets beside the needed one
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
 TAKES_OVER = 0.1  # share of the intact spike that a backup writes then
 WRITES = 0.1  # share of a component from which it is tried in pairs
@@ -50,9 +49,8 @@ def needs_of(one: Measured, seed: int = 0) -> Measured:
         parts = components(target, one.spike.peak)
         means = means_of(one.survey, one.spike, parts)
         needed = enough_components(texts, one.result.writers, means)
-        others = [part for part in parts if part not in needed]
         if needed:
-            random += [(part,) for part in others[:: max(1, len(others) // RANDOM_SETS)][:RANDOM_SETS]]
+            random = random_components(parts, needed)
     alone: list[Neuron] = []
     for neuron, share in left.items():
         if (neuron,) != needed and (neuron in needed or abs(1 - share) >= CHANGES):
@@ -129,7 +127,8 @@ def search(texts: SpikeTexts, writing: Sequence[Neuron]) -> tuple[tuple[Neuron, 
 def smallest_set(texts: SpikeTexts, order: tuple[Neuron, ...]) -> tuple[Neuron, ...]:
     """Return the smallest set of neurons that leaves less than a quarter of the spike; it is empty if none does.
 
-    A neuron joins if without it and those before less is left; then members are left out that are not needed.
+    A neuron joins if without it and those before less is left. Where that is not enough, because some write only when
+    several others are gone, all are tried. Then members are left out that are not needed.
 
     Args:
         texts: The texts.
@@ -142,6 +141,8 @@ def smallest_set(texts: SpikeTexts, order: tuple[Neuron, ...]) -> tuple[Neuron, 
         left = left_without(texts, [(*best, neuron)])[0]
         if left < least:
             best, least = (*best, neuron), left
+    if least >= LEFT:
+        best, least = order, left_without(texts, [order])[0]
     while least < LEFT and len(best) > 1:
         fewer = list(combinations(best, len(best) - 1))
         left = left_without(texts, fewer)
@@ -217,16 +218,6 @@ def with_needs(one: Measured, texts: SpikeTexts, removal: Removal | None, random
     )
     one = one.adding(needed=needed)
     return replace(one, claims=claims_of(one, removal, random))
-
-
-def chance_of(random: Sequence[Removal], removal: Removal) -> Chance | None:
-    """Return what is left without random sets, of each outcome the one nearest to that of the needed set."""
-    if not random:
-        return None
-    ratios = [one.perplexity for one in random if one.perplexity is not None]
-    nearest = min(ratios, key=lambda ratio: abs(ratio - (removal.perplexity or 1)), default=None)
-    heads = min((one.heads for one in random), key=lambda count: abs(count - removal.heads))
-    return Chance(min(one.left for one in random), heads, nearest)
 
 
 def claims_of(one: Measured, removal: Removal, random: Sequence[Removal]) -> Claims:

@@ -90,7 +90,10 @@ class SpikesFound(Result):
 
     def details(self) -> list[str]:
         """Return the spikes, each in a line, and what else heads attend to."""
-        lines = [sentences.spike_line(one, self.spikes, self.typical_norm) for one in self.spikes]
+        lines = [sentences.spike_line(one, self.typical_norm) for one in self.spikes if one.like is None]
+        for number, original in enumerate(self.spikes):
+            if others := [one for one in self.spikes if one.like == number]:
+                lines.append(sentences.elsewhere(original, others))
         if not self.spikes and self.readers.heads:
             lines.append(self._no_spike)
         for one in self.attended:
