@@ -21,16 +21,16 @@ from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.style import BLUE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.first_tokens import HAS, FirstTokens, share_of, spike_of
+from sinkscope.sinks.first_tokens import FirstTokens, share_of, spike_of
 from sinkscope.sinks.repetition.norm import name_of
 from sinkscope.sinks.spikes.controls import random_heads
 from sinkscope.sinks.spikes.marks import Without, marking_heads
 from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.texts import left_of
+from sinkscope.sinks.thresholds import HALF, RAISED
 from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 
 NAMED = 6  # heads that a sentence names
-RAISED = 1.1  # of the spike, from which random heads are said to work against it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class MarkingHeads(Result):
         if self.left is None or self.marking is None:
             return []
         strongest, left = int(self.left[0].argmin()), float(self.left[0].min())
-        if left >= HAS or self.heads[strongest] in self.marking.heads:
+        if left >= HALF or self.heads[strongest] in self.marking.heads:
             return []
         without = f"without {self.heads[strongest]}, {share_of(left, None)} of its spike is left"
         return [f"{self.tokens[0]!r} has a head of its own: {without}."]
@@ -130,7 +130,7 @@ class MarkingHeads(Result):
             return rows
         marking = () if self.marking is None else self.marking.heads
         for head, left in zip(self.heads, self.left.T.astype(float), strict=True):
-            few = int((left < HAS).sum())
+            few = int((left < HALF).sum())
             rows.append({"head": str(head), "marks": head in marking, "left": float(left.mean()), "tokens": few})
         return sorted(rows, key=lambda row: (not row["marks"], row["left"]))
 
@@ -174,7 +174,7 @@ def heads(
     if chosen is None:
         return MarkingHeads(spike=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
     first = FirstTokens.of(chosen, chosen.first_writer)
-    has = first.along(words, [])[0] >= HAS
+    has = first.along(words, [])[0] >= HALF
     having, unmarked = (token_texts(setup.target, some.tolist()) for some in (words[has], words[~has]))
     name = name_of(chosen.spike)
     found = MarkingHeads(spike=name, neurons=chosen.needed_neurons, tokens=having, unmarked=unmarked, heads=first.heads)

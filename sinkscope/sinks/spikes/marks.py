@@ -20,10 +20,9 @@ from sinkscope.sinks.spikes.records import MarkLeft, part_name
 from sinkscope.sinks.spikes.removal import removals_of
 from sinkscope.sinks.spikes.spike import Measured, Part, Parts
 from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
+from sinkscope.sinks.thresholds import ENOUGH, REMAINS
 
-MARKS = 0.75  # share of a spike that is left at most without a part that marks its place
 MOST = 3  # marks that are kept
-TAKEN = 0.9  # share of what all heads together take away that the fewest take
 PAIRED = 6  # parts that are tried in pairs, those without which least is left
 
 Judge = Callable[[Sequence[Parts]], Float[Tensor, "edit case"]]
@@ -44,12 +43,12 @@ def marks_of(one: Measured, seed: int = 0) -> tuple[MarkLeft, ...]:
     """
     texts, parts = SpikeTexts.of(one.survey, one.spike), before_writers(one)
     left = _left(texts, [(part,) for part in parts])
-    if not left or abs(next(iter(left.values()))) > MARKS:
+    if not left or abs(next(iter(left.values()))) > REMAINS:
         few = [part for (part,) in left][:PAIRED]
         left = _left(texts, list(combinations(few, 2)))
     marks: list[MarkLeft] = []
     for members, share in list(left.items())[:MOST]:
-        if abs(share) <= MARKS:
+        if abs(share) <= REMAINS:
             others = [without for other, without in left.items() if not set(other) & set(members)]
             marks.append(_marks(one, texts, [members])[0])
             marks[-1] = replace(marks[-1], others=median(others) if others else None)
@@ -111,7 +110,7 @@ def _heads(one: Measured, texts: SpikeTexts, parts: Parts, seed: int) -> list[Ma
     sets: list[Parts] = [found.marking.heads]
     if len(found.marking.heads) > 1:
         for head in found.order[:MOST]:
-            if abs(float(without[heads.index(head)].mean())) <= MARKS:
+            if abs(float(without[heads.index(head)].mean())) <= REMAINS:
                 sets.append((head,))
     return _marks(one, texts, sets, random_heads(found.marking.heads, heads, seed))
 
@@ -163,12 +162,12 @@ def marking_heads(heads: Sequence[Head], without: Float[Tensor, "head case"], ju
     only = judge([tuple(other for other in heads if other != head) for head in heads])
     order = tuple(heads[number] for number in (without - only).mean(1).argsort(stable=True).tolist())
     every = first(len(order))
-    if every.left > MARKS:
+    if every.left > REMAINS:
         return MarkingSet(order, every, None)
     too_few, marking = 0, every
     while len(marking.heads) - too_few > 1:
         tried = first((too_few + len(marking.heads)) // 2)
-        if 1 - tried.left >= TAKEN * (1 - every.left):
+        if 1 - tried.left >= ENOUGH * (1 - every.left):
             marking = tried
         else:
             too_few = len(tried.heads)

@@ -19,14 +19,10 @@ from sinkscope.sinks.spikes.removal import Removal, count_readers, removals_of
 from sinkscope.sinks.spikes.spike import Measured, Part, Parts
 from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
 from sinkscope.sinks.spikes.writers import neutral_values, of_layer
+from sinkscope.sinks.thresholds import COUNTS, LIKE, REMOVED
 
-LEFT = 0.25  # share of a spike below which it counts as removed
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
-TAKES_OVER = 0.1  # share of the intact spike that a backup writes then
-WRITES = 0.1  # share of a component from which it is tried in pairs
 PAIRED = 4  # components that are tried in pairs
-CHANGES = 0.1  # share by which a neuron alone changes the spike, from which all its outcomes are measured
-LIKE = 0.9  # cosine from which two spikes have the same direction
 
 
 @torch.no_grad()
@@ -53,7 +49,7 @@ def needs_of(one: Measured, seed: int = 0) -> Measured:
             random = random_components(parts, needed)
     alone: list[Neuron] = []
     for neuron, share in left.items():
-        if (neuron,) != needed and (neuron in needed or abs(1 - share) >= CHANGES):
+        if (neuron,) != needed and (neuron in needed or abs(1 - share) >= COUNTS):
             alone.append(neuron)
     removals = removals_of(texts, [needed] if needed else [], means, every_loss=True)
     beside = removals_of(texts, [*random, *((neuron,) for neuron in alone)], means, every_loss=False)
@@ -85,7 +81,7 @@ def same_needs(one: Measured, other: Measured, number: int, seed: int = 0) -> Me
     if other.result.like is not None or float(spike.direction @ known.direction) < LIKE:
         return None
     texts = SpikeTexts.of(one.survey, spike)
-    if left_without(texts, [neurons])[0] >= LEFT:
+    if left_without(texts, [neurons])[0] >= REMOVED:
         return None
     random = random_neurons(one.survey.target, neurons, seed)
     removals = removals_of(texts, [neurons], every_loss=True)
@@ -136,20 +132,20 @@ def smallest_set(texts: SpikeTexts, order: tuple[Neuron, ...]) -> tuple[Neuron, 
     """
     best, least = order[:1], left_without(texts, [order[:1]])[0]
     for neuron in order[1:]:
-        if least < LEFT:
+        if least < REMOVED:
             break
         left = left_without(texts, [(*best, neuron)])[0]
         if left < least:
             best, least = (*best, neuron), left
-    if least >= LEFT:
+    if least >= REMOVED:
         best, least = order, left_without(texts, [order])[0]
-    while least < LEFT and len(best) > 1:
+    while least < REMOVED and len(best) > 1:
         fewer = list(combinations(best, len(best) - 1))
         left = left_without(texts, fewer)
-        if min(left) >= LEFT:
+        if min(left) >= REMOVED:
             return best
         best = fewer[left.index(min(left))]
-    return best if least < LEFT else ()
+    return best if least < REMOVED else ()
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
@@ -159,7 +155,7 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
         for layer in filter(target.has_neurons, range(spike.peak + 1)):
             found += of_layer(texts.survey, spike, layer)
     found.sort(key=lambda one: -one.share)
-    return [one.address for one in found if one.address not in members and one.share >= TAKES_OVER][:2]
+    return [one.address for one in found if one.address not in members and one.share >= COUNTS][:2]
 
 
 def enough_components(texts: SpikeTexts, writers: Sequence[PartShare], means: Written) -> Parts:
@@ -172,16 +168,16 @@ def enough_components(texts: SpikeTexts, writers: Sequence[PartShare], means: Wr
     """
     left = dict(zip(means, left_without(texts, [(part,) for part in means], means), strict=True))
     names = {part_name(part): part for part in means}
-    writing = [names[one.part] for one in writers if abs(one.share) >= WRITES]
+    writing = [names[one.part] for one in writers if abs(one.share) >= COUNTS]
     order = sorted(left, key=lambda part: left[part])
     for part in [*writing, order[0]]:
-        if left[part] < LEFT:
+        if left[part] < REMOVED:
             return (part,)
     pairs = list(combinations(dict.fromkeys([*writing[:PAIRED], *order[:PAIRED]]), 2))
     if not pairs:
         return ()
     of_pairs = left_without(texts, pairs, means)
-    return pairs[of_pairs.index(min(of_pairs))] if min(of_pairs) < LEFT else ()
+    return pairs[of_pairs.index(min(of_pairs))] if min(of_pairs) < REMOVED else ()
 
 
 # --- records ---

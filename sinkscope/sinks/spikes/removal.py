@@ -11,8 +11,8 @@ from torch import Tensor
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.spikes.edited import Written
 from sinkscope.sinks.spikes.spike import Parts
-from sinkscope.sinks.spikes.survey import READS
 from sinkscope.sinks.spikes.texts import SpikeTexts
+from sinkscope.sinks.thresholds import READS
 
 
 @dataclass(frozen=True)

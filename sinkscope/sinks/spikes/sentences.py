@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.sinks.spikes.records import MarkLeft, Needed, NeuronShare, OtherBos, Readers, SpikeResult
+from sinkscope.sinks.thresholds import COUNTS, HALF, REMAINS, SAME_COUNT, SINK_HEADS, STANDS_OUT
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
 RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio}."
@@ -27,12 +28,8 @@ NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical on
 ATTENDED = "{heads} heads give {place} more than 0.3 of their attention, where no norm stands out."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
 
-FAR = 3.0  # times the typical norm, from which norms are compared as they are
 SHOWN = 3  # neurons or components that a sentence names
 PLACES = 2  # places that a sentence names
-WRITES = 0.1  # share from which a neuron or a component is named
-MOST = 0.5  # share of the spike from which what is written against it takes it away, and not a part
-KEPT = 0.75  # share of the heads that are left without either of two neurons, if either is enough
 
 
 def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | None, n_layers: int) -> str:
@@ -43,7 +40,7 @@ def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | No
     bos, parts = "", list[str]()
     if other is not None and said.place == "the first token":
         bos = f" ({other.heads} {'with' if other.bos else 'without'} {other.token})"
-        if abs(other.heads - said.heads) <= max(2, 0.1 * said.heads):
+        if abs(other.heads - said.heads) <= max(SINK_HEADS, SAME_COUNT * said.heads):
             bos = f", with or without {other.token}"
     for spike in sorted(spikes, key=lambda one: one.layers):
         if spike.place.words == said.place and spike.heads:
@@ -67,11 +64,11 @@ def spike_line(spike: SpikeResult, typical_norm: Sequence[float]) -> str:
         sentences.append(DIMS.format(dims=dims))
     if spike.needed is not None:
         sentences += [without(spike, spike.needed), *alone(spike, spike.needed)]
-    against = [one for one in written_in_run(spike) if one[1] <= -WRITES]
+    against = [one for one in written_in_run(spike) if one[1] <= -COUNTS]
     sentences += with_shares(AGAINST, against, "write")
     erasers = [(component(one.part), one.share) for one in spike.erasers[:2]]
     erased = -sum(share for _, share in erasers)
-    sentences += with_shares(ERASED, erasers, "take", it="it" if erased >= MOST else "part of it")
+    sentences += with_shares(ERASED, erasers, "take", it="it" if erased >= HALF else "part of it")
     return " ".join(sentences)
 
 
@@ -91,7 +88,7 @@ def raised(spike: SpikeResult, typical: float) -> str:
     """
     parts = [one for one in written_in_run(spike) if one[1] > 0]
     times, beside = spike.norm / max(typical, 1e-9), ""
-    if times < FAR:
+    if times < STANDS_OUT:
         times, beside = spike.ratio, " beside what is large at all positions"
     words = {
         "layers": run(*spike.layers),
@@ -100,7 +97,7 @@ def raised(spike: SpikeResult, typical: float) -> str:
         "ratio": f"{times:,.{0 if times >= 10 else 1}f} times the typical one{beside}",
     }
     embedding = sum(one.share for one in spike.writers if one.part == "embedding")
-    if not parts and embedding >= MOST:
+    if not parts and embedding >= HALF:
         return EMBEDDED.format(share=f"{embedding:.0%}", **words)
     names = [f"{name} ({share:.0%})" for name, share in parts]
     shown = word_list(names, SHOWN) if names else "many parts"
@@ -117,7 +114,7 @@ def written_in_run(spike: SpikeResult) -> list[tuple[str, float]]:
     parts = list[tuple[str, float]]()
     for one in spike.writers:
         layer = one.part.rpartition(" ")[2]
-        if abs(one.share) >= WRITES and layer.isdigit() and int(layer) >= first:
+        if abs(one.share) >= COUNTS and layer.isdigit() and int(layer) >= first:
             parts.append((component(one.part), one.share))
     return neurons or parts
 
@@ -125,7 +122,7 @@ def written_in_run(spike: SpikeResult) -> list[tuple[str, float]]:
 def named(spike: SpikeResult) -> list[NeuronShare]:
     """Return the neurons that are named: those that are needed, then others that write a tenth."""
     needed = () if spike.needed is None else spike.needed.neurons
-    some = [one for one in spike.neurons if abs(one.share) >= WRITES or one.address in needed]
+    some = [one for one in spike.neurons if abs(one.share) >= COUNTS or one.address in needed]
     return sorted(some, key=lambda one: (one.address not in needed, -one.share))
 
 
@@ -156,7 +153,7 @@ def alone(spike: SpikeResult, needed: Needed) -> list[str]:
     """What remains without single neurons where no one is needed: either of two is enough, or others only add to it."""
     some, before = [one for one in spike.alone if one.address in needed.neurons], needed.heads[0]
     if len(needed.neurons) == 1:
-        some = [one for one in spike.alone if one.address not in needed.neurons and one.share >= WRITES]
+        some = [one for one in spike.alone if one.address not in needed.neurons and one.share >= COUNTS]
     backups = [str(one) for one in needed.neurons if one in spike.backups]
     said = list[str]()
     if backups:
@@ -166,7 +163,7 @@ def alone(spike: SpikeResult, needed: Needed) -> list[str]:
     left, heads = min(one.left for one in some), min(one.heads for one in some)
     parts = f"the other {len(some)} writers" if len(needed.neurons) == 1 else f"these {len(some)}"
     single = ALONE.format(parts=parts, left=share_left(left), heads=count_of(heads, "head"))
-    if len(some) == len(needed.neurons) == 2 and heads >= KEPT * before:
+    if len(some) == len(needed.neurons) == 2 and heads >= REMAINS * before:
         single = f"Either writer is enough for {heads} of the heads."
     return [single, *said]
 

@@ -26,13 +26,11 @@ from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.records import NeuronShare, PartShare, part_name
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED
 from sinkscope.sinks.tokens import Mask
 
-LISTED = 0.005  # share of a component from which it is listed
-NAMED = 0.02  # shares of neurons from which they are listed, if an MLP writes at least so much
 MOST = 8  # neurons that are listed
 OF_A_LAYER = 4  # ... of one layer
-ERASES = 0.05  # share that an eraser takes away
 
 
 def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ...]]:
