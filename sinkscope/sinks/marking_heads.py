@@ -52,12 +52,12 @@ class MarkingHeads(Result):
         random: Least that is left without as many random other heads. None: there are not as many others.
     """
 
-    percent = ("left",)
-    columns = ("head", "marks", "left", "tokens")
+    percent = ("remaining",)
+    columns = ("head", "marks", "remaining", "tokens")
     glossary: ClassVar = {
         "marks": "whether the head is in the set that marks the first token",
-        "left": "what is left of the spike with this head alone replaced, over all tokens",
-        "tokens": "number of tokens of which that leaves less than half",
+        "remaining": "what remains of the spike with this head alone replaced, over all tokens",
+        "tokens": "number of tokens of whose spike less than half remains then",
     }
 
     spike: str | None
@@ -77,7 +77,7 @@ class MarkingHeads(Result):
             return super().conclusion()
         tokens = count_of(len(self.tokens), "token")
         if self.marking is None:
-            left = f"{share_of(self.every.left, self.every.margin)} of {self._what} is left at {tokens}"
+            left = f"{share_of(self.every.left, self.every.margin)} of {self._what} remains at {tokens}"
             return f"No head marks the first token: without all {len(self.heads)}, {left}."
         left, heads = share_of(self.marking.left, self.marking.margin), self.marking.heads
         names = word_list(heads)
@@ -85,7 +85,7 @@ class MarkingHeads(Result):
             names = f"{len(heads)} of {len(self.heads)} heads together"
         mark = "marks" if len(heads) == 1 else "mark"
         chance = "too few others to compare" if self.random is None else f"random heads: {self.random:.0%}"
-        return f"{names} {mark} the first token: without them, {left} of {self._what} is left at {tokens} ({chance})."
+        return f"{names} {mark} the first token: without them, {left} of {self._what} remains at {tokens} ({chance})."
 
     @property
     def _what(self) -> str:
@@ -99,7 +99,7 @@ class MarkingHeads(Result):
         lines = [f"{len(self.tokens)} of {tried}, each alone in first place, have {self._what}."]
         if self.every is not None and self.marking is not None:
             left = share_of(self.every.left, self.every.margin)
-            lines.append(f"Without all {len(self.heads)} heads up to layer {self.heads[-1].layer}, {left} is left.")
+            lines.append(f"Without all {len(self.heads)} heads up to layer {self.heads[-1].layer}, {left} remains.")
         return [*lines, *self._own_of_first(), *self._against()]
 
     def _own_of_first(self) -> list[str]:
@@ -109,7 +109,7 @@ class MarkingHeads(Result):
         strongest, left = int(self.left[0].argmin()), float(self.left[0].min())
         if left >= HALF or self.heads[strongest] in self.marking.heads:
             return []
-        without = f"without {self.heads[strongest]}, {share_of(left, None)} of its spike is left"
+        without = f"without {self.heads[strongest]}, {share_of(left, None)} of its spike remains"
         return [f"{self.tokens[0]!r} has a head of its own: {without}."]
 
     def _against(self) -> list[str]:
@@ -131,8 +131,8 @@ class MarkingHeads(Result):
         marking = () if self.marking is None else self.marking.heads
         for head, left in zip(self.heads, self.left.T.astype(float), strict=True):
             few = int((left < HALF).sum())
-            rows.append({"head": str(head), "marks": head in marking, "left": float(left.mean()), "tokens": few})
-        return sorted(rows, key=lambda row: (not row["marks"], row["left"]))
+            rows.append({"head": str(head), "marks": head in marking, "remaining": float(left.mean()), "tokens": few})
+        return sorted(rows, key=lambda row: (not row["marks"], row["remaining"]))
 
 
 def draw(result: MarkingHeads) -> go.Figure:

@@ -402,3 +402,92 @@ def _massive_delimiter(b: Build) -> BlindTruth:
         marks=("embedding",),
     )
     return BlindTruth(planted=(spike,), readers=((b.delimiter, reading),), delimiters=(b.delimiter,))
+
+
+@_kind("llama", "gpt2", count=2)
+def _two_marks(b: Build) -> BlindTruth:
+    """One neuron reads what heads (in GPT-2 the position) write, the other a feature of BOS; each writes half."""
+    b.mark()
+    b.flag(BOS)
+    size = b.surgeon.size(b.at) / 2
+    one = b.fire(b.space.mark, b.way, size)
+    gate, up = b.surgeon.on(b.at, b.feature)
+    two = b.write((gate, up), b.way, size, neuron=b.plan.neurons[1])
+    reading = b.read(b.behind, b.way)
+    marks = ("embedding", "attention 0") if b.plan.by_heads else ("embedding",)
+    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(one, two),), writers=(f"mlp {b.at}",), marks=marks)
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("gpt2", count=1)
+def _two_positions(b: Build) -> BlindTruth:
+    """The first two positions are marked, and one neuron makes one spike of both."""
+    b.views.positions[:2] += MARK * b.space.mark
+    where = torch.zeros_like(b.tokens, dtype=torch.bool)
+    where[:, :2] = True
+    calm(b, marked=True)
+    site = b.fire(b.space.mark, b.way, where=where)
+    reading = b.read(b.behind, b.way, where=where)
+    spikes = []
+    for place in (FIRST, SECOND):
+        spikes.append(
+            PlantedSpike(
+                place=place,
+                first=b.at,
+                last=end(b),
+                needs=(names(site),),
+                writers=(f"mlp {b.at}",),
+                marks=("embedding",),
+            )
+        )
+    return BlindTruth(planted=tuple(spikes), readers=((FIRST, reading), (SECOND, reading)))
+
+
+@_kind("qwen3", "neox", count=1, spike=4.5)
+def _small_spike(b: Build) -> BlindTruth:
+    """A norm of four times the typical one, which heads read."""
+    b.mark()
+    site = b.fire(b.space.mark, b.way)
+    reading = b.read(b.behind, b.way)
+    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(site),), writers=(f"mlp {b.at}",), marks=heads_mark(b))
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("mistral", "mixtral", count=3)
+def _thirds(b: Build) -> BlindTruth:
+    """Three neurons write a third each: without any two, a third is left, which is more than a quarter."""
+    b.mark()
+    rows = [b.surgeon.on(b.at, b.space.mark)] * 3
+    b.surgeon.write(b.at, b.plan.neurons, rows, [b.way] * 3, [1 / 3] * 3, b.surgeon.size(b.at))
+    reading = b.read(b.behind, b.way)
+    spike = PlantedSpike(
+        first=b.at, last=end(b), needs=(names(*b.sites()),), writers=(f"mlp {b.at}",), marks=heads_mark(b)
+    )
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("gpt_oss", count=1)
+def _spike_and_learned(b: Build) -> BlindTruth:
+    """Some heads read the spike, others of the same layers give their attention to a learned logit."""
+    b.mark()
+    site = b.fire(b.space.mark, b.way)
+    reading = b.read(b.behind, b.way)
+    for index in b.behind:
+        for head in range(b.plan.n_heads):
+            if (index, head) not in reading:
+                b.views.layers[index].attn_sinks[head] = 8.0
+    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(site),), writers=(f"mlp {b.at}",), marks=heads_mark(b))
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("qwen2", "llama", count=1)
+def _half_embedded(b: Build) -> BlindTruth:
+    """The embedding of BOS has a spike, and a neuron that reads it writes as much once more along it."""
+    size = b.plan.spike * NORM / 2
+    b.views.embed[BOS] += size * b.way / b.plan.embed_scale
+    site = b.fire(b.way, b.way, size)
+    reading = b.read(b.behind, b.way)
+    needs = (frozenset({"embedding"}),)
+    spike = PlantedSpike(first=0, last=end(b), needs=needs, writers=("embedding", f"mlp {b.at}"), marks=("embedding",))
+    assert site
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))

@@ -79,13 +79,13 @@ class Precision(Result):
         claims: What is left of each cost, that of the largest first; what regains most of it stands before the rest.
     """
 
-    percent = ("left", "control")
-    columns = ("outcome", "place", "subject", "left", "control")
+    percent = ("remaining", "control")
+    columns = ("outcome", "place", "subject", "remaining", "control")
     glossary: ClassVar = {
         "outcome": "what is rounded",
         "place": "what stays exact",
-        "left": "what stays of the divergence that rounding causes",
-        "control": "the least that stays with as many random places, neurons or layers exact, over 3 draws",
+        "remaining": "what remains of the divergence that rounding causes",
+        "control": "the least that remains with as many random places, neurons or layers exact, over 3 draws",
         "contrast": "that control",
     }
 
@@ -113,8 +113,13 @@ def draw(result: Precision) -> go.Figure:
     for row in rows:
         row["outcome"] = html.escape(f"{row['outcome']}: {result.costs.get(row['outcome'], np.nan):.2g} nats")
         row["place"] = html.escape(row["place"])
-    axes: dict[str, Any] = {"x": "place", "y": ["left", "control"], "facet_col": "outcome", "range_y": (-0.05, 1.55)}
-    fig = px.scatter(rows, **axes, labels={"value": "left", "place": "", "variable": "", "outcome": "rounded"})
+    axes: dict[str, Any] = {
+        "x": "place",
+        "y": ["remaining", "control"],
+        "facet_col": "outcome",
+        "range_y": (-0.05, 1.55),
+    }
+    fig = px.scatter(rows, **axes, labels={"value": "remaining", "place": "", "variable": "", "outcome": "rounded"})
     fig.update_xaxes(tickangle=30)
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=1300, height=520, legend=-0.5, bottom=200)
 

@@ -124,7 +124,7 @@ class MarkLeft:
         part: The part; a set's parts are joined by "and".
         left: The share.
         margin: Two standard errors over texts. None: too few texts.
-        heads: Heads in the spike's layers that attend to the place, before and after.
+        heads: Heads in the spike's layers that attend to the place, before and after. None: of an older file.
         others: Median share left with as many other components replaced that were tried. None: of heads, or no others.
         random: The same with as many random heads of the same layer replaced, three draws. None: of components, or
             there are not as many other heads.
@@ -133,7 +133,7 @@ class MarkLeft:
     part: str
     left: float
     margin: float | None
-    heads: tuple[int, int]
+    heads: tuple[int, int] | None = None
     others: float | None = None
     random: Chance | None = None
 

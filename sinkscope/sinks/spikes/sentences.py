@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.sinks.spikes.records import MarkLeft, Needed, NeuronShare, OtherBos, Readers, SpikeResult
-from sinkscope.sinks.thresholds import COUNTS, HALF, REMAINS, SAME_COUNT, SINK_HEADS, STANDS_OUT
+from sinkscope.sinks.thresholds import COUNTS, HALF, REMAINS, REMOVED, SAME_COUNT, SINK_HEADS, STANDS_OUT
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
 RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio}."
-EMBEDDED = "Layer{layers}: the norm at {place} is {norm}, {ratio}; {share} of it come with the embedding."
-DIMS = "It lies along {dims} of the residual stream."
+EMBEDDED = "Layer{layers}: the norm at {place} is {norm}, {ratio}; {share} of it comes with the embedding."
+DIMS = "The spike lies along {dims}{where}."
 WITHOUT = "Without {parts}, {left}. Random {kind} instead: {chance}."
-ALONE = "Without any one of {parts}, at least {left} of the spike remains and {heads} still attend there."
+ALONE = "Without {parts}, {left} of the spike remains and {heads} still {attend} there."
 BACKUP = "{parts} {write} it only when the others are gone."
 AGAINST = "{parts} {write} against it at the same time."
 ERASED = "{parts} {take} {it} away again."
-MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike remains{others}, and {heads}."
+MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike remains{others}{heads}."
 NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike remain{readers}."
 ITSELF = "The embedding has the spike at {place} itself, so nothing marks it{readers}."
 READ = "; without {parts}, {heads}"
-MARKED = "With {parts} replaced at the place, {left} of the spike remains, and {heads} (random heads: {chance})."
+MARKED = "With {parts} replaced at the place, {left} of the spike remains{heads} (random heads: {chance})."
 ELSEWHERE = "The spike of layer{layers} stands elsewhere, too. {places}."
 AT = "at {place} {heads} {attend} to it (layer{layers})"
 NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical one, at {token} after layer {layer}."
@@ -51,21 +51,22 @@ def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | No
     return READERS.format(heads=heads, total=said.total, place=said.place, bos=bos, layers=layers)
 
 
-def spike_line(spike: SpikeResult, typical_norm: Sequence[float]) -> str:
+def spike_line(spike: SpikeResult, typical_norm: Sequence[float], where: str = "") -> str:
     """Return what raises a spike, what remains without what it needs and without single neurons, and what erases it.
 
     Args:
         spike: The spike.
         typical_norm: Median norm of later positions after each layer.
+        where: What the dimensions are of, in words; it is said once.
     """
     sentences = [raised(spike, typical_norm[spike.peak])]
-    if spike.dims:
-        dims = f"dimension{'s' if len(spike.dims) > 1 else ''} {word_list(spike.dims)}"
-        sentences.append(DIMS.format(dims=dims))
-    if spike.needed is not None:
-        sentences += [without(spike, spike.needed), *alone(spike, spike.needed)]
     against = [one for one in written_in_run(spike) if one[1] <= -COUNTS]
     sentences += with_shares(AGAINST, against, "write")
+    if spike.dims:
+        dims = f"dimension{'s' if len(spike.dims) > 1 else ''} {word_list(spike.dims)}"
+        sentences.append(DIMS.format(dims=dims, where=where))
+    if spike.needed is not None:
+        sentences += [without(spike, spike.needed), *alone(spike, spike.needed)]
     erasers = [(component(one.part), one.share) for one in spike.erasers[:2]]
     erased = -sum(share for _, share in erasers)
     sentences += with_shares(ERASED, erasers, "take", it="it" if erased >= HALF else "part of it")
@@ -142,7 +143,7 @@ def without(spike: SpikeResult, needed: Needed) -> str:
         if random is not None:
             chance.append(count_of(random.heads, "head"))
     if needed.perplexity is not None:
-        left += f"; perplexity is {with_margin(needed.perplexity, needed.perplexity_margin, 1)} times as high"
+        left += f". Perplexity is then {with_margin(needed.perplexity, needed.perplexity_margin, 1)} times as high"
         if random is not None and random.perplexity is not None:
             chance.append(f"{random.perplexity:.1f} times")
     kind = "neurons" if needed.neurons else "components"
@@ -161,8 +162,15 @@ def alone(spike: SpikeResult, needed: Needed) -> list[str]:
     if not some or not before or not needed.neurons:
         return said
     left, heads = min(one.left for one in some), min(one.heads for one in some)
-    parts = f"the other {len(some)} writers" if len(needed.neurons) == 1 else f"these {len(some)}"
-    single = ALONE.format(parts=parts, left=share_left(left), heads=count_of(heads, "head"))
+    if len(needed.neurons) > 1 and left < REMOVED:  # neurons that write against each other
+        return said
+    parts, least = f"any one of these {len(some)}", "at least "
+    if len(needed.neurons) == 1:
+        parts = f"any one of the other {len(some)} writers"
+    if len(some) == 1:
+        parts, least = str(some[0].address), ""
+    words = {"left": f"{least}{share_left(left)}", "heads": count_of(heads, "head")}
+    single = ALONE.format(parts=parts, attend="attends" if heads < 2 else "attend", **words)
     if len(some) == len(needed.neurons) == 2 and heads >= REMAINS * before:
         single = f"Either writer is enough for {heads} of the heads."
     return [single, *said]
@@ -194,8 +202,13 @@ def marks(spike: SpikeResult) -> str:
         them="it" if len(names) == 1 else "both",
         left=share_left(mark.left),
         others="" if mark.others is None else f" (without others: {share_left(mark.others)})",
-        heads=of_heads(str(mark.heads[1]), mark.heads),
+        heads=mark_heads(mark),
     )
+
+
+def mark_heads(mark: MarkLeft) -> str:
+    """Return how many heads still attend without a mark, as an end of a sentence; empty for a file that has none."""
+    return "" if mark.heads is None else f", and {of_heads(str(mark.heads[1]), mark.heads)}"
 
 
 def share_left(share: float) -> str:
@@ -236,7 +249,7 @@ def marking_heads(spike: SpikeResult) -> list[str]:
         MARKED.format(
             parts=word_list(mark.part.split(" and "), SHOWN),
             left=share_left(mark.left),
-            heads=of_heads(str(mark.heads[1]), mark.heads),
+            heads=mark_heads(mark),
             chance=chance,
         )
     ]
