@@ -144,7 +144,7 @@ class Claim:
             "subject": in_words(self.subject, NAMED_PARTS),
             "place": self.place,
             "outcome": self.outcome.kind,
-            "left": self.value,
+            "remaining": self.value,
             "control": control.value,
             "contrast": control.in_words(self.subject),
             "draws": self.draws,

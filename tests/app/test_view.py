@@ -80,8 +80,8 @@ def test_the_terminal_has_the_spikes_and_what_each_switch_changes(bundled):
     assert row == {
         "place": "the first token",
         "layers": "1-5",
-        "ratio": spike.ratio,
-        "readers": spike.heads,
+        "times_typical": spike.ratio,
+        "heads_that_attend": spike.heads,
         "needed": "L1.N338",
     }
     lines = view.text(brief=True).splitlines()

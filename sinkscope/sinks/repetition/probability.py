@@ -16,8 +16,9 @@ from sinkscope.hooks.trace.run import trace
 from sinkscope.opening.open import open_target
 from sinkscope.results.claims import Outcome
 from sinkscope.sinks.patch.patches import PatchArgument, chosen_patch, random_patch
-from sinkscope.sinks.repetition.result import HALF, Repeat, RepeatAnswer
+from sinkscope.sinks.repetition.result import Repeat, RepeatAnswer
 from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases, claim_of_copies
+from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import TokenRows
 
 ANSWER_AFTER = (50, 400)  # repetitions
