@@ -6,14 +6,13 @@ NAME is one of `FIGURES`:
 
 - `table1`: answers of one fact (the prompt's last token looks for it) and chains of eight facts (each found only when
   the one before is written), at an eighth of the context for every method, and chains at the sizes of Table 7.
-- `ablation`: each half alone and both together (Figs. 5 b and 7). -P is the sparse prompt, -D progressive decoding.
-- `sweeps`: settings one by one (Figs. 5 c, 5 d, 10, 11). Contexts have 512 to 1,800 tokens, so smaller budgets than the
-  paper's are among them.
+  Each half alone is among the methods (Figs. 5 b and 7): -P is the sparse prompt, -D progressive decoding.
 - `turns`: nine turns (Fig. 12) on one cache that grows to 2,700 tokens. A token that a method evicts in one turn is
   missing in the next, and the budget stays at 128 tokens.
+- `alpha`: right answers by the share of attention that lines hold, on other dialogues.
 
-Prompts are read as by default, as printed (`LoopServe.paper()`), and with exact weights on the printed sample. Controls
-are the whole cache, and a random part of it.
+Prompts are read along bands by the default, with smaller alphas, as printed (`LoopServe.paper()`), and along bands from
+the printed sample. Controls are the whole cache, and a random part of it.
 """
 
 from __future__ import annotations
@@ -46,16 +45,13 @@ from experiments.loopserve.runs import (
 from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
-from sinkscope.lines.serve import LoopServe
 from sinkscope.results.style import COLOURS, figure_of
 
-DEFAULT = LoopServe()
-PRINTED, DRAWN = "as printed", "exact weights, rows drawn"
-DENSE = f"default: last {DEFAULT.dense_rows} rows dense"
-ALPHAS = (0.75, 0.9, 0.955, 0.98, 0.985, 0.99, 0.995, 1.0)  # from 0.98 on, the paper's sweep (Figs. 5 c, 10 a)
-SAMPLES, INTERVALS, FIXED = (12, 24, 48, 96), (8, 16, 32, 64), 128
-BUDGETS = (32, 64, 128, 256, 512, 1024, 2048)  # from 256 on, those of Figs. 5 d and 10 b
-WINDOWS = (6, 12, 24, 48, 96)  # Fig. 11
+PRINTED, DRAWN = "as printed", "bands from the printed sample"
+BANDS = "shortest=0"  # these prompts are too short for bands to pay
+FEW = (0.75, 0.5)
+ALPHAS = (0.3, 0.5, 0.75, 0.9, 0.955, 0.98, 0.99, 0.995)  # from 0.98 on, the paper's sweep (Figs. 5 c, 10 a)
+FIXED = 128
 
 Values = tuple[float | None, ...]
 ALONE: Values = (None,)
@@ -94,6 +90,7 @@ def alone(methods: dict[str, str]) -> tuple[tuple[str, str, Values], ...]:
     return tuple((label, text, ALONE) for label, text in methods.items())
 
 
+LESS = {f"loopserve-p, alpha={alpha}": f"loopserve-p:{BANDS}:alpha={alpha}" for alpha in FEW}
 OWN = {
     "whole cache": "full",
     "h2o": "h2o",
@@ -104,9 +101,10 @@ OWN = {
     "a-shape": "a-shape",
     "tri-shape": "tri-shape",
     "minference": "minference",
-    "loopserve": "loopserve",
-    "loopserve, first=0": "loopserve-0",
-    "loopserve-p": "loopserve-p",
+    "loopserve": f"loopserve:{BANDS}",
+    "loopserve, first=0": f"loopserve-0:{BANDS}",
+    "loopserve-p": f"loopserve-p:{BANDS}",
+    **LESS,
     PRINTED: "loopserve:paper",
     f"{PRINTED}, -P": "loopserve-p:paper",
     f"{DRAWN}, -P": "loopserve-p:paper:variant=bands",
@@ -116,27 +114,17 @@ OWN = {
 }
 LONGER = {
     **TABLE7,
-    "loopserve-p": "loopserve-p",
+    "loopserve-p": f"loopserve-p:{BANDS}",
+    **LESS,
     PRINTED: "loopserve:paper:1024",
     f"{DRAWN}, -P": "loopserve-p:paper:variant=bands",
     "loopserve-d": "loopserve-d:1024",
     "random part": "random:1024:window=32",
 }
-HALVES = {
-    "whole cache": "full",
-    "default": "loopserve",
-    "default, -P": "loopserve-p",
-    "-D": "loopserve-d",
-    "-D, first=0": "loopserve-d:first=0",
-    PRINTED: "loopserve:paper",
-    f"{PRINTED}, -P": "loopserve-p:paper",
-    f"{DRAWN}, -P": "loopserve-p:paper:variant=bands",
-    "default, alpha=0.955, -P": "loopserve-p:alpha=0.955",
-    "random part": "random:window=32",
-}
 TURNS = {
     "whole cache": "full",
-    "LoopServe": f"loopserve:budget={FIXED}",
+    "LoopServe": f"loopserve:{BANDS}:budget={FIXED}",
+    f"LoopServe, alpha={FEW[0]}": f"loopserve:{BANDS}:alpha={FEW[0]}:budget={FIXED}",
     PRINTED: f"loopserve:paper:budget={FIXED}",
     DRAWN: f"loopserve:paper:variant=bands:budget={FIXED}",
     "LoopServe-D": f"loopserve-d:budget={FIXED}",
@@ -148,21 +136,9 @@ TURNS = {
 }
 CHAIN_TURNS = {name: text for name, text in TURNS.items() if "paper" not in text}
 BY_ALPHA = (
-    (PRINTED, "loopserve-p:paper:alpha={}", ALPHAS),
+    (PRINTED, "loopserve-p:paper:alpha={}", ALPHAS[3::2]),
     (DRAWN, "loopserve-p:paper:variant=bands:alpha={}", ALPHAS),
-    (DENSE, "loopserve-p:alpha={}", ALPHAS),
-)
-BY_WINDOW = (
-    ("LoopServe-D, first=0", f"loopserve-d:first=0:budget={FIXED}:interval={{}}", WINDOWS),
-    ("SnapKV", f"snapkv:budget={FIXED}:kernel=7:pooling=max:window={{}}", WINDOWS),
-)
-BY_FIRST = (
-    ("chosen from everything", "loopserve-d:first={}", (0, 16)),
-    ("chosen from what is left", "progressive:mode=evict:after={}", (0, 16)),
-)
-BY_SAMPLE = (
-    (f"{PRINTED}, 0.995", "loopserve-p:paper:alpha=0.995:sample={}", SAMPLES),
-    (f"{DENSE}, {DEFAULT.alpha}", "loopserve-p:sample={}", SAMPLES),
+    ("loopserve-p", f"loopserve-p:{BANDS}:alpha={{}}", ALPHAS),
 )
 
 
@@ -172,49 +148,13 @@ FIGURES: dict[str, tuple[Panel, ...]] = {
         Panel("chain of eight, 12.5 %: before the first mistake", CHAIN, "prefix", alone(OWN), "position"),
         Panel("chain, Table 7's sizes: before the first mistake", LONG, "prefix", alone(LONGER), "position"),
     ),
-    "ablation": (
-        Panel("one fact: right answers", KEPT, "score", alone(HALVES), "position"),
-        Panel("chain of eight: before the first mistake", CHAIN, "prefix", alone(HALVES), "position"),
-    ),
     "turns": (
         Panel("one fact: right answers", NINE, "score", alone(TURNS), "turn"),
         Panel("chain of seven: before the first mistake", NINE_CHAIN, "prefix", alone(CHAIN_TURNS), "turn"),
     ),
-    "sweeps": (
-        Panel("alpha of the prompt's half (one fact)", SWEPT_KEPT, "score", BY_ALPHA),
-        Panel("queries in the sample (one fact)", SWEPT_KEPT, "score", BY_SAMPLE),
-        Panel(
-            "budget (one fact)",
-            SWEPT_KEPT,
-            "score",
-            (
-                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
-                ("SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
-                ("SnapKV, window 16, not pooled", "snapkv:window=16:kernel=1:budget={}", BUDGETS),
-                ("random part", "random:window=32:budget={}", BUDGETS),
-            ),
-        ),
-        Panel(f"observation window (one fact, budget {FIXED})", SWEPT_KEPT, "score", BY_WINDOW),
-        Panel(
-            "budget (chain of eight)",
-            SWEPT_CHAIN,
-            "prefix",
-            (
-                ("LoopServe-D", "loopserve-d:budget={}", BUDGETS),
-                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
-                ("random part, anew", "random-progressive:budget={}", BUDGETS),
-            ),
-        ),
-        Panel(
-            "interval (chain of eight, 12.5 %)",
-            SWEPT_CHAIN,
-            "prefix",
-            (
-                ("LoopServe-D", "loopserve-d:interval={}", INTERVALS),
-                ("LoopServe-D, first=0", "loopserve-d:first=0:interval={}", INTERVALS),
-            ),
-        ),
-        Panel("first steps that read all (chain of eight)", SWEPT_CHAIN, "prefix", BY_FIRST),
+    "alpha": (
+        Panel("one fact: right answers", SWEPT_KEPT, "score", BY_ALPHA),
+        Panel("chain of eight: before the first mistake", SWEPT_CHAIN, "prefix", BY_ALPHA[2:]),
     ),
 }
 
@@ -238,6 +178,11 @@ def measured(panels: Sequence[Panel], work: Path, only: str) -> list[Row]:
                     about = {"panel": panel.title, "label": label, "value": value}
                     rows += [about | row for row in rows_of(said, method, panel.by == "turn")]
     return rows
+
+
+def place_of(row: Row) -> tuple[Any, ...]:
+    """Panel, label, value and method of a row."""
+    return row["panel"], row["label"], row["value"], row["method"]
 
 
 def drawn_rows(panel: Panel, rows: Sequence[Row], label: str) -> list[Row]:
@@ -340,10 +285,12 @@ def main(name: Literal[*FIGURES], *, only: str = "", work: Path = Path("runs"), 
     panels = FIGURES[name]
     rows = measured(panels, work, only)
     file = f"loopserve_{name}"
+    places = [(panel.title, *place, method) for panel in panels for place, method in panel.methods.items()]
     if only:
-        rows += [row for row in earlier(out / f"{file}.json")["rows"] if only not in row["method"]]
-    places = [(panel.title, *method) for panel in panels for method in panel.methods]
-    rows.sort(key=lambda row: places.index((row["panel"], row["label"], row["value"])))
+        for row in earlier(out / f"{file}.json")["rows"]:
+            if place_of(row) in places and only not in row["method"]:
+                rows.append(row)
+    rows.sort(key=lambda row: places.index(place_of(row)))
     settings = {"figure": name, "suites": [panel.suite for panel in panels], "only": only}
     save(file, record(f"loopserve-{name}", {"rows": rows}, settings, started=started), figure, out)
 

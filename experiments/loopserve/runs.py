@@ -52,7 +52,7 @@ TABLE7 = {
     "a-shape": "a-shape:first=128:local=4096",
     "tri-shape": "tri-shape:first=128:local=4096:dense_rows=128",
     "minference": "minference:vertical=1000:slash=6096",
-    "loopserve": "loopserve:1024:interval=16",
+    "loopserve": "loopserve:1024:interval=16:shortest=0",
 }
 """The sizes of LoopServe's Table 7; of MInference, which it leaves open, the numbers of lines of its code."""
 CONTROLS = {"random": "RandomKeep", "random-progressive": "RandomProgressive"}
