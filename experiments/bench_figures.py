@@ -30,7 +30,7 @@ from sinkscope.results.console import ProgressBar
 from sinkscope.results.style import COLOURS, figure_of
 
 NEEDLE = (
-    "full,streaming,h2o,snapkv,adakv,tova,a-shape,minference,loopserve,loopserve:paper,loopserve-d,loopserve-d:first=0"
+    "full,streaming,h2o,snapkv,adakv,tova,a-shape,minference,loopserve,loopserve:alpha=0.75,loopserve:paper,loopserve-d,loopserve-d:first=0"
 )
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]

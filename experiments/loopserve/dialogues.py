@@ -29,6 +29,7 @@ from experiments.drawn import at_place, error_bars, save
 from experiments.loopserve.runs import (
     ALL,
     CHAIN,
+    FIXED,
     KEPT,
     LONG,
     LONGBENCH,
@@ -48,10 +49,8 @@ from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.results.style import COLOURS, figure_of
 
 PRINTED, DRAWN = "as printed", "bands from the printed sample"
-BANDS = "shortest=0"  # these prompts are too short for bands to pay
 FEW = (0.75, 0.5)
 ALPHAS = (0.3, 0.5, 0.75, 0.9, 0.955, 0.98, 0.99, 0.995)  # from 0.98 on, the paper's sweep (Figs. 5 c, 10 a)
-FIXED = 128
 
 Values = tuple[float | None, ...]
 ALONE: Values = (None,)
@@ -90,7 +89,7 @@ def alone(methods: dict[str, str]) -> tuple[tuple[str, str, Values], ...]:
     return tuple((label, text, ALONE) for label, text in methods.items())
 
 
-LESS = {f"loopserve-p, alpha={alpha}": f"loopserve-p:{BANDS}:alpha={alpha}" for alpha in FEW}
+LESS = {f"loopserve-p, alpha={alpha}": f"loopserve-p:alpha={alpha}" for alpha in FEW}
 OWN = {
     "whole cache": "full",
     "h2o": "h2o",
@@ -101,9 +100,9 @@ OWN = {
     "a-shape": "a-shape",
     "tri-shape": "tri-shape",
     "minference": "minference",
-    "loopserve": f"loopserve:{BANDS}",
-    "loopserve, first=0": f"loopserve-0:{BANDS}",
-    "loopserve-p": f"loopserve-p:{BANDS}",
+    "loopserve": "loopserve",
+    "loopserve, first=0": "loopserve-0",
+    "loopserve-p": "loopserve-p",
     **LESS,
     PRINTED: "loopserve:paper",
     f"{PRINTED}, -P": "loopserve-p:paper",
@@ -114,7 +113,7 @@ OWN = {
 }
 LONGER = {
     **TABLE7,
-    "loopserve-p": f"loopserve-p:{BANDS}",
+    "loopserve-p": "loopserve-p",
     **LESS,
     PRINTED: "loopserve:paper:1024",
     f"{DRAWN}, -P": "loopserve-p:paper:variant=bands",
@@ -123,8 +122,8 @@ LONGER = {
 }
 TURNS = {
     "whole cache": "full",
-    "LoopServe": f"loopserve:{BANDS}:budget={FIXED}",
-    f"LoopServe, alpha={FEW[0]}": f"loopserve:{BANDS}:alpha={FEW[0]}:budget={FIXED}",
+    "LoopServe": f"loopserve:budget={FIXED}",
+    f"LoopServe, alpha={FEW[0]}": f"loopserve:alpha={FEW[0]}:budget={FIXED}",
     PRINTED: f"loopserve:paper:budget={FIXED}",
     DRAWN: f"loopserve:paper:variant=bands:budget={FIXED}",
     "LoopServe-D": f"loopserve-d:budget={FIXED}",
@@ -138,7 +137,7 @@ CHAIN_TURNS = {name: text for name, text in TURNS.items() if "paper" not in text
 BY_ALPHA = (
     (PRINTED, "loopserve-p:paper:alpha={}", ALPHAS[3::2]),
     (DRAWN, "loopserve-p:paper:variant=bands:alpha={}", ALPHAS),
-    ("loopserve-p", f"loopserve-p:{BANDS}:alpha={{}}", ALPHAS),
+    ("loopserve-p", "loopserve-p:alpha={}", ALPHAS),
 )
 
 

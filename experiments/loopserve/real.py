@@ -64,7 +64,7 @@ def tables(_: Sequence[Path]) -> str:
     file = io.StringIO()
     writer = csv.writer(file)
     writer.writerow(("name", "category", "number", "bidirectional", "width"))
-    for number in (*range(0xC0, 0x250), *range(0x391, 0x500)):
+    for number in (*range(0xC0, 0x250), *range(0x391, 0x700)):
         letter = chr(number)
         name = unicodedata.name(letter, "none").title()
         kind, side = unicodedata.category(letter), unicodedata.bidirectional(letter)
@@ -72,8 +72,8 @@ def tables(_: Sequence[Path]) -> str:
     return file.getvalue()
 
 
-def dialogue(files: Sequence[Path]) -> str:
-    """Turns of users, with answers between them where files give them."""
+def talks(files: Sequence[Path]) -> list[list[tuple[str, str | None]]]:
+    """Dialogues of MT-bench: what users say, and the answers where files give them; None without any."""
     rows: list[Row] = []
     for file in files:
         rows += read_rows(file)
@@ -81,12 +81,22 @@ def dialogue(files: Sequence[Path]) -> str:
     for row in rows:
         if "choices" in row:
             answers[row["question_id"]] = row["choices"][0]["turns"]
-    said: list[str] = []
+    found: list[list[tuple[str, str | None]]] = []
     for row in rows:
-        for number, turn in enumerate(row.get("turns", ())):
+        if "turns" in row:
+            said = row["turns"]
+            found.append(list(zip(said, answers.get(row["question_id"], [None] * len(said)), strict=True)))
+    return found
+
+
+def dialogue(files: Sequence[Path]) -> str:
+    """Turns of users, with answers between them where files give them."""
+    said: list[str] = []
+    for talk in talks(files):
+        for turn, answer in talk:
             said.append(f"User: {turn}")
-            if row["question_id"] in answers:
-                said.append(f"Assistant: {answers[row['question_id']][number]}")
+            if answer is not None:
+                said.append(f"Assistant: {answer}")
     return "\n\n".join(said)
 
 
@@ -151,9 +161,9 @@ def table(rows: Row) -> str:
     """A line for each alpha, text and length: means over texts, with two standard errors from three texts on."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for name, row in rows.items():
-        model, kind, length, number = name.split(", ")
+        model, kind, length, _ = name.split(", ")
         for alpha, found in row.items():
-            if number != "0" and isinstance(found, dict):
+            if isinstance(found, dict):
                 change = {"change": found["nll"] - found["dense_nll"]}
                 groups.setdefault((alpha, f"{model}, {kind}", length), []).append(found | change)
     lines: list[list[str]] = []

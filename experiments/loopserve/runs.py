@@ -41,6 +41,8 @@ from sinkscope.results.console import ProgressBar
 ALL = "all"
 SHARE = 0.125
 """Of the context: what each method may read or compute, where sizes are equal."""
+FIXED = 128
+"""Budget that is far below the context."""
 LONGBENCH = "window=32:kernel=7:pooling=max"
 """SnapKV's window in its own runs on LongBench; Table 7 gives a budget alone."""
 TABLE7 = {
@@ -52,7 +54,7 @@ TABLE7 = {
     "a-shape": "a-shape:first=128:local=4096",
     "tri-shape": "tri-shape:first=128:local=4096:dense_rows=128",
     "minference": "minference:vertical=1000:slash=6096",
-    "loopserve": "loopserve:1024:interval=16:shortest=0",
+    "loopserve": "loopserve:1024:interval=16",
 }
 """The sizes of LoopServe's Table 7; of MInference, which it leaves open, the numbers of lines of its code."""
 CONTROLS = {"random": "RandomKeep", "random-progressive": "RandomProgressive"}
