@@ -28,7 +28,7 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from experiments.drawn import markdown, put_table, write_png
+from experiments.drawn import markdown, put_table, save
 from experiments.gpu.steps import Steps
 from experiments.loopserve.real import TEXTS, piece, talks
 from experiments.loopserve.runs import FIXED, LONGBENCH, specs
@@ -53,12 +53,12 @@ BUDGETS = (128, 256, 512, 1024)
 PANELS: dict[str, Curves] = {
     "budget (tokens)": {
         "LoopServe-D, first=0": ("loopserve-d:first=0:{}", BUDGETS),
-        "LoopServe-D": ("loopserve-d:{}", (HALF, 1024)),
+        "LoopServe-D": ("loopserve-d:{}", (HALF,)),
         "SnapKV": (f"snapkv:{LONGBENCH}:{{}}", BUDGETS),
-        "random part": ("random:window=32:{}", (HALF, 1024)),
+        "random part": ("random:window=32:{}", (HALF,)),
     },
     "interval (tokens)": {"LoopServe-D, first=0": (f"loopserve-d:first=0:{HALF}:interval={{}}", (8, 16, 32, 64))},
-    "observation window (tokens)": {"SnapKV": (f"snapkv:{HALF}:kernel=7:pooling=max:window={{}}", (6, 12, 32, 96))},
+    "observation window (tokens)": {"SnapKV": (f"snapkv:{HALF}:kernel=7:pooling=max:window={{}}", (12, 32, 96))},
 }
 BY_TURN = {
     "LoopServe": f"loopserve:{FIXED}",
@@ -160,8 +160,10 @@ def curves_of(name: str, rows: Row, model: str) -> dict[str, dict[str, list[tupl
     return found
 
 
-def figure(name: str, rows: Row, models: Sequence[str]) -> Any:
+def figure(data: Row) -> Any:
     """A row of panels for each model."""
+    name, rows = data["settings"]["name"], data["result"]
+    models = models_of(rows)
     made = {model: curves_of(name, rows, model) for model in models}
     titles = [f"{model}: KL by {title}" for model, panels in made.items() for title in panels]
     columns = len(titles) // len(models)
@@ -183,10 +185,15 @@ def figure(name: str, rows: Row, models: Sequence[str]) -> Any:
     return figure_of(fig, None, title, width=500 * columns + 100, height=200 + 330 * len(models), legend=-0.15)
 
 
-def table(rows: Row, models: Sequence[str]) -> str:
+def models_of(rows: Row) -> list[str]:
+    """The models that were measured."""
+    return list(dict.fromkeys(name.partition(", ")[0] for name in rows))
+
+
+def table(rows: Row) -> str:
     """KL of each method by kind of text, and over all texts with two standard errors."""
     lines: list[list[str]] = []
-    for model, method in product(models, methods_of("settings")):
+    for model, method in product(models_of(rows), methods_of("settings")):
         cells = [model, f"`{method}`", f"{drawn(rows, model, method, 'read')[0]:,.0f}"]
         cells += [f"{drawn(rows, f'{model}, {kind},', method, 'kl')[0]:.3f}" for kind in TEXTS]
         for key, sign in (("kl", ""), ("same", "")):
@@ -219,10 +226,9 @@ def main(
     """
     torch.set_num_threads(1)
     file = out / {"settings": "loopserve_decoding.json", "turns": "loopserve_dialogue.json"}[name]
-    steps = Steps(f"loopserve-{name}", file, {"length": length, "answer": ANSWER}, "cpu", "float32")
+    steps = Steps(f"loopserve-{name}", file, {"name": name, "length": length, "answer": ANSWER}, "cpu", "float32")
     end = time.monotonic() + seconds
     kinds = tuple(TEXTS) if name == "settings" else ("turns",)
-    named = [Path(model).stem for model in models]
     for model in models:
         target: Target | None = None
         for number, kind in product(pieces, kinds):
@@ -236,8 +242,8 @@ def main(
                 asked, since = continued(target, TEXTS[kind](dialogue_files), length, number), LEFT_OUT
             steps.do(step, partial(compared, target, asked, methods_of(name), since))
     if page is not None:
-        put_table(page, "loopserve.decoding", table(steps.rows, named))
-    write_png(figure(name, steps.rows, named), file.with_suffix(".png"))
+        put_table(page, "loopserve.decoding", table(steps.rows))
+    save(file.stem, file.read_text(), figure, out)
     steps.end()
 
 

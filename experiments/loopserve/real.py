@@ -5,7 +5,7 @@
 Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters as CSV), and,
 where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between). They are cut
 into pieces of each length; alpha was chosen on piece 0. A prompt is read once by the model's own attention and once
-under `LoopServe(alpha, decode=False, shortest=0)`; distributions of the next token are compared at `--positions` places
+under `LoopServe(alpha, decode=False, shortest=0)`, with the heads dense that are so on a GPU; distributions of the next token are compared at `--positions` places
 of its second half. Steps that are done are not done again.
 """
 
@@ -32,11 +32,13 @@ from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.serve.serve import DENSE_ABOVE
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
+ABOVE = DENSE_ABOVE["cuda"]
 CHARACTERS = 10  # of a token at most, on average
 HEAD = ("alpha", "text", "tokens", "texts", "attended", "KL", "NLL", "top-1 same", "time over dense")
 
@@ -127,7 +129,7 @@ def next_tokens(target: Target, ids: Tensor, at: Tensor) -> tuple[Tensor, float]
 def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple[Tensor, float]) -> Row:
     """One prompt under LoopServe, beside what the model's own attention gives."""
     wanted, dense_seconds = dense
-    with LoopServe(alpha=alpha, decode=False, shortest=0).on(target) as told:
+    with LoopServe(alpha=alpha, decode=False, shortest=0, dense_above=ABOVE).on(target) as told:
         found, seconds = next_tokens(target, ids, at)
     attended: list[float] = []
     for event in told.events:
@@ -202,7 +204,7 @@ def main(
         seconds: No step begins after so many.
         page: Page whose table is replaced.
     """
-    settings = {"positions": positions, "dense_above": LoopServe.dense_above}
+    settings = {"positions": positions, "dense_above": ABOVE}
     steps = Steps("loopserve-real", out, settings, "cpu", "float32")
     end = time.monotonic() + seconds
     for model in models:
