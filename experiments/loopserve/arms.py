@@ -111,21 +111,6 @@ def head(length: int) -> Row:
     return {"cells": cells, "times": times}
 
 
-def prompts(rows: Row) -> Row:
-    """The steps that read prompts."""
-    return {name: row for name, row in rows.items() if name.startswith("prompt")}
-
-
-def heads_table(rows: Row) -> str:
-    """A line for each length: times over a dense head, and in brackets the shares of the cells."""
-    lines: list[list[str]] = []
-    for name, row in rows.items():
-        if name.startswith("head"):
-            pairs = zip(row["times"], row["cells"], strict=True)
-            lines.append([name.rpartition(", ")[2], *(f"{time:.2f} ({share:.0%})" for time, share in pairs)])
-    return markdown(("tokens", *(f"{part:.0%}" for part in PARTS)), lines)
-
-
 def over_dense(row: Row) -> tuple[float, float]:
     """Times of a layer (median over layers) and of a whole prompt under LoopServe, over those with dense attention."""
     ratios, more = list[float](), 0.0
@@ -135,15 +120,25 @@ def over_dense(row: Row) -> tuple[float, float]:
     return median(ratios), 1 + EVERY * more / row["prompt"]
 
 
-def stages_table(rows: Row) -> str:
-    """Milliseconds of a layer, medians over layers, and what they come to in a whole prompt."""
+def prompts(rows: Row) -> Row:
+    """The steps that read prompts."""
+    return {name: row for name, row in rows.items() if name.startswith("prompt")}
+
+
+def tables(rows: Row) -> str:
+    """Milliseconds of a layer and what they come to in a prompt; and times of a head, in brackets its cells."""
     lines: list[list[str]] = []
     for name, row in prompts(rows).items():
         _, kind, length = name.split(", ")
         times = [f"{1e3 * median(seconds):.0f}" for seconds in row["stages"].values()]
         ratios = [f"{ratio:.2f}" for ratio in over_dense(row)]
         lines.append([length, kind, f"{fmean(row['cells']):.0%}", *times, *ratios])
-    return markdown(HEAD, lines)
+    heads: list[list[str]] = []
+    for name, row in rows.items():
+        if name.startswith("head"):
+            pairs = zip(row["times"], row["cells"], strict=True)
+            heads.append([name.rpartition(", ")[2], *(f"{time:.2f} ({share:.0%})" for time, share in pairs)])
+    return f"{markdown(HEAD, lines)}\n\n{markdown(('tokens', *(f'{part:.0%} of bands' for part in PARTS)), heads)}"
 
 
 def main(
@@ -175,7 +170,7 @@ def main(
         ids = piece(target, TEXTS[kind](dialogue_files), length, 1)
         steps.do(f"prompt, {kind}, {length}", partial(prompt, target, ids, alpha))
     if page is not None:
-        put_table(page, "loopserve.arms", f"{stages_table(steps.rows)}\n\n{heads_table(steps.rows)}")
+        put_table(page, "loopserve.arms", tables(steps.rows))
     steps.end()
 
 

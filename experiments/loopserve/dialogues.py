@@ -9,7 +9,6 @@ NAME is one of `FIGURES`:
   Each half alone is among the methods (Figs. 5 b and 7): -P is the sparse prompt, -D progressive decoding.
 - `turns`: nine turns (Fig. 12) on one cache that grows to 2,700 tokens. A token that a method evicts in one turn is
   missing in the next, and the budget stays at 128 tokens.
-- `alpha`: right answers by the share of attention that lines hold, on other dialogues.
 
 Prompts are read along bands by the default, with smaller alphas, as printed (`LoopServe.paper()`), and along bands from
 the printed sample. Controls are the whole cache, and a random part of it.
@@ -35,8 +34,6 @@ from experiments.loopserve.runs import (
     LONGBENCH,
     NINE,
     NINE_CHAIN,
-    SWEPT_CHAIN,
-    SWEPT_KEPT,
     TABLE7,
     Suite,
     answers,
@@ -50,10 +47,6 @@ from sinkscope.results.style import COLOURS, figure_of
 
 PRINTED, DRAWN = "as printed", "bands from the printed sample"
 FEW = (0.75, 0.5)
-ALPHAS = (0.3, 0.5, 0.75, 0.9, 0.955, 0.98, 0.99, 0.995)  # from 0.98 on, the paper's sweep (Figs. 5 c, 10 a)
-
-Values = tuple[float | None, ...]
-ALONE: Values = (None,)
 
 
 @dataclass(frozen=True)
@@ -64,29 +57,20 @@ class Panel:
         title: What it shows.
         suite: What is answered.
         key: The score that is drawn.
-        curves: Label, text of the method with {} for the value, and the values (`ALONE`: the text has no {}).
-        by: What a method's scores are drawn by.
+        methods: The methods under their labels.
+        by_turn: Whether scores are drawn by turn, and not by position of the question.
     """
 
     title: str
     suite: Suite
     key: str
-    curves: tuple[tuple[str, str, Values], ...]
-    by: Literal["position", "turn", "value"] = "value"
+    methods: dict[str, str]
+    by_turn: bool = False
 
     @property
-    def methods(self) -> dict[tuple[str, float | None], str]:
-        """The method of each curve and value."""
-        found: dict[tuple[str, float | None], str] = {}
-        for label, text, values in self.curves:
-            for value in values:
-                found[label, value] = specs([text.format(value)])[0]
-        return found
-
-
-def alone(methods: dict[str, str]) -> tuple[tuple[str, str, Values], ...]:
-    """Methods that no value is swept of, as curves."""
-    return tuple((label, text, ALONE) for label, text in methods.items())
+    def specs(self) -> dict[str, str]:
+        """The methods as their records are kept, under their labels."""
+        return dict(zip(self.methods, specs(list(self.methods.values())), strict=True))
 
 
 LESS = {f"loopserve-p, alpha={alpha}": f"loopserve-p:alpha={alpha}" for alpha in FEW}
@@ -134,108 +118,60 @@ TURNS = {
     "random part": f"random:window=32:budget={FIXED}",
 }
 CHAIN_TURNS = {name: text for name, text in TURNS.items() if "paper" not in text}
-BY_ALPHA = (
-    (PRINTED, "loopserve-p:paper:alpha={}", ALPHAS[3::2]),
-    (DRAWN, "loopserve-p:paper:variant=bands:alpha={}", ALPHAS),
-    ("loopserve-p", "loopserve-p:alpha={}", ALPHAS),
-)
-
-
 FIGURES: dict[str, tuple[Panel, ...]] = {
     "table1": (
-        Panel("one fact, 12.5 %: right answers", KEPT, "score", alone(OWN), "position"),
-        Panel("chain of eight, 12.5 %: before the first mistake", CHAIN, "prefix", alone(OWN), "position"),
-        Panel("chain, Table 7's sizes: before the first mistake", LONG, "prefix", alone(LONGER), "position"),
+        Panel("one fact, 12.5 %: right answers", KEPT, "score", OWN),
+        Panel("chain of eight, 12.5 %: before the first mistake", CHAIN, "prefix", OWN),
+        Panel("chain, Table 7's sizes: before the first mistake", LONG, "prefix", LONGER),
     ),
     "turns": (
-        Panel("one fact: right answers", NINE, "score", alone(TURNS), "turn"),
-        Panel("chain of seven: before the first mistake", NINE_CHAIN, "prefix", alone(CHAIN_TURNS), "turn"),
-    ),
-    "alpha": (
-        Panel("one fact: right answers", SWEPT_KEPT, "score", BY_ALPHA),
-        Panel("chain of eight: before the first mistake", SWEPT_CHAIN, "prefix", BY_ALPHA[2:]),
+        Panel("one fact: right answers", NINE, "score", TURNS, by_turn=True),
+        Panel("chain of seven: before the first mistake", NINE_CHAIN, "prefix", CHAIN_TURNS, by_turn=True),
     ),
 }
 
 
 def measured(panels: Sequence[Panel], work: Path, only: str) -> list[Row]:
     """Scores of all methods whose text holds a word."""
-    wanted: dict[str, tuple[Suite, list[str]]] = {}
-    for panel in panels:
-        methods = wanted.setdefault(panel.suite.name, (panel.suite, []))[1]
-        methods += [one for one in panel.methods.values() if only in one and one not in methods]
     rows: list[Row] = []
-    for suite, methods in wanted.values():
-        if not methods:
-            continue
-        said = answers(suite, methods, work)
-        for panel in panels:
-            if panel.suite != suite:
-                continue
-            for (label, value), method in panel.methods.items():
-                if method in methods:
-                    about = {"panel": panel.title, "label": label, "value": value}
-                    rows += [about | row for row in rows_of(said, method, panel.by == "turn")]
+    for panel in panels:
+        methods = {label: method for label, method in panel.specs.items() if only in method}
+        if methods:
+            said = answers(panel.suite, list(methods.values()), work)
+            for label, method in methods.items():
+                about = {"panel": panel.title, "label": label}
+                rows += [about | row for row in rows_of(said, method, panel.by_turn)]
     return rows
 
 
-def place_of(row: Row) -> tuple[Any, ...]:
-    """Panel, label, value and method of a row."""
-    return row["panel"], row["label"], row["value"], row["method"]
+def place_of(row: Row) -> tuple[str, str, str]:
+    """Panel, label and method of a row."""
+    return row["panel"], row["label"], row["method"]
 
 
-def drawn_rows(panel: Panel, rows: Sequence[Row], label: str) -> list[Row]:
-    """What a panel draws under a label: a row by position, by turn or by value."""
-    found = []
-    for row in rows:
-        if (row["panel"], row["label"]) == (panel.title, label) and (row["at"] == ALL) == (panel.by == "value"):
-            found.append(row)
-    return found
-
-
-def named(label: str, value: float | None) -> str:
-    """A label, and the value if there is one."""
-    if value is None:
-        return label
-    return f"{label}, {value:g}"
+def drawn_rows(panel: Panel, rows: Sequence[Row]) -> list[Row]:
+    """What a panel draws: rows by position or by turn."""
+    return [row for row in rows if row["panel"] == panel.title and row["at"] != ALL]
 
 
 def figure(data: Row) -> Any:
-    """A panel for each measurement: bars by position of the question, or curves over turns or values."""
+    """A panel for each measurement: bars by position of the question, or curves over turns."""
     panels = FIGURES[data["settings"]["figure"]]
     rows = data["result"]["rows"]
-    columns = min(len(panels), 4)
-    lines = -(-len(panels) // columns)
-    titles = [panel.title for panel in panels]
-    fig: Any = make_subplots(lines, columns, subplot_titles=titles, horizontal_spacing=0.05, vertical_spacing=0.28)
-    legends: Row = {}
-    for number, panel in enumerate(panels):
-        at: Row = {"row": number // columns + 1, "col": number % columns + 1}
-        legend = "legend"
-        if number:
-            legend = f"legend{number + 1}"
-        if panel.by == "value":  # each panel has curves of its own
-            box = fig.get_subplot(at["row"], at["col"])
-            place = {"x": box.xaxis.domain[0], "y": box.yaxis.domain[0] - 0.05}
-            legends[legend] = {**place, "orientation": "v", "xanchor": "left", "yanchor": "top"}
-            at["legend"] = legend
-        if panel.by == "position":
-            bars(fig, panel, rows, showlegend=not number, **at)
-        else:
-            curves(fig, panel, rows, showlegend=panel.by == "value" or not number, **at)
-        fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%", row=at["row"], col=at["col"])
+    fig: Any = make_subplots(1, len(panels), subplot_titles=[panel.title for panel in panels], horizontal_spacing=0.05)
+    for column, panel in enumerate(panels, 1):
+        draw = curves if panel.by_turn else bars
+        draw(fig, panel, drawn_rows(panel, rows), showlegend=column == 1, row=1, col=column)
+        fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%", row=1, col=column)
     fig.update_xaxes(type="category")
-    size = {"width": 1750, "height": 230 + 450 * lines, "bottom": 190}
     style: Row = {"legend": -0.38, "barmode": "group", "font": {"size": 12}}
-    return figure_of(fig, None, finding(panels[0], rows), **size, **style).update_layout(legends)
+    return figure_of(fig, None, finding(panels[0], rows), width=1750, height=680, bottom=190, **style)
 
 
 def bars(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
     """A group of bars for each method, a colour for each position of the question."""
     for place, colour in zip(POSITIONS, COLOURS, strict=False):
-        mine = []
-        for label, _, _ in panel.curves:
-            mine += [row for row in drawn_rows(panel, rows, label) if row["at"] == place]
+        mine = [row for row in rows if row["at"] == place]
         error = None
         if panel.key == "score":
             error = error_bars(mine, panel.key, width=2, color="#888")
@@ -246,21 +182,12 @@ def bars(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
 
 def curves(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
     """A curve for each label; those that lie on one another show their markers inside each other."""
-    for number, (label, _, values) in enumerate(panel.curves):
-        mine = drawn_rows(panel, rows, label)
-        x = []
-        for row in mine:
-            here = row["value"]
-            if values == ALONE:
-                here = row["at"] if panel.by == "turn" else label
-            x.append(str(here))
-        error = None
-        if panel.by == "value" and panel.key != "prefix":  # intervals are those of right answers
-            error = error_bars(mine, panel.key)
+    for number, label in enumerate(panel.methods):
+        mine = [row for row in rows if row["label"] == label]
         marker = {"size": 17 - 2 * (number % 6), "symbol": number % 6}
         line = {"color": COLOURS[number % len(COLOURS)], "dash": ("solid", "dash")[number % 2]}
-        style = {"name": label, "mode": "lines+markers", "line": line, "marker": marker, "error_y": error}
-        fig.add_scatter(x=x, y=value_of_each(mine, panel.key), **style, **at)
+        style = {"name": label, "mode": "lines+markers", "line": line, "marker": marker}
+        fig.add_scatter(x=value_of_each(mine, "at"), y=value_of_each(mine, panel.key), **style, **at)
 
 
 def finding(panel: Panel, rows: Sequence[Row]) -> str:
@@ -269,7 +196,7 @@ def finding(panel: Panel, rows: Sequence[Row]) -> str:
     mine.sort(key=lambda row: row[panel.key])
     said = []
     for row in (mine[0], mine[-1]):
-        said.append(f"{row[panel.key]:.0%} ({named(row['label'], row['value'])})")
+        said.append(f"{row[panel.key]:.0%} ({row['label']})")
     return f"{panel.title}: from {said[0]} to {said[1]}"
 
 
@@ -284,7 +211,7 @@ def main(name: Literal[*FIGURES], *, only: str = "", work: Path = Path("runs"), 
     panels = FIGURES[name]
     rows = measured(panels, work, only)
     file = f"loopserve_{name}"
-    places = [(panel.title, *place, method) for panel in panels for place, method in panel.methods.items()]
+    places = [(panel.title, *place) for panel in panels for place in panel.specs.items()]
     if only:
         for row in earlier(out / f"{file}.json")["rows"]:
             if place_of(row) in places and only not in row["method"]:

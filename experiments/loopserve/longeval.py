@@ -228,7 +228,9 @@ def main(
     origin = "LongEval, github.com/DachengLi1/LongChat, Apache-2.0"
     settings = {"model": setup.target.name, "count": count, "length": length, "new": new, "window": WINDOW}
     settings |= {"files": {topics.name: digest}, "origin": origin}
-    save("loopserve_longeval", record("loopserve-longeval", {"sources": sources}, settings, started=started), figure, out)
+    save(
+        "loopserve_longeval", record("loopserve-longeval", {"sources": sources}, settings, started=started), figure, out
+    )
     print(made := table(sources))
     if page is not None:
         put_table(page, "loopserve.longeval", made)

@@ -5,8 +5,8 @@
 Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters as CSV), and,
 where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between). They are cut
 into pieces of each length; alpha was chosen on piece 0. A prompt is read once by the model's own attention and once
-under `LoopServe(alpha, decode=False, shortest=0)`, with the heads dense that are so on a GPU; distributions of the next token are compared at `--positions` places
-of its second half. Steps that are done are not done again.
+under `LoopServe(alpha, decode=False, shortest=0)`, with the heads dense that a GPU would compute densely; distributions
+of the next token are compared at `--positions` places of its second half. Steps that are done are not done again.
 """
 
 from __future__ import annotations
