@@ -166,18 +166,21 @@ def _html(words: str) -> str:
 
 
 def _tile(part: CardPart) -> str:
-    """The topic of a part, its first number that has a control, as sentences write it, and its conclusion."""
+    """The topic of a part, its first number that has a control, and its conclusion."""
     tile = f"<h3>{TOPICS[part.name]}</h3>"
     for number in [one for one in part.numbers if one.control is not None][:1]:
-        value, control = percent_pair(number.value, number.control) if number.share else _two_digits(number)
+        value, control = _with_control(number)
         chance = f"<small>({_html(number.contrast)}: {control})</small>"
         tile += f"<p><b>{value}</b> {_html(number.label)} {chance}</p>"
     return f"<article>{tile}<p>{_html(part.conclusion)}</p></article>"
 
 
-def _two_digits(number: Number) -> list[str]:
-    """A number and its control, with two digits each."""
-    return [cell(float(f"{one:.2g}")) for one in (number.value, number.control)]
+def _with_control(number: Number) -> tuple[str, str]:
+    """A number and its control as sentences write them: in per cent, or with two digits."""
+    value, control = float(number.value or 0.0), float(number.control or 0.0)
+    if number.share:
+        return percent_pair(value, control)
+    return cell(float(f"{value:.2g}")), cell(float(f"{control:.2g}"))
 
 
 def _change(part: str, before: Number, after: Number) -> CardChange:

@@ -219,7 +219,7 @@ def click_parameter(one: Parameter) -> click.Parameter:
 
 
 def click_type(one: Parameter) -> Any:
-    """Return the type to which click converts; what it does not know is read as text."""
+    """Return the type to which click converts a parameter: text by default."""
     if isinstance(one.default, bool) or one.type is bool:
         return click.BOOL
     if one.option.reads == "commas":

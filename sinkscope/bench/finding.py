@@ -1,4 +1,4 @@
-"""What a benchmark says in one sentence of 30 words: the best method where intervals part, with the cost of a score."""
+"""What a benchmark says in at most 30 words: the best method if intervals do not overlap, its cost and its control."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_RANKED = (FULL, "random", "sampling")
 
 
 def ranked(groups: Sequence[BenchGroup]) -> list[BenchGroup]:
-    """Return the groups of one place without controls, the best first."""
+    """Return the groups of one set and one model without controls, the best first."""
     compared = [group for group in groups if method_name(group.method) not in NOT_RANKED]
     if not compared:
         return []
@@ -22,7 +22,7 @@ def ranked(groups: Sequence[BenchGroup]) -> list[BenchGroup]:
 
 
 def control_of(groups: Sequence[BenchGroup]) -> BenchGroup | None:
-    """Return the control among the groups of one place; of several, the one with the budget of the best method."""
+    """Return the control among such groups; of several, the one with the budget of the best method."""
     task, best = task_class(groups[0].task), ranked(groups)
     controls = [group for group in groups if method_name(group.method) == task.control]
     for group in controls:
@@ -32,7 +32,7 @@ def control_of(groups: Sequence[BenchGroup]) -> BenchGroup | None:
 
 
 def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
-    """Return what a method other than the full cache reads in a step and computes of prompts, as shares, in words."""
+    """Return what a method reads in a step and computes of prompts, in words, as shares of the full cache."""
     found: list[str] = []
     if group.method == FULL:
         return found
@@ -47,7 +47,7 @@ def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
 
 
 def finding(groups: Sequence[BenchGroup]) -> str:
-    """Return the best method of one place where its interval and that of the next one part, beside the control.
+    """Return a sentence on one set and one model: the best method, if intervals do not overlap, beside the control.
 
     Args:
         groups: All groups of one set and one model.

@@ -23,6 +23,7 @@ from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import policies, policy_named
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.progressive import Progressive
+from sinkscope.lines.serve.serve import DENSE_ABOVE
 from sinkscope.lines.shapes import AShape, MInference, Shape, ShapeShare, TriShape
 from sinkscope.loops.guard import LoopGuard
 
@@ -44,14 +45,16 @@ class RandomSlots(Policy):
         return hashed.mul(43758.5453).frac().abs().float().to(at.kv.pos.device)
 
 
+ANYWHERE = {"shortest": 0, "dense_above": DENSE_ABOVE["cuda"]}
+"""Bands of short prompts too, and those of a GPU on every device, because quality is compared and not speed."""
 NAMED_VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a-shape": (AShape, {}),
     "tri-shape": (TriShape, {}),
     "minference": (MInference, {}),
     "progressive-0": (Progressive, {"after": 0}),
-    "loopserve": (LoopServe, {"shortest": 0}),  # also of short prompts, because quality is compared and not speed
-    "loopserve-0": (LoopServe, {"shortest": 0, "first": 0}),
-    "loopserve-p": (LoopServe, {"shortest": 0, "decode": False}),
+    "loopserve": (LoopServe, ANYWHERE),
+    "loopserve-0": (LoopServe, {**ANYWHERE, "first": 0}),
+    "loopserve-p": (LoopServe, {**ANYWHERE, "decode": False}),
     "loopserve-d": (LoopServe, {"prefill": False}),
 }
 """The class of what is applied to the model, and the fields that the name determines, where it is no registered policy

@@ -22,8 +22,6 @@ from sinkscope.sinks.spikes.spike import Measured, Parts
 from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.spikes.texts import left_of, means_of
 
-HAS = 0.5  # share of the first token's projection from which a token has the spike
-
 
 @dataclass(frozen=True, eq=False)
 class FirstTokens:

@@ -36,7 +36,7 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None]:
-    """Context manager: `see` is called with every layer's attention; `needs_mask` if it needs rows under the mask."""
+    """Context manager in which `see` is called with the attention of every layer."""
     with tapped(target) as configs, Handler(see, configs, needs_mask=True):
         yield
 

@@ -46,7 +46,7 @@ def shown_neurons(spike: SpikeResult) -> tuple[CircuitPart, ...]:
     """Return the neurons that a sentence names or the spike needs: their shares, and what remains without each."""
     needed = () if spike.needed is None else tuple(map(str, spike.needed.neurons))
     left = {str(one.address): one.left for one in spike.alone}
-    shares: dict[str, float | None] = dict(sentences.named(spike))
+    shares: dict[str, float | None] = {str(one.address): one.share for one in sentences.named(spike)}
     for name in needed:
         shares.setdefault(name, None)
     return tuple(CircuitPart(name, share, left.get(name), needed=name in needed) for name, share in shares.items())
@@ -54,7 +54,7 @@ def shown_neurons(spike: SpikeResult) -> tuple[CircuitPart, ...]:
 
 def shown_components(spike: SpikeResult) -> tuple[CircuitPart, ...]:
     """Return what each component writes beside its named neurons, if it is much, and what all others write together."""
-    named = dict(sentences.named(spike))
+    named = {str(one.address): one.share for one in sentences.named(spike)}
     needed = () if spike.needed is None or spike.needed.neurons else spike.needed.parts
     parts: list[CircuitPart] = []
     for one in spike.writers:

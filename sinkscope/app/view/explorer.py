@@ -185,16 +185,16 @@ class Explorer:
         layer = self.sink.layer
         before, after = text.intact.norm[layer], reading.norm[layer]
         position = int(np.abs(after - before).argmax())
-        beside = ""
+        chance = ""
         if switch.control is not None:
             with switch.control.on(self.sink.setup.target):
                 control = norms_at(self.sink, text.ids, layer)
-            beside = f" (random control: {short(control[position])})"
+            chance = f" (random control: {short(control[position])})"
         token = f"{position}, {text.shown.tokens[position]!r}"
         name = f"{switch.name[:1].upper()}{switch.name[1:]}"
         return (
             f"{name}: after layer {layer}, the norm changes most at token "
-            f"{token}, from {short(before[position])} to {short(after[position])}{beside}."
+            f"{token}, from {short(before[position])} to {short(after[position])}{chance}."
         )
 
     def answer(self, request: Any) -> dict[str, Any]:

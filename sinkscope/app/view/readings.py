@@ -16,7 +16,7 @@ from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.norms import norms_of
-from sinkscope.sinks.spikes.find import FACTOR
+from sinkscope.sinks.thresholds import STANDS_OUT
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
 
@@ -79,7 +79,7 @@ def norms_at(sink: ModelSink, ids: list[int], layer: int) -> Float[np.ndarray, "
 def spikes_of(sink: ModelSink, reading: TextReading) -> tuple[int, ...]:
     """Return positions with at least half of the first token's norm and three times the typical one."""
     survey = sink.sinks.survey
-    bar = max(FACTOR * survey.typical_norm[sink.layer], SPIKE_SHARE * survey.first_norm[sink.layer])
+    bar = max(STANDS_OUT * survey.typical_norm[sink.layer], SPIKE_SHARE * survey.first_norm[sink.layer])
     return tuple(np.flatnonzero(reading.norm[sink.layer] >= bar).tolist())
 
 

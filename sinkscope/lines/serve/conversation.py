@@ -94,10 +94,10 @@ class TurnRecorder(Intervention):
     """
 
     cache: DynamicCache
-    earlier: positions.Sequence | None
+    earlier: positions.GrowingBatch | None
     state: CacheState | None = None
-    after_prompt: positions.Sequence | None = None
-    after_answer: positions.Sequence | None = None
+    after_prompt: positions.GrowingBatch | None = None
+    after_answer: positions.GrowingBatch | None = None
 
     def enter(self, run: Run, key: int) -> None:
         """Follow the calls."""
@@ -173,7 +173,7 @@ class Conversation:
         self._chat: Any = chat  # whether it is one is known when the first turn is taken
         self._messages: list[dict[str, str]] = []  # of a chat
         self._layers: list[CacheLayer] = []  # of the cache between two turns; they never change
-        self._sequence: positions.Sequence | None = None  # its tokens, and what edits know about them
+        self._sequence: positions.GrowingBatch | None = None  # its tokens, and what edits know about them
 
     @property
     def ids(self) -> list[int]:

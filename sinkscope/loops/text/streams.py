@@ -51,7 +51,7 @@ class Alarm(NamedTuple):
 
 
 def _number_of(key: object) -> int:
-    """The number by which a token is known that has none: the same in every run, and nothing has to be kept."""
+    """A number for a token that has no id: equal tokens have equal numbers, in every run."""
     return crc32(repr(key).encode())
 
 

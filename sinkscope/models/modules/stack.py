@@ -81,7 +81,7 @@ def base_path(model: Any, stack: str) -> str:
 
 
 def layer_kinds(target: Target) -> list[int]:
-    """Return for each layer the first of its kind: layers of a kind have parameters of the same names and shapes."""
+    """Return, for each layer, the first layer of its kind, whose parameters have the same names and shapes."""
     firsts = dict[str, int]()
     return [firsts.setdefault(layer_kind(layer), number) for number, layer in enumerate(target.layers)]
 

@@ -270,8 +270,8 @@ class LayerSums:
         if "hook_mlp_out" in names:  # where other parts are added too, what it gives may still be added as it is
             written = parts[-1]
             passed = self.pre.rows[:, -1:]
-            beside = (post - written)[:, -1:] - passed
-            if bool(beside.abs().max() <= _PASSES * passed.abs().max()):
+            others = (post - written)[:, -1:] - passed
+            if bool(others.abs().max() <= _PASSES * passed.abs().max()):
                 off = self._off(post[:1] - post[1:], written[:1] - written[1:])
             self._must(off, claim, "hook_mlp_out")
 

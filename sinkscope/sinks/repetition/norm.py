@@ -41,10 +41,10 @@ def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat
     def read(rows: TokenRows, of: Sequence[Spike]) -> Float[Tensor, "spike token n"]:
         return torch.stack(along_spikes(target, of, rows))[:, :, sweep.before :]
 
-    copies, *beside = (read(rows, directions) for rows in (sweep.rows, *sweep.contrasts()))
+    copies, *contrasts = (read(rows, directions) for rows in (sweep.rows, *sweep.contrasts()))
     for number, spike in enumerate(directions):
         gives = f"reach {{}} of the spike of {names[number]} at the first token"
-        last = torch.stack([each[number, :, -1] for each in (copies, *beside)])
+        last = torch.stack([each[number, :, -1] for each in (copies, *contrasts)])
         claims.append(claim_of_copies(sweep.count, Outcome("norm", (spike.peak,), gives=gives), last))
     conditions, values = list(names), list(copies)
     for name, one, intact in zip(names, spikes, copies, strict=True):

@@ -40,12 +40,13 @@ def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
     if isinstance(part, Head):
         return [heads_point(target, layer, target.head_columns(layer, part.head))]
     assert isinstance(part, Component)
-    return [HookPoint(module, "post") for module in writing_modules(target, part)]
+    if part.layer is None:  # with the embedding of positions, and scaled, as the first layer gets it
+        return [HookPoint(target.layers[0], "pre")]
+    return [HookPoint(module, "post") for module in writing_modules(target, part, part.layer)]
 
 
-def writing_modules(target: Target, component: Component) -> list[Any]:
+def writing_modules(target: Target, component: Component, layer: int) -> list[Any]:
     """Return the modules whose outputs are what a component adds to the residual stream, after a norm behind it."""
-    layer = component.layer or 0
     match component.kind:
         case "attention" if target.has_part(layer, "attn_out"):
             return [target.sub(layer, "attn_out")]
@@ -59,7 +60,5 @@ def writing_modules(target: Target, component: Component) -> list[Any]:
             return [mixer_of(target, layer)]
         case "mlp" if target.has_part(layer, "post_mlp_norm"):
             return [target.sub(layer, "post_mlp_norm")]
-        case "mlp":
-            return target.mlp_writers(layer)
         case _:
-            return [target.embedding]
+            return target.mlp_writers(layer)

@@ -44,8 +44,8 @@ class Reading:
         edits: The parts that each edit removes: neurons are zeroed everywhere, other parts are replaced at the place.
         means: What replaced parts write instead.
         begin: Gives what enters a layer, at which the pass may then start. None: it starts at the first.
-        whole: Whether the pass runs to the end, and attention and the loss are read; else it ends at the peak.
-        every_loss: Whether the loss of every token is read, however large the vocabulary is.
+        whole: Whether the attention of the layers that can read the spike is read; else the pass ends at the peak.
+        every_loss: Whether the loss of every token is read, however large the vocabulary is. None: no loss is read.
     """
 
     ids: TokenRows
@@ -55,7 +55,7 @@ class Reading:
     means: Written = field(default_factory=dict)
     begin: Callable[[int], LayerInput | None] | None = None
     whole: bool = False
-    every_loss: bool = False
+    every_loss: bool | None = None
 
     @property
     def start(self) -> LayerInput | None:
@@ -105,19 +105,18 @@ class EditedPass:
             start = replace(start, hidden=self._of_edits(start.hidden))
         hooks = [*self._hooks(), (target.layers[reading.spike.peak], "post", on_output(self._peak_read))]
         listening = nullcontext()
-        layers = [layer for layer in target.attending if layer > reading.spike.first]
+        layers = [layer for layer in target.attending if layer in reading.spike.reading_layers]
         if reading.whole and layers:
             length = ids.shape[1]
             listening = visible_rows(target, self._attention_read, layers=layers, rows_per_chunk=length, whole=False)
         with listening, target.hooks(*hooks):
-            if reading.whole and target.resident:
+            if reading.every_loss is not None and target.resident:
                 positions = positions_read(target, ids.shape[1], every=reading.every_loss)
                 loss = losses_at(target, ids, positions, start)
                 self.effects.loss[:, :, positions] = loss.unflatten(0, (len(reading.edits), -1))
             else:
-                target.forward(
-                    ids, last_layer=target.n_layers - 1 if reading.whole else reading.spike.peak, start=start
-                )
+                last = max(layers) if reading.whole and layers else 0
+                target.forward(ids, last_layer=max(last, reading.spike.peak), start=start)
         return self.effects
 
     def _of_edits(self, values: Shaped[Tensor, "text ..."]) -> Shaped[Tensor, "row ..."]:
