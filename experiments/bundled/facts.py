@@ -65,6 +65,7 @@ def measure_run(run: Path) -> Row:
     bos = tokenizer.bos_token_id
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
+    heads = measure.sink_heads(model, texts)
     facts: Row = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "training": training_facts(run),
@@ -74,8 +75,8 @@ def measure_run(run: Path) -> Row:
             model, corpus.windows(valid, length=settings.context, bos_id=bos), (512, 1024, 2048, settings.context - 1)
         ),
         "norms": measure.norms_by_layer(model, texts),
-        "head_share": measure.head_share(model, texts, after=SINK_LAYER),
-        "heads_per_layer": _heads_per_layer(model, texts),
+        "head_share": float(heads[SINK_LAYER + 1 :].mean()),
+        "heads_per_layer": heads.sum(-1).tolist(),
         "sink_rate": {
             "eps": measure.EPS,
             "length": 64,
@@ -86,11 +87,6 @@ def measure_run(run: Path) -> Row:
     if settings.planted:
         facts |= _planted_facts(run, settings, model, texts)
     return facts
-
-
-def _heads_per_layer(model: LlamaForCausalLM, texts: np.ndarray) -> list[int]:
-    mean = measure.first_token_attention(model, texts, skip_first=True).mean(0)
-    return (mean > measure.EPS).sum(-1).tolist()
 
 
 def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> Row:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -61,10 +61,9 @@ def first_token_attention(
     return torch.cat(rows).numpy()
 
 
-def head_share(model: LlamaForCausalLM, ids: np.ndarray, *, after: int) -> float:
-    """Share of the heads after a layer whose mean first-token attention is above 0.3."""
-    mean = first_token_attention(model, ids, skip_first=True).mean(0)
-    return float((mean[after + 1 :] > EPS).mean())
+def sink_heads(model: LlamaForCausalLM, ids: np.ndarray) -> Bool[np.ndarray, "layer head"]:
+    """The heads whose mean first-token attention is above 0.3."""
+    return first_token_attention(model, ids, skip_first=True).mean(0) > EPS
 
 
 def sink_rate(model: LlamaForCausalLM, ids: np.ndarray) -> float:

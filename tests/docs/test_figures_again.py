@@ -17,7 +17,7 @@ from sinkscope.app.cli import main
 
 QUICKEST = ("repeat-ablate",)  # run by default
 QUICK = ("barcode", "circuit", "clusters", "find_sinks", "heads", "patch-eval")
-QUICK += ("lines", "patch-make", "repeat", "repeat-attention", "rotary", "separate")
+QUICK += ("lines", "patch-make", "repeat", "repeat-attention", "separate")
 OUTPUTS = ("--json", "--html", "--png")
 
 

@@ -52,7 +52,7 @@ def test_the_shipped_model_has_the_numbers_of_the_record(shipped):
     found = measure.norms_by_layer(shipped, texts)
     for name, values in RECORD["planted"]["norms"].items():
         assert found[name] == pytest.approx(values, rel=1e-3), name
-    assert measure.head_share(shipped, texts, after=1) == RECORD["planted"]["head_share"]
+    assert measure.sink_heads(shipped, texts).sum(-1).tolist() == RECORD["planted"]["heads_per_layer"]
 
 
 @pytest.mark.slow
