@@ -208,8 +208,10 @@ def marks(spike: SpikeResult) -> str:
 
 
 def mark_heads(mark: MarkLeft) -> str:
-    """Return how many heads still attend without a mark, as an end of a sentence; empty for a file that has none."""
-    return "" if mark.heads is None else f", and {of_heads(str(mark.heads[1]), mark.heads)}"
+    """Return how many heads still attend without a mark, as an end of a sentence; empty if none did before."""
+    if mark.heads is None or not any(mark.heads):
+        return ""
+    return f", and {of_heads(str(mark.heads[1]), mark.heads)}"
 
 
 def share_left(share: float) -> str:
@@ -245,7 +247,9 @@ def marking_heads(spike: SpikeResult) -> list[str]:
     mark: MarkLeft = spike.marks[1]
     chance = "too few others"
     if mark.random is not None:
-        chance = f"{share_left(mark.random.left)}, {count_of(mark.random.heads, 'head')}"
+        chance = share_left(mark.random.left)
+        if mark.heads is not None and any(mark.heads):
+            chance += f", {count_of(mark.random.heads, 'head')}"
     return [
         MARKED.format(
             parts=word_list(mark.names, SHOWN),
