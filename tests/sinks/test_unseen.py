@@ -1,4 +1,4 @@
-"""Spikes of kinds that came after the steps were written: what was planted is said, and marks are those of plain hooks."""
+"""Spikes of kinds that came after the steps: what was planted is said, and marks are those of plain hooks."""
 
 from __future__ import annotations
 
