@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from sinkscope.results.notation import read_head, read_neuron
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import Place
+
+_PART = r"(embedding|(attention|mlp|mixer|layer) \d+|L\d+(\.E\d+)?\.[NH]\d+)"
+PartName = Annotated[str, Field(pattern=f"^{_PART}( and {_PART})*$")]
+"""The name of a part in a file (`part_name`), or those of a set, joined by "and"."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class PartShare:
         margin: Two standard errors over texts. None: too few texts.
     """
 
-    part: str
+    part: PartName
     share: float
     margin: float | None
 
@@ -131,7 +138,7 @@ class MarkLeft:
             there are not as many other heads.
     """
 
-    part: str
+    part: PartName
     left: float
     margin: float | None
     heads: tuple[int, int] | None = None
