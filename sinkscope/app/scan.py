@@ -310,7 +310,7 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
 
 
 def _measured(part: ScanPart, setup: Setup, seconds: float | None) -> Result | str:
-    """The result of a part, or why there is none; with --quick it ends after `seconds`. The next part begins in any case."""
+    """The result of a part, or why there is none; with --quick it ends after `seconds`."""
     if not part.streams and not setup.target.resident:
         return "it needs the whole model in memory"
     arguments = part.full if seconds is None else part.quick or {}
