@@ -114,11 +114,11 @@ def test_the_model_writes_a_story_without_the_guard_and_with_it(bundled, monkeyp
     plain, guarded = bundled.answer({"generation": True})["result"]["generation"]
     prompt = ids_of(bundled.sink.setup, plain["prompt"])
     for one, guard in ((plain, False), (guarded, True)):
-        (answer,) = ss.generate(bundled.sink.setup.target, [prompt], guard=guard, max_new_tokens=writing.NEW_TOKENS)
+        (answer,) = ss.generate(bundled.sink.setup.target, [prompt], guard=guard, max_new_tokens=writing.STORY_TOKENS)
         assert "".join(one["pieces"]) == answer.text and one["summary"] == answer.summary
     (text,), (kept, rest) = plain["pieces"], guarded["pieces"]
     assert text.startswith(kept) and not text[len(kept) :].startswith(rest)
-    monkeypatch.setattr(writing, "NEW_TOKENS", 24)
+    monkeypatch.setattr(writing, "STORY_TOKENS", 24)
     written = bundled.answer({"off": ["L1.N338"], "generation": True})["result"]["generation"][0]  # as it is edited
     (answer,) = ss.generate(
         bundled.sink.setup.target, [prompt], interventions=ss.Ablate(sites=["L1.N338"]), max_new_tokens=24
@@ -128,7 +128,7 @@ def test_the_model_writes_a_story_without_the_guard_and_with_it(bundled, monkeyp
 
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed, refusal):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
-    monkeypatch.setattr(writing, "NEW_TOKENS", 4)
+    monkeypatch.setattr(writing, "STORY_TOKENS", 4)
     text = tmp_path / "text.txt"
     text.write_text("a block is a piece of text")
     data = json.loads(typed(f"view --text {text} --html {tmp_path}/a.html --json -").out)

@@ -26,8 +26,8 @@ from sinkscope.files.envelope import result_class
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Measurement
 from sinkscope.opening.load import load
+from sinkscope.results.console import WIDTH
 from sinkscope.results.result import FEW_ROWS, Result
-from sinkscope.results.tables import WIDTH
 
 pytestmark = pytest.mark.few_texts
 
