@@ -15,13 +15,13 @@ import pytest
 import torch
 from raw_kit import attention, blocks, down, inputs_edited
 
+from sinkscope.app.view import writing
 from sinkscope.app.view.column import components_of, neurons_of
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import CircuitPart, ModelView
 from sinkscope.app.view.server import serve
 from sinkscope.app.view.switches import RANDOM, switches_of
 from sinkscope.app.view.texts import ids_of
-from sinkscope.app.view.writing import writings
 from sinkscope.results.notation import percent, word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
@@ -35,7 +35,7 @@ CAPTIONS = ".pair figcaption"
 @pytest.fixture(scope="module")
 def view(bundled):
     """The model in the package on a short text, and what it writes."""
-    return replace(bundled.view(TEXT), generation=writings(bundled.sink.setup))
+    return replace(bundled.view(TEXT), generation=writing.writings(bundled.sink.setup))
 
 
 @pytest.fixture
@@ -426,7 +426,8 @@ def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, open
     assert chrome.texts(".tour p") == []  # once
 
 
-def test_the_live_page_in_a_browser(bundled, chrome):
+def test_the_live_page_in_a_browser(bundled, chrome, monkeypatch):
+    monkeypatch.setattr(writing, "NEW_TOKENS", 24)
     bundled.text = TEXT
     addresses = []
     threading.Thread(target=serve, args=(bundled, 0, addresses.append), daemon=True).start()

@@ -105,7 +105,7 @@ def test_what_cannot_be_is_said_in_one_line(text, says, module):
 
 def test_a_policy_of_an_installed_package(module, monkeypatch):
     entry = EntryPoint("key-norm", f"{module}:KeyNorm", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda *, group: [entry] if group == "sinkscope.policies" else [])
+    monkeypatch.setattr(registry, "installed", lambda group: [entry] if group == "sinkscope.policies" else [])
     assert "key-norm" in policies()
     made = policy_named("key-norm:9")
     assert (type(made).__name__, made.budget, make_policy("key-norm", first=2).first) == ("KeyNorm", 9, 2)

@@ -19,7 +19,6 @@ from sinkscope.loops.guard import LoopGuard
 
 SITES = loud_model()[2]
 PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
-LOOPING = "One day, the bird sang the same song again and again:"
 
 
 def test_pieces_arrive_in_order(tmp_path):

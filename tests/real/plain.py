@@ -162,32 +162,6 @@ def zeroed(model: Any, sites: Iterable[Site]) -> Iterator[None]:
 
 
 @contextmanager
-def mlp_replaced(model: Any, layer: int, mean: Tensor, position: int = 0) -> Iterator[None]:
-    """Let the MLP of a layer (with the norm behind it) write `mean` at a position: [d_model]."""
-    block = layers(model)[layer]
-
-    def edit(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        output = output.clone()
-        output[:, position] = mean
-        return output
-
-    handle = getattr(block, "post_feedforward_layernorm", block.mlp).register_forward_hook(edit)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@torch.no_grad()
-def mlp_mean(model: Any, ids: Tensor, layer: int) -> Tensor:
-    """What the MLP of a layer (with the norm behind it) writes at later positions, on average: [d_model]."""
-    block = layers(model)[layer]
-    with reading([getattr(block, "post_feedforward_layernorm", block.mlp)], "output") as seen:
-        model.model(ids, use_cache=False)
-    return seen[0][:, 1:].mean((0, 1))
-
-
-@contextmanager
 def held(model: Any, sites: dict[Site, float], first: int = 1) -> Iterator[None]:
     """Let neurons hold a value each at every position from `first` on; single new tokens count as later ones."""
 
