@@ -39,7 +39,7 @@ def check(o: Organism, seed: int):
 
 
 @pytest.mark.parametrize(("family", "kind"), covering(CASES, FAST))
-def test_truth(family, kind):
+def test_organisms_do_what_their_truth_says(family, kind):
     bos = CASES.index((family, kind)) % 3 != 0  # both for every family and for every kind
     o = organism(family, 0, kind=kind, bos=bos)
     check(o, seed=0)

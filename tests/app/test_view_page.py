@@ -232,7 +232,7 @@ def test_a_neuron_is_opened_by_a_link_and_closed_by_escape(view, opened):
     assert chrome.run("document.activeElement.textContent") == "L1.N338" and chrome.errors == []
 
 
-def test_what_a_tokenizer_gives_is_text_on_the_page(view, opened):
+def test_markup_in_tokens_is_text_on_the_page(view, opened):
     evil = "<img src=x onerror=alert(1)>"
     (page,), (spike,), (text,) = view.neuron_pages, view.circuit, view.texts
     largest = (replace(page.largest[0], before=evil, token=evil, after=evil),)
@@ -253,7 +253,7 @@ def test_a_neuron_is_read_at_390_pixels(opened):
     assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_the_pointer_on_a_token_shows_its_links_and_all_heads_of_a_layer_are_small_pictures(view, opened):
+def test_pointing_at_a_token_shows_its_links_and_every_head(view, opened):
     chrome = opened()
     text = view.texts[0]
     chrome.click("#head-1-7")

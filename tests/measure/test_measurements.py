@@ -157,7 +157,7 @@ def test_columns_have_the_meaning_of_their_own_records(measured):
     assert "share: What it adds along the spike's direction, as a share of the spike." in said
 
 
-def test_what_follows_the_layers_has_its_share_of_the_bar(tmp_path):
+def test_progress_counts_passes_after_the_survey(tmp_path):
     """Parts are removed after the survey, and a caller sees how many of these passes are done."""
     calls: list[tuple[str, int, int]] = []
     o = organism("llama", 2)
