@@ -100,7 +100,7 @@ def test_revisions_are_downloaded_and_streamed(saved, tmp_path):
     ],
 )
 @pytest.mark.parametrize("opened", [SafetensorsSource, lambda *a, **k: load(*a, **k)], ids=["stream", "load"])
-def test_downloads_that_fail_are_refused_in_one_line(saved, tmp_path, opened, no_waiting, name, options, server_options, says):
+def test_failing_downloads_are_refused(saved, tmp_path, opened, no_waiting, name, options, server_options, says):
     with hub(tmp_path, **server_options) as server:
         server.add("org/name", saved["main"])
         server.add("org/gated", saved["main"], gated=True)
