@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from raw_kit import blocks, down, part
+from raw_kit import blocks, part, zeroed
 from torch import Tensor, nn
 
 FACTOR, SAME, READS, EDITED = 3.0, 0.5, 0.3, 4
@@ -21,24 +20,6 @@ class Pass:
     mlp: Tensor  # [layer, text, pos, d]
     attention: list[Tensor]  # [text, head, query, key] of each layer
     loss: Tensor  # [text, pos - 1]
-
-
-@contextmanager
-def zeroed(model, neurons: Sequence[tuple[int, int]]) -> Iterator[None]:
-    handles = []
-    for layer, neuron in neurons:
-
-        def zero(_module: nn.Module, args: tuple, neuron: int = neuron):
-            values = args[0].clone()
-            values[..., neuron] = 0
-            return (values, *args[1:])
-
-        handles.append(down(blocks(model)[layer]).register_forward_pre_hook(zero))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def adds(block) -> nn.Module:
@@ -151,7 +132,7 @@ def without(model, ids: Tensor, spike: PlainSpike, neurons: Sequence[tuple[int, 
     """What is left in the first texts without some neurons; the loss of every so many tokens is read."""
     some = ids[:EDITED]
     intact = run(model, some)
-    with zeroed(model, neurons):
+    with zeroed(model, tuple(neurons)):
         edited = run(model, some)
     along = [spike.along(seen.states[spike.peak + 1, :, 0]).mean() for seen in (edited, intact)]
     rise = (edited.loss - intact.loss)[:, step - 1 :: step].mean()

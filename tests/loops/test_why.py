@@ -27,7 +27,7 @@ LOOPED = Case(SimpleNamespace(edit=None, seed=0), [*BEFORE, *CYCLE * 9], 2, Tail
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", ORGANISMS, ids=NAMES)
-def test_what_is_said_of_every_organism_is_what_was_planted(made: KeptLoop):
+def test_every_planted_cause_is_reported(made: KeptLoop):
     found = asked(made)
     assert (verdict(found.kept_by), found.goes_on) == (verdict(made.causes), 1.0)
 
@@ -48,7 +48,7 @@ def test_planted_causes_are_found():
 
 
 @pytest.mark.usefixtures("_few_tokens")
-def test_a_text_that_is_given_and_one_that_does_not_loop():
+def test_why_explains_a_given_answer():
     made = kept_loop(("sink",))
     options = {"tokenizer": made.tokenizer, "cuts": 3}
     given = why(made.model, made.turn, answer=made.cycle * 4, **options)
@@ -94,7 +94,7 @@ def test_a_policy_and_a_removal_act_together():
     assert [layer.pos[0, 0].tolist() for layer in cache.layers] == [[1, 2, 3, *range(16, 22)]] * 2
 
 
-def test_what_leaves_the_cache_is_what_is_named_or_as_many_random_tokens_before_the_loop():
+def test_evictions_are_the_named_tokens_or_as_many_random_ones():
     assert LOOPED.positions(("sink", None), 49) == [0]
     assert LOOPED.positions(("copies", None), 49) == [*range(40, 49)]
     drawn = {tuple(sorted(LOOPED.positions(("copies", number), 49))) for number in range(20)}
@@ -124,7 +124,7 @@ def test_a_loop_at_the_beginning_of_the_prompt_is_undecided():
         why(made.model, made.turn, tokenizer=made.tokenizer, cuts=2)
 
 
-def test_the_same_loop_may_begin_anywhere_and_another_one_is_another():
+def test_a_loop_goes_on_from_any_of_its_tokens():
     for begin in range(3):
         assert LOOPED.goes_on([*CYCLE[begin:], *CYCLE * 22])
         assert LOOPED.goes_on([9, *(CYCLE * 22)[: 64 + begin]])
