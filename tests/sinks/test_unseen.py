@@ -1,4 +1,4 @@
-"""Spikes of kinds that came after the steps were written: what is said was planted, and marks are as plain hooks say."""
+"""Spikes of kinds that came after the steps: what is said was planted, and marks are as plain hooks say."""
 
 from __future__ import annotations
 
