@@ -137,3 +137,44 @@ def without(model, ids: Tensor, spike: PlainSpike, neurons: Sequence[tuple[int, 
     along = [spike.along(seen.states[spike.peak + 1, :, 0]).mean() for seen in (edited, intact)]
     rise = (edited.loss - intact.loss)[:, step - 1 :: step].mean()
     return Left(float(along[0] / along[1]), readers(edited.attention, spike), float(rise.exp()))
+
+
+@contextmanager
+def replaced(model, name: str, place: Tensor, mean: Tensor) -> Iterator[None]:
+    """At a place, the embedding, an attention layer or an MLP writes this instead."""
+
+    def edited(states: Tensor) -> Tensor:
+        return torch.where(place[..., None], mean, states)
+
+    kind, _, layer = name.partition(" ")
+    if kind == "embedding":
+        handle = blocks(model)[0].register_forward_pre_hook(lambda _m, args: (edited(args[0]), *args[1:]))
+    elif kind == "mlp":
+        handle = adds(blocks(model)[int(layer)]).register_forward_hook(lambda _m, _a, out: edited(out))
+    else:
+        module = part(blocks(model)[int(layer)], "self_attn", "attn")
+        handle = module.register_forward_hook(lambda _m, _a, out: (edited(out[0]), *out[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def without_part(model, ids: Tensor, spike: PlainSpike, name: str, at: int = 0) -> tuple[float, tuple[int, int]]:
+    """What is left where a component writes its mean over ordinary positions; heads that attend, before and after."""
+    seen, kind, layer = run(model, ids), *name.partition(" ")[::2]
+    added = seen.states[0]
+    if kind != "embedding":
+        added = seen.mlp[int(layer)]
+    if kind == "attention":
+        added = seen.states[int(layer) + 1] - seen.states[int(layer)] - added
+    place = torch.zeros_like(ids[:EDITED], dtype=torch.bool)
+    place[:, at] = True
+    with replaced(model, name, place, added[spike.ordinary].mean(0)):
+        edited = run(model, ids[:EDITED])
+    along = [spike.along(states[spike.peak + 1, :EDITED, at]).mean() for states in (edited.states, seen.states)]
+    heads: list[int] = []
+    for attention in (seen.attention, edited.attention):
+        some = [rows[:EDITED, :, at + 1 :, at].float().mean((0, 2)) for rows in attention]
+        heads.append(int((torch.stack(some[spike.first + 1 : spike.last + 2]) > READS).sum()))
+    return float(along[0] / along[1]), (heads[0], heads[1])
