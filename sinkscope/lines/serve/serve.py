@@ -182,7 +182,7 @@ class LoopServe(SparsePrompts):
     @property
     def choice_rows(self) -> int:
         """The sample, and the queries that are checked for a key."""
-        return self.sample + self.checked
+        return self.sample + (self.checked if self.variant == "bands" else 0)
 
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts, and own the cache."""
