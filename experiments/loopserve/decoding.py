@@ -23,8 +23,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+import plotly.graph_objects as go
 import torch
-from plotly.subplots import make_subplots
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -139,50 +139,24 @@ def dialogue(target: Target, files: Sequence[Path], number: int) -> Asked:
     return asked[:TURNS]
 
 
-def drawn(rows: Row, model: str, method: str, key: str, turn: int = 0) -> tuple[float, float]:
-    """Mean of a number over a model's texts, and two standard errors."""
-    values = [row[method][key][turn] for name, row in rows.items() if name.startswith(model) and method in row]
+def drawn(rows: Row, place: str, method: str, key: str, turn: int = 0) -> tuple[float, float | None]:
+    """Mean of a number over the texts whose step begins so, and two standard errors; None for fewer than three."""
+    values = [row[method][key][turn] for name, row in rows.items() if name.startswith(place)]
     return fmean(values), margin_of(np.array(values))
 
 
-def curves_of(name: str, rows: Row, model: str) -> dict[str, dict[str, list[tuple[int, float, float]]]]:
-    """Points of each curve of each panel: value or turn, KL, and two standard errors."""
-    found: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
-    if name == "turns":
-        own = found["turn"] = {}
-        for label, text in BY_TURN.items():
-            own[label] = [(turn + 1, *drawn(rows, model, spec(text), "kl", turn)) for turn in range(TURNS)]
-        return found
-    for title, curves in PANELS.items():
-        own = found[title] = {}
-        for label, (text, values) in curves.items():
-            own[label] = [(value, *drawn(rows, model, spec(text, value), "kl")) for value in values]
-    return found
-
-
 def figure(data: Row) -> Any:
-    """A row of panels for each model."""
-    name, rows = data["settings"]["name"], data["result"]
-    models = models_of(rows)
-    made = {model: curves_of(name, rows, model) for model in models}
-    titles = [f"{model}: KL by {title}" for model, panels in made.items() for title in panels]
-    columns = len(titles) // len(models)
-    fig: Any = make_subplots(len(models), columns, subplot_titles=titles, horizontal_spacing=0.07)
-    labels = list(dict.fromkeys(label for panels in made.values() for own in panels.values() for label in own))
-    shown: set[str] = set()
-    for line, panels in enumerate(made.values(), 1):
-        for column, own in enumerate(panels.values(), 1):
-            for label, points in own.items():
-                x, y, margins = zip(*points, strict=True)
-                colour = COLOURS[labels.index(label) % len(COLOURS)]
-                style = {"name": label, "legendgroup": label, "showlegend": label not in shown}
-                shown.add(label)
-                error = {"array": margins, "thickness": 1}
-                fig.add_scatter(x=x, y=y, error_y=error, line={"color": colour}, **style, row=line, col=column)
-    fig.update_xaxes(type="category")
-    fig.update_yaxes(rangemode="tozero", title_text="nats a token")
-    title = f"What methods cost {' and '.join(models)}, mean over texts, with two standard errors"
-    return figure_of(fig, None, title, width=500 * columns + 100, height=200 + 330 * len(models), legend=-0.15)
+    """KL by turn."""
+    fig: Any = go.Figure()
+    for (label, text), colour in zip(BY_TURN.items(), COLOURS, strict=False):
+        points = [drawn(data["result"], "", spec(text), "kl", turn) for turn in range(TURNS)]
+        y, margins = zip(*points, strict=True)
+        error = {"array": margins, "thickness": 1}
+        fig.add_scatter(x=list(range(1, TURNS + 1)), y=y, error_y=error, line={"color": colour}, name=label)
+    fig.update_xaxes(type="category", title_text="turn")
+    fig.update_yaxes(rangemode="tozero", title_text="KL to the full cache, nats a token")
+    title = f"What methods cost {models_of(data['result'])[0]} by turn, mean over {len(data['result'])} dialogues"
+    return figure_of(fig, None, title, width=1000, height=600, legend=-0.2)
 
 
 def models_of(rows: Row) -> list[str]:
@@ -196,10 +170,10 @@ def table(rows: Row) -> str:
     for model, method in product(models_of(rows), methods_of("settings")):
         cells = [model, f"`{method}`", f"{drawn(rows, model, method, 'read')[0]:,.0f}"]
         cells += [f"{drawn(rows, f'{model}, {kind},', method, 'kl')[0]:.3f}" for kind in TEXTS]
-        for key, sign in (("kl", ""), ("same", "")):
+        for key, shown in (("kl", ".3f"), ("same", ".1%")):
             mean, margin = drawn(rows, model, method, key)
-            cells.append(f"{mean:.3f} ± {margin:.3f}" if key == "kl" else f"{mean:.1%} ± {margin:.1%}{sign}")
-        lines.append(cells)
+            cells.append(f"{mean:{shown}}" if margin is None else f"{mean:{shown}} ± {margin:{shown}}")
+        lines.append([cell.replace("experiments.loopserve.runs:RandomKeep", "random") for cell in cells])
     return markdown(("model", "method", "read", *TEXTS, "all", "top-1 same"), lines)
 
 
@@ -243,7 +217,8 @@ def main(
             steps.do(step, partial(compared, target, asked, methods_of(name), since))
     if page is not None:
         put_table(page, "loopserve.decoding", table(steps.rows))
-    save(file.stem, file.read_text(), figure, out)
+    if name == "turns":
+        save(file.stem, file.read_text(), figure, out)
     steps.end()
 
 

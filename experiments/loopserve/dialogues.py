@@ -1,4 +1,4 @@
-"""LoopServe, its halves and its settings, beside other methods, on dialogues of the recall model.
+"""LoopServe and its halves, beside other methods, on dialogues of the recall model.
 
     python -m experiments.loopserve.dialogues NAME [--only WORD] [--work runs] [--out figures]
 
