@@ -63,7 +63,9 @@ RUNS = {
     "loopbench_small": BenchFigure("loop_paper", "loops", GUARDS, batch_size=24),
     "needle": BenchFigure("score", "needle:lengths=640,896,1152", NEEDLE),
     "needle_recall": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall"),
-    "needle_recall_2hop": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall-2hop"),
+    "needle_recall_2hop": BenchFigure(
+        "score", "needle:lengths=640,1024,2048", f"{NEEDLE},loopserve:checked=0", "recall-2hop"
+    ),
     "loopserve_fig2d": BenchFigure("score", "recall:count=40:turns=1:total=400:hops=1", BY_PLACE, "recall", 10),
     "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
 }

@@ -69,7 +69,7 @@ class Browser:
     def click(self, selector: str):
         """Click on what a selector finds, and let the page draw."""
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
-        self.run("new Promise((done) => setTimeout(done, 100))")
+        self.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
     def texts(self, selector: str) -> list[str]:
         """The texts of all that a selector finds."""

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from organisms.tiny import tiny_model
+from organisms.tiny import tiny_model, tiny_multimodal
 
 _ROOT = Path(tempfile.mkdtemp(prefix="sinkscope-tests-"))
 atexit.register(shutil.rmtree, _ROOT, ignore_errors=True)
@@ -27,18 +27,8 @@ def checkpoint(model_type: str, shard_size: str = "1GB") -> Path:
 
 def with_images(folder: Path):
     """A tiny Gemma 3 with its image tower, saved in `folder`."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    text, tokenizer = tiny_model("gemma3_text")
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Gemma3Config(
-        text_config=text.config.to_dict(),
-        vision_config={**vision, "image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-        image_token_index=90,
-    )
-    model = Gemma3ForConditionalGeneration(config).eval()
-    model.config.architectures = ["Gemma3ForConditionalGeneration"]
+    model, tokenizer = tiny_multimodal(), tiny_model("gemma3_text")[1]
+    model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from raw_kit import blocks, down, part
+from raw_kit import blocks, part, zeroed
 from torch import Tensor, nn
 
 FACTOR, SAME, READS, EDITED = 3.0, 0.5, 0.3, 4
@@ -21,24 +21,6 @@ class Pass:
     mlp: Tensor  # [layer, text, pos, d]
     attention: list[Tensor]  # [text, head, query, key] of each layer
     loss: Tensor  # [text, pos - 1]
-
-
-@contextmanager
-def zeroed(model, neurons: Sequence[tuple[int, int]]) -> Iterator[None]:
-    handles = []
-    for layer, neuron in neurons:
-
-        def zero(_module: nn.Module, args: tuple, neuron: int = neuron):
-            values = args[0].clone()
-            values[..., neuron] = 0
-            return (values, *args[1:])
-
-        handles.append(down(blocks(model)[layer]).register_forward_pre_hook(zero))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def adds(block) -> nn.Module:
@@ -151,8 +133,49 @@ def without(model, ids: Tensor, spike: PlainSpike, neurons: Sequence[tuple[int, 
     """What is left in the first texts without some neurons; the loss of every so many tokens is read."""
     some = ids[:EDITED]
     intact = run(model, some)
-    with zeroed(model, neurons):
+    with zeroed(model, tuple(neurons)):
         edited = run(model, some)
     along = [spike.along(seen.states[spike.peak + 1, :, 0]).mean() for seen in (edited, intact)]
     rise = (edited.loss - intact.loss)[:, step - 1 :: step].mean()
     return Left(float(along[0] / along[1]), readers(edited.attention, spike), float(rise.exp()))
+
+
+@contextmanager
+def replaced(model, name: str, place: Tensor, mean: Tensor) -> Iterator[None]:
+    """At a place, the embedding, an attention layer or an MLP writes this instead."""
+
+    def edited(states: Tensor) -> Tensor:
+        return torch.where(place[..., None], mean, states)
+
+    kind, _, layer = name.partition(" ")
+    if kind == "embedding":
+        handle = blocks(model)[0].register_forward_pre_hook(lambda _m, args: (edited(args[0]), *args[1:]))
+    elif kind == "mlp":
+        handle = adds(blocks(model)[int(layer)]).register_forward_hook(lambda _m, _a, out: edited(out))
+    else:
+        module = part(blocks(model)[int(layer)], "self_attn", "attn")
+        handle = module.register_forward_hook(lambda _m, _a, out: (edited(out[0]), *out[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def without_part(model, ids: Tensor, spike: PlainSpike, name: str, at: int = 0) -> tuple[float, tuple[int, int]]:
+    """What is left where a component writes its mean over ordinary positions; heads that attend, before and after."""
+    seen, kind, layer = run(model, ids), *name.partition(" ")[::2]
+    added = seen.states[0]
+    if kind != "embedding":
+        added = seen.mlp[int(layer)]
+    if kind == "attention":
+        added = seen.states[int(layer) + 1] - seen.states[int(layer)] - added
+    place = torch.zeros_like(ids[:EDITED], dtype=torch.bool)
+    place[:, at] = True
+    with replaced(model, name, place, added[spike.ordinary].mean(0)):
+        edited = run(model, ids[:EDITED])
+    along = [spike.along(states[spike.peak + 1, :EDITED, at]).mean() for states in (edited.states, seen.states)]
+    heads: list[int] = []
+    for attention in (seen.attention, edited.attention):
+        some = [rows[:EDITED, :, at + 1 :, at].float().mean((0, 2)) for rows in attention]
+        heads.append(int((torch.stack(some[spike.first + 1 : spike.last + 2]) > READS).sum()))
+    return float(along[0] / along[1]), (heads[0], heads[1])

@@ -34,7 +34,7 @@ def committed() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_nothing_of_where_it_was_made(what):
+def test_files_name_no_machine_or_session(what):
     found = []
     for name, text in committed().items():
         for hit in re.finditer(FORBIDDEN[what], text):

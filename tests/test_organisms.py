@@ -25,9 +25,8 @@ def check(o: Organism, seed: int):
         logits = o.model(tokens).logits
     assert torch.isfinite(logits).all() and 0.3 < float(logits.std(-1)[:, 1:].mean()) < 15
     if not truth.neurons:
-        assert truth.sink_layer is None and truth.neurons == () and truth.stages == ()
+        assert truth.sink_layer is None and truth.neurons == ()
         assert (first < 2 * typical).all()
-        assert (rest[-1].min() > 100) == (o.kind == "massive_dim")
         return
     sink = truth.sink_layer
     assert (first[sink:] > 15 * typical[sink:]).all() and (first[:sink] < 2.5 * typical[:sink]).all()
@@ -40,7 +39,7 @@ def check(o: Organism, seed: int):
 
 
 @pytest.mark.parametrize(("family", "kind"), covering(CASES, FAST))
-def test_truth(family, kind):
+def test_organisms_do_what_their_truth_says(family, kind):
     bos = CASES.index((family, kind)) % 3 != 0  # both for every family and for every kind
     o = organism(family, 0, kind=kind, bos=bos)
     check(o, seed=0)

@@ -22,7 +22,7 @@ from sinkscope.lines import band_attention, select_bands
 from sinkscope.lines import triton as kernel
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import BAND, NEAR, Bands, BlockGrid, StoredRows, choose_bands
-from sinkscope.lines.choice import sampled_rows
+from sinkscope.lines.choice import kept_columns, sampled_rows
 from sinkscope.lines.triton_sums import ComputedRows
 
 
@@ -67,7 +67,7 @@ def case(queries: int, past: int, width: int, kv: int, dtype: str) -> dict[str, 
         found["held"] = off(ours.held(columns, bands, least), plain.held(columns, bands, least))
         picked = select_bands(scores, 0.8, sample=70)
         stored = StoredRows(scores, sampled_rows(chosen.grid, 70, 0, 0))  # the sample that `select_bands` draws
-        same = choose_bands(stored, 0.8, 4, 9.0, 0)
+        same = choose_bands(stored, 0.8, kept_columns(scores, queries, 4, 0), 9.0, 0)
         found["cells"] = float((picked.cells() - same.cells()).abs().max()) / (BAND * queries)
     return found
 

@@ -87,7 +87,7 @@ def make_models(out: Annotated[Path, typer.Option(help="A new folder.")]) -> Non
         "llama-gate": organism("llama", 0, kind="gate"),
         "llama-none": organism("llama", 2, kind="none"),
         "gpt2": organism("gpt2", 3),
-        "neox-two-stage": organism("neox", 4, kind="two_stage"),
+        "neox-sink": organism("neox", 4),
         "gemma2": organism("gemma2", 5),
         "mixtral": organism("mixtral", 6),
         "qwen2-no-bos": organism("qwen2", 7, bos=False),

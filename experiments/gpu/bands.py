@@ -35,7 +35,7 @@ from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import NEAR, PER, Bands, BlockGrid, choose_bands
-from sinkscope.lines.choice import sampled_rows, select_bands
+from sinkscope.lines.choice import kept_columns, sampled_rows, select_bands
 from sinkscope.lines.serve import LoopServe
 from sinkscope.results.console import note
 
@@ -107,7 +107,8 @@ def chooser(scores: Scores, alpha: float) -> Callable[[], Bands]:
     """The choice with rows that are on the device already, so that it can be captured."""
     _, sums = kernels()
     rows = sampled_rows(BlockGrid(scores.queries, scores.keys), 64, 0, 16).to(scores.key.device)
-    return lambda: choose_bands(sums.ComputedRows(scores, rows), alpha, 4, 0.75, 16)
+    always = kept_columns(scores, scores.queries, 4, 0)
+    return lambda: choose_bands(sums.ComputedRows(scores, rows), alpha, always, 0.75, 16)
 
 
 def graph_of(work: Callable[[], Any]) -> Callable[[], None]:

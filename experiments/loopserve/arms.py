@@ -30,7 +30,7 @@ from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import NEAR, Bands, BlockGrid, StoredRows, choose_bands
-from sinkscope.lines.choice import sampled_rows
+from sinkscope.lines.choice import kept_columns, sampled_rows
 from sinkscope.lines.sample import draw_of, held_out
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.serve import DENSE_ABOVE
@@ -44,14 +44,25 @@ LAST = 16  # dense rows
 EVERY = 3
 ROUNDS = 3
 PARTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)  # of the bands of a head
-HEAD = ("tokens", "text", "cells", "dense", "sample", "search", "attention", "layer over dense", "prompt over dense")
+HEAD = (
+    "tokens",
+    "text",
+    "cells",
+    "dense",
+    "sample",
+    "check",
+    "search",
+    "attention",
+    "layer over dense",
+    "prompt over dense",
+)
 
 
 @torch.no_grad()
 def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
     """What both samples hold, by layer and head; and in some layers the cells and seconds of stages at the default."""
     held: dict[str, list[float]] = {"drawn": [], "last": [], "drawn_cells": [], "last_cells": []}
-    spent: dict[str, list[float]] = {"dense": [], "rows": [], "search": [], "attention": []}
+    spent: dict[str, list[float]] = {"dense": [], "rows": [], "checked": [], "search": [], "attention": []}
     cells, beside = list[float](), list[float]()
 
     def timed(name: str, work: Any) -> Any:
@@ -64,7 +75,10 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
         dense = partial(torch.nn.functional.scaled_dot_product_attention, query, key, key)
         timed("dense", partial(dense, is_causal=True, enable_gqa=True))
         own = timed("rows", partial(StoredRows, scores, rows))
-        chosen = timed("search", partial(choose_bands, own, LoopServe.alpha, 4, DENSE_ABOVE["cpu"], LAST))
+        sparse = BlockGrid(scores.queries, scores.keys).sparse_queries(LAST)
+        checked = partial(kept_columns, scores, sparse, LoopServe.begin, LoopServe.checked)
+        always = timed("checked", checked)
+        chosen = timed("search", partial(choose_bands, own, LoopServe.alpha, always, DENSE_ABOVE["cpu"], LAST))
         timed("attention", partial(band_attention, scores, scores.key, chosen))
         cells.append(float(chosen.attended().mean()))
 
@@ -73,7 +87,9 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
         sparse = grid.sparse_queries(LAST)
         rows = {"drawn": sampled_rows(grid, 64, seed, LAST), "last": torch.arange(sparse - 64, sparse)}
         for name, own in rows.items():
-            chosen = choose_bands(StoredRows(scores, own), alpha, 4, float("inf"), LAST)
+            chosen = choose_bands(
+                StoredRows(scores, own), alpha, kept_columns(scores, sparse, 4, 0), float("inf"), LAST
+            )
             held[name] += recovered(scores, chosen, held_out(sparse - 64, 64, seed)).tolist()
             held[f"{name}_cells"] += chosen.attended().tolist()
         if layer % EVERY == 0:

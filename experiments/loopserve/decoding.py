@@ -23,8 +23,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+import plotly.graph_objects as go
 import torch
-from plotly.subplots import make_subplots
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -145,41 +145,18 @@ def drawn(rows: Row, place: str, method: str, key: str, turn: int = 0) -> tuple[
     return fmean(values), margin_of(np.array(values))
 
 
-def curves_of(name: str, rows: Row, model: str) -> dict[str, dict[str, list[tuple[Any, ...]]]]:
-    """Points of each curve of each panel: value or turn, KL, and two standard errors."""
-    if name == "turns":
-        own: dict[str, list[tuple[Any, ...]]] = {}
-        for label, text in BY_TURN.items():
-            own[label] = [(turn + 1, *drawn(rows, model, spec(text), "kl", turn)) for turn in range(TURNS)]
-        return {"turn": own}
-    found: dict[str, dict[str, list[tuple[Any, ...]]]] = {}
-    for title, curves in PANELS.items():
-        found[title] = {}
-        for label, (text, values) in curves.items():
-            found[title][label] = [(value, *drawn(rows, model, spec(text, value), "kl")) for value in values]
-    return found
-
-
 def figure(data: Row) -> Any:
-    """A row of panels for each model."""
-    name, rows = data["settings"]["name"], data["result"]
-    made = {model: curves_of(name, rows, model) for model in models_of(rows)}
-    titles = [f"{model}: KL by {title}" for model, panels in made.items() for title in panels]
-    columns = len(titles) // len(made)
-    fig: Any = make_subplots(len(made), columns, subplot_titles=titles, horizontal_spacing=0.07)
-    colours: dict[str, str] = {}
-    for line, panels in enumerate(made.values(), 1):
-        for column, own in enumerate(panels.values(), 1):
-            for label, points in own.items():
-                style: Row = {"name": label, "legendgroup": label, "showlegend": label not in colours}
-                colour = colours.setdefault(label, COLOURS[len(colours) % len(COLOURS)])
-                x, y, margins = zip(*points, strict=True)
-                error = {"array": margins, "thickness": 1}
-                fig.add_scatter(x=x, y=y, error_y=error, line={"color": colour}, **style, row=line, col=column)
-    fig.update_xaxes(type="category")
-    fig.update_yaxes(rangemode="tozero", title_text="nats a token")
-    title = f"What methods cost {' and '.join(made)}, mean over texts, with two standard errors"
-    return figure_of(fig, None, title, width=500 * columns + 100, height=200 + 330 * len(made), legend=-0.2)
+    """KL by turn."""
+    fig: Any = go.Figure()
+    for (label, text), colour in zip(BY_TURN.items(), COLOURS, strict=False):
+        points = [drawn(data["result"], "", spec(text), "kl", turn) for turn in range(TURNS)]
+        y, margins = zip(*points, strict=True)
+        error = {"array": margins, "thickness": 1}
+        fig.add_scatter(x=list(range(1, TURNS + 1)), y=y, error_y=error, line={"color": colour}, name=label)
+    fig.update_xaxes(type="category", title_text="turn")
+    fig.update_yaxes(rangemode="tozero", title_text="KL to the full cache, nats a token")
+    title = f"What methods cost {models_of(data['result'])[0]} by turn, mean over {len(data['result'])} dialogues"
+    return figure_of(fig, None, title, width=1000, height=600, legend=-0.2)
 
 
 def models_of(rows: Row) -> list[str]:
@@ -240,7 +217,8 @@ def main(
             steps.do(step, partial(compared, target, asked, methods_of(name), since))
     if page is not None:
         put_table(page, "loopserve.decoding", table(steps.rows))
-    save(file.stem, file.read_text(), figure, out)
+    if name == "turns":
+        save(file.stem, file.read_text(), figure, out)
     steps.end()
 
 

@@ -1,6 +1,6 @@
 """Time of a turn of a real model by length of context and answer: full attention, LoopServe, its halves, SnapKV, AdaKV.
 
-    python -m experiments.loopserve.latency MODEL [--contexts 2048 4096 8192] [--rounds 2] [--out figures]
+    python -m experiments.loopserve.latency MODEL [--contexts 2048 4096 8192] [--rounds 2] [--page PAGE]
 
 After Figs. 5 a, 9 a and 13 of Li et al. 2025 (LoopServe). Each arm reads a piece of prose and then the same given
 tokens one by one, and every call is timed: the prompt is the time to the first token, and answers of 40, 80 and 120
@@ -17,14 +17,12 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from time import thread_time
-from typing import Any
 
 import torch
-from plotly.subplots import make_subplots
 from torch import Tensor
 from transformers import DynamicCache
 
-from experiments.drawn import markdown, put_table, save
+from experiments.drawn import markdown, put_table
 from experiments.gpu.steps import Steps
 from experiments.loopserve.real import piece, prose
 from experiments.record import Row, value_of_each
@@ -37,17 +35,9 @@ from sinkscope.lines.shapes import MInference
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
-from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of
 
 OUTPUTS = (40, 80, 120)  # the paper's (section A.13)
-STYLES = {
-    "full": (GREY, "solid"),
-    "loopserve": (BLUE, "solid"),
-    "loopserve-p": (BLUE, "dot"),
-    "loopserve-d": (BLUE, "dash"),
-    "snapkv": (ORANGE, "solid"),
-    "adakv": (ORANGE, "dash"),
-}
+ARMS = ("full", "loopserve", "loopserve-p", "loopserve-d", "snapkv", "adakv")
 HEAD = ("context", "method", "prompt", "a token", f"prompt and {OUTPUTS[-1]} tokens", "ms a token", "MiB of the cache")
 
 
@@ -97,7 +87,7 @@ def turn(
 
 def measured(target: Target, edits: dict[str, Intervention | None], ids: Tensor, context: int, rounds: int) -> Row:
     """All arms at one context: times and how many times faster than full in the same round, medians over rounds."""
-    names = list(STYLES)
+    names = list(ARMS)
     told: dict[str, list[Row]] = {name: [] for name in names}
     for name in names:  # libraries are loaded
         turn(target, edits[name], ids[:, :200], 190)
@@ -130,25 +120,6 @@ def table(rows: Row) -> str:
     return markdown(HEAD, lines)
 
 
-def figure(data: Row) -> Any:
-    """How many times faster than full by context: prompt, token, and both."""
-    rows = data["result"]
-    parts = {"prompt": "prompt alone", "token": "a token of the answer", str(OUTPUTS[-1]): HEAD[4]}
-    fig: Any = make_subplots(1, len(parts), subplot_titles=list(parts.values()), horizontal_spacing=0.07)
-    contexts = [int(name.rpartition(", ")[2]) for name in rows]
-    for arm, (colour, dash) in STYLES.items():
-        for column, part in enumerate(parts, 1):
-            y = value_of_each(value_of_each(value_of_each(rows.values(), arm), part), "times")
-            style: Row = {"name": arm, "legendgroup": arm, "showlegend": column == 1, "mode": "lines+markers"}
-            fig.add_scatter(x=contexts, y=y, line={"color": colour, "dash": dash}, **style, row=1, col=column)
-    fig.update_xaxes(title="tokens of context", type="log", tickvals=contexts)
-    fig.update_yaxes(title="times faster than full", rangemode="tozero")
-    best = {arm: rows[list(rows)[-1]][arm][str(OUTPUTS[-1])]["times"] for arm in STYLES if arm != "full"}
-    first = max(best, key=lambda arm: best[arm])
-    title = f"A turn of {OUTPUTS[-1]} tokens after {contexts[-1]:,} is {best[first]:.2f} times as fast with {first}"
-    return figure_of(fig, None, title, width=1500, height=500, legend=-0.2)
-
-
 def main(
     model: str,
     *,
@@ -156,7 +127,7 @@ def main(
     rounds: int = 2,
     budget: int = 1024,
     page: Path | None = None,
-    out: Path = Path("figures"),
+    out: Path = Path("figures/loopserve_latency.json"),
 ) -> None:
     """Make what the module describes.
 
@@ -165,11 +136,9 @@ def main(
         contexts: Tokens of the prompt and of the longest answer together.
         budget: Of what a decoding step reads, or of the cache.
         page: Page whose table is replaced.
-        out: Folder of the figure.
     """
     torch.set_num_threads(1)
-    file = out / "loopserve_latency.json"
-    steps = Steps("loopserve-latency", file, {"rounds": rounds, "budget": budget}, "cpu", "float32")
+    steps = Steps("loopserve-latency", out, {"rounds": rounds, "budget": budget}, "cpu", "float32")
     target = target_of(load(model))
     for context in contexts:
         ids = piece(target, prose(()), context, 1)
@@ -177,7 +146,6 @@ def main(
         steps.do(f"{Path(model).stem}, {context}", own)
     if page is not None:
         put_table(page, "loopserve.latency", table(steps.rows))
-    save(file.stem, file.read_text(), figure, out)
     steps.end()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Annotated
@@ -13,7 +13,7 @@ from sinkscope.errors import SinkscopeError, one_line
 from sinkscope.files.output import check_output, read_json, write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.store import RECORDS, SETTINGS, begun_by
-from sinkscope.results.notation import count_of, word_list
+from sinkscope.results.notation import count_of
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
 
@@ -68,17 +68,11 @@ def report(
             left_out.append(one_line(f"{name}: {type(error).__name__}: {error}"))
     if not sections:
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
-    of_scans = said_of_scans(results)
-    shown = in_order(sections, of_scans)
+    shown = in_order(sections, said_of_scans(results))
     count = count_of(len(shown), "result")
-    alike = several_of_one([result for name, result in results.items() if name not in of_scans])
-    for title, lines in (
-        (f"{count_of(len(left_out), 'file')} left out", left_out),
-        ("Results of one kind and model", alike),
-    ):
-        if lines:
-            rows = "".join(f"<li>{text(line)}</li>" for line in lines)
-            shown.append(Section(title, f"<ul>{rows}</ul>"))
+    if left_out:
+        rows = "".join(f"<li>{text(line)}</li>" for line in left_out)
+        shown.append(Section(f"{count_of(len(left_out), 'file')} left out", f"<ul>{rows}</ul>"))
     write_output(target, document(visible(root.resolve().name), shown, count))
     print(visible(f"{page}: {count}, {len(left_out)} left out"))
 
@@ -116,23 +110,6 @@ def in_order(sections: Mapping[str, Section], said: Mapping[str, str]) -> list[S
     names = [name for name in said if name in sections] + [name for name in sections if name not in said]
     names.sort(key=lambda name: models.index(sections[name].about))
     return [replace(sections[name], conclusion=said.get(name, sections[name].conclusion)) for name in names]
-
-
-def several_of_one(results: Sequence[Result]) -> list[str]:
-    """Return a remark for each kind and model of which there are several results: in which settings these differ."""
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault((result.kind, result.model.name), []).append(result)
-    remarks: list[str] = []
-    for (kind, model), alike in groups.items():
-        names = sorted({name for result in alike for name in result.settings})
-        differing = [name for name in names if len({repr(result.settings.get(name)) for result in alike}) > 1]
-        if len({result.model.fingerprint for result in alike}) > 1:
-            differing.append("weights")
-        said = f"differ in {word_list(differing)}" if differing else "are the same"
-        if len(alike) > 1:
-            remarks.append(f"{count_of(len(alike), 'result')} of kind {kind} on {model}: their settings {said}.")
-    return remarks
 
 
 def _listed(root: Path) -> list[Path]:

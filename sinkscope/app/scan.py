@@ -265,7 +265,7 @@ class CutShortError(SinkscopeError):
 
 @contextmanager
 def at_most(target: Target, seconds: float | None) -> Iterator[None]:
-    """Context manager in which passes of a model end in an error after so many seconds of this thread. None: never."""
+    """Context manager in which passes of a model end in an error after `seconds` of this thread; None is no limit."""
     if seconds is None:
         yield
         return
@@ -310,7 +310,7 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
 
 
 def _measured(part: ScanPart, setup: Setup, seconds: float | None) -> Result | str:
-    """The result of a part, with --quick in so many seconds, or why there is none: the next one begins in any case."""
+    """The result of a part, or why there is none; with --quick it ends after `seconds`."""
     if not part.streams and not setup.target.resident:
         return "it needs the whole model in memory"
     arguments = part.full if seconds is None else part.quick or {}

@@ -60,7 +60,7 @@ class Watcher:
     last: int | None
 
     def first_query(self, queries: int) -> int:
-        """Return the index of the first of so many queries that it sees."""
+        """Return the index of the first query that it sees, of a call with `queries` of them."""
         if self.last is None:
             return 0
         return max(0, queries - self.last)

@@ -50,7 +50,7 @@ def policies() -> dict[str, type[Intervention]]:
     for file in iter_modules([str(Path(__file__).parent)]):
         import_module(f"{__package__}.{file.name}")
     by_name = dict(_REGISTERED)
-    for entry in entry_points(group=ENTRY_POINTS):
+    for entry in installed(ENTRY_POINTS):
         policy = _import_policy(entry.value.replace(" ", ""))
         if by_name.setdefault(entry.name, policy) is not policy:
             raise _name_taken(entry.name, by_name[entry.name], policy)
@@ -58,9 +58,14 @@ def policies() -> dict[str, type[Intervention]]:
 
 
 @cache
+def installed(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of a group; reading those of all installed packages takes about 20 ms."""
+    return tuple(entry_points(group=group))
+
+
 def guards() -> dict[str, EntryPoint]:
     """Return the guards of installed packages by name; a name may be followed by `:paper`."""
-    return {entry.name: entry for entry in entry_points(group=GUARDS)}
+    return {entry.name: entry for entry in installed(GUARDS)}
 
 
 def make_policy(name: str, **options: Any) -> Any:

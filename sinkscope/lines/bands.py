@@ -282,13 +282,15 @@ class StoredRows:
         return held
 
 
-def choose_bands(sample: SampleSums, alpha: float, begin: int, dense_above: float, dense_rows: int) -> Bands:
+def choose_bands(
+    sample: SampleSums, alpha: float, always: Bool[Tensor, "head key"], dense_above: float, dense_rows: int
+) -> Bands:
     """Choose columns and bands that hold `alpha` of the sample; all bands where these fill more than `dense_above`.
 
     Args:
         sample: The sampled attention.
         alpha: Share of the sampled weight.
-        begin: Number of first positions that are always chosen.
+        always: Columns that are chosen whatever they weigh.
         dense_above: Share of the causal cells above which a head is dense.
         dense_rows: Number of queries at the end that see everything.
     """
@@ -301,7 +303,7 @@ def choose_bands(sample: SampleSums, alpha: float, begin: int, dense_above: floa
         column_left = lengths.columns - grid.by_key(crossed(grid, bands.float()))
         band_left = lengths.bands - crossed(grid, grid.blocked(columns.float()).sum(2))
         of_columns, of_bands = column_weight / column_left.clamp_(min=1), band_weight / band_left.clamp_(min=1)
-        of_columns[:, :begin] = torch.inf
+        of_columns.masked_fill_(always, torch.inf)
         of_bands[:, :NEAR] = torch.inf
         least, enough = _threshold(sample, of_columns, of_bands, alpha)
         # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays. At

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinkscope.files.records import Natural, PositiveShare, check_values
@@ -31,6 +31,9 @@ from sinkscope.lines.faithful import faithful_lines
 from sinkscope.lines.head_lines import HeadLines, near_lines
 from sinkscope.lines.sample import sample_queries
 
+SOUGHT = 0.5
+"""Share of a query's attention from which on it seeks a key."""
+
 
 @torch.no_grad()
 def select_bands(
@@ -40,6 +43,7 @@ def select_bands(
     sample: int = 64,
     seed: int = 0,
     begin: int = 4,
+    checked: int = 0,
     dense_rows: int = 0,
     dense_above: float = math.inf,
 ) -> Bands:
@@ -51,6 +55,7 @@ def select_bands(
         sample: Number of queries in the sample.
         seed: Seed of the sample.
         begin: Number of first positions that are always kept.
+        checked: Number of queries of each head that are checked for a single key (`kept_columns`).
         dense_rows: Number of queries at the end that see everything, with those of the same tile; they are not sampled.
         dense_above: Share of the causal cells above which a head is dense: it gets all bands.
 
@@ -69,7 +74,38 @@ def select_bands(
         return Bands(columns, bands, grid, dense_rows)
     module = triton_module(device, "triton_sums")
     rows_of = StoredRows if module is None else module.ComputedRows
-    return choose_bands(rows_of(scores, rows), alpha, begin, dense_above, dense_rows)
+    always = kept_columns(scores, grid.sparse_queries(dense_rows), begin, checked)
+    return choose_bands(rows_of(scores, rows), alpha, always, dense_above, dense_rows)
+
+
+def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool[Tensor, "head key"]:
+    """Find the columns that are always chosen: the first ones, and keys that single queries seek.
+
+    A share of the sum over all rows does not see what single rows lose.
+
+    Queries that seek nothing attend to the first tokens, which are attention sinks. So the queries that score these
+    lowest are checked, and a key that holds half of the attention of one is found.
+
+    Args:
+        scores: The scores of a layer.
+        queries: Number of queries, from the first on, that are looked at.
+        begin: Number of first tokens.
+        checked: Number of queries of each head that are checked.
+    """
+    group = scores.heads // len(scores.key)
+    sought = torch.zeros(scores.heads, scores.keys, device=scores.key.device)
+    sought[:, :begin] = 1.0
+    position = torch.arange(scores.keys, device=scores.key.device)
+    by_head = zip(scores.query[:, :queries].split(group), scores.key, sought.split(group), strict=True)
+    for query, key, found in by_head if checked else ():
+        sinks = (query @ key[: max(1, begin)].T).float() * scores.scaling
+        rows = sinks.logsumexp(2).topk(min(checked, queries), largest=False).indices
+        own = query.gather(1, rows[..., None].expand(-1, -1, query.shape[2])).float()
+        logits = own @ key.float().T * scores.scaling
+        future = position > rows[..., None] + scores.past
+        weight, place = logits.masked_fill_(future, -torch.inf).softmax(2).max(2)
+        found.scatter_add_(1, place, (weight >= SOUGHT).float())
+    return sought > 0
 
 
 def sampled_rows(grid: BlockGrid, sample: int, seed: int, dense_rows: int) -> Int[Tensor, " row"]:

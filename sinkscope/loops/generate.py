@@ -156,7 +156,7 @@ def _rows(target: Target, prompts: Any, bos: bool | None, chat: Chat) -> list[li
 
 
 def _check_lengths(target: Target, rows: list[list[int]], new: int, edit: Intervention | None) -> None:
-    """Refuse a prompt that does not fit the model with so many new tokens, or what acts on it."""
+    """Refuse a prompt that, with its new tokens, does not fit the model or what acts on it."""
     for number, length in enumerate(map(len, rows), 1):
         check_length(target, f"prompt {number}", length, new, "shorten the prompt")
         if edit is not None:

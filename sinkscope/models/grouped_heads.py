@@ -54,7 +54,7 @@ def per_query_head(by_kv_head: Shaped[Tensor, "batch _ *rest"], heads: int) -> S
 def in_groups(
     by_head: Shaped[Tensor, "batch head *query width"], kv_heads: int
 ) -> Shaped[Tensor, "batch kv_head query_of_group width"]:
-    """Return what there is of each query head, the heads that share a kv head one after another.
+    """Group query heads by the kv head that they share: the queries of a group stand one after another.
 
     Args:
         by_head: Queries, or their rows.

@@ -60,7 +60,7 @@ class Grid:
         return replace(self, columns=shown, note=note.strip())
 
     def notes(self, rows: int = MOST_ROWS) -> list[str]:
-        """Return the lines below the table, of which at most so many rows are shown."""
+        """Return the lines below the table when at most `rows` of its rows are shown."""
         notes = self.note.splitlines()
         every = max(map(len, self.columns.values()), default=0)
         if rows < every:

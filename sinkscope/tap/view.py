@@ -51,5 +51,5 @@ class View:
         return visible
 
     def sees_by_head(self, heads: int) -> Bool[Tensor, "batch _ query key"]:
-        """Return the same for each of so many query heads, or once if it is the same for all."""
+        """Return the same for each query head, or once if it is the same for all."""
         return per_query_head(self.sees(), heads)

@@ -197,7 +197,7 @@ def test_the_contents_of_a_card_name_its_commands_beside_each_other(folder):
     assert re.findall(r'<a href="#r\d+">(.*?)</a>', listed.group()) == ["All parts", *measured]
 
 
-def test_a_report_says_of_a_scan_what_its_card_says_in_the_order_of_the_card(folder, tmp_path):
+def test_a_report_repeats_the_card_of_a_scan(folder, tmp_path):
     """The sentence of a part on the card, not that of its file; each once, and the card above its parts."""
     copied = Path(shutil.copytree(folder, tmp_path / "results/scan"))
     card = SinkCard.load(copied / "card.json")

@@ -13,7 +13,7 @@ from sinkscope.sinks.spikes.find_sinks import find_sinks
 LAYERS = 9
 
 
-def test_a_folder_is_read_whole_if_it_fits_and_else_layer_by_layer_in_a_few_walks(tmp_path, monkeypatch):
+def test_find_sinks_streams_a_folder_that_does_not_fit(tmp_path, monkeypatch):
     deep = organism("llama", 1, n_layers=LAYERS)
     deep.save(tmp_path / "m")
     text = text_file(deep, tmp_path, 20)

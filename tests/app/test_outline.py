@@ -23,7 +23,7 @@ def test_every_kind_of_result_is_in_the_module_that_the_data_name():
         assert result_class(kind).__module__ == module
 
 
-def test_help_and_typing_errors_load_no_torch_and_the_wait_is_announced_before_it():
+def test_help_and_typing_errors_load_no_torch():
     code = """
 import sys
 from sinkscope.app.cli import main

@@ -19,7 +19,7 @@ DRAWN = """(async () => {
 
 
 @pytest.mark.slow
-def test_in_a_browser(tmp_path, chrome):
+def test_the_report_in_a_browser(tmp_path, chrome):
     chrome.errors.clear()
     chrome.asked.clear()
     folder = tmp_path / "results"

@@ -39,7 +39,7 @@ def test_the_numbers_of_the_table_are_those_of_the_cards(alone, typed):
     assert (row["scan"], row["loops"], row["problem"]) == ("llama", "", "")  # the part about loops did not run
 
 
-def test_scans_alone_stand_in_the_order_of_their_numbers_and_those_without_a_card_are_named(alone, tmp_path):
+def test_scans_are_sorted_and_those_without_a_card_are_named(alone, tmp_path):
     card = SinkCard.load(alone / "llama/card.json")
     for step, share in ((1000, 0.5), (20, 0.1), (100, None), (9, None)):
         checkpoint(tmp_path, card, f"run-checkpoint-{step}", share)

@@ -24,7 +24,7 @@ PLAIN = r"\x1b[2J\u202ecod\u2066\x9b\x07"
         ("caf\u00e9 \u65e5\u672c\u3000\u00a0 \U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c\u0634\u0648\u062f", None),
     ],
 )
-def test_what_is_written_out(text, shown):
+def test_control_characters_are_written_out(text, shown):
     assert visible(text) == (text if shown is None else shown) == visible(visible(text))
 
 
@@ -39,7 +39,7 @@ def steered(folder: Path) -> Path:
     return model
 
 
-def test_generated_text(tmp_path, monkeypatch, typed):
+def test_control_characters_of_generated_text_are_written_out(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     model = steered(tmp_path / f"m{STEERING}".replace("\x00", ""))
     Path("p.txt").write_text("a b c")
@@ -48,7 +48,7 @@ def test_generated_text(tmp_path, monkeypatch, typed):
     assert visible(out) == out and PLAIN in out and visible(err) == err
 
 
-def test_tables_figures_and_pages(tmp_path, monkeypatch, typed):
+def test_tables_figures_and_pages_hold_no_control_characters(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     name = "a\u202eb\x1b.txt"
     Path(name).write_text(f"loop {STEERING} " * 40)

@@ -15,13 +15,13 @@ import pytest
 import torch
 from raw_kit import attention, blocks, down, inputs_edited
 
+from sinkscope.app.view import writing
 from sinkscope.app.view.column import shown_components, shown_neurons
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import CircuitPart, ModelView
 from sinkscope.app.view.server import serve
 from sinkscope.app.view.switches import RANDOM_SWITCH, switches_of
 from sinkscope.app.view.texts import ids_of
-from sinkscope.app.view.writing import writings
 from sinkscope.results.notation import percent, word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
@@ -35,7 +35,7 @@ CAPTIONS = ".pair figcaption"
 @pytest.fixture(scope="module")
 def view(bundled):
     """The model in the package on a short text, and what it writes."""
-    return replace(bundled.view(TEXT), generation=writings(bundled.sink.setup))
+    return replace(bundled.view(TEXT), generation=writing.writings(bundled.sink.setup))
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_neuron_is_opened_by_a_link_and_closed_by_escape(view, opened):
     assert chrome.run("document.activeElement.textContent") == "L1.N338" and chrome.errors == []
 
 
-def test_what_a_tokenizer_gives_is_text_on_the_page(view, opened):
+def test_markup_in_tokens_is_text_on_the_page(view, opened):
     evil = "<img src=x onerror=alert(1)>"
     (page,), (spike,), (text,) = view.neuron_pages, view.circuit, view.texts
     largest = (replace(page.largest[0], before=evil, token=evil, after=evil),)
@@ -253,7 +253,7 @@ def test_a_neuron_is_read_at_390_pixels(opened):
     assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_the_pointer_on_a_token_shows_its_links_and_all_heads_of_a_layer_are_small_pictures(view, opened):
+def test_pointing_at_a_token_shows_its_links_and_every_head(view, opened):
     chrome = opened()
     text = view.texts[0]
     chrome.click("#head-1-7")
@@ -426,7 +426,8 @@ def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, open
     assert chrome.texts(".tour p") == []  # once
 
 
-def test_the_live_page_in_a_browser(bundled, chrome):
+def test_the_live_page_in_a_browser(bundled, chrome, monkeypatch):
+    monkeypatch.setattr(writing, "STORY_TOKENS", 24)
     bundled.text = TEXT
     addresses = []
     threading.Thread(target=serve, args=(bundled, 0, addresses.append), daemon=True).start()

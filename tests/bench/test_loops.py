@@ -26,7 +26,7 @@ def scored(tokens: list[int], method: str = "full", ended="cap", **changes) -> d
     return Loops().score(target, batch, Turn(words(8)), answer)
 
 
-def test_a_loop_and_a_text_without_one():
+def test_records_of_a_loop_and_of_a_text_without_one():
     loop, fresh = scored(LOOP), scored(FRESH, ended="eos")
     assert (loop["loop"], loop["loop_paper"], loop["eos"]) == (1.0, 1.0, 0.0)
     assert (fresh["loop"], fresh["loop_paper"], fresh["eos"]) == (0.0, 0.0, 1.0)
@@ -51,7 +51,7 @@ def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s():
     assert first_alarm(LOOP, confident, "p1") is not None and first_alarm(LOOP, [0.5] * len(LOOP), "p1") is None
 
 
-def test_interventions():
+def test_scores_count_interventions_and_the_first_alarm():
     acts = [{"step": at, "position": at, "kind": "guard", "data": {"generated": at}} for at in (40, 100, 130, 290)]
     made = scored(LOOP, "loopguard", events=tuple(acts))
     assert (made["interventions"], made["alarm"]) == (4.0, 40)

@@ -60,7 +60,7 @@ def test_every_method_can_be_made_with_a_budget_of_the_task():
         ("", "no method is given: choose from full, random"),
     ],
 )
-def test_what_is_wrong_with_a_method(text, message):
+def test_wrong_method_descriptions_are_refused(text, message):
     with refused(words=[message]):
         read_methods([text] if text else [])
 

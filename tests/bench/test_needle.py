@@ -81,7 +81,7 @@ def test_script_makes_the_numbers_of_the_package():
         ({"lengths": (40000,), "kinds": ("needle",)}, "but the context of recall is"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(settings, message):
+def test_impossible_needle_settings_are_refused(settings, message):
     with refused(message):
         run_bench(model(), Needle(**settings), ["full"])
     with refused("kinds=tracking: for bundled there are needle, multi-key"):

@@ -69,7 +69,7 @@ def test_the_control_of_a_prompt_is_the_answer_of_another():
         ("experiments.loopserve.scores:accuracy", "cat and dog", ["cat", "dog"], 0.5),
     ],
 )
-def test_scores(metric, text, answers, wanted):
+def test_scores_of_each_metric(metric, text, answers, wanted):
     assert score(metric, text, answers) == pytest.approx(wanted)
 
 
@@ -79,7 +79,7 @@ def test_unknown_metrics_are_refused():
             score(metric, "a", ["a"])
 
 
-def test_tasks_as_they_are_written():
+def test_task_descriptions_are_read():
     assert read_task("loops") == Loops()
     assert read_task("needle:lengths=640,1024:depths=0.5:kinds=needle") == Needle(
         lengths=(640, 1024), depths=(0.5,), kinds=("needle",)
@@ -96,6 +96,6 @@ def test_tasks_as_they_are_written():
         ("needle:depths=1.5", "--task needle: depths=1.5: expected a number from 0 to 1"),
     ],
 )
-def test_what_is_wrong_with_a_task(text, message):
+def test_wrong_task_descriptions_are_refused(text, message):
     with refused(words=[message]):
         read_task(text)

@@ -77,7 +77,7 @@ def test_answers_follow_from_the_text(shape):
         ({"hops": 22}, "fewer than 64 hops in all"),
     ],
 )
-def test_what_does_not_fit_is_said(arguments, message):
+def test_settings_that_do_not_fit_are_refused(arguments, message):
     with refused(words=[message]):
         recall_dialogue(0, **arguments)  # type: ignore[arg-type]
     with refused("total=90 tokens for 2 turns of at least 48: give 96 or more"):

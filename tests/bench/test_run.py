@@ -125,14 +125,14 @@ def test_the_tables_of_two_jobs_are_that_of_the_whole_run(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_it_begins(tmp_path, options, message):
+def test_impossible_runs_are_refused_before_they_begin(tmp_path, options, message):
     methods = options.pop("methods", ["full"])
     with refused(words=[message]):
         run(methods, out=tmp_path / "r", **options)
     assert not (tmp_path / "r").exists()
 
 
-def test_the_user_s_own_file_on_the_command_line(tmp_path, typed, refusal):
+def test_bench_reads_the_users_own_file(tmp_path, typed, refusal):
     rows = [{"prompt": "Once upon a time", "answers": ["there"]}, {"prompt": "One day, a", "answers": ["zebra"]}]
     file = tmp_path / "mine.jsonl"
     file.write_text(json_lines(rows))

@@ -63,7 +63,7 @@ def test_divergences_have_the_interval_of_a_mean():
     assert group.metrics["agree"] == 1.0
 
 
-def test_what_a_table_says():
+def test_details_of_a_table():
     result = table(*FULL, *H2O)
     number = next(each for each in result.numbers() if "h2o" in each.label)
     assert (number.value, number.control) == (0.25, 1.0) and number.margin is not None
@@ -126,14 +126,14 @@ GOOD, BAD = "snapkv:4 1*20 read=3", "h2o:4 0*20 read=3"
         ("text", ["random:8 8*20", "random:4 4*20", "h2o:8 1*20"], "control random:8 has 8 nats."),
     ],
 )  # fmt: skip
-def test_a_conclusion(task: str, answers: list[str], said: str):
+def test_the_conclusion_of_a_table(task: str, answers: list[str], said: str):
     conclusion = table(*[record for some in answers for record in scored(task, some)]).conclusion()
     assert said in conclusion
     assert not said.startswith(("h2o:8 has", "loopguard:64 has")) or said == conclusion
 
 
 @pytest.mark.parametrize("task", ["file", "text", "loops", "recall", "needle"])
-def test_score_interval_and_costs_of_both_methods_stand_in_one_sentence_of_at_most_30_words(task: str):
+def test_a_comparison_fits_one_sentence_of_30_words(task: str):
     costs = "cells=0.5 set=drawn"
     answers = [
         f"full 0*10 1*10 read=9 {costs}",
@@ -155,7 +155,7 @@ def test_every_method_that_is_compared_is_printed():
     assert all(f"{name} " in shown for name in [*names, "full"])
 
 
-def test_each_set_is_judged_alone():
+def test_each_set_of_prompts_is_compared_alone():
     sets = [("full 1*10 set=a", "h2o:4 1*10 set=a"), ("full 1*10 set=b", "h2o:4 0*10 set=b")]
     found = table(*[record for answers in sets for some in answers for record in scored("file", some)])
     assert "100%" in found.conclusion() and "in file a (score), too close to full" in found.conclusion()
@@ -169,7 +169,7 @@ def test_a_printed_table_breaks_no_cell_and_names_the_columns_that_are_left_out(
     assert "Not shown: " in grid.text(50) and max(map(len, lines)) <= 50
 
 
-def test_the_number_of_the_best_method_stands_first_beside_the_control_of_the_task():
+def test_the_best_method_stands_first_beside_the_control():
     number, *_ = table(*scored("text", "random:8 9"), *scored("text", "h2o:8 1"), *scored("text", "tova:8 2")).numbers()
     assert (number.label, number.value) == ("text s, h2o:8: KL to full", 1.0)
     assert (number.contrast, number.control, number.share) == ("random:8", 9.0, False)

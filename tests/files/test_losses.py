@@ -61,7 +61,7 @@ def test_a_record_may_be_cut_anywhere(tmp_path: Path):
 
 @pytest.mark.parametrize("read", [read_bytes, read_text, read_json])
 @pytest.mark.parametrize("name", ["/proc/self/mem", ".", "a\0b", "~nobody-here/x", "n" * 300, "none"])
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, read: Any):
+def test_unreadable_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, read: Any):
     monkeypatch.chdir(tmp_path)
     with refused(r"cannot read .*; take another"):
         read(name, "take another")

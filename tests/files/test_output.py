@@ -37,7 +37,7 @@ def test_a_link_stays_a_link(tmp_path):
         ("n" * 300, "file name too long"),
     ],
 )
-def test_refused_in_one_line(tmp_path, monkeypatch, name, says):
+def test_output_paths_are_refused_in_one_line(tmp_path, monkeypatch, name, says):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("file").write_text("kept")

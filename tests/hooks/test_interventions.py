@@ -34,7 +34,7 @@ def sites_for(model_type: str) -> list[tuple[int, ...]]:
     return [(1, 3), (1, 11), (2, 0)]
 
 
-def test_a_hook_of_ones_own_sees_the_values_before_the_edit_or_inside_the_block_after_it():
+def test_user_hooks_see_values_before_or_after_the_edit():
     model, _ = tiny_model("llama")
     seen: dict[str, Tensor] = {}
 
@@ -216,7 +216,7 @@ def test_nested_runs_restart_from_their_own_prompt():
 # --- threads -------------------------------------------------------------------------------------------------------
 
 
-def test_what_on_returns_is_used_once():
+def test_a_run_is_entered_once():
     model, _ = tiny_model("llama")
     context = Ablate(sites=["L1.N3"]).on(model)
     with context:
@@ -272,7 +272,7 @@ def test_two_threads_with_runs_of_their_own_do_not_meet():
         ("llama", {"heads": [(0, 4)]}, ["head 4", "0 to 3"]),
     ],
 )
-def test_what_cannot_be_ablated(model_type, settings, words):
+def test_wrong_ablations_are_refused(model_type, settings, words):
     model, _ = tiny_model(model_type)
     with refused(words=words), Ablate(**settings).on(model):
         pass

@@ -37,7 +37,7 @@ def ids_of(family: str) -> torch.Tensor:
 @pytest.mark.parametrize("family", DOWN)
 @pytest.mark.parametrize("scale", ["token", "tensor"])
 @pytest.mark.parametrize("what", ["activations", "kv"])
-def test_it_rounds_as_by_hand(family, scale, what):
+def test_quantize_equals_rounding_by_hand(family, scale, what):
     model, ids = model_of(family).model, ids_of(family)
     neurons = [(1, 3), (2, 5)]
     exact = torch.zeros_like(ids, dtype=torch.bool)

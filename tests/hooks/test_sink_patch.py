@@ -96,7 +96,7 @@ def with_numbers(model, ids: Tensor, values: dict[tuple[int, ...], float], **set
         return model.generate(ids, **settings) if settings else logits(model, ids)
 
 
-def test_a_second_token_that_is_a_sink_spreads_it_unless_values_are_calibrated():
+def test_calibrated_values_help_where_the_second_token_is_a_sink():
     """The second token reads like BOS, so that the sink neurons fire there too; words come after it."""
     o = organism("llama", 2)
     bos, twin = o.tokenizer.bos_token_id, o.tokens_of(0)[1]
@@ -119,7 +119,7 @@ def test_a_second_token_that_is_a_sink_spreads_it_unless_values_are_calibrated()
 CALIBRATED = {(1, 3): 0.25, (1, 11): -0.5, (2, 0): 0.5}  # the sites of `loud_model`
 
 
-def test_one_token_prompt():
+def test_patch_on_a_prompt_of_one_token():
     model, _, sites = loud_model()
     ids, settings = torch.tensor([[1]]), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     with SinkPatch(sites=sites).on(model):  # nothing calibrated: the first generated token is the second token
@@ -180,7 +180,7 @@ def test_expert_neurons_take_the_second_tokens_value(model_type):
 # --- made from a result, and files ---------------------------------------------------------------------------------
 
 
-def test_from_result(tmp_path):
+def test_patch_from_result(tmp_path):
     """The neurons that a spike of the first token needs, with their values on ordinary text."""
     found = sample_find_sinks()
     first, elsewhere = found.spikes

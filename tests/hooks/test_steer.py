@@ -24,7 +24,7 @@ def without_heads(model, heads: list[tuple[int, int]]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_generation_and_nothing_stays(kind):
+def test_add_acts_in_generation_and_leaves_no_trace(kind):
     """Token by token with a cache, against the whole sequence again for every token, edited by hand."""
     model, tokenizer, _ = loud_model()
     model.generation_config.eos_token_id = None
@@ -71,7 +71,7 @@ def test_in_generation_and_nothing_stays(kind):
         (lambda: Add([1.0] * 32, "blocks.1.mlp.hook_post"), ["blocks.1.mlp.hook_post", "hook_resid_post"]),
     ],
 )
-def test_bad_arguments(make, words):
+def test_bad_arguments_of_add_are_refused(make, words):
     model, _ = tiny_model("llama")
     with refused(words=words), make().on(model):
         pass

@@ -17,7 +17,7 @@ from sinkscope.tap import listeners, stock
 PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
 
 
-def test_what_a_measurement_refuses():
+def test_a_tap_refuses_a_cut_cache():
     model = model_of("llama")
     target = target_of(model)
     with pytest.raises(UnsupportedError, match="a cache policy has evicted some: measure the prompt"):

@@ -39,7 +39,7 @@ def _keep(policy: AdaKV, scores: Tensor, budget: int, pos: Tensor | None = None)
     seed=st.integers(0, 99),
     ties=st.booleans(),
 )
-def test_heads_get_what_falls_to_them(heads, slots, budget, floor, first, seed, ties):
+def test_adakv_divides_the_budget_among_heads_by_their_scores(heads, slots, budget, floor, first, seed, ties):
     policy = AdaKV(budget=budget, window=3, floor=floor, first=first)
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(1, heads, slots, generator=generator) * torch.arange(1, heads + 1)[:, None]
@@ -66,7 +66,7 @@ def test_whole_numbers_are_not_rounded_down():
         assert keep.sum(-1).tolist() == [base + 2] * 2
 
 
-def test_nothing_goes_where_all_fit():
+def test_adakv_evicts_nothing_where_all_slots_fit():
     """The first head holds 10 slots beside the window and the second holds 2: 12 in all, which is the whole budget."""
     pos = torch.arange(12).repeat(1, 2, 1)
     pos[0, 1, :8] = -1

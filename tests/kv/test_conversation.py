@@ -143,7 +143,7 @@ def test_leaving_and_entering_changes_nothing_for_a_policy(policy, answers, mode
     assert same(tensors(chat), tensors(chat, cache.layers))
 
 
-def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(model):
+def test_say_leaves_the_cache_that_ask_would_leave(model):
     asked, told, other = (Conversation(model, H2O(budget=20)) for _ in range(3))
     first = ask(asked, 0)
     gold = told.say(said(0), first.ids)
@@ -206,14 +206,14 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes():
         ([5], {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3: a conversation"),
     ],
 )
-def test_what_cannot_be_asked(prompt, more, words):
+def test_impossible_questions_are_refused(prompt, more, words):
     chat = Conversation(model_of("llama"))
     with refused(words=[words]):
         chat.ask(prompt, **more)
     assert not chat.turns
 
 
-def test_what_is_no_answer_and_no_edit(model):
+def test_wrong_answers_and_edits_are_refused(model):
     for edit, answers, words in (
         (None, "none", "answers='none'"),
         ("loopserve", "keep", "edit='loopserve': expected LoopServe(...), a policy, patch or guard, or"),

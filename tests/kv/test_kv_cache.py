@@ -207,7 +207,7 @@ TestLayers.settings = settings(max_examples=120, stateful_step_count=20)
         (2, ["part", *["update"] * 4, "fork", *["update"] * 4]),  # both append in the room that they share
     ],
 )
-def test_orders_that_were_wrong_once(seed: int, names: list[str]):
+def test_fixed_orders_of_cache_operations(seed: int, names: list[str]):
     layers, random = Layers(), Random(seed)
     layers.begin(random)
     for name in names:
@@ -216,7 +216,7 @@ def test_orders_that_were_wrong_once(seed: int, names: list[str]):
     layers.teardown()
 
 
-def test_crop_takes_minus_a_number_and_a_layer_of_which_everything_is_taken_back_is_empty():
+def test_crop_takes_negative_numbers_and_can_empty_a_layer():
     layer = CacheLayer()
     layer.update(torch.zeros(2, 2, 4, 3), torch.zeros(2, 2, 4, 3))
     with refused("minus the number"):

@@ -69,7 +69,7 @@ def test_names_modules_and_budgets(module, model):
     assert run.usage[0].peak_tokens == [12.0]
 
 
-def test_the_budget_comes_first(module):
+def test_the_budget_is_the_first_field_of_each_policy(module):
     """Of every policy, also one of somebody else, and of both guards; all are found under `ss.kv` or at the top."""
     makers = [*policies().values(), ss.LoopGuard, ss.LoopServe, ss.LoopGuard.paper, ss.LoopServe.paper]
     makers.append(type(policy_named(f"{module}:KeyNorm")))
@@ -98,14 +98,14 @@ def test_the_budget_comes_first(module):
         ("no_such_package:KeyNorm", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(text, says, module):
+def test_wrong_policy_names_are_refused_in_one_line(text, says, module):
     with refused(words=[says]):
         policy_named(text)
 
 
 def test_a_policy_of_an_installed_package(module, monkeypatch):
     entry = EntryPoint("key-norm", f"{module}:KeyNorm", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda *, group: [entry] if group == "sinkscope.policies" else [])
+    monkeypatch.setattr(registry, "installed", lambda group: [entry] if group == "sinkscope.policies" else [])
     assert "key-norm" in policies()
     made = policy_named("key-norm:9")
     assert (type(made).__name__, made.budget, make_policy("key-norm", first=2).first) == ("KeyNorm", 9, 2)
@@ -150,7 +150,7 @@ class Wrong(Policy):
         ("infinite", None),
     ],
 )
-def test_scores_that_are_wrong(what, says, since, model):
+def test_wrong_scores_of_a_policy_are_refused(what, says, since, model):
     ids, mask = prompts([12, 9])
     policy = Wrong(budget=8, what=what, since=since, first=3)
 

@@ -62,7 +62,7 @@ def run_it(model):
     hf.generate(IDS, attention_mask=MASK, max_new_tokens=4, pad_token_id=3)
 
 
-def test_nothing_stays():
+def test_a_session_leaves_no_trace_on_the_model():
     stock = model_of("llama")
     for model in (stock, nnsight_of(stock, tiny_model("llama")[1]), tiny_multimodal()):
         run_it(model)
@@ -185,7 +185,7 @@ STREAMING = StreamingLLM(budget=9)
         ("bridge", LoopServe(), "a TransformerBridge computes its own attention.*plain Hugging Face"),
     ],
 )
-def test_what_cannot_be_entered(name, edit, said):
+def test_unsupported_models_are_refused_at_the_with(name, edit, said):
     model = odd_model(name)
     with nullcontext() if name == "alibi" else unchanged(model), refused(said):
         edit.on(model).__enter__()
@@ -218,7 +218,7 @@ def test_a_prompt_is_read_in_one_shape(first, second, model):
         ),
     ],
 )
-def test_what_cannot_be_generated(edit, settings, said, model):
+def test_unsupported_generation_is_refused(edit, settings, said, model):
     """Nothing is left of the refused call."""
     ids = IDS[:1]
     with unchanged(model), edit.on(model):

@@ -27,7 +27,7 @@ def test_without_a_cache_there_is_nothing_to_evict():
     assert torch.equal(tokens, model.generate(ids, attention_mask=mask, use_cache=False, max_new_tokens=4))
 
 
-def test_embeddings_in_place_of_ids_and_no_mask():
+def test_prompts_may_be_embeddings_without_a_mask():
     """No attention mask at all, and ids given as embeddings."""
     model = model_of("qwen3")
     ids, _ = prompts([14])
@@ -37,7 +37,7 @@ def test_embeddings_in_place_of_ids_and_no_mask():
             close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, stock)
 
 
-def test_the_rows_of_a_long_prompt_come_in_parts():
+def test_attention_of_a_long_prompt_comes_in_chunks():
     """Each query once, in the order of the text, as many at a time as the number of keys allows."""
     model = model_of("llama", max_position_embeddings=3000, num_hidden_layers=1)
     ids, mask = prompts([3000])

@@ -37,7 +37,7 @@ def looping(after: int, steps: int) -> list[int]:
     return [*torch.randperm(40)[:after].add(20).tolist(), *(LOOP * steps)][:steps]
 
 
-def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_cache(model):
+def test_guard_keeps_the_plan_and_logits_equal_a_masked_full_cache(model):
     prompt, mask = prompts([14, 9])
     new = torch.tensor([looping(5, 40), looping(21, 40)])
     with ALWAYS.on(model) as run:
@@ -92,7 +92,7 @@ def test_beside_streaming_llm_it_does_nothing_until_a_loop_comes(model):
     assert all(mean <= 26 for usage in run.usage for mean in usage.mean_tokens)
 
 
-def test_a_fraction_of_the_prompt(model):
+def test_a_budget_may_be_a_fraction_of_the_prompt(model):
     prompt, mask = prompts([40, 60])
     guard = LoopGuard.paper(budget=0.25, anchors=4, window=16, variant="tail", monitor=EAGER)
     with guard.on(model) as run:
@@ -208,7 +208,7 @@ def eager_guard(**fields) -> LoopGuard:
 
 
 @pytest.mark.parametrize(("penalty", "needed"), [(0.0, None), (1.0, 4), (3.0, 3)])
-def test_the_answer_to_a_loop(penalty, needed):
+def test_penalty_ends_a_loop_after_few_copies(penalty, needed):
     """Token 33 leads by 8. After k of them, k + 1 copies count k - 2 tokens each: 4 and 10 at a penalty of 1."""
     model = stubborn(8.0)
     prompt, mask = prompts([10])
@@ -237,7 +237,7 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays(model):
 
 
 @pytest.mark.parametrize("family", ["lfm2", slow("qwen3_next")])
-def test_of_a_hybrid_the_attention_is_cut_and_the_state_stays(family):
+def test_a_hybrid_model_keeps_its_state_when_attention_is_cut(family):
     """After a cut the attending layers lack the loop, and the first layer's state has it to the bit, as uncut."""
     ids = torch.tensor([[5, 6, 7, 8, *LOOP * 12]])
     model = decoder(family)
@@ -298,7 +298,7 @@ def test_the_names_of_a_guard_and_of_its_monitor():
         generate(model, "x", guard="papers", tokenizer=tokenizer)
 
 
-def test_the_page_names_the_function_of_each_equation_which_says_what_it_computes():
+def test_the_functions_of_the_papers_equations_name_them():
     text = (ROOT / "docs/papers/loopguard.md").read_text()
     rows = re.findall(r"^\| (Eq\. \d+|section 5\.3), ([^|]+) \| `([\w.]+)` \|$", text, re.MULTILINE)
     equations = {equation for equation, _, _ in rows}

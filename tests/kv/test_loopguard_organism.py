@@ -61,7 +61,7 @@ def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
     assert tokens[-1] == o.walk(int(healthy[0, -1]), STEPS) and {e.row for e in events} == {0, 1, 2}
 
 
-def test_the_default_ends_loops_early_also_those_that_older_copies_hold():
+def test_the_default_guard_ends_loops_that_older_copies_hold():
     o = made(None)
     prompt = o.looping_prompt(16, delay=20)
     tokens, events = guarded(o, [prompt.ids], LoopGuard(), 210)

@@ -62,7 +62,7 @@ def test_a_uniform_choice_leaves_no_gap_longer_than_needed(total, count):
         assert max(b - a for a, b in pairwise(edges)) <= widest + 1
 
 
-def test_the_papers_sizes():
+def test_retention_has_the_papers_sizes():
     retention = Retention(recent=256)
     assert (retention.budget, retention.anchors, retention.recent) == (1024, 32, 256)
     assert [retention.recent_tokens(level) for level in range(5)] == [128, 64, 32, 16, 16]

@@ -74,8 +74,8 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
         some = sees[event.layer][event.row, :, begin:stop]  # type: ignore
         every = sum(range(keys - queries + 1, keys + 1))
         assert event.data["attended"] == pytest.approx(float(some.sum() / 4 / every))
-        # 12 queries choose the lines, and in layer 0 16 others measure what they hold; each of these meets all keys.
-        read = 12 + (0 if event.layer else 16)
+        # 12 queries choose the lines, 64 are checked, and in layer 0 16 others measure what lines hold.
+        read = 12 + (64 if variant == "bands" else 0) + (0 if event.layer else 16)
         assert event.data["cells"] - event.data["attended"] == pytest.approx(read * keys / every)
     assert min(event.data["attended"] for event in events) < 0.75
 
@@ -118,7 +118,7 @@ def test_a_prompt_says_what_its_lines_lost(dense_rows):
 
 
 def test_the_printed_algorithm_can_be_had():
-    printed = LoopServe(64, alpha=0.9, variant="faithful", begin=0, dense_rows=0, shortest=0, sample=48)
+    printed = LoopServe(64, alpha=0.9, variant="faithful", begin=0, dense_rows=0, shortest=0, sample=48, checked=0)
     assert LoopServe.paper(64, alpha=0.9) == printed and LoopServe.paper().alpha == 0.955
 
 

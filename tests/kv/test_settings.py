@@ -41,7 +41,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("call", "says"), REFUSED.items())
-def test_settings_that_make_no_sense(call, says):
+def test_wrong_policy_settings_are_refused(call, says):
     with refused(words=[says]):
         eval(call, {"ss": ss, "Drawn": Drawn, "make_policy": make_policy})
 
@@ -66,5 +66,5 @@ def test_the_window_is_at_most_half_of_the_budget_and_grows_with_it(policy, budg
     assert 0 <= snap.always_kept(budget + first + 1)[1] - window <= 1
 
 
-def test_whole_numbers_are_numbers():
+def test_integers_are_taken_for_floats():
     assert ss.LoopServe(alpha=1, dense_above=1).alpha == H2O(recent=1).recent == 1

@@ -150,6 +150,18 @@ def test_heads_above_the_limit_are_dense_and_others_are_not():
     assert torch.equal(limited.attended(), torch.where(shares > limit, 1.0, shares))
 
 
+@pytest.mark.parametrize(("checked", "kept"), [(0, False), (4, True)])
+def test_a_key_that_one_query_alone_seeks_is_kept_if_queries_are_checked(checked, kept):
+    query, key = torch.zeros(2, 400, 8), torch.zeros(1, 400, 8)
+    query[..., 0], key[0, 0, 0], key[0, 33, 1] = 4.0, 8.0, 8.0  # all queries attend to the first key
+    query[1, 250] = torch.eye(8)[1] * 4.0
+    chosen = select_bands(Scores(query, key, 1.0), 0.9, sample=8, checked=checked)
+    assert 250 not in sampled_rows(chosen.grid, 8, 0, 0)
+    assert chosen.columns[:, 33].tolist() == [False, kept]
+    held = recovered(Scores(query, key, 1.0), chosen, torch.tensor([250]))
+    assert held[0] > 0.99 and (held[1] > 0.99) == kept
+
+
 def test_by_default_the_limit_is_that_of_the_device_and_in_a_bench_that_of_a_gpu():
     scores = drawn_scores(8, 600, 600, 1, 2.0)
     serve = {"alpha": 0.8, "shortest": 0, "dense_rows": 0}

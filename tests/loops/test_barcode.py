@@ -151,7 +151,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
         assert seen <= {0, 1, *range(at - 10, at + 1)} and abs(row.sum() - 1) < 0.01
 
 
-def test_the_numbers_are_those_of_the_rows():
+def test_rows_have_the_numbers_of_the_result():
     organism = loop_organism(0)
     result = measured(organism, organism.looping_prompt(5).ids, 40)
     loop, best = end_loop(result.ids), result.rows()[0]
@@ -161,7 +161,7 @@ def test_the_numbers_are_those_of_the_rows():
     assert (strongest.value, strongest.control) == (best["score"], best["control_score"])
 
 
-def test_bad_input_is_one_line(refusal):
+def test_bad_input_of_barcode_is_refused(refusal):
     model, tokenizer = tiny_model("llama")
     cases = [
         ({"heads": [(0, 4)]}, "head 4 is not in .*: give one from 0 to 3"),

@@ -47,7 +47,7 @@ PIECES = st.lists(st.integers(0, 13), min_size=1, max_size=5)
 
 
 @given(st.lists(st.integers(0, 13), max_size=10), PIECES, st.integers(1, 9))
-def test_counters_against_every_period(head, piece, copies):
+def test_counter_repetitions_equal_a_search_of_every_period(head, piece, copies):
     ids = head + piece * copies
     repetition = CounterRepetition(longest=16, copies=3, tokens=8)
     for end, token in enumerate(ids, 1):
@@ -97,7 +97,7 @@ def test_fewer_than_12_copies_are_no_counter():
         ("", 0),
     ],
 )
-def test_what_a_prompt_asks_for(prompt, asked):
+def test_copies_that_a_prompt_asks_for(prompt, asked):
     assert asked_copies(prompt) == asked
 
 

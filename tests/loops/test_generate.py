@@ -19,7 +19,6 @@ from sinkscope.loops.guard import LoopGuard
 
 SITES = loud_model()[2]
 PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
-LOOPING = "One day, the bird sang the same song again and again:"
 
 
 def test_pieces_arrive_in_order(tmp_path):
@@ -117,7 +116,7 @@ def test_bos_stands_before_a_prompt_unless_it_is_refused():
         ("the", {"tokenizer": None}, ["no tokenizer"]),
     ],
 )
-def test_what_cannot_be_generated_is_refused_with_its_remedy(prompts, settings, words):
+def test_impossible_generation_is_refused_with_its_remedy(prompts, settings, words):
     model, tokenizer = tiny_model("llama")
     with refused(words=words):
         generate(model, prompts, **{"tokenizer": tokenizer, **settings})

@@ -75,7 +75,7 @@ def _same(a: Step, b: Step) -> bool:
 
 
 @given(RUN, st.randoms(use_true_random=False), st.sampled_from(sorted(set(VARIANTS) - {"repeats"})))
-def test_a_step_costs_little_and_says_what_a_look_at_everything_says(ids, rng, variant):
+def test_monitor_steps_equal_a_recomputation_from_scratch(ids, rng, variant):
     settings = MonitorSettings.variant(variant, **SMALL)
     p = [rng.choice([0.5, 0.9, 0.95, 1.0]) for _ in ids]
     monitor = Monitor(settings)
@@ -89,7 +89,7 @@ def test_what_is_no_token_is_refused_in_a_line(wrong):
         Monitor().update(wrong)
 
 
-def test_numbers_wait_for_more_than_words():
+def test_loops_of_numbers_need_384_tokens():
     """What is plain is asked for two copies; the words of the same loop are found 64 tokens after the second copy."""
     asked = []
 
@@ -114,7 +114,7 @@ def test_without_probabilities_the_other_two_vote():
         Monitor(MonitorSettings.variant("p1")).update(1)
 
 
-def test_after_the_end_nothing_is_looked_at():
+def test_the_monitor_ignores_tokens_after_the_end():
     """Padding looks like the tightest of loops."""
     monitor = Monitor(MonitorSettings.variant("p1"))
     for i in range(64):

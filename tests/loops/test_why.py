@@ -30,7 +30,7 @@ def asked(made: KeptLoop, cuts: int = 6) -> Why:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", ORGANISMS, ids=NAMES)
-def test_what_is_said_of_every_organism_is_what_was_planted(made: KeptLoop):
+def test_every_planted_cause_is_reported(made: KeptLoop):
     found = asked(made)
     assert (set(found.kept_by), found.goes_on) == (set(made.causes), 1.0)
 
@@ -51,7 +51,7 @@ def test_planted_causes_are_found():
 
 
 @pytest.mark.usefixtures("_few_tokens")
-def test_a_text_that_is_given_and_one_that_does_not_loop():
+def test_why_explains_a_given_answer():
     made = kept_loop(("sink",))
     options = {"tokenizer": made.tokenizer, "cuts": 3}
     given = why(made.model, made.turn, answer=made.cycle * 4, **options)
@@ -97,7 +97,7 @@ def test_a_policy_and_a_removal_act_together():
     assert [layer.pos[0, 0].tolist() for layer in cache.layers] == [[1, 2, 3, *range(16, 22)]] * 2
 
 
-def test_what_leaves_the_cache_is_what_is_named_or_as_many_random_tokens_before_the_loop():
+def test_evictions_are_the_named_tokens_or_as_many_random_ones():
     assert LOOPED.positions(Removal("sink"), 49) == [0]
     assert LOOPED.positions(Removal("copies"), 49) == [*range(40, 49)]
     drawn = {tuple(sorted(LOOPED.positions(Removal("copies", draw), 49))) for draw in range(20)}
@@ -126,7 +126,7 @@ def test_a_loop_at_the_beginning_of_the_prompt_is_undecided():
         why(made.model, made.turn, tokenizer=made.tokenizer, cuts=2)
 
 
-def test_the_same_loop_may_begin_anywhere_and_another_one_is_another():
+def test_a_loop_goes_on_from_any_of_its_tokens():
     for begin in range(3):
         assert LOOPED.goes_on([*CYCLE[begin:], *CYCLE * 22])
         assert LOOPED.goes_on([9, *(CYCLE * 22)[: 64 + begin]])

@@ -26,8 +26,8 @@ from sinkscope.files.envelope import result_class
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Measurement
 from sinkscope.opening.load import load
+from sinkscope.results.console import WIDTH
 from sinkscope.results.result import FEW_ROWS, Result
-from sinkscope.results.tables import WIDTH
 
 pytestmark = pytest.mark.few_texts
 
@@ -157,7 +157,7 @@ def test_columns_have_the_meaning_of_their_own_records(measured):
     assert "share: What it adds along the spike's direction, as a share of the spike." in said
 
 
-def test_what_follows_the_layers_has_its_share_of_the_bar(tmp_path):
+def test_progress_counts_passes_after_the_survey(tmp_path):
     """Parts are removed after the survey, and a caller sees how many of these passes are done."""
     calls: list[tuple[str, int, int]] = []
     o = organism("llama", 2)
@@ -184,15 +184,15 @@ def test_a_text_that_is_one_token_is_refused(command, wordy, tmp_path):
         command.load()(wordy, text=tmp_path / "alike.txt", **patch)
 
 
-@pytest.mark.parametrize("command", ["find_sinks", "heads", "attack", "repeat"])
+@pytest.mark.parametrize("command", ["heads", "repeat"])
 def test_a_text_of_which_much_is_unknown_has_a_warning(command, tmp_path):
     """In every measurement alike, because tokens that are unknown act as copies of one."""
     o = organism("llama", 2)
     words = [o.tokenizer.decode([token]) for token in o.natural(8, 64).flatten().tolist()]
     words[::3] = ["Straßenbahn"] * len(words[::3])
     (tmp_path / "some.txt").write_text(" ".join(words), encoding="utf-8")
-    more = {"tokens": sorted({*words} - {"Straßenbahn", "<s>"})[:8], "sequences": 0} if command == "attack" else {}
-    found = getattr(ss, command)(o.model, tokenizer=o.tokenizer, text=tmp_path / "some.txt", **more)
+    text = {"text": tmp_path / "some.txt"}
+    found = getattr(ss, command)(o.model, tokenizer=o.tokenizer, **text, **QUICK[command])
     assert re.search(r"Warning: 3\d% of the reference text is unknown to this tokenizer; .* --text", found.summary())
 
 

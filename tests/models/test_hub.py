@@ -69,7 +69,7 @@ def test_full_download(tmp_path, shards):
         assert target_of(model).name == name and model.tokenizer("poem")["input_ids"][0] == 1
 
 
-def test_revision(saved, tmp_path):
+def test_revisions_are_downloaded_and_streamed(saved, tmp_path):
     with hub(tmp_path) as server:
         server.add("org/name", saved["main"])
         commit = server.add("org/name", saved["v2"], revision="v2")
@@ -100,7 +100,7 @@ def test_revision(saved, tmp_path):
     ],
 )
 @pytest.mark.parametrize("opened", [SafetensorsSource, lambda *a, **k: load(*a, **k)], ids=["stream", "load"])
-def test_what_cannot_be_had(saved, tmp_path, opened, no_waiting, name, options, server_options, says):
+def test_failing_downloads_are_refused(saved, tmp_path, opened, no_waiting, name, options, server_options, says):
     with hub(tmp_path, **server_options) as server:
         server.add("org/name", saved["main"])
         server.add("org/gated", saved["main"], gated=True)
@@ -123,7 +123,7 @@ def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["config.json", "shard"])
-def test_an_answer_that_is_cut(saved, tmp_path, no_waiting, name):
+def test_a_download_that_is_cut_is_refused(saved, tmp_path, no_waiting, name):
     """One line; nothing of it stays in the cache, and the next attempt goes on."""
     if name == "shard":
         name = next(file.name for file in saved["main"].glob("model-*.safetensors"))

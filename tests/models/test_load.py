@@ -64,7 +64,7 @@ def test_settings_that_a_checkpoint_cannot_have(settings, says):
         load(checkpoint("llama"), **settings)
 
 
-def test_what_is_no_model():
+def test_what_is_no_model_is_refused():
     for model in (3, tiny_model("llama")[0]):
         with refused(f"{type(model).__name__} is no name, folder or file"):
             load(model)
@@ -223,7 +223,7 @@ def test_pickled_weights_load_and_no_code_runs(tmp_path):
     assert not (tmp_path / "it-ran").exists()
 
 
-def test_no_tokenizer(tmp_path):
+def test_a_folder_without_a_tokenizer_takes_a_given_one(tmp_path):
     folder = spoiled(tmp_path / "m")
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -232,7 +232,7 @@ def test_no_tokenizer(tmp_path):
     assert target_of(load(folder, tokenizer=given)).tokenizer is given
 
 
-def test_device_that_is_there(monkeypatch):
+def test_only_devices_of_the_machine_are_taken(monkeypatch):
     from sinkscope.models.loading.config import parse_device
 
     assert parse_device("cpu") == torch.device("cpu")

@@ -36,7 +36,7 @@ def planted() -> Organism:
 
 
 @pytest.mark.parametrize("ends", ["x", [1.5], True, 10**30, [], 10**9, [1, 2]])
-def test_odd_ids_of_the_end(tmp_path, ends):
+def test_odd_end_token_ids_are_read(tmp_path, ends):
     folder = spoiled(tmp_path / "m")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     if (type(ends) is int and ends < 10**20) or ends in ([], [1, 2]):
@@ -76,7 +76,7 @@ def test_arguments_from_python(use, says):
 
 
 @pytest.mark.parametrize("task", ["needle:lengths=100000000", "needle:samples=1000000000", "text:prompt=1000000000"])
-def test_nothing_of_any_length_is_built(task):
+def test_bench_lengths_out_of_range_are_refused(task):
     with pytest.raises(SinkscopeError, match=r"the context of|expected a whole number from 1 to"):
         bench(task=task, methods=["full"])
 

@@ -177,7 +177,7 @@ def test_the_part_of_a_process_is_what_chunk_gives_it(size, count):
         assert [numbers[place] for place in places] == [low + one for one in local]
 
 
-def test_alone_all_is_whole():
+def test_one_process_holds_whole_tensors():
     tensor = torch.randn(2, 6)
     assert ALONE.gather(tensor, 6) is tensor and ALONE.all(3) == [3]
     assert torch.equal(ALONE.columns(tensor, [4, 1], 6), tensor[:, [4, 1]])

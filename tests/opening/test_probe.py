@@ -21,7 +21,6 @@ from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
-IDS = torch.tensor([[1, 10, 11, 12, 13]])
 # Shapes that do not give a wrong path away: every matrix is 32 x 32.
 SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
 

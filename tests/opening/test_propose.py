@@ -61,7 +61,7 @@ def test_layers_of_several_kinds_have_parts_of_their_own():
     assert target.sub(1, "attn") is model.model.layers[1].self_attn
 
 
-def test_new_names_are_refused_in_one_line_that_shows_the_row_and_the_row_serves_the_model(monkeypatch):
+def test_unknown_names_are_refused_with_an_adapter_row_that_works(monkeypatch):
     """An MLP under another name; with its row, the model is served."""
     monkeypatch.setattr("sinkscope.opening.inference.find._KNOWN", {})
     monkeypatch.setattr(adapters, "ADAPTERS", {})
@@ -103,7 +103,7 @@ class EightBits(torch.nn.Module):
         return torch.nn.functional.linear(hidden, self.weight * self.scale)
 
 
-def test_of_a_model_that_is_quantised_in_some_layers_all_parts_are_proved():
+def test_partly_quantised_models_are_proved():
     """Its layers are of more kinds than those of the small model that is called in its place."""
     model = copy.deepcopy(tiny_model("llama")[0])
     for layer in model.model.layers[1:]:

@@ -5,7 +5,6 @@ from .hard import HARD, UNSEEN, HardModel, hard, mask_of
 from .loop import LoopOrganism, loop_organism
 from .organism import Organism, Truth, organism
 from .plan import FAMILIES, KINDS
-from .shared import SharedSink, shared_sink
 from .tiny import MODEL_TYPES, tiny_model
 from .tokens import bpe_tokenizer, tokenizer_for, word_tokenizer
 
@@ -18,14 +17,12 @@ __all__ = [
     "HardModel",
     "LoopOrganism",
     "Organism",
-    "SharedSink",
     "Truth",
     "bpe_tokenizer",
     "hard",
     "loop_organism",
     "mask_of",
     "organism",
-    "shared_sink",
     "tiny_model",
     "tokenizer_for",
     "word_tokenizer",

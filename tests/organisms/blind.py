@@ -31,7 +31,7 @@ class PlantedSpike:
         last: Last layer of its run.
         needs: Smallest sets without which nothing is left; each is right.
         writers: Components that write a tenth of it or more.
-        marks: Components of which one has to be named first; none: no part marks the place alone.
+        marks: Components of which one has to be named first; none: no part alone leaves less than half.
         erasers: Components that take it away, or a part of it.
         backups: Neurons that write it only when others are gone.
     """
@@ -414,7 +414,7 @@ def _two_marks(b: Build) -> BlindTruth:
     gate, up = b.surgeon.on(b.at, b.feature)
     two = b.write((gate, up), b.way, size, neuron=b.plan.neurons[1])
     reading = b.read(b.behind, b.way)
-    marks = ("embedding", "attention 0") if b.plan.by_heads else ("embedding",)
+    marks = () if b.plan.by_heads else ("embedding",)
     spike = PlantedSpike(first=b.at, last=end(b), needs=(names(one, two),), writers=(f"mlp {b.at}",), marks=marks)
     return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
 

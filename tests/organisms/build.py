@@ -183,7 +183,7 @@ class Build:
     @property
     def spare(self) -> tuple[int, int]:
         """Two neurons that are no sink neurons, in any layer."""
-        return self.plan.cleaner, self.plan.early_neuron
+        return self.plan.cleaner, self.plan.spare
 
     @property
     def surgeon(self) -> Surgeon:

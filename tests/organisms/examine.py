@@ -302,7 +302,7 @@ def _check_attention(report: TypeReport, target: Target):
 def _check_generation(report: TypeReport, target: Target):
     """`Full` gives the tokens of plain `generate`; the other policies and guards run, or are refused."""
     model, ids = target.hf, _ids()
-    options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 2, "use_cache": True}
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 2, "use_cache": True}
     plain = model.generate(ids, **options)
 
     def under(policy) -> Tensor:

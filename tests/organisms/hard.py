@@ -27,7 +27,6 @@ from .organism import mixed
 from .tokens import BOS, tokenizer_for
 
 ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
-PLAIN = ("llama", "gpt2", "neox", "mixtral")  # nothing divides what an MLP writes by its size
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def _plain(b: Build) -> HardTruth:
     return textbook(b)
 
 
-@_kind(*ALL, spike=1.2, massive_layer=None)
+@_kind(*ALL, spike=1.2)
 def _both(b: Build) -> HardTruth:
     """One dimension is massive on every token, beside a real sink."""
     b.surgeon.make_massive()  # in the embedding

@@ -24,9 +24,7 @@ Heads = tuple[tuple[int, int], ...]  # (layer, query head)
 class Truth:
     sink_layer: int | None  # whose MLP makes the sink (largest contribution)
     neurons: tuple[tuple[int, ...], ...]  # of the sink layer, largest first: (layer, neuron) or (layer, expert, neuron)
-    early_neurons: tuple[tuple[int, ...], ...]  # of the early stage of "two_stage"
-    stages: tuple[int, ...]  # every layer that adds at least 1 % of the spike
-    residual_dims: tuple[int, ...]  # of the spike; of the massive dimension for "massive_dim"
+    residual_dims: tuple[int, ...]  # of the spike
     marking_layer: int | None
     group_heads: dict[int, tuple[int, ...]]  # group -> the query heads that mark it; none where no head marks
     groups: dict[int, int]  # token id -> group, -1: none
@@ -35,7 +33,6 @@ class Truth:
     repeats_expected: (
         int | None
     )  # of a grouped token after BOS until half of BOS's norm; measured: 0.6 to 1.3 times this
-    broadcasts: Heads  # reading heads whose value of the sink is large, if it was planted
 
 
 @dataclass(frozen=True)
@@ -76,47 +73,35 @@ def organism(
     kind: str = "sink",
     n_layers: int | None = None,
     bos: bool = True,
-    values: str | None = None,
 ) -> Organism:
-    """Build the organism of `family` and `kind` that `seed` stands for: the same call gives the same weights.
-
-    `values` plants what the reading heads write by the sink: "nop": nothing, "broadcast": much, "half": in turns.
-    """
+    """Build the organism of `family` and `kind` that `seed` stands for: the same call gives the same weights."""
     plan = make_plan(family, seed, kind, n_layers, bos)
     space = make_space(plan)
     model = make_body(plan)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{family} {kind} {seed} {bos}".encode()))
     tokens = mixed(plan.vocab_size, plan.groups, bos, 8, 24, seed)
-    spike, reading, broadcasts = torch.zeros(plan.d_model), (), ()
+    spike, reading = torch.zeros(plan.d_model), ()
     with torch.no_grad():
         all_views = views(model)
         fill(plan, space, all_views, generator)
         surgeon = Surgeon(plan, space, all_views, Probe(model, tokens))
-        if plan.kind == "massive_dim":
-            surgeon.make_massive()
-            spike = space.massive
-        elif plan.planted:
+        if plan.planted:
             surgeon.mark_first()
             spike = surgeon.make_sink()
             reading = surgeon.read_sink(spike)
-            if values is not None:
-                broadcasts = surgeon.write_values(spike, reading, values)
     tokenizer = tokenizer_for(plan.family.model_type, plan.vocab_size, bos=bos)
-    return Organism(model, tokenizer, _truth(plan, spike, reading, broadcasts), family, kind, seed, bos)
+    return Organism(model, tokenizer, _truth(plan, spike, reading), family, kind, seed, bos)
 
 
-def _truth(plan: Plan, spike: Tensor, reading: Heads, broadcasts: Heads) -> Truth:
+def _truth(plan: Plan, spike: Tensor, reading: Heads) -> Truth:
     def site(layer: int, neuron: int) -> tuple[int, ...]:
         return (layer, plan.expert, neuron) if plan.family.experts > 1 else (layer, neuron)
 
     sink, heads = plan.planted, plan.by_heads
-    early = plan.early_layer if sink else None
     slots = plan.slots if heads else ()
     return Truth(
         sink_layer=plan.sink_layer if sink else None,
         neurons=tuple(site(plan.sink_layer, neuron) for neuron in plan.neurons) if sink else (),
-        early_neurons=() if early is None else (site(early, plan.early_neuron),),
-        stages=() if not sink else (plan.sink_layer,) if early is None else (early, plan.sink_layer),
         residual_dims=tuple(spike.nonzero().flatten().tolist()),
         marking_layer=plan.marking_layer if heads else None,
         group_heads={g: tuple(sorted(h for h, group, _ in slots if group == g)) for _, g, _ in slots},
@@ -124,7 +109,6 @@ def _truth(plan: Plan, spike: Tensor, reading: Heads, broadcasts: Heads) -> Trut
         factor=plan.factor if sink else None,
         reading_heads=reading,
         repeats_expected=plan.repeats_expected(),
-        broadcasts=broadcasts,
     )
 
 

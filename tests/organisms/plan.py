@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from .tokens import BOS
 
-KINDS = ("sink", "none", "massive_dim", "two_stage", "gate", "up", "spread", "late_mark")
-LEAST_LAYERS = {kind: {"two_stage": 6, "late_mark": 5}.get(kind, 4) for kind in KINDS}
+KINDS = ("sink", "none", "gate", "up", "spread", "late_mark")
 THRESHOLD = 0.7  # of the full mark: below it the sink neurons are silent
 
 
@@ -25,11 +24,6 @@ class Family:
     grouped: bool = True  # fewer key heads than query heads
     windows: tuple[int | None, ...] = (None,)
     tied: tuple[bool, ...] = (False,)
-
-    @property
-    def plain_mlp(self) -> bool:
-        """The MLP's neurons reach the residual stream at a fixed scale: no router, no norm on the way."""
-        return self.experts == 1 and self.model_type != "gemma2"
 
     @property
     def learned_positions(self) -> bool:
@@ -84,27 +78,25 @@ class Plan:
     slots: tuple[tuple[int, int, int], ...]  # (query head, group, which rotary pair) of the marking heads
     heads_per_group: int
     sink_layer: int
-    early_layer: int | None
     expert: int
     neurons: tuple[int, ...]
     cleaner: int  # neuron of the marking layer that puts the threshold on the mark, where the up factor carries it
-    early_neuron: int
+    spare: int  # a neuron that carries nothing
     sizes: tuple[float, ...]  # squared, they sum to one, largest first
     own_dims: bool  # each neuron writes its own dimension, or all the same direction
     factor: str | None
     odds: float  # exp(2 * beta): how many of its own group balance one other token
     sharpness: float
     spike: float  # over the typical norm
-    massive_layer: int | None  # "massive_dim": written by this layer's MLP; None: by the embedding
 
     @property
     def planted(self) -> bool:
-        return self.kind not in ("none", "massive_dim")
+        return self.kind != "none"
 
     @property
     def busy_neurons(self) -> tuple[int, ...]:
         """Indices that carry part of a circuit in some layer."""
-        return (*self.neurons, self.cleaner, self.early_neuron)
+        return (*self.neurons, self.cleaner, self.spare)
 
     @property
     def by_heads(self) -> bool:
@@ -155,11 +147,9 @@ def make_plan(family: str, seed: int, kind: str = "sink", n_layers: int | None =
     if fam.free_head_dim:
         width = rng.choice([w for w in (48, 64, 80, 96) if w % heads == 0])  # Gemma 2 insists on a multiple
 
-    layers = n_layers or rng.randint(LEAST_LAYERS[kind], 8)
+    layers = n_layers or rng.randint(5 if kind == "late_mark" else 4, 8)
     marking = rng.randint(1, min(2, layers - 3)) if kind == "late_mark" else 0
-    early = rng.randint(1, 2) if kind == "two_stage" else None
-    first = marking + 1 if early is None else max(early + 1, math.ceil(layers / 3))
-    sink = rng.randint(first, layers - 2)
+    sink = rng.randint(marking + 1, layers - 2)
 
     vocab = rng.randint(64, 200)
     n_groups = rng.randint(3, min(5, _n_slots((heads, kv, head_dim)) // per_group))
@@ -191,18 +181,16 @@ def make_plan(family: str, seed: int, kind: str = "sink", n_layers: int | None =
         slots=slots,
         heads_per_group=per_group,
         sink_layer=sink,
-        early_layer=early,
         expert=rng.randrange(fam.experts),
         neurons=tuple(neurons[:k]),
         cleaner=neurons[k],
-        early_neuron=neurons[k + 1],
+        spare=neurons[k + 1],
         sizes=tuple(math.sqrt(x / sum(raw)) for x in raw),
         own_dims=rng.random() < 0.5,
         factor=factors.get(kind, rng.choice(["gate", "up"])) if fam.gated else None,
         odds=math.exp(rng.uniform(math.log(8), math.log(80))),
         sharpness=rng.uniform(15, 18),
         spike=rng.uniform(25, 50),
-        massive_layer=rng.choice([None, rng.randint(1, layers - 2)]) if fam.plain_mlp else None,
     )
 
 

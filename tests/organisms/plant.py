@@ -17,7 +17,6 @@ from .plan import THRESHOLD, Plan
 from .views import Layer, Probe, Views, scale_norm
 
 MARK = 2.5  # in the residual stream, on a token that is marked fully
-EARLY = 0.02  # of the spike is written by the early stage of "two_stage"
 Rows = tuple[Tensor, Tensor]  # what a neuron reads: by its gate, by its up factor
 
 
@@ -89,16 +88,6 @@ class Surgeon:
         const = unit(self.space.const, seen)
         return self.plan.sharpness * (unit(way, seen) - THRESHOLD * const), const
 
-    def steady(self, index: int, rows: Rows, early: Tensor, const: float) -> Rows:
-        """Rows that read the same without what was written along `early`, where the constant would be `const`.
-
-        What an early stage writes shrinks the rest of the first token in the norm of a later layer.
-        """
-        seen = self.mlp_input(index)
-        shrunk = seen @ self.space.const / const
-        gate, up = (shrunk * row + (1 - shrunk) * (seen @ row) * early / (seen @ early) for row in rows)
-        return gate, up
-
     def write(
         self,
         index: int,
@@ -147,7 +136,7 @@ class Surgeon:
     # --- sink neurons ------------------------------------------------------------------------------------------
 
     def make_sink(self) -> Tensor:
-        """Plant the neurons of every stage; returns the direction of the spike in the residual stream."""
+        """Plant the sink neurons; returns the direction of the spike in the residual stream."""
         plan = self.plan
         if plan.factor == "up":  # it has no threshold, and ordinary tokens carry a little mark: one is put on before
             marking = plan.marking_layer
@@ -156,13 +145,7 @@ class Surgeon:
         spike = self.size(plan.sink_layer)
         directions, shares = self._directions()
         total = sum(share * way for share, way in zip(shares, directions, strict=True))
-        before = self.mlp_input(plan.sink_layer) @ self.space.const
-        if plan.early_layer is not None:
-            rows = self._marked(plan.early_layer, 0)
-            self.write(plan.early_layer, (plan.early_neuron,), [rows], [total], [1.0], EARLY * spike)
         rows = [self._marked(plan.sink_layer, number) for number in range(len(plan.neurons))]
-        if plan.early_layer is not None and self.views.layers[plan.sink_layer].post_mlp_norm is None:  # it evens it out
-            rows = [self.steady(plan.sink_layer, own, total, before) for own in rows]
         self.write(plan.sink_layer, plan.neurons, rows, directions, shares, spike)
         return total
 
@@ -224,38 +207,18 @@ class Surgeon:
             layer.q_norm[dim], layer.k_norm[dim] = score / math.sqrt(plan.head_dim), 1.0
         return planted
 
-    def write_values(
-        self, spike: Tensor, reading: tuple[tuple[int, int], ...], values: str
-    ) -> tuple[tuple[int, int], ...]:
-        """The value of the sink is zero, or large in heads that broadcast it; returns these, whole kv heads."""
-        ratio = self.plan.n_heads // self.plan.n_kv
-        for number, (index, kv) in enumerate(groups := sorted({(layer, head // ratio) for layer, head in reading})):
-            layer = self.views.layers[index]
-            if layer.v_bias is not None:
-                layer.v_bias[kv] = 0.0
-            if values == "broadcast" or (values == "half" and number % 2):
-                layer.v[kv] += 3.0 * unit(spike, self.seen(layer.attn_norm))
-        chosen = {"nop": [], "broadcast": groups, "half": groups[1::2]}[values]
-        return tuple((layer, head) for layer, head in reading if (layer, head // ratio) in chosen)
-
     # --- not a sink --------------------------------------------------------------------------------------------
 
     def make_massive(self):
         """One dimension is large on every token, and the norms after it are turned up to see the rest."""
         plan, way = self.plan, self.space.massive
-        if plan.massive_layer is None:
-            self.views.embed += MASSIVE * way / plan.embed_scale
-        else:
-            const = unit(self.space.const, self.mlp_input(plan.massive_layer))
-            rows = 2.0 * const, 2.0 * const
-            self.write(plan.massive_layer, plan.neurons[:1], [rows], [way], [1.0], MASSIVE)
+        self.views.embed += MASSIVE * way / plan.embed_scale
         for layer in self.views.layers:  # the norms now divide by a fixed number, so noise must not feed itself
             layer.o.mul_(0.4)
             layer.down[:, [i for i in range(plan.d_mlp) if i != plan.neurons[0]]] *= 0.4
         up = math.hypot(NORM, MASSIVE) / NORM
         factor = torch.where(way != 0, up / MASSIVE, up)
-        start = 0 if plan.massive_layer is None else plan.massive_layer + 1
-        for layer in self.views.layers[start:]:
+        for layer in self.views.layers:
             scale_norm(layer.attn_norm, factor)
             scale_norm(layer.mlp_norm, factor)
         scale_norm(self.views.final_norm, torch.where(way != 0, 0.0, up))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -210,20 +208,6 @@ def _named_layer(names: Names, block) -> Layer:
         outs = (out.bias, *outs)
     o = _weight(out).unflatten(1, (-1, hd)).permute(1, 2, 0)
     return Layer(**seen, o=o, out_biases=outs)
-
-
-@contextmanager
-@torch.no_grad()
-def filled(tensors: list[Tensor], value: float = 0.0) -> Iterator[None]:
-    """Weights with one value everywhere, for a while."""
-    saved = [tensor.detach().clone() for tensor in tensors]
-    for tensor in tensors:
-        tensor.fill_(value)
-    try:
-        yield
-    finally:
-        for tensor, values in zip(tensors, saved, strict=True):
-            tensor.copy_(values)
 
 
 def set_norm(norm: nn.Module, factor: Tensor, bias: Tensor | None = None):

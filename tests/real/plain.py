@@ -6,11 +6,14 @@ norm behind the MLP where the layer has `post_feedforward_layernorm`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from raw_kit import attention as attentions
+from raw_kit import inputs_edited, norms, residuals, zeroed  # noqa: F401  (beside the other readings and edits)
 from torch import Tensor, nn
 
 Site = tuple[int, int]
@@ -55,19 +58,6 @@ def reading(modules: Iterable[nn.Module], what: str) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def residuals(model: Any, ids: Tensor) -> Tensor:
-    """The residual stream after each layer: [layer, row, position, d_model]."""
-    with reading(layers(model), "output") as seen:
-        model.model(ids, use_cache=False)
-    return torch.stack(seen)
-
-
-def norms(model: Any, ids: Tensor) -> Tensor:
-    """L2 norm of the residual stream after each layer: [layer, row, position]."""
-    return residuals(model, ids).norm(dim=-1)
-
-
-@torch.no_grad()
 def activations(model: Any, ids: Tensor, layer: int) -> Tensor:
     """What the neurons of a layer hold, which is the input of its down projection: [row, position, neuron]."""
     with reading([layers(model)[layer].mlp.down_proj], "input") as seen:
@@ -90,17 +80,6 @@ def contributions(model: Any, ids: Tensor, layer: int, position: int = 0, *, beh
         size = written.sum(1).square().mean(-1).add(norm.eps).sqrt()
         written = written / size[:, None, None] * (1 + norm.weight)
     return written.norm(dim=-1).mean(0)
-
-
-@torch.no_grad()
-def attentions(model: Any, ids: Tensor) -> list[Tensor]:
-    """The attention probabilities of each layer: [row, head, query, key]."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        return list(model.model(ids, output_attentions=True, use_cache=False).attentions)
-    finally:
-        model.set_attn_implementation(before)
 
 
 def attention_received(model: Any, ids: Tensor, position: int = 0) -> Tensor:
@@ -140,32 +119,10 @@ def divergence(intact: Tensor, other: Tensor) -> Tensor:
 
 
 @contextmanager
-def zeroed(model: Any, sites: Iterable[Site]) -> Iterator[None]:
-    """Set neurons to zero at every position."""
-    of_layer: dict[int, list[int]] = {}
-    for layer, neuron in sites:
-        of_layer.setdefault(layer, []).append(neuron)
-
-    def zeroing(neurons: list[int]) -> Callable[..., Any]:
-        def edit(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            post = args[0].clone()
-            post[..., neurons] = 0
-            return (post, *args[1:])
-
-        return edit
-
-    with ExitStack() as stack:
-        for layer, neurons in of_layer.items():
-            handle = layers(model)[layer].mlp.down_proj.register_forward_pre_hook(zeroing(neurons))
-            stack.callback(handle.remove)
-        yield
-
-
-@contextmanager
 def listing_1(model: Any, sites: Iterable[Site]) -> Iterator[None]:
     """Let the linear factor of neurons hold its value at the second token from there on (Yona et al., Listing 1)."""
 
-    def holding(neuron: int) -> Callable[..., Any]:
+    def holding(neuron: int) -> Any:
         def edit(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
             output = output.clone()
             output[:, 1:, neuron] = output[:, 1:2, neuron]
@@ -181,69 +138,27 @@ def listing_1(model: Any, sites: Iterable[Site]) -> Iterator[None]:
 
 
 @contextmanager
-def mlp_replaced(model: Any, layer: int, mean: Tensor, position: int = 0) -> Iterator[None]:
-    """Let the MLP of a layer (with the norm behind it) write `mean` at a position: [d_model]."""
-    block = layers(model)[layer]
-
-    def edit(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        output = output.clone()
-        output[:, position] = mean
-        return output
-
-    handle = getattr(block, "post_feedforward_layernorm", block.mlp).register_forward_hook(edit)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@torch.no_grad()
-def mlp_mean(model: Any, ids: Tensor, layer: int) -> Tensor:
-    """What the MLP of a layer (with the norm behind it) writes at later positions, on average: [d_model]."""
-    block = layers(model)[layer]
-    with reading([getattr(block, "post_feedforward_layernorm", block.mlp)], "output") as seen:
-        model.model(ids, use_cache=False)
-    return seen[0][:, 1:].mean((0, 1))
-
-
-@contextmanager
 def held(model: Any, sites: dict[Site, float], first: int = 1) -> Iterator[None]:
     """Let neurons hold a value each at every position from `first` on; single new tokens count as later ones."""
 
-    def holding(layer: int) -> Callable[..., Any]:
-        def edit(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            post = args[0].clone()
-            begin = first if post.shape[1] > 1 else 0
-            for (where, neuron), value in sites.items():
-                if where == layer:
-                    post[:, begin:, neuron] = value
-            return (post, *args[1:])
-
-        return edit
+    def holding(post: Tensor, neuron: int, value: float) -> Tensor:
+        post = post.clone()
+        post[:, first if post.shape[1] > 1 else 0 :, neuron] = value
+        return post
 
     with ExitStack() as stack:
-        for layer in {layer for layer, _ in sites}:
-            handle = layers(model)[layer].mlp.down_proj.register_forward_pre_hook(holding(layer))
-            stack.callback(handle.remove)
+        for (layer, neuron), value in sites.items():
+            edit = partial(holding, neuron=neuron, value=value)
+            stack.enter_context(inputs_edited(layers(model)[layer].mlp.down_proj, edit))
         yield
 
 
-@contextmanager
-def heads_replaced(model: Any, layer: int, heads: Iterable[int], means: Tensor) -> Iterator[None]:
+def heads_replaced(model: Any, layer: int, heads: Iterable[int], means: Tensor) -> AbstractContextManager[None]:
     """Let heads of a layer write their mean at every position, before the output projection: [heads * d_head]."""
-    size = means.numel() // model.config.num_attention_heads
-
-    def edit(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        z = args[0].clone()
-        for head in heads:
-            z[..., head * size : (head + 1) * size] = means[head * size : (head + 1) * size]
-        return (z, *args[1:])
-
-    handle = layers(model)[layer].self_attn.o_proj.register_forward_pre_hook(edit)
-    try:
-        yield
-    finally:
-        handle.remove()
+    chosen = torch.zeros(model.config.num_attention_heads, dtype=torch.bool)
+    chosen[list(heads)] = True
+    columns = chosen.repeat_interleave(means.numel() // len(chosen))
+    return inputs_edited(layers(model)[layer].self_attn.o_proj, lambda z: torch.where(columns, means, z))
 
 
 @torch.no_grad()
@@ -252,43 +167,6 @@ def heads_mean(model: Any, ids: Tensor, layer: int) -> Tensor:
     with reading([layers(model)[layer].self_attn.o_proj], "input") as seen:
         model.model(ids, use_cache=False)
     return seen[0][:, 1:].mean((0, 1))
-
-
-# ---- what a cache keeps of a prompt, from attention [head, query, key] of a layer and its number of kv heads
-
-
-def best(scores: Tensor, budget: int, sure: set[int]) -> list[int]:
-    """Positions: those that are sure, then the best scores, together `budget`; of equal scores the later."""
-    rest = [position for position in range(len(scores)) if position not in sure]
-    rest.sort(key=lambda position: (-float(scores[position]), -position))
-    return sorted([*sure, *rest[: max(0, budget - len(sure))]])
-
-
-def streaming_kept(length: int, budget: int, first: int = 4) -> list[int]:
-    """The first tokens and the latest (Xiao et al. 2024, section 3.2)."""
-    return [*range(first), *range(length - (budget - first), length)]
-
-
-def h2o_kept(probs: Tensor, n_kv: int, budget: int) -> list[list[int]]:
-    """Half of the budget for the latest tokens, half for summed attention (Zhang et al. 2023), for each kv head."""
-    length = probs.shape[-1]
-    recent = set(range(length - budget // 2, length))
-    sums = probs.sum(1).unflatten(0, (n_kv, -1)).mean(1)
-    return [best(head, budget, recent) for head in sums]
-
-
-def tova_kept(probs: Tensor, budget: int) -> list[int]:
-    """The attention of the newest query, mean over heads (Oren et al. 2024, section 4)."""
-    return best(probs[:, -1].mean(0), budget, set())
-
-
-def snapkv_kept(probs: Tensor, n_kv: int, budget: int, window: int = 64, kernel: int = 5) -> list[list[int]]:
-    """The last `window` tokens, and what they attend to, pooled (Li et al. 2024, listing 1), for each kv head."""
-    length = probs.shape[-1]
-    votes = probs[:, -window:, : length - window].sum(1)
-    pooled = torch.nn.functional.avg_pool1d(votes, kernel, 1, kernel // 2)
-    scores = torch.nn.functional.pad(pooled.unflatten(0, (n_kv, -1)).mean(1), (0, window))
-    return [best(head, budget, set(range(length - window, length))) for head in scores]
 
 
 # ---- lines, and loops

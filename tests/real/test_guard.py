@@ -16,7 +16,7 @@ NEW = 256
 
 
 @pytest.mark.slow
-def test_texts_without_an_alarm_are_those_of_the_model_and_no_act_says_one_token_again_and_again(smollm2):
+def test_guard_changes_no_text_without_an_alarm_and_repeats_no_token(smollm2):
     prompts = [text for _, text in openings_of("report", 2)]
     told = {}
     for guard in (False, True, ss.LoopGuard(act="cut", penalty=0.0)):

@@ -31,7 +31,7 @@ def test_zeroing_both_neurons_takes_the_spike_away(smollm2):
 
 
 @pytest.mark.slow
-def test_what_the_neurons_of_gemma_write_behind_the_norm_sums_to_what_the_layer_adds(gemma3):
+def test_gemma_neurons_sum_to_what_the_layer_adds(gemma3):
     ids = plain.ids_of(gemma3.tokenizer, prose(), 64, bos=True)
     block = plain.layers(gemma3.model)[11]
     with torch.no_grad(), plain.reading([block.post_feedforward_layernorm], "output") as added:

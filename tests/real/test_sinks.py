@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 
 import plain
 import pytest
@@ -14,10 +15,9 @@ from sinkscope.models.text import text_rows
 from sinkscope.sinks.held_out import held_out
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.make import patch_make
-from sinkscope.sinks.patch.measure import AFTER, read_copies
+from sinkscope.sinks.patch.measure import AFTER
 from sinkscope.sinks.precision.precision import precision
 from sinkscope.sinks.spikes.find import first_spikes
-from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.spikes.survey import survey_of
 
 SPIKE = ((11, 1229), (11, 1487))
@@ -78,28 +78,6 @@ def test_the_patch_keeps_copies_from_becoming_sinks(setup):
     assert torch.equal(plain.norms(model, ids)[11, 0], intact)  # nothing is left on the model
 
 
-@pytest.mark.slow
-def test_attention_and_output_after_copies_are_those_of_plain_hooks(setup):
-    """The patch of the late spike ends attention to copies in its layers, and not in the early ones."""
-    (word,) = setup.tokenizer(" company", add_special_tokens=False).input_ids
-    rows, values = torch.tensor([[setup.bos] + 400 * [word]]), dict.fromkeys(SPIKE, 0.05)
-    spikes = [one.spike for one in sinks_of(setup).at_first]
-    edits = (None, SinkPatch(sites=SPIKE, calibrated=values))
-    read = [read_copies(setup, spikes, edit, rows, 1) for edit in edits]
-    ids, model = torch.cat([rows, text_rows(setup.tokenizer, setup.text, 1, AFTER, None)], 1), setup.target.hf
-    for case, held in enumerate(({}, values)):
-        with plain.held(model, held):
-            given = torch.stack([probs[0, :, 401:, 1:401].sum(-1).mean() for probs in plain.attentions(model, ids)])
-            chance = model(ids).logits[0, 400].softmax(-1)[word]
-        layers = [given[spike.first + 1 : spike.last + 2].mean().item() for spike in spikes]
-        assert read[case].attention[:, 0].tolist() == pytest.approx(layers, rel=1e-3)
-        assert read[case].one_more[0] == pytest.approx(chance.item(), rel=1e-2)
-    late = next(number for number, spike in enumerate(spikes) if spike.peak >= 11)
-    intact, patched = (case.attention[:, 0] for case in read)
-    assert intact.min() > 0.9 and patched[late] < 0.2 < 0.9 < patched[1 - late]
-    assert max(case.one_more.max() for case in read) < 0.1
-
-
 def rounded(values: torch.Tensor, bits: int, dims: tuple[int, ...]) -> torch.Tensor:
     scale = values.abs().amax(dims, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
     return (values / scale).round() * scale
@@ -110,18 +88,16 @@ def test_precision_measures_the_divergence_that_rounding_keys_and_values_makes(s
     made = precision.on(setup, schemes=["kv4"], pieces=2, length=32)
     model, ids = setup.target.hf, held_out(setup, 2, 32)
     exact = plain.log_probs(model, ids)
-    handles = []
-    for block in plain.layers(model):
-        for module in (block.self_attn.k_proj, block.self_attn.v_proj):
 
-            def edit(_module, _args, output):
-                heads = output.unflatten(-1, (model.config.num_key_value_heads, -1))
-                return rounded(heads, 4, (-1,)).flatten(-2)
+    def edit(_module, _args, output):
+        heads = output.unflatten(-1, (model.config.num_key_value_heads, -1))
+        return rounded(heads, 4, (-1,)).flatten(-2)
 
-            handles.append(module.register_forward_hook(edit))
-    other = plain.log_probs(model, ids)
-    for handle in handles:
-        handle.remove()
+    with ExitStack() as stack:
+        for block in plain.layers(model):
+            for module in (block.self_attn.k_proj, block.self_attn.v_proj):
+                stack.callback(module.register_forward_hook(edit).remove)
+        other = plain.log_probs(model, ids)
     assert made.costs["kv4"] == pytest.approx(plain.divergence(exact, other)[:, 1:].mean().item(), rel=1e-3)
 
 

@@ -71,6 +71,15 @@ def test_gemma3_has_the_numbers_of_plain_hooks(gemma3, of_gemma3):
     compare(gemma3, of_gemma3, 4)
 
 
+def test_the_mlp_of_layer_8_marks_the_late_spike_of_smollm2_and_most_heads_stay_without_it(smollm2, of_smollm2):
+    ids = pieces(smollm2.tokenizer, typical(), [smollm2.tokenizer.bos_token_id])
+    late, mark = of_smollm2.first_spikes[0], of_smollm2.first_spikes[0].marks[0]
+    (own,) = [one for one in plain.spikes(plain.run(smollm2.model, ids)) if one.first == late.layers[0]]
+    left, heads = plain.without_part(smollm2.model, ids, own, "mlp 8")
+    assert mark.part == "mlp 8" and mark.left == pytest.approx(left, abs=1e-3) and mark.heads == heads
+    assert left < 0.25 and heads[1] > 0.6 * heads[0]
+
+
 def test_smollm2_has_two_spikes_of_which_two_and_three_neurons_are_needed(of_smollm2):
     late, early = of_smollm2.first_spikes
     assert late.layers == (11, 29) and early.layers == (1, 8)

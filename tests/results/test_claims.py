@@ -23,7 +23,7 @@ def claim(value: float, *contrasts: float, subject=SUBJECTS[0], margin: float | 
 
 
 @given(SHARES, SHARES, SHARES, st.sampled_from(SUBJECTS), st.none() | st.floats(0, 0.3))
-def test_a_verdict_holds_against_every_contrast_and_the_words_say_no_more(value, intact, random, subject, margin):
+def test_claim_verdict_against_every_contrast(value, intact, random, subject, margin):
     one = claim(value, intact, random, subject=subject, margin=margin)
     said = one.sentence()
     if one.verdict == "needed":
@@ -66,7 +66,7 @@ def test_opposite_verdicts_about_the_same_are_contradictions():
 
 
 @given(st.floats(-0.2, 1.2), st.floats(-0.2, 1.2))
-def test_a_share_and_its_control_are_told_apart_unless_they_are_the_same(share, control):
+def test_shares_that_differ_print_differently(share, control):
     texts = percent_pair(share, control)
     assert texts[0] != texts[1] or abs(share - control) < 2e-3
 

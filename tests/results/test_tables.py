@@ -79,7 +79,7 @@ def test_no_line_is_too_wide_and_no_cell_is_cut(rows):
     assert shown.columns.items() <= _columns(rows).items()
 
 
-def test_columns_that_are_important_take_several_lines_where_all_are_too_wide_and_lose_no_word():
+def test_wide_important_columns_wrap_without_losing_words():
     columns = {
         "label": ["words " * 12, "one"],
         "before": ["a, " * 20, "b"],

@@ -189,12 +189,12 @@ def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_
     assert left.others == pytest.approx(beside, abs=1e-3)
     assert found.conclusion() == (
         "The attention of layer 0 marks the first token: without it, 0% of the spike remains (without others: 100%), "
-        "and 0 of 20 heads still attend there."
+        "and 9 of 20 heads still attend there."
     )
     assert found.details()[:2] == [
         ss.find_sinks().conclusion(),
-        "With L0.H0 replaced at the place, 0% of the spike remains, and 0 of 20 heads still attend there "
-        "(random heads: 100%, 20 heads).",
+        "With L0.H0 replaced at the place, 0% of the spike remains, and 1 of 20 heads still attend there "
+        "(random heads: 102%, 20 heads).",
     ]
 
 

@@ -86,7 +86,7 @@ class Explorer:
         return pages_of(self.sink)
 
     def read(self, text: str | None = None, variants: int = 1) -> OpenText:
-        """Return a text, or a story, as the intact model reads it; there is room for so many variants."""
+        """Return a text, or a story, as the intact model reads it; a page has room for `variants` of it."""
         if self.latest is None or self.latest[0] != (text, variants):
             ids = ids_of(self.sink.setup, text or STORY)
             tokens = tuple(self.sink.setup.tokenizer.decode([token]) for token in ids)

@@ -84,7 +84,7 @@ def spikes_of(sink: ModelSink, reading: TextReading) -> tuple[int, ...]:
 
 
 def heads_that_fit(reading: TextReading, room: int) -> tuple[tuple[int, int], ...]:
-    """Return the heads with most attention to the first token; as many as have so many values, and at least one."""
+    """Return the heads with most attention to the first token, at least one, whose rows have at most `room` values."""
     _, heads, tokens = reading.received.shape
     count = max(1, room // tokens**2)
     order = reading.received[..., 0].flatten().argsort(descending=True, stable=True)

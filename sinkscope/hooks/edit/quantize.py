@@ -161,6 +161,6 @@ def _as_one_head(values: Tensor) -> Tensor:
 def round_values(
     values: Float[Tensor, "*n width"], largest: Float[Tensor, "*#n #width"], bits: int
 ) -> Float[Tensor, "*n width"]:
-    """Return the nearest multiples of a step with which numbers up to `largest` are integers of so many bits."""
+    """Round to multiples of a step, by which numbers up to `largest` become integers of `bits` bits."""
     step = (largest.float() / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(torch.float32).tiny)
     return ((values.float() / step).round() * step).to(values.dtype)

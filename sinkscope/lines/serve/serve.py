@@ -99,6 +99,8 @@ class LoopServe(SparsePrompts):
         budget: Tokens that each layer and kv head reads while decoding, besides those since the last selection.
         interval: Tokens between selections, and number of queries that vote (n_d).
         sample: Number of queries whose attention decides which columns and bands are chosen.
+        checked: Number of other queries of each head that are checked for a single key which they seek: those that
+            score the first tokens lowest. A key that holds half of the attention of one is kept.
         dense_rows: Number of queries at the end of the prompt that attend to everything, with those of the same 64.
             They are not sampled. With 0, as in the paper, keys to which only the end of the prompt attends may be lost,
             for instance the facts that a question is about.
@@ -130,6 +132,7 @@ class LoopServe(SparsePrompts):
     alpha: PositiveShare = 0.995
     interval: Natural = 16
     sample: Natural = 64
+    checked: Whole = 64
     dense_rows: Whole = 16
     first: Whole = 16
     prefill: bool = True
@@ -162,7 +165,7 @@ class LoopServe(SparsePrompts):
             'faithful'
         """
         printed: dict[str, Any] = {"alpha": 0.955, "dense_rows": 0, "variant": "faithful", "shortest": 0}
-        printed |= {"begin": 0, "sample": 48}
+        printed |= {"begin": 0, "sample": 48, "checked": 0}
         return cls(budget, **(printed | changed))
 
     @property
@@ -178,8 +181,8 @@ class LoopServe(SparsePrompts):
 
     @property
     def choice_rows(self) -> int:
-        """The sample."""
-        return self.sample
+        """The sample, and the queries that are checked for a key."""
+        return self.sample + (self.checked if self.variant == "bands" else 0)
 
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts, and own the cache."""
@@ -204,6 +207,7 @@ class LoopServe(SparsePrompts):
             sample=self.sample,
             seed=seed,
             begin=self.begin,
+            checked=self.checked,
             dense_rows=self.dense_rows,
             dense_above=dense_above,
         )

@@ -175,7 +175,7 @@ class Monitor:
             "repeats" then waits for 384 of them, because rows of a table may be equal. By default no tokens are.
         is_number: Says whether the token that is added is a number or a part of one. By default no token is, and
             repetitions whose numbers change are not found.
-        asked: Number of copies that the prompt asks for; so many are no loop.
+        asked: Number of copies that the prompt asks for, which are no loop.
 
     Attributes:
         looped: Whether a guard has acted on the row, which then needs none beyond the copies.

@@ -23,7 +23,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_side_files(folder: Path, names: Iterable[str]) -> None:
-    """Check that the JSON files of a checkpoint, as far as they are there, hold an object each.
+    """Check that each of these JSON files of a checkpoint, if it exists, holds an object.
 
     Args:
         folder: The checkpoint.

@@ -228,7 +228,7 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
 
 
 def cut_depth(text: Any, layers: int) -> None:
-    """Make a text configuration one of so many layers; a shorter one goes on as its last layer."""
+    """Set the number of layers of a text configuration; further layers are like its last one."""
     text.num_hidden_layers = layers
     for field in _PER_LAYER:
         per_layer = getattr(text, field, None)

@@ -50,7 +50,7 @@ def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
 
 
 def _stack_path(model: Any) -> str:
-    """Path of the list of decoder layers: the largest list of as many as the configuration says, of those that run.
+    """Path of the list of decoder layers: of the lists with the configured length that run, the largest.
 
     Raises:
         NotInferredError: There is none.

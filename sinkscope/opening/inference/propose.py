@@ -194,7 +194,7 @@ class _Parts:
         self.has_buffers = any(True for _ in layer.buffers(recurse=False))  # such as a factor, other in every layer
 
     def there(self, paths: Iterable[str], parent: str = "") -> list[str]:
-        """Return the paths that are there, below another one."""
+        """Return those paths below a parent that the layer has."""
         inside = [f"{parent}.{path}".strip(".") for path in paths]
         return [path for path in inside if path in self.modules and path]
 

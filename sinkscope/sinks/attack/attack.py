@@ -75,7 +75,7 @@ class ClusterAttack(Result):
             return []
         tried = f"{len(clusters.ids):,} tokens"
         if self.searched > len(clusters.ids):
-            tried = f"{len(clusters.ids):,} of {self.searched:,} tokens"
+            tried = f"{len(clusters.ids):,} tokens drawn from {self.searched:,}"
         if not clusters.has.any():
             return [f"None of {tried} has {what} when it stands first without BOS, so no head can mark one."]
         without = _share(clusters.unneeded)

@@ -20,7 +20,7 @@ from sinkscope.sinks.spikes.records import MarkLeft, part_name
 from sinkscope.sinks.spikes.removal import removals_of
 from sinkscope.sinks.spikes.spike import Measured, Part, Parts
 from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
-from sinkscope.sinks.thresholds import ENOUGH, REMAINS
+from sinkscope.sinks.thresholds import ENOUGH, REMAINS, REMOVED
 
 MOST = 3  # marks that are kept
 PAIRED = 6  # parts that are tried in pairs, those without which least is left
@@ -33,7 +33,7 @@ Judge = Callable[[Sequence[Parts]], Float[Tensor, "edit case"]]
 def marks_of(one: Measured, seed: int = 0) -> tuple[MarkLeft, ...]:
     """Replace what writes before the spike's writers at the place by its mean over ordinary positions, one part each.
 
-    If no part alone leaves at most three quarters of the spike, pairs are tried. Of an attention layer that marks the
+    If each part alone leaves a quarter of the spike or more, pairs are tried. Of an attention layer that marks the
     place, the fewest heads are named that as one set take away nine tenths of what all its heads take, beside random
     ones of the same layer.
 
@@ -43,9 +43,11 @@ def marks_of(one: Measured, seed: int = 0) -> tuple[MarkLeft, ...]:
     """
     texts, parts = SpikeTexts.of(one.survey, one.spike), before_writers(one)
     left = _left(texts, [(part,) for part in parts])
-    if not left or abs(next(iter(left.values()))) > REMAINS:
-        few = [part for (part,) in left][:PAIRED]
-        left = _left(texts, list(combinations(few, 2)))
+    least = min(map(abs, left.values()), default=1.0)
+    if least >= REMOVED:
+        of_pairs = _left(texts, list(combinations([part for (part,) in left][:PAIRED], 2)))
+        if least > REMAINS or min(map(abs, of_pairs.values()), default=1.0) < REMOVED:
+            left = of_pairs
     marks: list[MarkLeft] = []
     for members, share in list(left.items())[:MOST]:
         if abs(share) <= REMAINS:

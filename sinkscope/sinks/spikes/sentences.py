@@ -11,7 +11,8 @@ from sinkscope.sinks.thresholds import COUNTS, HALF, REMAINS, REMOVED, SAME_COUN
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
 RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio}."
-EMBEDDED = "Layer{layers}: the norm at {place} is {norm}, {ratio}; {share} of it comes with the embedding."
+STANDS = "Layer{layers}: the norm at {place} is {norm}, {ratio}."
+EMBEDDED = "{share} of it comes with the embedding."
 DIMS = "The spike lies along {dims}{where}."
 WITHOUT = "Without {parts}, {left}. Random {kind} instead: {chance}."
 ALONE = "Without {parts}, {left} of the spike remains and {heads} still {attend} there."
@@ -61,6 +62,9 @@ def spike_line(spike: SpikeResult, typical_norm: Sequence[float], where: str = "
         where: What the dimensions are of, in words; it is said once.
     """
     sentences = [raised(spike, typical_norm[spike.peak])]
+    embedding = embedded(spike)
+    if embedding >= COUNTS:
+        sentences.append(EMBEDDED.format(share=f"{embedding:.0%}"))
     against = [one for one in written_in_run(spike) if one[1] <= -COUNTS]
     sentences += with_shares(AGAINST, against, "write")
     if spike.dims:
@@ -98,12 +102,16 @@ def raised(spike: SpikeResult, typical: float) -> str:
         "norm": f"{spike.norm:,.0f}",
         "ratio": f"{times:,.{0 if times >= 10 else 1}f} times the typical one{beside}",
     }
-    embedding = sum(one.share for one in spike.writers if one.part == "embedding")
-    if not parts and embedding >= HALF:
-        return EMBEDDED.format(share=f"{embedding:.0%}", **words)
+    if not parts and embedded(spike) >= HALF:
+        return STANDS.format(**words)
     names = [f"{name} ({share:.0%})" for name, share in parts]
     shown = word_list(names, SHOWN) if names else "many parts"
     return RAISED.format(parts=shown, raise_=verb(names, "raise"), before=f"{spike.before:,.0f}", **words)
+
+
+def embedded(spike: SpikeResult) -> float:
+    """Return the share of a spike that comes with the embedding."""
+    return sum(one.share for one in spike.writers if one.part == "embedding")
 
 
 def written_in_run(spike: SpikeResult) -> list[tuple[str, float]]:
