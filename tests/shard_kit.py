@@ -1,13 +1,8 @@
-"""What works on a plain model, called on split models: `torchrun ... shard_kit.py OUT CALLS`.
-
-CALLS is JSON: of each folder, the names of calls. Before them, what a command prints and writes to `sinks.json` beside
-OUT, with the first folder.
-"""
+"""What works on a plain model, called on split models in one of several processes."""
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from functools import cache
 from pathlib import Path
@@ -84,23 +79,16 @@ def compared(folder: str, name: str, tokenizer: Any) -> list[str]:
     return [f"{rank}: {line}" for rank, lines in enumerate(everyone) for line in lines]
 
 
-def main(out: str, wanted: str) -> None:
+def run(folder: Path, wanted: dict[str, list[str]]) -> None:
+    """Write `report.json` of these calls of the models in these folders, and `sinks.json` of the first model."""
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
     survey.SURVEYED = 8
-    folders: dict[str, list[str]] = json.loads(wanted)
-    assert (
-        cli.main(["find-sinks", "--model", next(iter(folders)), "--json", str(Path(out).with_name("sinks.json"))]) == 0
-    )
+    assert cli.main(["find-sinks", "--model", next(iter(wanted)), "--json", str(folder / "sinks.json")]) == 0
     report: dict[str, dict[str, list[str]]] = {}
-    for folder, names in folders.items():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        report[Path(folder).name] = {name: compared(folder, name, tokenizer) for name in names}
+    for model, names in wanted.items():
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        report[Path(model).name] = {name: compared(model, name, tokenizer) for name in names}
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(report))
+        (folder / "report.json").write_text(json.dumps(report))
     dist.barrier()  # a process that leaves first may end the other's threads with an abort
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.loopserve.latency import SMALL
-from experiments.planted_lines import made
+from experiments.planted_lines import SMALL, made
 from experiments.record import Row, record
 from experiments.timing import clock
 from sinkscope.files.output import write_atomic

@@ -26,7 +26,7 @@ from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.decode import decoding, to_end
-from sinkscope.kv.pieces import generate_with_rewind
+from sinkscope.kv.rewind import generate_with_rewind
 from sinkscope.loops.dry import DRY
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard import LoopGuard

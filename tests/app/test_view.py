@@ -19,12 +19,11 @@ from starlette.testclient import TestClient
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.app.view import notebook, server
+from sinkscope.app.view import notebook, server, writing
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ViewedText
 from sinkscope.app.view.server import application
 from sinkscope.app.view.texts import ids_of
-from sinkscope.app.view.writing import writings
 from sinkscope.results.notation import neuron_name
 
 
@@ -80,8 +79,8 @@ def test_the_terminal_has_the_spikes_and_what_each_switch_changes(bundled):
     assert row == {
         "place": "the first token",
         "layers": "1-5",
-        "ratio": spike.ratio,
-        "readers": spike.heads,
+        "times_typical": spike.ratio,
+        "heads_that_attend": spike.heads,
         "needed": "L1.N338",
     }
     lines = view.text(brief=True).splitlines()
@@ -111,24 +110,25 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
 
 
-def test_the_model_writes_a_story_without_the_guard_and_with_it(bundled):
-    setup = bundled.sink.setup
-    plain, guarded = writings(setup)
-    prompt = ids_of(setup, plain.prompt)
+def test_the_model_writes_a_story_without_the_guard_and_with_it(bundled, monkeypatch):
+    plain, guarded = bundled.answer({"generation": True})["result"]["generation"]
+    prompt = ids_of(bundled.sink.setup, plain["prompt"])
     for one, guard in ((plain, False), (guarded, True)):
-        (answer,) = ss.generate(setup.target, [prompt], guard=guard, max_new_tokens=160)
-        assert "".join(one.pieces) == answer.text and one.summary == answer.summary
-    kept = guarded.pieces[0]
-    assert len(plain.pieces) == 1 and len(guarded.pieces) == 2 and plain.pieces[0].startswith(kept)
-    assert not plain.pieces[0][len(kept) :].startswith(guarded.pieces[1])
-    assert bundled.answer({"generation": True})["result"]["generation"][1]["pieces"] == list(guarded.pieces)
+        (answer,) = ss.generate(bundled.sink.setup.target, [prompt], guard=guard, max_new_tokens=writing.NEW_TOKENS)
+        assert "".join(one["pieces"]) == answer.text and one["summary"] == answer.summary
+    (text,), (kept, rest) = plain["pieces"], guarded["pieces"]
+    assert text.startswith(kept) and not text[len(kept) :].startswith(rest)
+    monkeypatch.setattr(writing, "NEW_TOKENS", 24)
     written = bundled.answer({"off": ["L1.N338"], "generation": True})["result"]["generation"][0]  # as it is edited
-    (answer,) = ss.generate(setup.target, [prompt], interventions=ss.Ablate(sites=["L1.N338"]), max_new_tokens=160)
-    assert "".join(written["pieces"]) == answer.text != plain.pieces[0]
+    (answer,) = ss.generate(
+        bundled.sink.setup.target, [prompt], interventions=ss.Ablate(sites=["L1.N338"]), max_new_tokens=24
+    )
+    assert "".join(written["pieces"]) == answer.text and not text.startswith(answer.text)
 
 
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed, refusal):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
+    monkeypatch.setattr(writing, "NEW_TOKENS", 4)
     text = tmp_path / "text.txt"
     text.write_text("a block is a piece of text")
     data = json.loads(typed(f"view --text {text} --html {tmp_path}/a.html --json -").out)

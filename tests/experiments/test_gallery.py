@@ -7,7 +7,7 @@ from functools import wraps
 from importlib import import_module
 
 import pytest
-from repository import FIGURES, ROOT, python, ran
+from repository import FIGURES, ROOT, ran
 
 from experiments.gallery import figure_of
 from experiments.script import run
@@ -50,12 +50,6 @@ def test_a_figure_has_the_present_form_and_its_command_is_taken(file):
         main = import_module(words[2]).main
         run(wraps(main)(lambda *args, **options: taken.append((args, options))), words[3:])
         assert len(taken) == 1
-
-
-def test_a_saved_result_is_drawn_by_a_program_that_imports_no_more_than_results():
-    script = "import sys, sinkscope.results.result as r; print(len(r.Result.load(sys.argv[1]).figure().data))"
-    sinks = next(file for file in FILES if file.stem == "find_sinks")
-    assert int(python(script, str(sinks)).stdout) == len(Result.load(sinks).figure().data) > 3
 
 
 @pytest.mark.slow

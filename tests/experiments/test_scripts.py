@@ -20,7 +20,7 @@ from repository import ROOT
 from experiments import drawn
 from experiments.bench_figures import BenchFigure
 from experiments.loopserve import runs
-from experiments.loopserve.dialogues import Panel, alone
+from experiments.loopserve.dialogues import Panel
 from experiments.make_shape import make_plan
 from experiments.script import run
 from sinkscope.bench.tasks.loops import DATA
@@ -50,7 +50,7 @@ class Case:
 
 def small(name: str, task: Recall, methods: dict[str, str]) -> Panel:
     """Dialogues of the recall model, as few and as short as they can be."""
-    return Panel(name, runs.Suite(name, task), "score", alone(methods), "position")
+    return Panel(name, runs.Suite(name, task), "score", methods)
 
 
 SHORT: dict[str, Any] = {"count": 1, "turns": 1, "total": 320, "least": 256, "hops": 1}
@@ -58,8 +58,11 @@ BESIDE = {"whole cache": "full", "LoopServe": "loopserve", "random part": "rando
 
 
 def right_arms(made: Any) -> bool:
-    """Both samples were asked of every head, and every stage took time."""
-    (prompt,) = made.values()
+    """Both samples were asked of every head, every stage took time, and so did a head along more and more bands."""
+    (prompt,) = [row for name, row in made.items() if name.startswith("prompt")]
+    head = made["head, 700"]
+    if not head["cells"][0] < max(head["cells"]) < 1 or min(head["times"]) <= 0:
+        return False
     held = prompt["heads"]
     times = [min(seconds) for seconds in prompt["stages"].values()]
     return len(held["drawn"]) == len(held["last"]) and min(times) > 0
@@ -71,9 +74,24 @@ def rate_of(made: Any, label: str) -> float:
     return row["score"]
 
 
-FILES = {  # prompts of LongEval's form
+def least_read(made: Any) -> bool:
+    """LoopServe computes a part of the prompt's cells, and its decoding half reads a part of the cache."""
+    return made["full"]["prompt"]["times"] == 1 > made["loopserve-p"]["cells"] and made["loopserve-d"]["read"] < 400
+
+
+def dearer_in_later_turns(made: Any) -> bool:
+    """A budget that covers everything costs nothing, and a random part costs most where most is evicted."""
+    every, random = (
+        made["loopserve-d:900:first=0"]["kl"],
+        made["experiments.loopserve.runs:RandomKeep:16:window=4"]["kl"],
+    )
+    return max(every) < 1e-6 and random[2] > random[0]
+
+
+FILES = {  # prompts of LongEval's form, and dialogues of MT-bench's
     "t.jsonl": json.dumps({"prompt": "We talked about rivers. Now the record ends. What was the first topic?"}),
-    "l.jsonl": json.dumps({"prompt": "line old-lamp: the number is 7\nNow the record is over. Tell me old-lamp."}),
+    "q.jsonl": json.dumps({"question_id": 1, "turns": ["Where do rivers begin?", "And where do they end? " * 9]}),
+    "a.jsonl": json.dumps({"question_id": 1, "choices": [{"turns": ["In the hills. " * 9, "In the sea. " * 9]}]}),
 }
 
 
@@ -153,26 +171,29 @@ CASES = {
         "loopserve_table1.json",
         {"FIGURES": {"table1": (small("kept", Recall(**SHORT), BESIDE),)}},
     ),
-    "loopserve.halves": Case(
-        "--length 48 --out {out}",
-        lambda made: made["heads"][0]["shared"] < made["mean"] < made["heads"][1]["shared"],
-        "loopserve_fig2a.json",
-    ),
     "loopserve.longeval": Case(
-        "--topics {out}/t.jsonl --lines {out}/l.jsonl --count 2 --length 96 --new 16 --out {out}",
-        lambda made: len(made["sources"]) == 3,
+        "bundled --topics {out}/t.jsonl --count 2 --length 96 --new 16 --out {out}",
+        lambda made: [set(each["positions"]) for each in made["sources"]] == [{"begin", "middle", "end"}] * 2,
         "loopserve_longeval.json",
+    ),
+    "loopserve.decoding,turns": Case(
+        "turns bundled --dialogue-files {out}/q.jsonl {out}/a.jsonl --pieces 0 --out {out}",
+        lambda made: dearer_in_later_turns(made["bundled, turns, 0"]),
+        "loopserve_dialogue.json",
+        {"BY_TURN": {"LoopServe, all": "loopserve-d:first=0:900", "random part": "random:window=4:16"}, "TURNS": 3},
+        quick=True,
+    ),
+    "loopserve.decoding,settings": Case(
+        "settings bundled --dialogue-files {out}/q.jsonl {out}/a.jsonl --pieces 0 --length 60 --out {out}",
+        lambda made: set(made) == {f"bundled, {kind}, 0" for kind in ("prose", "code", "tables", "dialogue")},
+        "loopserve_decoding.json",
+        {"PANELS": {"budget": {"random part": ("random:window=4:{}", (16,))}}},
     ),
     "loopserve.real": Case(
         "bundled --lengths 900 --kinds tables --alphas 0.3 1 --positions 20 --out {out}/x.json",
         lambda made: made["bundled, tables, 900, 1"]["0.3"]["kl"] > 0,
         "x.json",
         quick=True,
-    ),
-    "bench_loopserve": Case(
-        "--lengths 2100 --rounds 1 --parts model --out {out}/x.json",
-        lambda made: {row["model"] for row in made["model"]} == {"lines", "half", "flat"},
-        "x.json",
     ),
     "gallery": Case("--out {out}/x.md", lambda page: "## [find-sinks](measure/find-sinks.md)" in page, "x.md"),
     "make_shape": Case(
@@ -191,9 +212,10 @@ CASES = {
         "rotary.json",
     ),
     "loopserve.latency": Case(
-        "--contexts 192 --outputs 4 8 --names full loopserve --rounds 1 --budget 80 --shortest 0 --shape lines-128 "
-        "--out {out}",
-        lambda made: [row["arm"] for row in made["rows"]] == ["full", "loopserve"],
+        "bundled --contexts 900 --rounds 1 --budget 80 --out {out}",
+        lambda made: (
+            made["bundled, 900"]["full"]["prompt"]["times"] == 1 > made["bundled, 900"]["loopserve-p"]["cells"]
+        ),
         "loopserve_latency.json",
         quick=True,
     ),

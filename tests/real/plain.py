@@ -162,6 +162,25 @@ def zeroed(model: Any, sites: Iterable[Site]) -> Iterator[None]:
 
 
 @contextmanager
+def listing_1(model: Any, sites: Iterable[Site]) -> Iterator[None]:
+    """Let the linear factor of neurons hold its value at the second token from there on (Yona et al., Listing 1)."""
+
+    def holding(neuron: int) -> Callable[..., Any]:
+        def edit(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+            output = output.clone()
+            output[:, 1:, neuron] = output[:, 1:2, neuron]
+            return output
+
+        return edit
+
+    with ExitStack() as stack:
+        for layer, neuron in sites:
+            handle = layers(model)[layer].mlp.up_proj.register_forward_hook(holding(neuron))
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
 def mlp_replaced(model: Any, layer: int, mean: Tensor, position: int = 0) -> Iterator[None]:
     """Let the MLP of a layer (with the norm behind it) write `mean` at a position: [d_model]."""
     block = layers(model)[layer]
