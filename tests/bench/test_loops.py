@@ -43,12 +43,10 @@ def test_ends_that_are_loops():
 
 
 def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s():
-    step = first_alarm(LOOP, [0.5] * len(LOOP))
+    step = first_alarm(LOOP)
     assert 20 < step < 100
     assert scored(LOOP)["alarm"] == step
-    assert first_alarm(FRESH, [0.5] * len(FRESH)) is None
-    confident = [0.99] * len(LOOP)
-    assert first_alarm(LOOP, confident, "p1") is not None and first_alarm(LOOP, [0.5] * len(LOOP), "p1") is None
+    assert first_alarm(FRESH) is None
 
 
 def test_scores_count_interventions_and_the_first_alarm():

@@ -18,7 +18,7 @@ from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
-from sinkscope.loops.text.monitor import Monitor, MonitorSettings
+from sinkscope.loops.text.monitor import Monitor
 from sinkscope.loops.text.signals import (
     LOOP_TOKENS,
     MAX_NEW,
@@ -111,7 +111,7 @@ class Loops(Task):
         """
         tokens = answer.tokens
         steps = [event["step"] for event in answer.events if event["kind"] == "guard"]
-        alarm = first_alarm(tokens, answer.steps["top1"])
+        alarm = first_alarm(tokens)
         if steps:
             alarm = steps[0]
         interventions: float | None = None
@@ -137,18 +137,11 @@ def is_looping(tokens: Sequence[int]) -> bool:
     return ends_in_loop(tokens) or end_loop(tokens) is not None
 
 
-def first_alarm(tokens: Sequence[int], top1: Sequence[float], variant: str = "repeats") -> int | None:
-    """Return the step at which a monitor first fires on an output; None: it does not.
-
-    Args:
-        tokens: Tokens of the output.
-        top1: Probability of the model's top prediction for each token.
-        variant: Variant of the monitor, see `MonitorSettings.variant`; "repeats" is the default monitor.
-    """
-    monitor = Monitor(MonitorSettings.variant(variant))
-    following = [*top1[1:], 0.0]  # the monitor takes a token with the probabilities after it
-    for token, probability in zip(tokens, following, strict=True):
-        step = monitor.update(token, probability)
+def first_alarm(tokens: Sequence[int]) -> int | None:
+    """Return the step at which the default monitor first fires on an output; None: it does not."""
+    monitor = Monitor()
+    for token in tokens:
+        step = monitor.update(token)
         if step.trigger:
             return step.step
     return None
