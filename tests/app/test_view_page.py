@@ -94,9 +94,9 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     assert said in chrome.text("#spike-0 summary")
     chrome = opened()
     (neuron,), (alone,) = found.neurons, found.alone
-    writers = [f"{neuron.address}{neuron.share:.0%}; {alone.left:.0%} left; needed", "everything else0%"]
-    marks = [f"the attention of layer 0{found.marks[0].left:.0%} left; others: {found.marks[0].others:.0%}"]
-    marks.append(f"{found.marks[1].part}{found.marks[1].left:.0%} left")
+    writers = [f"{neuron.address}{neuron.share:.0%}; {alone.left:.0%} remains; needed", "everything else0%"]
+    marks = [f"the attention of layer 0{found.marks[0].left:.0%} remains; others: {found.marks[0].others:.0%}"]
+    marks.append(f"{found.marks[1].part}{found.marks[1].left:.0%} remains")
     assert chrome.texts("#spike-0 .parts li") == [*writers, *marks]
     assert view.circuit[0].sentence in chrome.texts("#spike-0 > p")
     model, ids = bundled.sink.setup.target.hf, measured.survey.ids[:4]

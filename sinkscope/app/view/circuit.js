@@ -38,9 +38,9 @@ class Circuit {
         element("span", { class: "soft" }, `${this.ratio(spike)}; ${heads}`)),
       element("p", { class: "soft" }, `The norm is ${shown(spike.norm)} after layer ${spike.peak}, from ${shown(spike.before)}${inDimensions(spike.dims)}. `,
         element("button", { type: "button", class: "tool", onclick: () => this.view.pickLayer(spike.peak) }, "Show it on the text")),
-      this.parts("What writes it: its share, and what is left of the spike without it alone", spike.writers),
+      this.parts("What writes it: its share, and what remains of the spike without it alone", spike.writers),
       this.parts("What takes it away again", spike.erasers),
-      this.parts("What marks the place, and what is left of the spike if that is replaced there", spike.marks),
+      this.parts("What marks the place, and what remains of the spike if that is replaced there", spike.marks),
       spike.sentence ? element("p", {}, spike.sentence) : null,
       spike.heads ? this.readers(spike, number) : null);
     return block;
@@ -59,7 +59,7 @@ class Circuit {
     const rows = parts.map((part) => {
       const words = [];
       if (part.share !== null) words.push(share(part.share));
-      if (part.left !== null) words.push(`${share(part.left)} left`);
+      if (part.left !== null) words.push(`${share(part.left)} remains`);
       if (part.others !== null) words.push(`others: ${percent(part.others)}`);
       if (part.needed) words.push("needed");
       const line = part.share === null ? Math.max(0, part.left ?? 0) : part.share;
@@ -170,7 +170,7 @@ function onTypicalText({ largest, median, positions }) {
     element("table", { class: "largest" }, element("tbody", {}, ...rows)));
 }
 
-/** What is left of each spike without it, alone and with what else is needed, beside random neurons. */
+/** What remains of each spike without it, alone and with what else is needed, beside random neurons. */
 function withoutNeuron(view, { name, spikes }) {
   const rows = [];
   for (const one of spikes) {
@@ -187,7 +187,7 @@ function withoutNeuron(view, { name, spikes }) {
   }
   const title = element("h3", {}, "What its removal does");
   if (!rows.length) return element("div", {}, title, element("p", { class: "soft" }, "It was not removed."));
-  const head = ["removed", "spike left", "heads", "perplexity"].map((words) => element("th", { scope: "col" }, words));
+  const head = ["removed", "spike remaining", "heads", "perplexity"].map((words) => element("th", { scope: "col" }, words));
   const lines = rows.map(([words, left]) => {
     if (!left) return element("tr", {}, element("th", { scope: "rowgroup", colspan: 4 }, words));
     const cells = [words, share(left.left), left.heads, left.perplexity === null ? "not measured" : `${left.perplexity.toFixed(2)} times`];
