@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kv_kit import close, decode, logits_of, prompts, shallow_of
-from organisms.kept_loops import KeptLoop, kept_loop, kept_loops
+from organisms.kept_loops import CASES, kept_loop
 from refusals import refused
 from transformers import DynamicCache
 
@@ -17,8 +17,6 @@ from sinkscope.kv.without import Without
 from sinkscope.loops.text.signals import Tail
 from sinkscope.loops.why import Case, why
 
-ORGANISMS = kept_loops()
-NAMES = [made.name for made in ORGANISMS]
 CYCLE = [5, 6, 7]
 BEFORE = [*range(100, 140)]
 """A text without a loop."""
@@ -26,10 +24,10 @@ LOOPED = Case(SimpleNamespace(edit=None, seed=0), [*BEFORE, *CYCLE * 9], 2, Tail
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", ORGANISMS, ids=NAMES)
-def test_every_planted_cause_is_reported(made: KeptLoop):
-    found = asked(made)
-    assert (verdict(found.kept_by), found.goes_on) == (verdict(made.causes), 1.0)
+@pytest.mark.parametrize(("causes", "seed"), CASES)
+def test_every_planted_cause_is_reported(causes: tuple[str, ...], seed: int):
+    found = asked(kept_loop(causes, seed))
+    assert (verdict(found.kept_by), found.goes_on) == (verdict(causes), 1.0)
 
 
 @pytest.fixture

@@ -150,9 +150,10 @@ def _matching(attention: torch.nn.Module, const: int, first: int, own: list[int]
     attention.o_proj.weight[flag, 0] = 1.0
 
 
+CASES = [*(((cause,), seed) for cause in (*CAUSES, "weights") for seed in (0, 1)), (CAUSES, 0)]
+"""Causes and seeds: single causes twice, and both, each of which is needed."""
+
+
 def kept_loops() -> list[KeptLoop]:
-    """All organisms: single causes with two seeds, and both, each of which is needed."""
-    made: list[KeptLoop] = []
-    for cause in (*CAUSES, "weights"):
-        made += [kept_loop((cause,), seed) for seed in (0, 1)]
-    return [*made, kept_loop(CAUSES)]
+    """All organisms."""
+    return [kept_loop(causes, seed) for causes, seed in CASES]
