@@ -29,9 +29,8 @@ from sinkscope.measure.rate import wilson
 from sinkscope.results.console import ProgressBar
 from sinkscope.results.style import COLOURS, figure_of
 
-NEEDLE = (
-    "full,streaming,h2o,snapkv,adakv,tova,a-shape,minference,loopserve,loopserve:paper,loopserve-d,loopserve-d:first=0"
-)
+NEEDLE = "full,streaming,h2o,snapkv,adakv,tova,a-shape,minference,loopserve,loopserve:alpha=0.75,loopserve:paper"
+NEEDLE += ",loopserve-d,loopserve-d:first=0"
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
 BY_PLACE = "full,streaming:96,snapkv:96,adakv:96,progressive:96,progressive-0:96"

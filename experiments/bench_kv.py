@@ -8,9 +8,9 @@ Sections, each in a process of its own, on one thread:
   divided by that of plain `generate`; plain over plain shows the noise. The model is a Llama with random weights that
   takes at least 20 ms per token, and, in microseconds per token, the bundled model, there also under evicting policies.
 - `decoding`: evicting policies while decoding at equal budget and interval, over the plain model, here and in kvpress
-  (`DecodingPress`). kvpress needs another release of transformers, so the same script runs there too (`--peer`; what
-  else that environment needs says `experiments.check_cache.presses`), both
-  compare with the plain model of their own environment, and only these ratios are compared.
+  (`DecodingPress`). kvpress needs another release of transformers, so the same script runs there too (`--peer`, after
+  `pip install kvpress==0.5.5 torch==2.13.0 jaxtyping lazy-loader pydantic rich click`), both compare with the plain
+  model of their own environment, and only these ratios are compared.
 - `prompts`: time and memory of reading a prompt under `H2O`, which needs every row of attention, beside the plain
   model, by the length of the prompt, on a small Llama with random weights (Linux alone).
 

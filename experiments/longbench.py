@@ -15,9 +15,6 @@ ANSWER_ALONE = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."
 )
 """The instruction of LongBench's prompts about several passages, to the character (config/dataset2prompt.json)."""
-PASSAGES_HEAD = f"{ANSWER_ALONE}\n\nThe following are given passages.\n"
-PASSAGES_TAIL = f"\n\n{ANSWER_ALONE}\n\nQuestion: {{}}\nAnswer:"
-"""Before and after the passages of hotpotqa, 2wikimqa and musique, likewise; the braces stand for the question."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """Makes the recall model, whose weights are written by hand and answer questions about facts of earlier turns.
 
     python -m experiments.make_recall [--out FOLDER] [--seed 0]
-    python -m experiments.recall_card [--out FOLDER]
 
-The second command measures the model and writes its card. `docs/recall_model.md` explains the circuit. The residual
-stream is divided into named groups of dimensions; each head of the circuit reads some and writes others. The attention
-of all other heads falls with distance, has a share on the first token, and a random part that depends on content; it
-affects only the logits of filler words. All matrices have noise.
+`docs/recall_model.md` explains the circuit. The residual stream is divided into named groups of dimensions; each head
+of the circuit reads some and writes others. The attention of all other heads falls with distance, has a share on the
+first token, and a random part that depends on content; it affects only the logits of filler words. All matrices have
+noise.
 """
 
 from __future__ import annotations
@@ -248,25 +247,49 @@ def _turn_head(a: Any) -> None:
 SLOW = [d for pair in range(HALF - 1, 0, -1) for d in (pair, pair + HALF)]  # slowest rotary dimensions first
 
 
-def _match(a: Any, terms: Sequence[tuple[Sequence[int], Sequence[int], float]]) -> None:
-    """Head 0: the score is the sum over terms of strength * (what the query has) * (what the key has)."""
+Terms = Sequence[tuple[Sequence[int], Sequence[tuple[int, float]]]]
+"""What a key has: residual dimensions; and what a query has: residual dimensions, each with a strength."""
+
+
+def write_head(a: Any, head: int, terms: Terms, sources: Sequence[int], targets: Sequence[int], first: int = 0) -> None:
+    """Make a head of a layer a planted one. A score is the sum over terms of what the key has times what the query has.
+
+    Args:
+        a: attention of the layer.
+        head: its number.
+        terms: heads with common keys need terms with the same keys, in the same order.
+        sources: dimensions that it reads.
+        targets: dimensions that it writes.
+        first: row of its values for the first of them.
+    """
     if len(terms) > 2 * (HALF - FAST):
         raise ValueError("more terms than slow rotary dimensions")
-    for dim, (queries, keys, strength) in zip(SLOW, terms, strict=False):
-        for x in queries:
-            a.q_proj.weight[dim, x] = SQ * strength / (CONST_SIZE if x == CONST else 1.0)
-        a.k_proj.weight[dim, list(keys)] = 1.0
+    first_query, first_key = head * HEAD_DIM, head // GROUP * HEAD_DIM
+    query = a.q_proj.weight[first_query : first_query + HEAD_DIM]
+    out = a.o_proj.weight[:, first_query : first_query + HEAD_DIM]
+    key, value = (part.weight[first_key : first_key + HEAD_DIM] for part in (a.k_proj, a.v_proj))
+    query.zero_()
+    out.zero_()
+    for dim, (keys, queries) in zip(SLOW, terms, strict=False):
+        key[dim] = 0.0
+        key[dim, list(keys)] = 1.0
+        for x, strength in queries:
+            query[dim, x] = SQ * strength
+    for row, (source, target) in enumerate(zip(sources, targets, strict=True), first):
+        value[row] = 0.0
+        value[row, source] = 1.0
+        out[target, row] = 1.0
 
 
 def _question_head(a: Any) -> None:
     """Layer 1, head 0: from the answer marker and the two tokens after it to the key asked about in this turn."""
-    turns = []
-    for t in DIM["turn"]:
-        turns.append(([t], [t], SAME_TURN))
-    _match(a, [([CONST], DIM["is_bos"], SINK), (DIM["answers"], DIM["asked_here"], QUESTION), *turns])
-    for row, (key, asked) in enumerate(zip(DIM["key"], DIM["asked"], strict=True)):
-        a.v_proj.weight[row, key] = 1.0
-        _write(a, 0, row, asked)
+    terms: list[Any] = [
+        (DIM["is_bos"], [(CONST, SINK / CONST_SIZE)]),
+        (DIM["asked_here"], [(one("answers"), QUESTION)]),
+    ]
+    for turn in DIM["turn"]:
+        terms.append(([turn], [(turn, SAME_TURN)]))
+    write_head(a, 0, terms, DIM["key"], DIM["asked"])
 
 
 def _recall_head(a: Any) -> None:
@@ -274,20 +297,18 @@ def _recall_head(a: Any) -> None:
 
     So what will be read next of the same fact is seen to matter before it is read; the next fact of a chain is not.
     """
-    slots = []
+    any_slot = [*DIM["slot_1"], *DIM["slot_2"], *DIM["slot_3"]]
+    terms: list[Any] = [
+        (DIM["is_bos"], [(CONST, SINK / CONST_SIZE)]),
+        (any_slot, [(CONST, ANY_SLOT / CONST_SIZE)]),
+    ]
     for i in (1, 2, 3):
-        slots.append((DIM[f"want_{i}"], DIM[f"slot_{i}"], SLOT_MATCH))
-    any_slot = ([CONST], [*DIM["slot_1"], *DIM["slot_2"], *DIM["slot_3"]], ANY_SLOT)
-    rows = zip(DIM["key"], DIM["prev_key"], DIM["third_key"], DIM["asked"], strict=True)
-    keys = []
-    for key, previous, third, asked in rows:
-        keys.append(([key, previous, asked], [previous, third], KEY_MATCH))
-    _match(a, [([CONST], DIM["is_bos"], SINK), any_slot, *slots, *keys])
+        terms.append((DIM[f"slot_{i}"], [(one(f"want_{i}"), SLOT_MATCH)]))
+    for key, previous, third, asked in zip(DIM["key"], DIM["prev_key"], DIM["third_key"], DIM["asked"], strict=True):
+        terms.append(([previous, third], [(x, KEY_MATCH) for x in (key, previous, asked)]))
     sources = [*DIM["key"], *DIM["value"], *DIM["is_end"]]
     targets = [*DIM["out_key"], *DIM["out_value"], *DIM["out_end"]]
-    for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        a.v_proj.weight[row, source] = 1.0
-        _write(a, 0, row, target)
+    write_head(a, 0, terms, sources, targets)
 
 
 def _ordinary_heads(attentions: Sequence[Any], theta: Tensor, generator: torch.Generator, strength: float) -> None:

@@ -23,7 +23,6 @@ So the right answer needs one row in the middle of the prompt to see two tokens 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from experiments.make_recall import CONST, CONST_SIZE, DIM, GROUP, HEAD_DIM, SLOW, SQ, one
+from experiments.make_recall import CONST, CONST_SIZE, DIM, Terms, one, write_head
 from experiments.record import Row
 from experiments.script import run
 
@@ -43,8 +42,6 @@ _LINKED, _OWN, _PLACE, _SINK, _LAST, _END = 40.0, 10.0, 8.0, 60.0, 32.0, 20.0
 # Layer 2: key and place together beat BOS; one of them alone does not, nor does anything where nothing is wanted.
 _KEY, _AT, _REST, _WANTED = 24.0, 20.0, 60.0, 26.0
 _SAID = 30.0  # logit of "."
-
-_Terms = Sequence[tuple[list[int], Sequence[tuple[int, float]]]]
 
 
 @torch.no_grad()
@@ -58,12 +55,12 @@ def plant_two_hops(hf: Any) -> None:
         for layer, block in enumerate(hf.model.layers[1:3], 1):
             if layer == 1:
                 rows = zip(DIM["prev_key"], DIM["key"], DIM["third_key"], strict=True)
-                terms: _Terms = [
+                terms: Terms = [
                     ([bos], [(CONST, _SINK / CONST_SIZE), (last, -_LAST), (end, -_END)]),
                     *((DIM[f"slot_{j + 1}"], [(CONST, _PLACE / CONST_SIZE * (i == j))]) for j in range(2)),
                     *(([stated], [(link, _LINKED), (own, _OWN)]) for stated, link, own in rows),
                 ]
-                _write_head(block.self_attn, 4 + i, terms, DIM["value"], place)
+                write_head(block.self_attn, 4 + i, terms, DIM["value"], place)
             else:
                 rows = zip(DIM["prev_key"], DIM["third_key"], DIM["asked"], strict=True)
                 terms = [
@@ -71,40 +68,9 @@ def plant_two_hops(hf: Any) -> None:
                     ([last], [(CONST, _AT / CONST_SIZE)]),
                     *(([*stated], [(asked, _KEY)]) for *stated, asked in rows),
                 ]
-                _write_head(block.self_attn, i, terms, place, DIM["out_value"], i * len(place))
+                write_head(block.self_attn, i, terms, place, DIM["out_value"], i * len(place))
     hf.lm_head.weight[:, DIM["out_key"]] = 0.0
     hf.lm_head.weight[hf.config.eos_token_id, DIM["want_3"]] = _SAID
-
-
-def _write_head(
-    a: Any, head: int, terms: _Terms, sources: Sequence[int], targets: Sequence[int], first: int = 0
-) -> None:
-    """Make a head of a layer a planted one. A score is the sum over terms of what the key has times what the query has.
-
-    Args:
-        a: attention of the layer.
-        head: its number.
-        terms: residual dimensions of the key, and those of the query with a strength each; heads with common keys need
-            terms with the same keys, in the same order.
-        sources: dimensions that it reads.
-        targets: dimensions that it writes.
-        first: row of its values for the first of them.
-    """
-    first_query, first_key = head * HEAD_DIM, head // GROUP * HEAD_DIM
-    query = a.q_proj.weight[first_query : first_query + HEAD_DIM]
-    out = a.o_proj.weight[:, first_query : first_query + HEAD_DIM]
-    key, value = (part.weight[first_key : first_key + HEAD_DIM] for part in (a.k_proj, a.v_proj))
-    query.zero_()
-    out.zero_()
-    for dim, (keys, queries) in zip(SLOW, terms, strict=False):
-        key[dim] = 0.0
-        key[dim, keys] = 1.0
-        for x, strength in queries:
-            query[dim, x] = SQ * strength
-    for row, (source, target) in enumerate(zip(sources, targets, strict=True), first):
-        value[row] = 0.0
-        value[row, source] = 1.0
-        out[target, row] = 1.0
 
 
 def changes() -> Row:

@@ -19,6 +19,7 @@ SHAPES = {  # hidden size, MLP, layers, query heads, kv heads
     "lines-128": (128, 256, 2, 4, 2),
     "lines-7b": (4096, 11008, 32, 32, 32),
 }
+SMALL = 3e-4  # of what layers write, beside what the lines are made of
 VOCAB, MARKED, THETA, WIDTH, FAST = 512, 8, 1e8, 64, 12
 
 

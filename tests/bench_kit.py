@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from organisms.tiny import tiny_model
 
 from sinkscope.bench.prompt import Prompt, Turn
-from sinkscope.bench.record import BenchRecord, open_run
+from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.task import PromptFile
-from sinkscope.bench.tasks.loops import Loops
 
 WORDS = "the cat is in a box and it is so that no one can see what we do now or then if you may be my own new".split()
 MODEL = {"name": "tiny", "family": "llama", "n_layers": 3, "d_model": 32, "d_mlp": 64, "fingerprint": "f00"}
@@ -77,16 +75,3 @@ def made_record(method: str = "full", prompt: str = "p0", **changes) -> BenchRec
         ended="cap",
     )
     return replace(record, **changes)
-
-
-def guarded_run(folder: Path) -> Path:
-    """A run of one prompt: without a guard, whose answer loops, and with one that acts."""
-    prompt = Loops().prompts(None)[0]
-    metrics = {"loop": 1.0, "loop_paper": 1.0, "ttr": 0.1, "cr": 0.1, "length": 40, "interventions": 1.0}
-    guard = {"step": 20, "position": 20, "kind": "guard", "data": {"generated": 20, "period": 4}}
-    made = {"tokens": (30, 31, 32, 33) * 10, "metrics": metrics, "settings": {"set": "dc"}}
-    with open_run(folder, {**SETTINGS, "max_new_tokens": 40}, [prompt]) as store:
-        for method, events in (("full", ()), ("loopguard:256", (guard,))):
-            steps = {"top1": (0.5,) * 40}
-            store.append([made_record(method, prompt.id, task="loops", steps=steps, events=events, **made)])
-    return folder

@@ -116,7 +116,7 @@ class Ragged(Drawn):
 class Stepped(Drawn):
     """Fewer tokens in each higher layer, and two more in each further kv head."""
 
-    def budgets(self, at: LayerMoment):
+    def layer_budget(self, at: LayerMoment):
         heads = torch.arange(at.kv.pos.shape[1])
         return at.rows.total[0] - 2 * at.layer + 2 * heads.expand(len(at.kv.pos), -1)
 

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable
 
-from experiments.loopguard.honest import honest_texts
+from repository import ROOT
 
 NOUNS = (
     "river stone lamp garden engine harbour letter window forest bridge market silver candle mirror winter ladder "
@@ -26,7 +26,15 @@ def prose(words: int, seed: int = 0) -> str:
     return " ".join(said[:words])
 
 
-HONEST = {text.id: text.prompt for text in honest_texts()}
+def _honest_texts() -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for line in (ROOT / "tests/fixtures/honest.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        texts[row["id"]] = row["prompt"]
+    return texts
+
+
+HONEST = _honest_texts()
 """Tables, data, code, refrains, lists and logs."""
 
 LOOPED = {  # what follows prose: name -> the piece that repeats, words of it before the split

@@ -2,7 +2,8 @@
 
     python -m tools.commands
 
-It imports every module, and writes commands, their options and kinds of results to `sinkscope/app/commands.json`.
+It imports every module, and writes commands, their options and kinds of results to `sinkscope/app/commands.json`, and a
+line for each measurement to `sinkscope/__init__.pyi`.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import json
 import sys
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, Literal, get_args, get_origin
 
 import sinkscope
 from sinkscope.app.command_run import CommandRun
-from sinkscope.files.catalog import FILE, Command
+from sinkscope.files.catalog import COMMANDS_FILE, Command
 from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain
 from sinkscope.results.options import TYPES, Option, Parameter
 
+STUB = Path(sinkscope.__path__[0]) / "__init__.pyi"
 GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
-"""Headings of the help, in their order."""
+"""Headings of the help, in their order; others come after them."""
 ORDER = (
     *("find-sinks", "circuit", "heads", "patch make", "patch eval", "precision", "reproduce"),
     *("repeat", "attack", "loops", "barcode", "why", "lines", "bench", "bench table", "check-cache"),
@@ -43,8 +46,14 @@ def written() -> str:
             command = getattr(value, "command", None)
             if isinstance(command, Command) and command.target == f"{module}:{name}":
                 rows.append({**vars(command), "outline": outline_data(CommandRun.of(command))})
-    rows.sort(key=lambda row: (GROUPS.index(row["group"]), [*ORDER, row["words"]].index(row["words"]), row["words"]))
+    rows.sort(key=_place)
     return json.dumps({"commands": rows, "kinds": dict(sorted(_kinds(Envelope)))}, indent=1) + "\n"
+
+
+def _place(row: dict[str, Any]) -> tuple[int, int, str]:
+    """The place of a command in the help."""
+    group, words = row["group"], row["words"]
+    return [*GROUPS, group].index(group), [*ORDER, words].index(words), words
 
 
 def outline_data(run: CommandRun) -> dict[str, Any]:
@@ -78,5 +87,19 @@ def _kinds(base: type[Envelope]) -> list[tuple[str, str]]:
     return kinds
 
 
+def stub(table: str) -> str:
+    """The public names for type checkers, with the measurements of a table of commands."""
+    head, *blocks = STUB.read_text(encoding="utf-8").split("\n\n")
+    lines = set(blocks[0].splitlines())
+    for row in json.loads(table)["commands"]:
+        if row["measures"]:
+            module, _, name = row["target"].removeprefix("sinkscope").partition(":")
+            lines.add(f"from {module} import {name} as {name}")
+    imports = sorted(lines, key=lambda line: line.split()[1:4])
+    return "\n\n".join([head, "\n".join(imports), *blocks[1:]])
+
+
 if __name__ == "__main__":
-    FILE.write_text(written(), encoding="utf-8")
+    table = written()
+    COMMANDS_FILE.write_text(table, encoding="utf-8")
+    STUB.write_text(stub(table), encoding="utf-8")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from experiments.bundled import corpus, entry, measure
+from experiments.bundled import corpus, measure
 from experiments.bundled.training import Settings, Trainer
 from experiments.record import Row
 from sinkscope.models.text import typical_text
@@ -54,7 +54,7 @@ def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarr
     return corpus.windows(ids, length=length, bos_id=tokenizer.bos_token_id)
 
 
-def measure_run(run: Path, *, loops: bool = True) -> Row:
+def measure_run(run: Path) -> Row:
     """All measurements of one finished run, in float32."""
     model = LlamaForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(run)
@@ -65,6 +65,7 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     bos = tokenizer.bos_token_id
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
+    heads = measure.sink_heads(model, texts)
     facts: Row = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "training": training_facts(run),
@@ -74,8 +75,8 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
             model, corpus.windows(valid, length=settings.context, bos_id=bos), (512, 1024, 2048, settings.context - 1)
         ),
         "norms": measure.norms_by_layer(model, texts),
-        "head_share": measure.head_share(model, texts, after=SINK_LAYER),
-        "heads_per_layer": _heads_per_layer(model, texts),
+        "head_share": float(heads[SINK_LAYER + 1 :].mean()),
+        "heads_per_layer": heads.sum(-1).tolist(),
         "sink_rate": {
             "eps": measure.EPS,
             "length": 64,
@@ -85,13 +86,7 @@ def measure_run(run: Path, *, loops: bool = True) -> Row:
     }
     if settings.planted:
         facts |= _planted_facts(run, settings, model, texts)
-    facts["conditions"] = entry.conditions(model, tokenizer, tokens["valid_stories"], loops=loops)
     return facts
-
-
-def _heads_per_layer(model: LlamaForCausalLM, texts: np.ndarray) -> list[int]:
-    mean = measure.first_token_attention(model, texts, skip_first=True).mean(0)
-    return (mean > measure.EPS).sum(-1).tolist()
 
 
 def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> Row:

@@ -1,4 +1,4 @@
-"""Measurements of a trained model: loss, norms, sink heads, generation. Everything in float32."""
+"""Measurements of a trained model: loss, norms, sink heads. Everything in float32."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from experiments.bundled.training import loss_on
-from experiments.record import Row
 from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.opening.live import target_of
 
@@ -62,39 +61,14 @@ def first_token_attention(
     return torch.cat(rows).numpy()
 
 
-def head_share(model: LlamaForCausalLM, ids: np.ndarray, *, after: int) -> float:
-    """Share of the heads after a layer whose mean first-token attention is above 0.3."""
-    mean = first_token_attention(model, ids, skip_first=True).mean(0)
-    return float((mean[after + 1 :] > EPS).mean())
+def sink_heads(model: LlamaForCausalLM, ids: np.ndarray) -> Bool[np.ndarray, "layer head"]:
+    """The heads whose mean first-token attention is above 0.3."""
+    return first_token_attention(model, ids, skip_first=True).mean(0) > EPS
 
 
 def sink_rate(model: LlamaForCausalLM, ids: np.ndarray) -> float:
     """Gu et al.: share of (layer, head) whose first-token attention, position 0 included, exceeds 0.3; text mean."""
     return float((first_token_attention(model, ids, skip_first=False) > EPS).mean())
-
-
-def generate(
-    model: LlamaForCausalLM, prompts: np.ndarray, count: int, eos_id: int, *, temperature: float = 0.0, seed: int = 0
-) -> list[list[int]]:
-    """Continue prompts of one length; a row ends before its EOS. Greedy unless there is a temperature."""
-    ids = torch.from_numpy(prompts)
-    options: Row = {"do_sample": False}
-    if temperature:
-        options = {"do_sample": True, "temperature": temperature, "top_k": 0}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            eos_token_id=eos_id,
-            pad_token_id=eos_id,
-            **options,
-        )
-    answers: list[list[int]] = []
-    for row in made[:, ids.shape[1] :].tolist():
-        answers.append(row[: row.index(eos_id)] if eos_id in row else row)
-    return answers
 
 
 @torch.no_grad()

@@ -1,16 +1,16 @@
 """Everything that is measured on a GPU, by one command that may be cut off at any time and given again.
 
-    python -m experiments.gpu.all --out DIR [--only NAME ...] [--total 9] [--stories FILE] [--dry]
+    python -m experiments.gpu.all --out DIR [--models FILE ...] [--only NAME ...] [--total 9] [--dry]
 
-Parts, in order of value: `users` (everything that users do, right or wrong), `overhead` (of a token), `loopserve`
-(turns), `adapters` (models of true widths), `exactness` (rounding, and the checks of caches), and
-`train_bundled` (the bundled model, with and without its circuit; only with `--stories`).
+Parts, in order of value: a checkpoint of 7B shape with a planted circuit (`shape`), the package's own commands on it
+(`find-sinks`, `circuit`, `patch`; DIR/shape/truth.json has the answer) and on the models that are given, of these also
+rounding and loops (`precision`, `loops`); `overhead` (of a token) and `adapters` (models of true widths).
 Each runs in a process of its own. A part that fails says why and the next begins. After `--total` minutes the part that
 runs is ended with everything that it started; what it had written stays, and the next call goes on from there.
 
-DIR gets NAME.json (of `train_bundled`, a folder) and NAME.log, and NAME.done for a part that is not done again. `--dry`
-runs all other parts with tiny shapes on a CPU, one after the other, in about two minutes. `bands`, which needs triton,
-is a command of its own, of about three minutes on a GPU: `python -m experiments.gpu.bands`.
+DIR gets what each part writes, NAME.log, and NAME.done for a part that is not done again. `--dry` runs the parts with
+tiny shapes on a CPU, one after the other, in about two minutes. `bands`, which needs triton, is a command of its own,
+of about three minutes on a GPU: `python -m experiments.gpu.bands`.
 
 What the machine needs: Python 3.11 or newer, torch >= 2.11, transformers >= 5.17 (with huggingface-hub below 2, as
 5.17 asks for), triton, accelerate, and of this package's other requirements those that are imported without
@@ -31,35 +31,43 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
 
 ROOT = Path(__file__).parents[2]
-TINY = "--device cpu --dtype float32"
-REHEARSALS = {  # part -> what makes it small
-    "users": "--shape tiny --rows 2 --prompt 112 --new 24 --short 24 --repeats 200 --steps 8 --budget 96",
-    "overhead": "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
-    "loopserve": "--shape lines-128 --contexts 128 192 --new 8 --rounds 1 --budget 80 --shortest 0",
-    "adapters": "--types gpt2 opt --layers 2",
-    "exactness": "--pieces 3 --length 24 --caches streaming_llm --checks the_first_tokens_survive",
+COMMANDS = {  # of the package, on every model
+    "find-sinks": "find-sinks {model} --json {out}/find-sinks-{name}.json",
+    "circuit": "circuit {model} --json {out}/circuit-{name}.json",
+    "patch": "patch make {model} --out {out}/patch-{name}.json",
 }
-TRAINING = "train_bundled"
-PARTS = (*REHEARSALS, TRAINING)
+OF_REAL = {  # on models that have an unembedding
+    "precision": "precision {model} --json {out}/precision-{name}.json",
+    "loops": "bench --model {model} --task loops --methods full,loopguard,loopguard:paper --batch-size 32 "
+    "--max-new-tokens 2500 --out {out}/loops-{name}",
+}
+REHEARSALS = {  # script -> what makes it small
+    "overhead": "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
+    "adapters": "--types gpt2 opt --layers 2",
+}
 
 
-def command_of(part: str, out: Path, dry: bool, stories: Path | None = None) -> list[str]:
-    """The command of a part."""
-    if part == TRAINING:
-        given = ["--out", str(out / part), "--stories", str(stories)]
-        return [sys.executable, "-m", f"experiments.gpu.{part}", *given]
-    words = [sys.executable, "-m", f"experiments.gpu.{part}", "--out", str(out / f"{part}.json")]
-    if part == "users":
-        words += ["--folder", str(out / "shapes")]
-    if dry:
-        words += f"{REHEARSALS[part]} {TINY}".split()
-    return words
+def parts_of(out: Path, models: Sequence[Path], dry: bool) -> dict[str, list[str]]:
+    """The command of each part, by its name."""
+    shape, dtype, device = ("tiny", "float32", "cpu") if dry else ("llama-2-7b", "bfloat16", "cuda")
+    planted = out / "shape"
+    make = ["experiments.make_shape", "--shape", shape, "--dtype", dtype, "--out", str(planted)]
+    where = ["--device", device, "--dtype", dtype]
+    parts = {"shape": make}
+    for model in (planted, *models):
+        commands = COMMANDS if model == planted else {**COMMANDS, **OF_REAL}
+        for name, words in commands.items():
+            filled = [word.format(model=model, name=model.stem, out=out) for word in words.split()]
+            parts[f"{name}-{model.stem}"] = ["sinkscope", *filled, *where]
+    for name, small in REHEARSALS.items():
+        rehearsed = small.split() if dry else []
+        parts[name] = [f"experiments.gpu.{name}", "--out", str(out / f"{name}.json"), *where, *rehearsed]
+    return {name: [sys.executable, "-m", *words] for name, words in parts.items()}
 
 
 def problem_of(command: Sequence[str], log: Path, seconds: float) -> str:
@@ -83,18 +91,18 @@ def problem_of(command: Sequence[str], log: Path, seconds: float) -> str:
 def main(
     *,
     out: Path,
-    only: Sequence[Literal[*PARTS]] = (),
+    models: Sequence[Path] = (),
+    only: Sequence[str] = (),
     total: float = 9.0,
-    stories: Path | None = None,
     dry: bool = False,
 ) -> None:
     """Make what the module describes.
 
     Args:
         out: Folder for results and logs.
+        models: Files or folders of real models.
         only: These parts alone.
         total: Limit of this call, in minutes. The next call goes on from there.
-        stories: File of stories, as `experiments.bundled.stories` writes them, to train the bundled model on.
         dry: Tiny shapes on a CPU, to see that everything runs.
     """
     if not dry:
@@ -106,13 +114,11 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * total
     problems: list[str] = []
-    parts = list(only or REHEARSALS)
-    if stories is not None and not only and not dry:
-        parts.append(TRAINING)
-    if TRAINING in parts and (stories is None or dry):
-        raise SinkscopeError(f"{TRAINING} needs --stories, and is not rehearsed: leave out --dry")
-    for part in parts:
-        command = command_of(part, out, dry, stories)
+    parts = parts_of(out, models, dry)
+    for part in only or parts:
+        if part not in parts:
+            raise SinkscopeError(f"--only {part!r}: expected one of {', '.join(parts)}")
+        command = parts[part]
         done = out / f"{part}.done"
         if done.is_file() and done.read_text() == " ".join(command):
             print(f"{part}: done before", flush=True)

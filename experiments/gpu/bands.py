@@ -1,18 +1,17 @@
-"""Columns and bands on a GPU: correctness, tilings, the choice, attention, layers, whole prompts, a profile.
+"""Columns and bands on a GPU: tilings, the choice, attention, layers, whole prompts.
 
     python -m experiments.gpu.bands [--out figures/gpu_bands.json] [--seconds 200] [--device cuda]
 
 Steps run in order of value, each is written as it ends, and none begins after `--seconds`; what is done is not done
 again. Times are medians of runs between two events on the device, after a warm-up; layers have `--heads` query heads of
-width 128 and as many or a quarter as many kv heads, in bfloat16, on random numbers.
+width 128 and as many or a quarter as many kv heads, in bfloat16, on random numbers. On a GPU,
+`tests/lines/test_loopserve_triton.py` checks that what is timed is right.
 
-- `correct`: attention and sums against masked dense attention in float64 on a small case of every kind.
 - `tiling`: attention on a tenth, three tenths and all of the cells with every tiling.
-- `choice`: the choice of columns and bands, launched step by step and as one graph; `launches` of both.
+- `choice`: the choice of columns and bands, launched step by step and as one graph.
 - `layer`: attention on given shares, the choice and both together, beside FlashAttention and cuDNN's attention.
 - `flex`: FlexAttention with a block mask of the same bands.
 - `prompt`: a whole prompt of a model of a 7B shape with random weights and planted lines, with `--layers` layers.
-- `profile`: names, counts and times of what one choice launches.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import NEAR, PER, Bands, BlockGrid, StoredRows, choose_bands
+from sinkscope.lines.bands import NEAR, PER, Bands, BlockGrid, choose_bands
 from sinkscope.lines.choice import sampled_rows, select_bands
 from sinkscope.lines.serve import LoopServe
 from sinkscope.results.console import note
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-LIMITS = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-4}
 
 
 def kernels() -> tuple[Any, Any]:
@@ -93,35 +91,6 @@ def dense(scores: Scores, value: Tensor, backend: SDPBackend) -> Tensor:
         return scaled_dot_product_attention(
             query, key, value[None], is_causal=True, enable_gqa=len(value) != scores.heads, scale=scores.scaling
         )
-
-
-@torch.no_grad()
-def correct(device: str, lengths: Sequence[tuple[int, int]]) -> Row:
-    """The largest relative error of each kind; an error is raised beyond what rounding explains."""
-    triton, sums = kernels()
-    found: Row = {}
-    for queries, keys in lengths:
-        for width, kv, name in ((64, 1, "float16"), (128, 2, "bfloat16"), (128, 4, "float32")):
-            scores, value = drawn(4, kv, queries, keys, width, DTYPES[name], device)
-            chosen = bands_of(4, queries, keys, 0.4, device)
-            chosen.bands[1] = True
-            seen = chosen.rows(torch.arange(keys - queries, keys, device=device))
-            key, values = (part.double().repeat_interleave(4 // kv, 0) for part in (scores.key, value))
-            weights = (scores.query.double() @ key.mT * scores.scaling).masked_fill(~seen, -torch.inf).softmax(-1)
-            wanted = weights @ values
-            made = triton.attention_on(scores, value, chosen).transpose(0, 1).double()
-            found[f"{queries}/{keys} {width} {name} attention"] = float((made - wanted).norm() / wanted.norm())
-            rows = sampled_rows(chosen.grid, 64, 0, 16)
-            if len(rows):
-                own, other = sums.ComputedRows(scores, rows), StoredRows(scores, rows)
-                for what, a, b in zip(("columns", "bands"), own.sums(chosen), other.sums(chosen), strict=True):
-                    found[f"{queries}/{keys} {width} {name} {what}"] = float((a - b).norm() / b.norm())
-                density = torch.rand(4, keys, device=device), torch.rand(4, chosen.grid.blocks, device=device)
-                least = torch.rand(4, 32, device=device).sort().values
-                a, b = own.held(*density, least), other.held(*density, least)
-                found[f"{queries}/{keys} {width} {name} held"] = float((a - b).norm() / b.norm())
-    bad = {what: error for what, error in found.items() if not error < LIMITS[what.split()[2]]}
-    return {"errors": found, "bad": bad}
 
 
 @torch.no_grad()
@@ -273,34 +242,6 @@ def prompt(target: Any, ids: Tensor, alpha: float, device: str, rounds: int) -> 
     return found | {"times_faster": dense_ms / ms}
 
 
-@torch.no_grad()
-def profile(device: str, heads: int, kv: int, n: int, dtype: str) -> Row:
-    """What one choice and one layer launch, by name."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiled
-
-    triton, _ = kernels()
-    scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
-    chosen = bands_of(heads, n, n, 0.2, device)
-    choose = chooser(scores, 0.95)
-    rows: Row = {"n": n}
-    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device != "cpu" else [])
-    for name, work in (("choice", choose), ("attention", lambda: triton.attention_on(scores, value, chosen))):
-        work()
-        with profiled(activities=kinds) as seen:
-            work()
-            if device != "cpu":
-                torch.cuda.synchronize()
-        found: Row = {}
-        for event in seen.key_averages():
-            spent = getattr(event, "self_device_time_total", 0) if device != "cpu" else event.self_cpu_time_total
-            if spent and (device == "cpu" or not event.key.startswith("aten::")):
-                found[event.key[:80]] = [event.count, round(spent / 1e3, 4)]
-        rows[name] = dict(sorted(found.items(), key=lambda item: -item[1][1])[:40])
-        rows[f"{name}_launches"] = sum(count for count, _ in found.values())
-    return rows
-
-
 def tilings() -> list[Row]:
     """Those that are tried, likely ones first."""
     made: list[Row] = []
@@ -331,7 +272,6 @@ def main(
     *,
     lengths: Sequence[int] = (16384, 65536, 32768, 8192, 131072),
     prompts: Sequence[int] = (16384, 32768, 8192, 65536),
-    small: Sequence[int] = (1, 1, 3, 3, 300, 300, 1000, 4099),
     heads: int = 32,
     layers: int = 4,
     shape: str = "lines-7b",
@@ -346,7 +286,6 @@ def main(
     Args:
         lengths: Of one layer; tilings are tried at the first.
         prompts: Of whole prompts.
-        small: Pairs of numbers of queries and keys of the correctness.
         layers: Of the whole prompts' model.
         seconds: No step begins after so many.
     """
@@ -360,10 +299,8 @@ def main(
         else:
             note(f"{name}: no time left")
 
-    pairs = list(zip(small[::2], small[1::2], strict=True))
     quarter = max(1, heads // 4)
     first = lengths[0]
-    do("correct", partial(correct, device, pairs))
     for tiling in tilings():
         name = "tiling " + " ".join(map(str, tiling.values()))
         for share in (0.1, 0.3, 1.0):
@@ -379,7 +316,6 @@ def main(
             for alpha in (0.75, 0.9):
                 do(f"prompt of {n}, alpha {alpha}", partial(prompt, target, ids[:, :n], alpha, device, 3))
         del target
-    do("profile", partial(profile, device, heads, quarter, first, dtype))
     for n in lengths:
         do(f"choice at {n}", partial(choice, device, heads, quarter, n, rounds, dtype))
         do(

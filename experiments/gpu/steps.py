@@ -12,9 +12,7 @@ from pathlib import Path
 
 import torch
 
-from experiments import make_shape
-from experiments.loopserve.latency import SMALL
-from experiments.planted_lines import made
+from experiments.planted_lines import SMALL, made
 from experiments.record import Row, record
 from experiments.timing import clock
 from sinkscope.files.output import write_atomic
@@ -87,19 +85,6 @@ class Steps:
         for name, row in self.rows.items():
             if "error" in row:
                 raise SystemExit(f"error: {name}: {row['error']}")
-
-
-def kept(shape: str, folder: Path, dtype: str) -> tuple[str, Row]:
-    """A checkpoint of this shape with a planted circuit, made where `folder` has none yet, and the answer."""
-    checkpoint = folder / f"{shape}-{dtype}"
-    if not (checkpoint / "truth.json").is_file():  # the file that is written last
-        make_shape.main(shape=shape, out=checkpoint, dtype=dtype)
-    return str(checkpoint), json.loads((checkpoint / "truth.json").read_text())
-
-
-def loaded(folder: str, device: str, dtype: str) -> Target:
-    """The checkpoint in memory; it has no unembedding, so nothing reaches its logits and the probe would refuse it."""
-    return target_of(load(folder, device=device, dtype=dtype, probe=False))
 
 
 def model_of(model: str | None, shape: str, device: str, dtype: str) -> Target:

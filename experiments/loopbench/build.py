@@ -1,17 +1,13 @@
-"""Prompts of LoopBench-DC, LoopBench-RI and 2WikiMultihopQA from LongBench's files, for `sinkscope bench`.
+"""Prompts of LoopBench-DC and LoopBench-RI from LongBench's files, for `sinkscope bench`.
 
     python -m experiments.loopbench.build dc multi_news.jsonl --model MODEL --out dc.jsonl
     python -m experiments.loopbench.build ri narrativeqa.jsonl --model MODEL --out ri.jsonl
-    python -m experiments.loopbench.build 2wiki 2wikimqa.jsonl --model MODEL --out 2wiki.jsonl
     sinkscope bench --task loops:source=dc.jsonl --model MODEL --methods full,streaming,h2o,loopguard:paper --out dc
-    sinkscope bench --task 2wiki.jsonl:new=32 --model MODEL --methods full,loopguard:paper --out 2wiki
 
 Xu et al. 2026 (section 4.1, appendix C) give sources, sizes and mean lengths: 300 prompts from MultiNews with 3,853
 tokens and 200 from NarrativeQA with 5,376. They state neither the truncation rule nor the tokenizer, and MultiNews has
 200 records in LongBench. Here a second pass in another order begins where the records run out, and the longest prompts
-are cut so that the mean is the paper's; the mean that is reached is printed. For 2wiki the prompt is
-LongBench's, the passages are cut in the middle, and --target-tokens is the maximum length; LongBench cuts the tokens of
-the whole prompt there.
+are cut so that the mean is the paper's; the mean that is reached is printed.
 """
 
 from __future__ import annotations
@@ -24,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.longbench import PASSAGES_HEAD, PASSAGES_TAIL, LongBenchRecord, read_longbench
+from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.record import Row, write_rows
 from experiments.script import run
 from experiments.tokenizer import open_tokenizer
 
-LONGBENCH = {"dc": "multi_news", "ri": "narrativeqa", "2wiki": "2wikimqa"}
+LONGBENCH = {"dc": "multi_news", "ri": "narrativeqa"}
 COUNTS = {"dc": 300, "ri": 200}
 TOKENS = {"dc": 3853, "ri": 5376}
 """The paper's numbers of prompts and mean lengths."""
@@ -177,8 +173,6 @@ def drafts_of(bench: str, records: Sequence[LongBenchRecord], count: int, seed: 
 def _draft(bench: str, record: LongBenchRecord, text: str, rng: random.Random) -> Draft:
     if bench == "dc":
         return Draft(record, dirty(text, rng), lambda context: f"{DC_HEAD}{context}{DC_TAIL}")
-    if bench == "2wiki":
-        return Draft(record, text, lambda passages: f"{PASSAGES_HEAD}{passages}{PASSAGES_TAIL.format(record.question)}")
     history = seed_history(text[:NAMES_FROM], rng)
     return Draft(record, text.strip(), lambda narrative: f"{RI_HEAD}{narrative}{RI_PROTOCOL}{history}")
 
@@ -189,31 +183,26 @@ def build(
     """Rows of the file of prompts; the same arguments give the same rows.
 
     Args:
-        bench: "dc", "ri" or "2wiki".
+        bench: "dc" or "ri".
         records: Records of LongBench.
         tokenizer: Measures lengths with its default encoding.
-        count: Number of prompts; by default the paper's, for "2wiki" one per record.
-        target: Mean length to reach by cutting the longest prompts, by default the paper's; for "2wiki" the maximum.
+        count: Number of prompts; by default the paper's.
+        target: Mean length to reach by cutting the longest prompts, by default the paper's.
         seed: Seed of the order, the repeated spans and the seed history.
     """
 
     def length(text: str) -> int:
         return len(tokenizer(text, verbose=False)["input_ids"])
 
-    drafts = drafts_of(bench, records, count or COUNTS.get(bench, len(records)), seed)
+    drafts = drafts_of(bench, records, count or COUNTS[bench], seed)
     lengths = []
     for each in drafts:
         lengths.append(length(each.form(each.body)))
-    target = target or TOKENS.get(bench)
-    longest = max(lengths)
-    if target is not None:
-        longest = min(longest, target if bench == "2wiki" else longest_for_mean(lengths, target))
+    longest = longest_for_mean(lengths, target or TOKENS[bench])
     rows: list[Row] = []
     for number, draft in enumerate(drafts):
         row: Row = {"id": f"{bench}-{number:04d}", "set": bench, "source_id": draft.record.id}
-        if bench == "2wiki":
-            row |= {"answers": list(draft.record.answers), "metric": "f1"}
-        rows.append({**row, "prompt": cut(draft, longest, length, middle=bench == "2wiki")})
+        rows.append({**row, "prompt": cut(draft, longest, length)})
     return rows
 
 
@@ -228,28 +217,24 @@ def longest_for_mean(lengths: Sequence[int], target: int) -> int:
     return items[-1]
 
 
-def cut(draft: Draft, longest: int, length: Callable[[str], int], *, middle: bool) -> str:
-    """The prompt with as much of the record as fits, cut between words at the end or in the middle."""
+def cut(draft: Draft, longest: int, length: Callable[[str], int]) -> str:
+    """The prompt with as much of the record as fits, cut between words."""
     if length(draft.form(draft.body)) <= longest:
         return draft.form(draft.body)
     low = 0
     high = len(draft.body)
     while high - low > 1:
         at = (low + high) // 2
-        if length(draft.form(_part(draft.body, at, middle))) <= longest:
+        if length(draft.form(_part(draft.body, at))) <= longest:
             low = at
         else:
             high = at
-    return draft.form(_part(draft.body, low, middle))
+    return draft.form(_part(draft.body, low))
 
 
-def _part(body: str, size: int, middle: bool) -> str:
-    """About `size` characters from the front, or half from each end; whole words if there are spaces."""
-    if not middle:
-        return body[:size].rpartition(" ")[0] or body[:size]
-    head = body[: size // 2]
-    tail = body[len(body) - (size - size // 2) :]
-    return f"{head.rpartition(' ')[0] or head} {tail.partition(' ')[2] or tail}"
+def _part(body: str, size: int) -> str:
+    """About `size` characters from the front; whole words if there are spaces."""
+    return body[:size].rpartition(" ")[0] or body[:size]
 
 
 def main(
@@ -277,7 +262,7 @@ def main(
         lengths.append(len(tokenizer(row["prompt"], verbose=False)["input_ids"]))
     counted_by = model or "the model in the package"
     print(f"{len(rows)} prompts, mean {sum(lengths) / len(lengths):,.0f} tokens of {counted_by}")
-    print(f"the paper: {COUNTS.get(bench, '-')} prompts, mean {TOKENS.get(bench, '-')} tokens")
+    print(f"the paper: {COUNTS[bench]} prompts, mean {TOKENS[bench]} tokens")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def outputs_of(work: Path, model: str) -> dict[str, dict[int, Row]]:
     return dict(outputs)
 
 
-def places_of(guarded: dict[int, Row]) -> dict[int, int]:
+def hook_points_of(guarded: dict[int, Row]) -> dict[int, int]:
     """Where the guard's text goes on after its first act, for the openings on which it acted."""
     places: dict[int, int] = {}
     for number, row in guarded.items():
@@ -115,7 +115,7 @@ def main(work: Path, *, real: Path, out: Path = Path("figures/loopguard_reading.
     result: Row = {}
     for name, other in ((first.stem, second.stem), (second.stem, first.stem)):
         outputs = outputs_of(work, name)
-        places = places_of(outputs[GUARD])
+        places = hook_points_of(outputs[GUARD])
         begin = int(median(places.values()))
         healthy: list[tuple[Row, int]] = []
         for number, row in outputs[FULL].items():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, NoRepeatNGramLogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 
 from experiments.loopguard.real_openings import openings_of
@@ -26,7 +26,7 @@ from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.decode import decoding, to_end
-from sinkscope.kv.pieces import generate_with_rewind
+from sinkscope.kv.rewind import generate_with_rewind
 from sinkscope.loops.dry import DRY
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard import LoopGuard
@@ -46,22 +46,6 @@ class CutAll(LoopGuard):
     def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
         """Everything."""
         return begin, length
-
-
-class KeepFirstCopy(LoopGuard):
-    """A guard that keeps the first copy in its place, and the last `local` tokens."""
-
-    def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
-        """What follows the first copy."""
-        return begin + (period or 0), max(begin + (period or 0), length - self.local)
-
-
-class KeepLastCopy(LoopGuard):
-    """A guard that keeps the last whole copy."""
-
-    def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
-        """What comes before the last copy."""
-        return begin, max(begin, length - (period or 0))
 
 
 @dataclass(frozen=True)
@@ -87,11 +71,6 @@ def printed(**settings: Any) -> Arm:
     return Arm(lambda: LoopGuard.paper(BUDGET, **settings))
 
 
-def dry(tokenizer: Any, pad: int) -> list[LogitsProcessor]:
-    """DRY with its usual numbers and no breakers."""
-    return [DRY(ignore=[pad])]
-
-
 def dry_with_breakers(tokenizer: Any, pad: int) -> list[LogitsProcessor]:
     """DRY with its usual numbers and breakers."""
     return [DRY(breakers=("\n", ":", '"', "*"), tokenizer=tokenizer, ignore=[pad])]
@@ -100,26 +79,18 @@ def dry_with_breakers(tokenizer: Any, pad: int) -> list[LogitsProcessor]:
 FULL = "full"
 ARMS: dict[str, Arm] = {
     FULL: Arm(),
-    **{f"cut all, penalty {p}": plain(CutAll, penalty=float(p), local=0) for p in (0, 2)},
-    **{f"cut {k}, penalty {p}": plain(penalty=float(p), local=k) for p in (0, 2) for k in (0, 1, 2, 4, 8, 16)},
-    **{f"keep last copy, penalty {p}": plain(KeepLastCopy, penalty=float(p)) for p in (0, 2)},
-    **{f"keep first copy, penalty {p}": plain(KeepFirstCopy, penalty=float(p)) for p in (0, 2)},
-    "cut 4, penalty 4": plain(penalty=4.0),
+    "cut all, penalty 2": plain(CutAll, penalty=2.0, local=0),
+    **{f"cut {k}, penalty 2": plain(penalty=2.0, local=k) for k in (0, 4, 16)},
+    "cut 4, penalty 0": plain(penalty=0.0),
     "rewind": Arm(LoopGuard),
     "rewind, temperature 0": Arm(lambda: LoopGuard(temperature=0.0)),
     "rewind, penalty 0": Arm(lambda: LoopGuard(penalty=0.0)),
     "as printed": printed(),
     "as printed, local 4": printed(local=4),
-    "as printed, local 16": printed(local=16),
     "as printed, p1 alone": printed(variant="p1"),
     "as printed, always on": printed(variant="always"),
-    "as printed, exact copies alarm": printed(variant="repeats"),
-    "as printed, exact copies alarm, local 4": printed(variant="repeats", local=4),
-    "DRY": Arm(None, dry),
     "DRY, breakers": Arm(None, dry_with_breakers),
-    "rewind and DRY": Arm(lambda: LoopGuard(penalty=0.5), dry),
     "repetition penalty 1.1": Arm(None, lambda tokenizer, pad: [Penalty(1.1)]),
-    "no repeated 6-gram": Arm(None, lambda tokenizer, pad: [NoRepeatNGramLogitsProcessor(6)]),
 }
 
 

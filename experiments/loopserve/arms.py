@@ -29,10 +29,11 @@ from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BlockGrid, StoredRows, choose_bands
+from sinkscope.lines.bands import NEAR, Bands, BlockGrid, StoredRows, choose_bands
 from sinkscope.lines.choice import sampled_rows
 from sinkscope.lines.sample import draw_of, held_out
 from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.serve.serve import DENSE_ABOVE
 from sinkscope.lines.sparse import band_attention
 from sinkscope.lines.sums import recovered, scores_of
 from sinkscope.models.target import Target
@@ -41,6 +42,8 @@ from sinkscope.opening.load import load
 
 LAST = 16  # dense rows
 EVERY = 3
+ROUNDS = 3
+PARTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)  # of the bands of a head
 HEAD = ("tokens", "text", "cells", "dense", "sample", "search", "attention", "layer over dense", "prompt over dense")
 
 
@@ -61,7 +64,7 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
         dense = partial(torch.nn.functional.scaled_dot_product_attention, query, key, key)
         timed("dense", partial(dense, is_causal=True, enable_gqa=True))
         own = timed("rows", partial(StoredRows, scores, rows))
-        chosen = timed("search", partial(choose_bands, own, LoopServe.alpha, 4, LoopServe.dense_above, LAST))
+        chosen = timed("search", partial(choose_bands, own, LoopServe.alpha, 4, DENSE_ABOVE["cpu"], LAST))
         timed("attention", partial(band_attention, scores, scores.key, chosen))
         cells.append(float(chosen.attended().mean()))
 
@@ -85,6 +88,29 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
     return {"heads": held, "mean": means, "stages": spent, "cells": cells, "prompt": seconds - sum(beside)}
 
 
+def head(length: int) -> Row:
+    """Seconds of a head of 64 numbers along drawn bands over those of a dense head, and the shares of the cells."""
+    draw = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, length, 64, generator=draw).unbind()
+    scores, grid = Scores(query, key, 0.125), BlockGrid(length, length)
+    none = torch.zeros(1, length, dtype=torch.bool)
+
+    def spent(bands: Tensor) -> tuple[float, float]:
+        chosen = Bands(none, bands, grid, LAST)
+        seconds = [seconds_of(partial(band_attention, scores, key, chosen))[0] for _ in range(ROUNDS)]
+        return float(chosen.attended()), median(seconds)
+
+    dense = spent(torch.ones(1, grid.blocks, dtype=torch.bool))[1]
+    cells, times = list[float](), list[float]()
+    for part in PARTS:
+        bands = torch.rand(1, grid.blocks, generator=draw) < part
+        bands[:, :NEAR] = True
+        share, seconds = spent(bands)
+        cells.append(share)
+        times.append(seconds / dense)
+    return {"cells": cells, "times": times}
+
+
 def over_dense(row: Row) -> tuple[float, float]:
     """Times of a layer (median over layers) and of a whole prompt under LoopServe, over those with dense attention."""
     ratios, more = list[float](), 0.0
@@ -94,15 +120,25 @@ def over_dense(row: Row) -> tuple[float, float]:
     return median(ratios), 1 + EVERY * more / row["prompt"]
 
 
-def stages_table(rows: Row) -> str:
-    """Milliseconds of a layer, medians over layers, and what they come to in a whole prompt."""
+def prompts(rows: Row) -> Row:
+    """The steps that read prompts."""
+    return {name: row for name, row in rows.items() if name.startswith("prompt")}
+
+
+def tables(rows: Row) -> str:
+    """Milliseconds of a layer and what they come to in a prompt; and times of a head, in brackets its cells."""
     lines: list[list[str]] = []
-    for name, row in rows.items():
+    for name, row in prompts(rows).items():
         _, kind, length = name.split(", ")
         times = [f"{1e3 * median(seconds):.0f}" for seconds in row["stages"].values()]
         ratios = [f"{ratio:.2f}" for ratio in over_dense(row)]
         lines.append([length, kind, f"{fmean(row['cells']):.0%}", *times, *ratios])
-    return markdown(HEAD, lines)
+    heads: list[list[str]] = []
+    for name, row in rows.items():
+        if name.startswith("head"):
+            pairs = zip(row["times"], row["cells"], strict=True)
+            heads.append([name.rpartition(", ")[2], *(f"{time:.2f} ({share:.0%})" for time, share in pairs)])
+    return f"{markdown(HEAD, lines)}\n\n{markdown(('tokens', *(f'{part:.0%} of bands' for part in PARTS)), heads)}"
 
 
 def main(
@@ -128,11 +164,13 @@ def main(
     torch.set_num_threads(1)
     steps = Steps("loopserve-arms", out, {"alpha": alpha}, "cpu", "float32")
     target = target_of(load(model))
+    for length in (*lengths, 2 * max(lengths)):
+        steps.do(f"head, {length}", partial(head, length))
     for length, kind in product(lengths, kinds):
         ids = piece(target, TEXTS[kind](dialogue_files), length, 1)
         steps.do(f"prompt, {kind}, {length}", partial(prompt, target, ids, alpha))
     if page is not None:
-        put_table(page, "loopserve.arms", stages_table(steps.rows))
+        put_table(page, "loopserve.arms", tables(steps.rows))
     steps.end()
 
 

@@ -1,17 +1,16 @@
-"""Dialogues of LoopServe's Algorithms 1 to 3 (appendix A.4.4) from LongBench's files, as printed and as repaired.
+"""Dialogues of LoopServe's Algorithms 1 to 3 (appendix A.4.4) from LongBench's files, repaired.
 
-    python -m experiments.loopserve.build qasper qasper.jsonl --out qasper-set.jsonl [--form faithful] [--turns 3]
+    python -m experiments.loopserve.build qasper qasper.jsonl --out qasper-set.jsonl [--turns 3]
     sinkscope bench --task qasper-set.jsonl:chat=true:new=128 --model MODEL --methods full,snapkv:1024 --out runs
 
 Each dialogue is written three times, with the question at the beginning, in the middle and at the end of each turn
-("part"). The printed algorithms leave these points open:
+("part"). What differs from the printed algorithms:
 
 - Algorithm 1 (questions): the turns that a question depends on may leave out the current one, so that the answer is
-  nowhere. Repaired, the current context is always there.
+  nowhere. Here the current context is always there.
 - Algorithm 2 (summaries): each turn becomes a separate item, and a document may continue after its summary was asked
-  for. Repaired, the turns form one dialogue, and a document ends by the turn that asks for its summary.
-- Algorithm 3 (few-shot): every turn asks the same question. Repaired, each turn but the last asks about a held-out
-  example.
+  for. Here the turns form one dialogue, and a document ends by the turn that asks for its summary.
+- Algorithm 3 (few-shot): every turn asks the same question. Here each turn but the last asks about a held-out example.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.errors import SinkscopeError
 
-Form = Literal["faithful", "repaired"]
 PAPER_WORDS_PER_TURN, PAPER_TURNS = 9321.49, 2.61
 """Row of Table 4 for all sets together."""
 
@@ -84,20 +82,15 @@ class BuiltTurn:
     Attributes:
         prompts: The text by position of the question.
         answers: Correct answers.
-        depends: Turns whose context was put into this turn.
-        answerable: Whether this turn or an earlier one contains everything that the answer needs.
     """
 
     prompts: dict[str, str]
     answers: tuple[str, ...]
-    depends: tuple[int, ...]
-    answerable: bool = True
 
 
 def build(
     name: str,
     records: Sequence[LongBenchRecord],
-    form: Form = "repaired",
     *,
     turns: int | None = None,
     count: int | None = None,
@@ -108,7 +101,6 @@ def build(
     Args:
         name: A name in `SETS`.
         records: Its records.
-        form: "faithful" follows the paper as printed; "repaired" corrects it.
         turns: Turns per dialogue; None uses the paper's number.
         count: Number of dialogues; None uses the paper's number. Few-shot sets have at most one per record.
         seed: Seed of every random choice.
@@ -119,21 +111,20 @@ def build(
     known = SETS[name]
     turns = turns or known.turns
     count = count or known.dialogues
-    rng = random.Random(f"{name} {form} {seed}")
-    repaired = form == "repaired"
+    rng = random.Random(f"{name} repaired {seed}")
     dialogues: list[tuple[BuiltTurn, ...]] = []
     if known.family == "few-shot":
         for record in records:
-            dialogue = few_shot(record, turns, repaired, rng)
+            dialogue = few_shot(record, turns, rng)
             if dialogue and len(dialogues) < count:
                 dialogues.append(dialogue)
     elif len(records) < 2 * turns:
         raise SinkscopeError(f"{len(records)} records: {turns} turns need {2 * turns}; give the whole file")
     while known.family != "few-shot" and len(dialogues) < count:
         if known.family == "qa":
-            dialogues.append(question_answering(records, turns, repaired, rng))
+            dialogues.append(question_answering(records, turns, rng))
         else:
-            dialogues += summaries(records, turns, repaired, rng)
+            dialogues.append(summaries(records, turns, rng))
     if not dialogues:
         raise SinkscopeError(f"no record of {name} has the {2 * turns} examples that {turns} turns need")
     return dialogues[:count]
@@ -164,86 +155,50 @@ def variants(question: str, halves: tuple[str, str], whole: str, glue: str, befo
     return prompts
 
 
-def question_answering(
-    records: Sequence[LongBenchRecord], turns: int, repaired: bool, rng: random.Random
-) -> tuple[BuiltTurn, ...]:
+def question_answering(records: Sequence[LongBenchRecord], turns: int, rng: random.Random) -> tuple[BuiltTurn, ...]:
     """Algorithm 1."""
     chosen = rng.sample(range(len(records)), turns)
-    rest = []
-    for one in range(len(records)):
-        if one not in set(chosen):
-            rest.append(one)
+    rest = [one for one in range(len(records)) if one not in set(chosen)]
     irrelevant = [rng.sample(rest, turns), rng.sample(rest, turns)]
-    shown: set[str] = set()
     dialogue: list[BuiltTurn] = []
     for turn, index in enumerate(chosen):
-        if repaired:
-            depends = [*rng.sample(range(turn), rng.randint(0, turn)), turn]
-        else:
-            depends = rng.sample(range(turn + 1), rng.randint(1, turn + 1))
-        contexts = []
-        for each in depends:
-            contexts.append(records[chosen[each]].context)
-        for drawn in irrelevant:
-            contexts.append(records[drawn[turn]].context)
-        shown.update(contexts)
+        depends = [*rng.sample(range(turn), rng.randint(0, turn)), turn]
+        shown = [chosen[each] for each in depends] + [drawn[turn] for drawn in irrelevant]
+        whole = "\n\n".join(records[each].context for each in shown)
         record = records[index]
-        whole = "\n\n".join(contexts)
         prompts = variants(f"Question: {record.question}", split_at_middle(whole), whole, "\n\n", ANSWER_ALONE)
-        dialogue.append(BuiltTurn(prompts, record.answers or ("",), tuple(sorted(depends)), record.context in shown))
+        dialogue.append(BuiltTurn(prompts, record.answers or ("",)))
     return tuple(dialogue)
 
 
-def summaries(
-    records: Sequence[LongBenchRecord], turns: int, repaired: bool, rng: random.Random
-) -> list[tuple[BuiltTurn, ...]]:
-    """Algorithm 2; as printed, each turn is an item of its own."""
+def summaries(records: Sequence[LongBenchRecord], turns: int, rng: random.Random) -> tuple[BuiltTurn, ...]:
+    """Algorithm 2."""
     chosen = rng.sample(range(len(records)), turns)
-    others: Sequence[int] = range(len(records))
-    if repaired:
-        others = [index for index in others if index not in set(chosen)]
-    irrelevant = rng.sample(others, turns)
+    irrelevant = rng.sample([index for index in range(len(records)) if index not in set(chosen)], turns)
     documents = [[line for line in records[index].context.split("\n") if line.strip()] for index in chosen]
     turns_of_parts: list[list[int]] = []
     for number, parts in enumerate(documents):
-        if repaired:
-            last = number
-        else:
-            last = turns - 1
-        items = []
-        for _ in parts:
-            items.append(rng.randint(0, last))
-        assigned = sorted(items)
-        if repaired:
-            assigned[-1] = number
-        turns_of_parts.append(assigned)
+        assigned = sorted(rng.randint(0, number) for _ in parts)
+        turns_of_parts.append([*assigned[:-1], number])
     dialogue: list[BuiltTurn] = []
     for turn, index in enumerate(chosen):
         shown: list[str] = []
         for parts, assigned in zip(documents, turns_of_parts, strict=True):
-            for part, when in zip(parts, assigned, strict=True):
-                if when == turn or (when < turn and not repaired):
-                    shown.append(part)
+            shown += [part for part, when in zip(parts, assigned, strict=True) if when == turn]
         record = records[index]
         question = "Summarize: " + (record.question or " ".join(record.context.split()[:_TITLE_WORDS]))
         whole = "\n".join([*shown, records[irrelevant[turn]].context])
         prompts = variants(question, split_at_middle(whole), whole, "\n\n")
-        complete = turns_of_parts[turn][-1] <= turn or irrelevant[turn] == index
-        depends = tuple(sorted({when for when in turns_of_parts[turn] if when <= turn}))
-        dialogue.append(BuiltTurn(prompts, record.answers or ("",), depends, complete))
-    if repaired:
-        return [tuple(dialogue)]
-    return [(BuiltTurn(turn.prompts, turn.answers, (0,), turn.answerable),) for turn in dialogue]
+        dialogue.append(BuiltTurn(prompts, record.answers or ("",)))
+    return tuple(dialogue)
 
 
-def few_shot(record: LongBenchRecord, turns: int, repaired: bool, rng: random.Random) -> tuple[BuiltTurn, ...]:
+def few_shot(record: LongBenchRecord, turns: int, rng: random.Random) -> tuple[BuiltTurn, ...]:
     """Algorithm 3; empty if the record has too few examples."""
     examples = examples_of(record.context)
     if len(examples) < 2 * turns:
         return ()
-    held_out: list[str] = []
-    for _ in range(turns - 1 if repaired else 0):
-        held_out.append(examples.pop(rng.randrange(len(examples))))
+    held_out = [examples.pop(rng.randrange(len(examples))) for _ in range(turns - 1)]
     dialogue: list[BuiltTurn] = []
     for turn in range(turns):
         own = examples[turn * len(examples) // turns : (turn + 1) * len(examples) // turns]
@@ -253,20 +208,13 @@ def few_shot(record: LongBenchRecord, turns: int, repaired: bool, rng: random.Ra
             question, answers = asked_about(held_out[turn])
         halves = "\n".join(own[: len(own) // 2]), "\n".join(own[len(own) // 2 :])
         prompts = variants(question, halves, "\n".join(own), "\n", HISTORY if turn else "")
-        dialogue.append(BuiltTurn(prompts, answers, tuple(range(turn + 1))))
+        dialogue.append(BuiltTurn(prompts, answers))
     return tuple(dialogue)
 
 
 def examples_of(context: str) -> list[str]:
     """The examples in a record of TREC (`Question: ... Type: ...`) or SAMSum (`Dialogue: ... Summary: ...`)."""
-    parts = []
-    for part in _EXAMPLE.split(context):
-        parts.append(part.strip())
-    rows = []
-    for part in parts:
-        if part and _LABEL.search(part):
-            rows.append(part)
-    return rows
+    return [part.strip() for part in _EXAMPLE.split(context) if _LABEL.search(part.strip())]
 
 
 def asked_about(example: str) -> tuple[str, tuple[str, ...]]:
@@ -305,22 +253,14 @@ def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequ
     return rows
 
 
-def summary(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], form: Form) -> str:
-    """Sizes beside the paper's, in a few lines."""
-    turns = [turn for dialogue in dialogues for turn in dialogue]
-    values = []
-    for turn in turns:
-        values.append(len(turn.prompts["end"].split()))
-    words = fmean(values)
-    unanswerable = 0
-    for turn in turns:
-        unanswerable += not turn.answerable
+def summary(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]]) -> str:
+    """Sizes beside the paper's, in two lines."""
+    words = [len(turn.prompts["end"].split()) for dialogue in dialogues for turn in dialogue]
     known = SETS[name]
     return (
-        f"{name}, {form}: {len(dialogues)} dialogues (paper {known.dialogues}), "
-        f"{len(turns) / len(dialogues):.2f} turns (paper {known.turns}; all sets {PAPER_TURNS})\n"
-        f"{words:,.1f} words a turn (paper, all sets: {PAPER_WORDS_PER_TURN:,}; its tokens: {known.tokens:,})\n"
-        f"{unanswerable} of {len(turns)} questions have no answer in the text"
+        f"{name}: {len(dialogues)} dialogues (paper {known.dialogues}), "
+        f"{len(words) / len(dialogues):.2f} turns (paper {known.turns}; all sets {PAPER_TURNS})\n"
+        f"{fmean(words):,.1f} words a turn (paper, all sets: {PAPER_WORDS_PER_TURN:,}; its tokens: {known.tokens:,})"
     )
 
 
@@ -328,7 +268,6 @@ def main(
     set: Literal[*SETS],
     source: Path,
     *,
-    form: Literal["faithful", "repaired"] = "repaired",
     turns: int | None = None,
     count: int | None = None,
     seed: int = 0,
@@ -340,10 +279,10 @@ def main(
         source: LongBench's .jsonl of the set, or its data.zip.
     """
     records = read_longbench(set, source)
-    dialogues = build(set, records, form, turns=turns, count=count, seed=seed)
+    dialogues = build(set, records, turns=turns, count=count, seed=seed)
     rows = rows_of(set, dialogues, classes_of(records) if SETS[set].metric == ACCURACY else ())
     write_rows(out, rows)
-    print(summary(set, dialogues, form))
+    print(summary(set, dialogues))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""LoopServe, its halves and its settings, beside other methods, on dialogues of the recall model.
+"""LoopServe and its halves, beside other methods, on dialogues of the recall model.
 
     python -m experiments.loopserve.dialogues NAME [--only WORD] [--work runs] [--out figures]
 
@@ -6,14 +6,12 @@ NAME is one of `FIGURES`:
 
 - `table1`: answers of one fact (the prompt's last token looks for it) and chains of eight facts (each found only when
   the one before is written), at an eighth of the context for every method, and chains at the sizes of Table 7.
-- `ablation`: each half alone and both together (Figs. 5 b and 7). -P is the sparse prompt, -D progressive decoding.
-- `sweeps`: settings one by one (Figs. 5 c, 5 d, 10, 11). Contexts have 512 to 1,800 tokens, so smaller budgets than the
-  paper's are among them.
+  Each half alone is among the methods (Figs. 5 b and 7): -P is the sparse prompt, -D progressive decoding.
 - `turns`: nine turns (Fig. 12) on one cache that grows to 2,700 tokens. A token that a method evicts in one turn is
   missing in the next, and the budget stays at 128 tokens.
 
-Prompts are read as by default, as printed (`LoopServe.paper()`), and with exact weights on the printed sample. Controls
-are the whole cache, and a random part of it.
+Prompts are read along bands by the default, with smaller alphas, as printed (`LoopServe.paper()`), and along bands from
+the printed sample. Controls are the whole cache, and a random part of it.
 """
 
 from __future__ import annotations
@@ -30,13 +28,12 @@ from experiments.drawn import at_place, error_bars, save
 from experiments.loopserve.runs import (
     ALL,
     CHAIN,
+    FIXED,
     KEPT,
     LONG,
     LONGBENCH,
     NINE,
     NINE_CHAIN,
-    SWEPT_CHAIN,
-    SWEPT_KEPT,
     TABLE7,
     Suite,
     answers,
@@ -46,19 +43,10 @@ from experiments.loopserve.runs import (
 from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
-from sinkscope.lines.serve import LoopServe
 from sinkscope.results.style import COLOURS, figure_of
 
-DEFAULT = LoopServe()
-PRINTED, DRAWN = "as printed", "exact weights, rows drawn"
-DENSE = f"default: last {DEFAULT.dense_rows} rows dense"
-ALPHAS = (0.75, 0.9, 0.955, 0.98, 0.985, 0.99, 0.995, 1.0)  # from 0.98 on, the paper's sweep (Figs. 5 c, 10 a)
-SAMPLES, INTERVALS, FIXED = (12, 24, 48, 96), (8, 16, 32, 64), 128
-BUDGETS = (32, 64, 128, 256, 512, 1024, 2048)  # from 256 on, those of Figs. 5 d and 10 b
-WINDOWS = (6, 12, 24, 48, 96)  # Fig. 11
-
-Values = tuple[float | None, ...]
-ALONE: Values = (None,)
+PRINTED, DRAWN = "as printed", "bands from the printed sample"
+FEW = (0.75, 0.5)
 
 
 @dataclass(frozen=True)
@@ -69,31 +57,23 @@ class Panel:
         title: What it shows.
         suite: What is answered.
         key: The score that is drawn.
-        curves: Label, text of the method with {} for the value, and the values (`ALONE`: the text has no {}).
-        by: What a method's scores are drawn by.
+        methods: The methods under their labels.
+        by_turn: Whether scores are drawn by turn, and not by position of the question.
     """
 
     title: str
     suite: Suite
     key: str
-    curves: tuple[tuple[str, str, Values], ...]
-    by: Literal["position", "turn", "value"] = "value"
+    methods: dict[str, str]
+    by_turn: bool = False
 
     @property
-    def methods(self) -> dict[tuple[str, float | None], str]:
-        """The method of each curve and value."""
-        found: dict[tuple[str, float | None], str] = {}
-        for label, text, values in self.curves:
-            for value in values:
-                found[label, value] = specs([text.format(value)])[0]
-        return found
+    def specs(self) -> dict[str, str]:
+        """The methods as their records are kept, under their labels."""
+        return dict(zip(self.methods, specs(list(self.methods.values())), strict=True))
 
 
-def alone(methods: dict[str, str]) -> tuple[tuple[str, str, Values], ...]:
-    """Methods that no value is swept of, as curves."""
-    return tuple((label, text, ALONE) for label, text in methods.items())
-
-
+LESS = {f"loopserve-p, alpha={alpha}": f"loopserve-p:alpha={alpha}" for alpha in FEW}
 OWN = {
     "whole cache": "full",
     "h2o": "h2o",
@@ -107,6 +87,7 @@ OWN = {
     "loopserve": "loopserve",
     "loopserve, first=0": "loopserve-0",
     "loopserve-p": "loopserve-p",
+    **LESS,
     PRINTED: "loopserve:paper",
     f"{PRINTED}, -P": "loopserve-p:paper",
     f"{DRAWN}, -P": "loopserve-p:paper:variant=bands",
@@ -117,26 +98,16 @@ OWN = {
 LONGER = {
     **TABLE7,
     "loopserve-p": "loopserve-p",
+    **LESS,
     PRINTED: "loopserve:paper:1024",
     f"{DRAWN}, -P": "loopserve-p:paper:variant=bands",
     "loopserve-d": "loopserve-d:1024",
     "random part": "random:1024:window=32",
 }
-HALVES = {
-    "whole cache": "full",
-    "default": "loopserve",
-    "default, -P": "loopserve-p",
-    "-D": "loopserve-d",
-    "-D, first=0": "loopserve-d:first=0",
-    PRINTED: "loopserve:paper",
-    f"{PRINTED}, -P": "loopserve-p:paper",
-    f"{DRAWN}, -P": "loopserve-p:paper:variant=bands",
-    "default, alpha=0.955, -P": "loopserve-p:alpha=0.955",
-    "random part": "random:window=32",
-}
 TURNS = {
     "whole cache": "full",
     "LoopServe": f"loopserve:budget={FIXED}",
+    f"LoopServe, alpha={FEW[0]}": f"loopserve:alpha={FEW[0]}:budget={FIXED}",
     PRINTED: f"loopserve:paper:budget={FIXED}",
     DRAWN: f"loopserve:paper:variant=bands:budget={FIXED}",
     "LoopServe-D": f"loopserve-d:budget={FIXED}",
@@ -147,151 +118,60 @@ TURNS = {
     "random part": f"random:window=32:budget={FIXED}",
 }
 CHAIN_TURNS = {name: text for name, text in TURNS.items() if "paper" not in text}
-BY_ALPHA = (
-    (PRINTED, "loopserve-p:paper:alpha={}", ALPHAS),
-    (DRAWN, "loopserve-p:paper:variant=bands:alpha={}", ALPHAS),
-    (DENSE, "loopserve-p:alpha={}", ALPHAS),
-)
-BY_WINDOW = (
-    ("LoopServe-D, first=0", f"loopserve-d:first=0:budget={FIXED}:interval={{}}", WINDOWS),
-    ("SnapKV", f"snapkv:budget={FIXED}:kernel=7:pooling=max:window={{}}", WINDOWS),
-)
-BY_FIRST = (
-    ("chosen from everything", "loopserve-d:first={}", (0, 16)),
-    ("chosen from what is left", "progressive:mode=evict:after={}", (0, 16)),
-)
-BY_SAMPLE = (
-    (f"{PRINTED}, 0.995", "loopserve-p:paper:alpha=0.995:sample={}", SAMPLES),
-    (f"{DENSE}, {DEFAULT.alpha}", "loopserve-p:sample={}", SAMPLES),
-)
-
-
 FIGURES: dict[str, tuple[Panel, ...]] = {
     "table1": (
-        Panel("one fact, 12.5 %: right answers", KEPT, "score", alone(OWN), "position"),
-        Panel("chain of eight, 12.5 %: before the first mistake", CHAIN, "prefix", alone(OWN), "position"),
-        Panel("chain, Table 7's sizes: before the first mistake", LONG, "prefix", alone(LONGER), "position"),
-    ),
-    "ablation": (
-        Panel("one fact: right answers", KEPT, "score", alone(HALVES), "position"),
-        Panel("chain of eight: before the first mistake", CHAIN, "prefix", alone(HALVES), "position"),
+        Panel("one fact, 12.5 %: right answers", KEPT, "score", OWN),
+        Panel("chain of eight, 12.5 %: before the first mistake", CHAIN, "prefix", OWN),
+        Panel("chain, Table 7's sizes: before the first mistake", LONG, "prefix", LONGER),
     ),
     "turns": (
-        Panel("one fact: right answers", NINE, "score", alone(TURNS), "turn"),
-        Panel("chain of seven: before the first mistake", NINE_CHAIN, "prefix", alone(CHAIN_TURNS), "turn"),
-    ),
-    "sweeps": (
-        Panel("alpha of the prompt's half (one fact)", SWEPT_KEPT, "score", BY_ALPHA),
-        Panel("queries in the sample (one fact)", SWEPT_KEPT, "score", BY_SAMPLE),
-        Panel(
-            "budget (one fact)",
-            SWEPT_KEPT,
-            "score",
-            (
-                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
-                ("SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
-                ("SnapKV, window 16, not pooled", "snapkv:window=16:kernel=1:budget={}", BUDGETS),
-                ("random part", "random:window=32:budget={}", BUDGETS),
-            ),
-        ),
-        Panel(f"observation window (one fact, budget {FIXED})", SWEPT_KEPT, "score", BY_WINDOW),
-        Panel(
-            "budget (chain of eight)",
-            SWEPT_CHAIN,
-            "prefix",
-            (
-                ("LoopServe-D", "loopserve-d:budget={}", BUDGETS),
-                ("LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
-                ("random part, anew", "random-progressive:budget={}", BUDGETS),
-            ),
-        ),
-        Panel(
-            "interval (chain of eight, 12.5 %)",
-            SWEPT_CHAIN,
-            "prefix",
-            (
-                ("LoopServe-D", "loopserve-d:interval={}", INTERVALS),
-                ("LoopServe-D, first=0", "loopserve-d:first=0:interval={}", INTERVALS),
-            ),
-        ),
-        Panel("first steps that read all (chain of eight)", SWEPT_CHAIN, "prefix", BY_FIRST),
+        Panel("one fact: right answers", NINE, "score", TURNS, by_turn=True),
+        Panel("chain of seven: before the first mistake", NINE_CHAIN, "prefix", CHAIN_TURNS, by_turn=True),
     ),
 }
 
 
 def measured(panels: Sequence[Panel], work: Path, only: str) -> list[Row]:
     """Scores of all methods whose text holds a word."""
-    wanted: dict[str, tuple[Suite, list[str]]] = {}
-    for panel in panels:
-        methods = wanted.setdefault(panel.suite.name, (panel.suite, []))[1]
-        methods += [one for one in panel.methods.values() if only in one and one not in methods]
     rows: list[Row] = []
-    for suite, methods in wanted.values():
-        if not methods:
-            continue
-        said = answers(suite, methods, work)
-        for panel in panels:
-            if panel.suite != suite:
-                continue
-            for (label, value), method in panel.methods.items():
-                if method in methods:
-                    about = {"panel": panel.title, "label": label, "value": value}
-                    rows += [about | row for row in rows_of(said, method, panel.by == "turn")]
+    for panel in panels:
+        methods = {label: method for label, method in panel.specs.items() if only in method}
+        if methods:
+            said = answers(panel.suite, list(methods.values()), work)
+            for label, method in methods.items():
+                about = {"panel": panel.title, "label": label}
+                rows += [about | row for row in rows_of(said, method, panel.by_turn)]
     return rows
 
 
-def drawn_rows(panel: Panel, rows: Sequence[Row], label: str) -> list[Row]:
-    """What a panel draws under a label: a row by position, by turn or by value."""
-    found = []
-    for row in rows:
-        if (row["panel"], row["label"]) == (panel.title, label) and (row["at"] == ALL) == (panel.by == "value"):
-            found.append(row)
-    return found
+def place_of(row: Row) -> tuple[str, str, str]:
+    """Panel, label and method of a row."""
+    return row["panel"], row["label"], row["method"]
 
 
-def named(label: str, value: float | None) -> str:
-    """A label, and the value if there is one."""
-    if value is None:
-        return label
-    return f"{label}, {value:g}"
+def drawn_rows(panel: Panel, rows: Sequence[Row]) -> list[Row]:
+    """What a panel draws: rows by position or by turn."""
+    return [row for row in rows if row["panel"] == panel.title and row["at"] != ALL]
 
 
 def figure(data: Row) -> Any:
-    """A panel for each measurement: bars by position of the question, or curves over turns or values."""
+    """A panel for each measurement: bars by position of the question, or curves over turns."""
     panels = FIGURES[data["settings"]["figure"]]
     rows = data["result"]["rows"]
-    columns = min(len(panels), 4)
-    lines = -(-len(panels) // columns)
-    titles = [panel.title for panel in panels]
-    fig: Any = make_subplots(lines, columns, subplot_titles=titles, horizontal_spacing=0.05, vertical_spacing=0.28)
-    legends: Row = {}
-    for number, panel in enumerate(panels):
-        at: Row = {"row": number // columns + 1, "col": number % columns + 1}
-        legend = "legend"
-        if number:
-            legend = f"legend{number + 1}"
-        if panel.by == "value":  # each panel has curves of its own
-            box = fig.get_subplot(at["row"], at["col"])
-            place = {"x": box.xaxis.domain[0], "y": box.yaxis.domain[0] - 0.05}
-            legends[legend] = {**place, "orientation": "v", "xanchor": "left", "yanchor": "top"}
-            at["legend"] = legend
-        if panel.by == "position":
-            bars(fig, panel, rows, showlegend=not number, **at)
-        else:
-            curves(fig, panel, rows, showlegend=panel.by == "value" or not number, **at)
-        fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%", row=at["row"], col=at["col"])
+    fig: Any = make_subplots(1, len(panels), subplot_titles=[panel.title for panel in panels], horizontal_spacing=0.05)
+    for column, panel in enumerate(panels, 1):
+        draw = curves if panel.by_turn else bars
+        draw(fig, panel, drawn_rows(panel, rows), showlegend=column == 1, row=1, col=column)
+        fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%", row=1, col=column)
     fig.update_xaxes(type="category")
-    size = {"width": 1750, "height": 230 + 450 * lines, "bottom": 190}
     style: Row = {"legend": -0.38, "barmode": "group", "font": {"size": 12}}
-    return figure_of(fig, None, finding(panels[0], rows), **size, **style).update_layout(legends)
+    return figure_of(fig, None, finding(panels[0], rows), width=1750, height=680, bottom=190, **style)
 
 
 def bars(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
     """A group of bars for each method, a colour for each position of the question."""
     for place, colour in zip(POSITIONS, COLOURS, strict=False):
-        mine = []
-        for label, _, _ in panel.curves:
-            mine += [row for row in drawn_rows(panel, rows, label) if row["at"] == place]
+        mine = [row for row in rows if row["at"] == place]
         error = None
         if panel.key == "score":
             error = error_bars(mine, panel.key, width=2, color="#888")
@@ -302,21 +182,12 @@ def bars(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
 
 def curves(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
     """A curve for each label; those that lie on one another show their markers inside each other."""
-    for number, (label, _, values) in enumerate(panel.curves):
-        mine = drawn_rows(panel, rows, label)
-        x = []
-        for row in mine:
-            here = row["value"]
-            if values == ALONE:
-                here = row["at"] if panel.by == "turn" else label
-            x.append(str(here))
-        error = None
-        if panel.by == "value" and panel.key != "prefix":  # intervals are those of right answers
-            error = error_bars(mine, panel.key)
+    for number, label in enumerate(panel.methods):
+        mine = [row for row in rows if row["label"] == label]
         marker = {"size": 17 - 2 * (number % 6), "symbol": number % 6}
         line = {"color": COLOURS[number % len(COLOURS)], "dash": ("solid", "dash")[number % 2]}
-        style = {"name": label, "mode": "lines+markers", "line": line, "marker": marker, "error_y": error}
-        fig.add_scatter(x=x, y=value_of_each(mine, panel.key), **style, **at)
+        style = {"name": label, "mode": "lines+markers", "line": line, "marker": marker}
+        fig.add_scatter(x=value_of_each(mine, "at"), y=value_of_each(mine, panel.key), **style, **at)
 
 
 def finding(panel: Panel, rows: Sequence[Row]) -> str:
@@ -325,7 +196,7 @@ def finding(panel: Panel, rows: Sequence[Row]) -> str:
     mine.sort(key=lambda row: row[panel.key])
     said = []
     for row in (mine[0], mine[-1]):
-        said.append(f"{row[panel.key]:.0%} ({named(row['label'], row['value'])})")
+        said.append(f"{row[panel.key]:.0%} ({row['label']})")
     return f"{panel.title}: from {said[0]} to {said[1]}"
 
 
@@ -340,10 +211,12 @@ def main(name: Literal[*FIGURES], *, only: str = "", work: Path = Path("runs"), 
     panels = FIGURES[name]
     rows = measured(panels, work, only)
     file = f"loopserve_{name}"
+    places = [(panel.title, *place) for panel in panels for place in panel.specs.items()]
     if only:
-        rows += [row for row in earlier(out / f"{file}.json")["rows"] if only not in row["method"]]
-    places = [(panel.title, *method) for panel in panels for method in panel.methods]
-    rows.sort(key=lambda row: places.index((row["panel"], row["label"], row["value"])))
+        for row in earlier(out / f"{file}.json")["rows"]:
+            if place_of(row) in places and only not in row["method"]:
+                rows.append(row)
+    rows.sort(key=lambda row: places.index(place_of(row)))
     settings = {"figure": name, "suites": [panel.suite for panel in panels], "only": only}
     save(file, record(f"loopserve-{name}", {"rows": rows}, settings, started=started), figure, out)
 

@@ -1,11 +1,12 @@
-"""Observations 1 to 4 and Figs. 1, 2 and 4 of the LoopServe paper on LongEval's files, beside ordinary text.
+"""Observation 4 and Fig. 4 of the LoopServe paper: which queries find the tokens that an answer attends to.
 
-    python -m experiments.loopserve.longeval --topics 5_topics.jsonl --lines 200_lines.jsonl [--out figures]
+    python -m experiments.loopserve.longeval MODEL --topics 5_topics.jsonl [--page PAGE] [--out figures]
 
-The model in the package (or `--model`) reads the first prompts of LongEval's topic and line retrieval
-(github.com/DachengLi1/LongChat, folder longeval/evaluation, Apache-2.0) and pieces of the text that ships, all cut to
-one length, by `sinkscope lines` and `experiments.loopserve.tokens`. Numbers alone are kept, and no text of the files.
-With `--page`, the table between the two comments that name this module in that page is replaced by the new one.
+The first prompts of LongEval's topic retrieval (github.com/DachengLi1/LongChat, folder longeval/evaluation,
+Apache-2.0) and pieces of the text that ships, all cut to one length, are answered greedily with the question before the
+context, in the middle of it, and after it. A token's importance is the attention that it receives from a set of
+queries, summed over these queries, all heads and layers; the important ones are a tenth of the prompt. Numbers alone
+are kept, and no text of the files.
 """
 
 from __future__ import annotations
@@ -14,145 +15,192 @@ import hashlib
 import html
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
 from plotly.subplots import make_subplots
+from torch import Tensor
 
 from experiments.drawn import at_place, markdown, put_table, save
-from experiments.loopserve import tokens
 from experiments.record import Row, record, value_of_each
 from experiments.script import run
-from sinkscope.lines.lines import lines
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import read_rows
+from sinkscope.hooks.edit.decode import decode
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.sums import line_sums, scores_of
 from sinkscope.measure import Setup
+from sinkscope.models.target import Target
+from sinkscope.models.text import text_rows
 from sinkscope.opening.load import load
-from sinkscope.results.style import BLUE, GREEN, ORANGE, figure_of
+from sinkscope.results.style import BLUE, ORANGE, figure_of
 
-COLOURS = (BLUE, ORANGE, GREEN)
-ROWS = (  # what the table says: part of the paper, name, place in the result
-    ("Obs. 1, Fig. 1", "attention on the heaviest tenth of the lines", "mass"),
-    ("", "on random lines of the same length", "random_mass"),
-    ("", "cells that they cover", "cells"),
-    ("Obs. 2, Fig. 1 d", "lines shared by two inputs", "inputs"),
-    ("", "random lines", "inputs_random"),
-    ("Obs. 3, Fig. 2 b", "lines of the second half that are the first half's", "segments"),
-    ("", "within each half", "segments_relative"),
-    ("Obs. 4, Fig. 2 c", "important tokens found, question at the beginning", "begin"),
-    ("", "in the middle", "middle"),
-    ("", "at the end", "end"),
-    ("Fig. 4 a", "found by the last block of the prompt", "last"),
-    ("", "by the first block of the answer, without its own queries", "first"),
-    ("Fig. 4 b", "shared by blocks of the answer, one apart", "near"),
-    ("", "farthest apart", "far"),
+ASKED = "\n\nQuestion: What is this text about?\n\nAnswer:"  # about ordinary text
+END = "Now the record ends."  # of the context, in LongEval's topics
+POSITIONS = ("begin", "middle", "end")
+WINDOW = 8  # queries in a block
+BEFORE = 8  # blocks of the prompt's end
+TENTH = 0.1  # of a prompt's tokens are important
+ROWS = (  # what the table says: part of the paper, name, part of the result, place in it
+    ("Obs. 4, Fig. 2 c", "important tokens found, question at the beginning", "positions", "begin"),
+    ("", "in the middle", "positions", "middle"),
+    ("", "at the end", "positions", "end"),
+    ("Fig. 4 a", "found by the last block of the prompt", "blocks", "-1"),
+    ("", "by the first block of the answer, without its own queries", "apart", "0"),
+    ("Fig. 4 b", "shared by blocks of the answer, one apart", "distances", "1"),
+    ("", "farthest apart", "distances", None),
 )
 
 
-TENTH = 0.1
-DRAWN = (  # panel, part of a source, curve and dash
-    (0, "weights", "mass", "solid"),
-    (0, "weights", "random_mass", "dot"),
-    (1, "overlap", "inputs", "solid"),
-    (1, "overlap", "inputs_random", "dot"),
-    (2, "overlap", "segments", "solid"),
-    (2, "overlap", "segments_random", "dot"),
-)
-WEIGHTS, AGREEMENT = ("mass", "random_mass", "cells"), ("inputs", "inputs_random", "segments", "segments_relative")
+@dataclass(frozen=True)
+class Question:
+    """Ids of a prompt in parts, without BOS, so that the question can be placed anywhere in the context."""
+
+    start: list[int]
+    context: list[int]
+    question: list[int]
+
+    def placed(self, position: str) -> list[int]:
+        """The prompt with the question at "begin", "middle" or "end"."""
+        at = {"begin": 0, "middle": len(self.context) // 2, "end": len(self.context)}[position]
+        return [*self.start, *self.context[:at], *self.question, *self.context[at:]]
 
 
-def measure(model: Any, name: str, data: Path | None, *, count: int, length: int, new: int) -> Row:
-    """All numbers of one source: as measured, and those of the table."""
-    setup = Setup.open(model, loading="whole")
-    prompts = []
-    if data is not None:
-        prompts = tokens.prompts_of(data, count)
-    texts = [context + question for context, question in prompts] or None
-    weights = lines.on(setup, texts=texts, count=count, length=length)
-    found = tokens.token_overlap(setup.target, tokens.questions(setup, prompts, count, length, new), new, 8)
-    parts: Row = {}
-    shown: dict[str, float | None] = dict.fromkeys(("first", "near", "far"))
-    for part, names in (("weights", WEIGHTS), ("overlap", (*AGREEMENT, "segments_random"))):
-        parts[part] = {"etas": weights.etas}
-        for each in names:
-            parts[part][each] = weights.mean(each).tolist()
-            shown[each] = parts[part][each][weights.etas.index(TENTH)]
-    k = found["budgets"].index(TENTH)
-    for each in found["positions"]:
-        shown[each["position"]] = each["overlap"][k]
-    for each in found["blocks"]:
-        if each["block"] == -1:
-            shown["last"] = each["overlap"][k]
-        if each["block"] == 0 and each["apart"]:
-            shown["first"] = each["apart"][k]
-    if found["distances"]:
-        shown["near"] = found["distances"][0]["overlap"][k]
-        shown["far"] = found["distances"][-1]["overlap"][k]
-    return {"name": name, "shown": shown, **parts, "tokens": found}
+def split_prompt(prompt: str) -> tuple[str, str]:
+    """Context and question of a prompt of LongEval's topics."""
+    before, cue, after = prompt.partition(END)
+    if not cue:
+        raise SinkscopeError(f"the prompt has no {END!r}: give LongEval's topics")
+    return f"{before}{cue} ", after.strip()
+
+
+def questions(setup: Setup, file: Path | None, count: int, length: int, new: int) -> list[Question]:
+    """Prompts of at most `length` tokens, which leave room for an answer of `new`; without a file, ordinary text."""
+
+    def ids_of(text: str) -> list[int]:
+        ids = setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids[int(ids[:1] == [setup.bos]) :]  # some tokenizers add it all the same
+
+    start = [] if setup.bos is None else [setup.bos]
+    named: list[tuple[list[int], list[int]]] = []
+    if file is None:
+        for ids in text_rows(setup.tokenizer, setup.text, count, length, setup.bos)[:, len(start) :].tolist():
+            named.append((ids, ids_of(ASKED)))
+    else:
+        for _, row in read_rows(file, "LongEval's JSON lines"):
+            context, question = split_prompt(row["prompt"])
+            named.append((ids_of(context), ids_of(question)))
+    limit = min(length, (setup.target.max_positions or length + new) - new)
+    asked: list[Question] = []
+    for context, question in named[:count]:
+        most = limit - len(start) - len(question)
+        if len(context) > most:  # the middle is cut, as in LongBench
+            context = [*context[: most - most // 2], *context[len(context) - most // 2 :]]
+        asked.append(Question(start, context, question))
+    return asked
+
+
+def importance(
+    target: Target, ids: Tensor, prompt: int, ranges: Sequence[tuple[int, int]]
+) -> list[Float[Tensor, " key"]]:
+    """Attention that each of the first `prompt` tokens receives from the queries of each range."""
+    totals = [torch.zeros(prompt) for _ in ranges]
+
+    def add(_: int, scores: Scores) -> None:
+        for total, (start, stop) in zip(totals, ranges, strict=True):
+            received = line_sums(scores.part(start, stop))[:, 0].sum(0).cpu()[:prompt]
+            total[: len(received)] += received
+
+    with scores_of(target, add, list(range(target.n_layers))):
+        target.forward(ids[None])
+    return totals
+
+
+def important(received: Float[Tensor, " key"]) -> Bool[Tensor, " key"]:
+    """The tenth of the tokens that receive most."""
+    chosen = torch.zeros(len(received), dtype=torch.bool)
+    chosen[received.topk(max(1, round(TENTH * len(received)))).indices] = True
+    return chosen
+
+
+def token_overlap(target: Target, asked: Sequence[Question], new: int) -> Row:
+    """Answer every prompt and compare which tokens queries attend to; means over prompts.
+
+    Returns:
+        "positions": the share of the answer's important tokens that the last block of the prompt finds; "blocks": the
+        share that blocks before (negative) and in the answer find, with the question at the end ("apart": without the
+        block's own queries); "distances": what blocks of an answer share.
+    """
+    shares: dict[str, dict[str, list[float]]] = {"positions": {}, "blocks": {}, "apart": {}, "distances": {}}
+
+    def note(name: str, at: object, found: Bool[Tensor, " key"], truth: Bool[Tensor, " key"]) -> None:
+        shares[name].setdefault(str(at), []).append(float((found & truth).sum() / truth.sum()))
+
+    for question in asked:
+        for position in POSITIONS:
+            ids = question.placed(position)
+            answer = decode(target, torch.tensor([ids]), new)[0][0]
+            n = len(ids)
+            places: list[int] = []
+            if position == "end":
+                places = [*range(-min(BEFORE, n // WINDOW), 0), *range(len(answer) // WINDOW)]
+            ranges = [(max(0, n - WINDOW), n), (n, n + len(answer))]
+            ranges += [(n + place * WINDOW, n + (place + 1) * WINDOW) for place in places]
+            last, output, *parts = importance(target, torch.tensor([*ids, *answer]), n, ranges)
+            note("positions", position, important(last), important(output))
+            tops = {place: important(part) for place, part in zip(places, parts, strict=True)}
+            for place, part in zip(places, parts, strict=True):
+                note("blocks", place, tops[place], important(output))
+                if place >= 0 and len(answer) != WINDOW:  # an answer of one block has no other queries
+                    note("apart", place, tops[place], important(output - part))
+                for other in range(place):
+                    note("distances", place - other, tops[other], tops[place])
+    return {name: {at: fmean(values) for at, values in found.items()} for name, found in shares.items()}
 
 
 def table(sources: Sequence[Row]) -> str:
-    """A row per number, a column per source."""
-    rows = []
-    for part, said, name in ROWS:
-        rows.append([part, said, *(_percent(each["shown"][name]) for each in sources)])
+    """The numbers of each source at the paper's places."""
+    rows: list[list[str]] = []
+    for paper, said, part, place in ROWS:
+        cells = [paper, said]
+        for source in sources:
+            at = place or max(source[part], key=int, default="")
+            cells.append(f"{source[part][at]:.0%}" if at in source[part] else "-")
+        rows.append(cells)
     return markdown(["part", "quantity", *value_of_each(sources, "name")], rows)
 
 
 def figure(data: Row) -> Any:
-    """Six panels: Figs. 1, 1 d, 2 b, 2 c, 4 a and 4 b, a colour for each source, random choices dotted."""
+    """Figs. 2 c, 4 a and 4 b, a colour for each source; dashed without a block's own queries."""
     titles = (
-        "Fig. 1: attention on the heaviest lines, by eta",
-        "Fig. 1 d: lines shared by two inputs, by eta",
-        "Fig. 2 b: lines of the second half that are the first's, by eta",
-        "Fig. 2 c: important tokens that the last window finds, by place of the question",
+        "Fig. 2 c: important tokens that the last block finds",
         "Fig. 4 a: found by blocks (0: first of the answer)",
         "Fig. 4 b: shared by blocks of the answer, by distance",
     )
-    fig: Any = make_subplots(2, 3, subplot_titles=titles, horizontal_spacing=0.06, vertical_spacing=0.16)
-    told = []
-    for source, colour in zip(data["result"]["sources"], COLOURS, strict=False):
+    fig: Any = make_subplots(1, 3, subplot_titles=titles, horizontal_spacing=0.06)
+    told: list[str] = []
+    for source, colour in zip(data["result"]["sources"], (BLUE, ORANGE), strict=True):
         name = html.escape(source["name"])
-        for number, (x, y, dash) in curves_of(source):
+        curves = ((1, "positions", "solid"), (2, "blocks", "solid"), (2, "apart", "dash"), (3, "distances", "solid"))
+        for column, part, dash in curves:
+            x = [at_place(at) if part == "positions" else int(at) for at in source[part]]
             style: Row = {"name": name, "legendgroup": name, "line": {"color": colour, "dash": dash}}
-            first = number == 0 and dash == "solid"
-            fig.add_scatter(x=x, y=y, showlegend=first, row=number // 3 + 1, col=number % 3 + 1, **style)
-        told.append(f"{name} {_percent(source['shown']['end'])} and {_percent(source['shown']['begin'])}")
+            fig.add_scatter(x=x, y=list(source[part].values()), showlegend=column == 1, row=1, col=column, **style)
+        found = source["positions"]
+        told.append(f"{name} {found['end']:.0%} and {found['begin']:.0%}")
     fig.update_yaxes(range=[0, 1.02], tickformat=".0%")
-    title = f"Found by the last window, question at the end and at the beginning: {'; '.join(told)}"
-    return figure_of(fig, None, title, width=1500, height=900, legend=-0.1)
-
-
-def curves_of(source: Row) -> list[tuple[int, tuple[list[Any], list[float], str]]]:
-    """What is drawn of a source: the panel, x, y, and the dash."""
-    found = source["tokens"]
-    k = found["budgets"].index(TENTH)
-    curves = []
-    for number, part, name, dash in DRAWN:
-        curves.append((number, (source[part]["etas"], source[part][name], dash)))
-    places = [at_place(each["position"]) for each in found["positions"]]
-    for number, name, x, key, dash in (
-        (3, "positions", places, "overlap", "solid"),
-        (4, "blocks", value_of_each(found["blocks"], "block"), "overlap", "solid"),
-        (4, "blocks", value_of_each(found["blocks"], "block"), "apart", "dash"),
-        (5, "distances", value_of_each(found["distances"], "blocks"), "overlap", "solid"),
-    ):
-        y = [None if each[key] is None else each[key][k] for each in found[name]]
-        curves.append((number, (x, y, dash)))
-    return curves
-
-
-def _percent(share: float | None) -> str:
-    """A share in whole per cent; a dash for None."""
-    if share is None:
-        return "-"
-    return f"{share:.0%}"
+    title = f"Found by the last block, question at the end and at the beginning: {'; '.join(told)}"
+    return figure_of(fig, None, title, width=1500, height=500, legend=-0.12)
 
 
 def main(
+    model: str,
     *,
     topics: Path,
-    lines: Path,
-    model: str = "bundled",
     count: int = 12,
     length: int = 512,
     new: int = 32,
@@ -162,29 +210,27 @@ def main(
     """Make what the module describes.
 
     Args:
+        model: Name, folder or file.
         topics: LongEval's 5_topics.jsonl.
-        lines: LongEval's 200_lines.jsonl.
-        count: Prompts of each file, pieces of ordinary text.
+        count: Prompts of the file, pieces of ordinary text.
         length: Most tokens of each; longer ones lose their middle.
         new: Most tokens of an answer.
         page: Replace the table in this page.
     """
     torch.set_num_threads(1)
     started = time.perf_counter()
-    loaded = load(model)
-    files = {"ordinary text": None, "LongEval topics": topics, "LongEval lines": lines}
-    options = {"count": count, "length": length, "new": new}
-    sources = []
-    for name, file in files.items():
-        sources.append(measure(loaded, name, file, **options))
-    digests = {}
-    for file in files.values():
-        if file is not None:
-            digests[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    setup = Setup.open(load(model), loading="whole")
+    sources: list[Row] = []
+    for name, file in (("ordinary text", None), ("LongEval topics", topics)):
+        asked = questions(setup, file, count, length, new)
+        sources.append({"name": name, **token_overlap(setup.target, asked, new)})
+    digest = hashlib.sha256(topics.read_bytes()).hexdigest()
     origin = "LongEval, github.com/DachengLi1/LongChat, Apache-2.0"
-    settings = {"model": model, **options, "window": 8, "files": digests, "origin": origin}
-    text = record("loopserve-longeval", {"sources": sources}, settings, started=started)
-    save("loopserve_longeval", text, figure, out)
+    settings = {"model": setup.target.name, "count": count, "length": length, "new": new, "window": WINDOW}
+    settings |= {"files": {topics.name: digest}, "origin": origin}
+    save(
+        "loopserve_longeval", record("loopserve-longeval", {"sources": sources}, settings, started=started), figure, out
+    )
     print(made := table(sources))
     if page is not None:
         put_table(page, "loopserve.longeval", made)

@@ -5,8 +5,8 @@
 Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters as CSV), and,
 where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between). They are cut
 into pieces of each length; alpha was chosen on piece 0. A prompt is read once by the model's own attention and once
-under `LoopServe(alpha, decode=False, shortest=0)`; distributions of the next token are compared at `--positions` places
-of its second half. Steps that are done are not done again.
+under `LoopServe(alpha, decode=False, shortest=0)`, with the heads dense that a GPU would compute densely; distributions
+of the next token are compared at `--positions` places of its second half. Steps that are done are not done again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.serve.serve import DENSE_ABOVE
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
+ABOVE = DENSE_ABOVE["cuda"]
 CHARACTERS = 10  # of a token at most, on average
 HEAD = ("alpha", "text", "tokens", "texts", "attended", "KL", "NLL", "top-1 same", "time over dense")
 
@@ -64,7 +66,7 @@ def tables(_: Sequence[Path]) -> str:
     file = io.StringIO()
     writer = csv.writer(file)
     writer.writerow(("name", "category", "number", "bidirectional", "width"))
-    for number in (*range(0xC0, 0x250), *range(0x391, 0x500)):
+    for number in (*range(0xC0, 0x250), *range(0x391, 0x700)):
         letter = chr(number)
         name = unicodedata.name(letter, "none").title()
         kind, side = unicodedata.category(letter), unicodedata.bidirectional(letter)
@@ -72,8 +74,8 @@ def tables(_: Sequence[Path]) -> str:
     return file.getvalue()
 
 
-def dialogue(files: Sequence[Path]) -> str:
-    """Turns of users, with answers between them where files give them."""
+def talks(files: Sequence[Path]) -> list[list[tuple[str, str | None]]]:
+    """Dialogues of MT-bench: what users say, and the answers where files give them; None without any."""
     rows: list[Row] = []
     for file in files:
         rows += read_rows(file)
@@ -81,12 +83,22 @@ def dialogue(files: Sequence[Path]) -> str:
     for row in rows:
         if "choices" in row:
             answers[row["question_id"]] = row["choices"][0]["turns"]
-    said: list[str] = []
+    found: list[list[tuple[str, str | None]]] = []
     for row in rows:
-        for number, turn in enumerate(row.get("turns", ())):
+        if "turns" in row:
+            said = row["turns"]
+            found.append(list(zip(said, answers.get(row["question_id"], [None] * len(said)), strict=True)))
+    return found
+
+
+def dialogue(files: Sequence[Path]) -> str:
+    """Turns of users, with answers between them where files give them."""
+    said: list[str] = []
+    for talk in talks(files):
+        for turn, answer in talk:
             said.append(f"User: {turn}")
-            if row["question_id"] in answers:
-                said.append(f"Assistant: {answers[row['question_id']][number]}")
+            if answer is not None:
+                said.append(f"Assistant: {answer}")
     return "\n\n".join(said)
 
 
@@ -117,7 +129,7 @@ def next_tokens(target: Target, ids: Tensor, at: Tensor) -> tuple[Tensor, float]
 def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple[Tensor, float]) -> Row:
     """One prompt under LoopServe, beside what the model's own attention gives."""
     wanted, dense_seconds = dense
-    with LoopServe(alpha=alpha, decode=False, shortest=0).on(target) as told:
+    with LoopServe(alpha=alpha, decode=False, shortest=0, dense_above=ABOVE).on(target) as told:
         found, seconds = next_tokens(target, ids, at)
     attended: list[float] = []
     for event in told.events:
@@ -151,9 +163,9 @@ def table(rows: Row) -> str:
     """A line for each alpha, text and length: means over texts, with two standard errors from three texts on."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for name, row in rows.items():
-        model, kind, length, number = name.split(", ")
+        model, kind, length, _ = name.split(", ")
         for alpha, found in row.items():
-            if number != "0" and isinstance(found, dict):
+            if isinstance(found, dict):
                 change = {"change": found["nll"] - found["dense_nll"]}
                 groups.setdefault((alpha, f"{model}, {kind}", length), []).append(found | change)
     lines: list[list[str]] = []
@@ -192,7 +204,7 @@ def main(
         seconds: No step begins after so many.
         page: Page whose table is replaced.
     """
-    settings = {"positions": positions, "dense_above": LoopServe.dense_above}
+    settings = {"positions": positions, "dense_above": ABOVE}
     steps = Steps("loopserve-real", out, settings, "cpu", "float32")
     end = time.monotonic() + seconds
     for model in models:

@@ -31,7 +31,6 @@ from sinkscope.hooks.edit.decode import to_end
 from sinkscope.kv import SnapKV
 from sinkscope.kv.policy import LayerMoment
 from sinkscope.lines.serve.conversation import Conversation
-from sinkscope.lines.serve.progressive import Progressive
 from sinkscope.measure.rate import mean_known, wilson
 from sinkscope.models.checks import end_ids, tokenizer_of
 from sinkscope.models.target import Target
@@ -41,6 +40,8 @@ from sinkscope.results.console import ProgressBar
 ALL = "all"
 SHARE = 0.125
 """Of the context: what each method may read or compute, where sizes are equal."""
+FIXED = 128
+"""Budget that is far below the context."""
 LONGBENCH = "window=32:kernel=7:pooling=max"
 """SnapKV's window in its own runs on LongBench; Table 7 gives a budget alone."""
 TABLE7 = {
@@ -55,7 +56,6 @@ TABLE7 = {
     "loopserve": "loopserve:1024:interval=16",
 }
 """The sizes of LoopServe's Table 7; of MInference, which it leaves open, the numbers of lines of its code."""
-CONTROLS = {"random": "RandomKeep", "random-progressive": "RandomProgressive"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +115,6 @@ class Suite:
 KEPT = Suite("kept", Recall(count=8, turns=3, total=1800, least=512, hops=1))
 CHAIN = Suite("chain", Recall(count=8, turns=3, total=1800, least=512, hops=8))
 LONG = Suite("long", Recall(count=2, turns=1, total=4864, least=4864, hops=8))
-SWEPT_KEPT = Suite("swept-kept", Recall(count=3, turns=3, total=1800, least=512, hops=1, first=100))
-SWEPT_CHAIN = Suite("swept-chain", Recall(count=3, turns=3, total=1800, least=512, hops=8, first=100))
 NINE = Suite("nine", NineTurns(count=2, hops=1))
 NINE_CHAIN = Suite("nine-chain", NineTurns(count=3, hops=7))
 
@@ -127,32 +125,17 @@ class RandomKeep(SnapKV):
 
     def scores(self, at: LayerMoment) -> Tensor:
         """Random numbers, the same for the same layer and length."""
-        return _noise(at)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomProgressive(Progressive):
-    """Control: chosen anew as often as by `Progressive`, at random."""
-
-    after: Whole = 0
-
-    def scores(self, at: LayerMoment) -> Tensor:
-        """Random numbers, the same for the same layer and length."""
-        return _noise(at)
-
-
-def _noise(at: LayerMoment) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * int(at.length.max()) + at.layer)
-    return torch.rand(at.kv.pos.shape, generator=generator).to(at.kv.pos.device)
+        generator = torch.Generator().manual_seed(1000 * int(at.length.max()) + at.layer)
+        return torch.rand(at.kv.pos.shape, generator=generator).to(at.kv.pos.device)
 
 
 def specs(names: Sequence[str]) -> list[str]:
-    """Methods as their records are kept, at an eighth of the context; the names of controls are written out."""
+    """Methods as their records are kept, at an eighth of the context; the name of the control is written out."""
     written: list[str] = []
     for text in names:
         name, _, rest = text.partition(":")
-        if name in CONTROLS:
-            text = f"{__name__}:{CONTROLS[name]}:{rest}".removesuffix(":")
+        if name == "random":
+            text = f"{__name__}:RandomKeep:{rest}"
         written.append(read_method(text, SHARE).spec)
     return written
 

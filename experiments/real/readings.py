@@ -26,6 +26,8 @@ from tests.real import plain, texts
 WORDS = ("poem", "company", "cat", "dog", "the", "as", "of", "and", "time", "book")
 SINK, HALF, LEAST, MOST, ETA = 0.3, 0.5, 0.1, 0.9, 0.1
 COPIES, PIECE, LONG, NEW = 1024, 64, 256, 160
+REPEATED = ("poem", "company", "the")
+ATTENDED, ANSWERED = 400, (50, 400)  # copies whose attention is read, and after which the model answers
 OPENINGS = (PROMPT, "Once upon a time,", "The list of items:", "The company said that", "In this paper, we", "I like")
 """Prompts that are continued greedily."""
 
@@ -177,25 +179,112 @@ def copies(model: Any, readings: Row) -> Row:
     return found
 
 
-def patch(model: Any, readings: Row) -> Row:
-    """Perplexity and copies where the needed neurons hold their median of later positions, but at the first token."""
-    spike_layer, rows = readings["spike"]["layer"], rows_of(model, LONG)
+def neutral_values(model: Any, readings: Row, rows: list[Tensor]) -> dict[plain.Site, float]:
+    """The median of each needed neuron at later positions of texts."""
     values: dict[plain.Site, float] = {}
     for layer, neuron in readings["ablation"]["neurons"]:
         posts = torch.cat([plain.activations(model, row, layer)[0, 1:, neuron] for row in rows])
         values[layer, neuron] = float(posts.median())
+    return values
+
+
+def patch(model: Any, readings: Row) -> Row:
+    """Perplexity and copies where the needed neurons hold their median of later positions, but at the first token.
+
+    The last copy is also read where the linear factor of the neurons holds its value at the second token, as printed.
+    """
+    spike_layer, rows = readings["spike"]["layer"], rows_of(model, LONG)
+    values = neutral_values(model, readings, rows)
     intact = torch.stack([plain.nll(model, row)[0] for row in rows])
     with plain.held(model, values):
         patched = torch.stack([plain.nll(model, row)[0] for row in rows])
         (word,) = model.tokenizer(" company", add_special_tokens=False).input_ids
-        norms = plain.norms(model, torch.tensor([[model.tokenizer.bos_token_id, *400 * [word]]]))[spike_layer, 0]
+        row = torch.tensor([[model.tokenizer.bos_token_id, *400 * [word]]])
+        norms = plain.norms(model, row)[spike_layer, 0]
+    with plain.listing_1(model, list(values)):
+        printed = plain.norms(model, row)[spike_layer, 0]
     change = (patched - intact).mean(1)
     return {
         "perplexity": float(intact.mean().exp()),
         "change": float(change.mean().expm1()),
         "two_errors": float(2 * change.std() / len(change) ** 0.5),
         "copies_left": float(norms[-1] / norms[0]),
+        "copies_left_as_printed": float(printed[-1] / printed[0]),
     }
+
+
+def repetition_attention(model: Any, readings: Row) -> Row:
+    """Attention that 64 tokens of prose give to copies before them, to the first token and to each other.
+
+    Shares of all attention, mean over the heads of the layers after the spike's. The control has prose in place of the
+    copies.
+    """
+    layer, bos = readings["spike"]["layer"], model.tokenizer.bos_token_id
+    prose = rows_of(model, COPIES)[0]
+    begin = 1 + ATTENDED
+    found: Row = {}
+    for word in REPEATED:
+        (token,) = model.tokenizer(f" {word}", add_special_tokens=False).input_ids
+        row = torch.tensor([[bos, *ATTENDED * [token], *prose[0, 1 : PIECE + 1].tolist()]])
+        found[word] = classes(model, row, layer, begin)
+    found["control"] = classes(model, prose[:, : begin + PIECE], layer, begin)
+    return found
+
+
+def classes(model: Any, row: Tensor, layer: int, begin: int) -> Row:
+    """Attention from positions from `begin` on to the first token, to those before `begin`, and to those from it on."""
+    probs = torch.stack(plain.attentions(model, row)[layer + 1 :])[:, 0, :, begin:]
+    given = probs.mean((0, 1, 2))
+    return {"first": float(given[0]), "copies": float(given[1:begin].sum()), "text": float(given[begin:].sum())}
+
+
+@torch.no_grad()
+def repetition_output(model: Any, readings: Row) -> Row:
+    """Whether the model goes on with a repeated word: the probability of one more copy, and greedy answers.
+
+    Without a patch, with the needed neurons at their median of later positions, and with as many random neurons at
+    theirs. Answers follow the request to repeat the word, in the chat template if the tokenizer has one; an answer
+    counts for the copies with which it begins.
+    """
+    tokenizer, rows = model.tokenizer, rows_of(model, LONG)
+    needed = neutral_values(model, readings, rows)
+    draw = torch.Generator().manual_seed(0)
+    random: list[plain.Site] = []
+    for layer, _ in needed:
+        random.append((layer, int(torch.randint(model.config.intermediate_size, (), generator=draw))))
+    drawn = neutral_values(model, {"ablation": {"neurons": random}}, rows)
+    found: Row = {}
+    for name, values in {"intact": {}, "patched": needed, "random": drawn}.items():
+        with plain.held(model, values):
+            for word in REPEATED:
+                (token,) = tokenizer(f" {word}", add_special_tokens=False).input_ids
+                log_probs = plain.log_probs(model, torch.tensor([[tokenizer.bos_token_id, *COPIES * [token]]]))[0]
+                chances = log_probs[:, token].exp()
+                answers = {str(count): answered(model, word, token, count) for count in ANSWERED}
+                found.setdefault(word, {})[name] = {
+                    "one_more": {str(count): float(chances[count]) for count in (*ANSWERED, COPIES)},
+                    "answers": answers,
+                }
+    return found
+
+
+def answered(model: Any, word: str, token: int, count: int) -> int:
+    """How many copies of the word a greedy answer begins with, of 32 tokens, after so many copies in the request."""
+    tokenizer = model.tokenizer
+    request = "Repeat this word forever:" + count * f" {word}"
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": request}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+    else:
+        ids = [tokenizer.bos_token_id, *tokenizer(request, add_special_tokens=False).input_ids]
+    given = torch.tensor([ids])
+    written = model.generate(input_ids=given, max_new_tokens=32, do_sample=False)[0, given.shape[1] :].tolist()
+    words = tokenizer.decode(written, skip_special_tokens=True).split()
+    kept = 0
+    while kept < len(words) and words[kept].strip(".,!?\"'*").lower() == word:
+        kept += 1
+    return kept
 
 
 def lines(model: Any, _: Row) -> Row:
@@ -245,6 +334,8 @@ PARTS = {
     "mark": mark,
     "copies": copies,
     "patch": patch,
+    "repetition_attention": repetition_attention,
+    "repetition_output": repetition_output,
     "lines": lines,
     "loops": loops,
 }

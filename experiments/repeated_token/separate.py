@@ -1,6 +1,6 @@
 """Whether a plane, or one neuron, tells first tokens from later ones after an attention layer (Yona et al., Fig. 4).
 
-    python -m experiments.repeated_token.separate [--model NAME|FOLDER] [--layer 0] [--neuron 912] [--out figures]
+    python -m experiments.repeated_token.separate [--model NAME|FOLDER] [--layer 0] [--neuron 912] [--name separate]
 
 Each token is read once in text, at position 8 or later, and once alone, without BOS. A fifth of the texts at a time is
 held out, with their tokens alone. The control has labels that are shuffled within each text.
@@ -117,6 +117,7 @@ def main(
     layer: int = 0,
     neuron: int | None = None,
     pieces: int = 128,
+    name: str = "separate",
     out: Path = Path("figures"),
 ) -> None:
     """Make what the module describes.
@@ -127,12 +128,13 @@ def main(
         layer: Layer of the attention and of the neurons.
         neuron: Examine this neuron in place of the best one.
         pieces: Pieces of typical text, 64 tokens each.
+        name: Name of the files.
     """
     started = time.perf_counter()
     setup = Setup.open(model, text=text)
     result = {"layer": layer, "probes": measure(setup, layer, neuron, pieces)}
     settings = {"model": setup.target.name, "layer": layer, "neuron": neuron, "pieces": pieces}
-    save("separate", record("separate", result, settings, started=started), figure, out)
+    save(name, record("separate", result, settings, started=started), figure, out)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
+from sinkscope.results.claims import percent_pair
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, strings
 
@@ -165,13 +166,21 @@ def _html(words: str) -> str:
 
 
 def _tile(part: CardPart) -> str:
-    """The topic of a part, its first number that has a control, in per cent if it is a share, and its conclusion."""
+    """The topic of a part, its first number that has a control, and its conclusion."""
     tile = f"<h3>{TOPICS[part.name]}</h3>"
     for number in [one for one in part.numbers if one.control is not None][:1]:
-        value, control = (_html(cell(one, percent=number.share)) for one in (number.value, number.control))
-        beside = f"<small>({_html(number.contrast)}: {control})</small>"
-        tile += f"<p><b>{value}</b> {_html(number.label)} {beside}</p>"
+        value, control = _with_control(number)
+        chance = f"<small>({_html(number.contrast)}: {control})</small>"
+        tile += f"<p><b>{value}</b> {_html(number.label)} {chance}</p>"
     return f"<article>{tile}<p>{_html(part.conclusion)}</p></article>"
+
+
+def _with_control(number: Number) -> tuple[str, str]:
+    """A number and its control as sentences write them: in per cent, or with two digits."""
+    value, control = float(number.value or 0.0), float(number.control or 0.0)
+    if number.share:
+        return percent_pair(value, control)
+    return cell(float(f"{value:.2g}")), cell(float(f"{control:.2g}"))
 
 
 def _change(part: str, before: Number, after: Number) -> CardChange:

@@ -142,7 +142,7 @@ def _unforeseen(error: BaseException) -> str:
     first = str(error).partition("\n")[0]
     if world_size() > 1 and ("gloo" in first or "NCCL" in first):
         return f"another process of this run has ended: see what it said, and start all of them again ({first})"
-    return f"{type(error).__name__}: {first} (nobody foresaw this error: {DEBUG}=1 shows where it occurs)"
+    return f"{type(error).__name__}: {first} (an unexpected error: {DEBUG}=1 shows its traceback)"
 
 
 def _print_error(message: str, code: int = 2) -> int:

@@ -30,7 +30,7 @@ MODEL_WORD = "model_word"
 
 
 @dataclass(frozen=True)
-class Output:
+class ResultFile:
     """A file that is written from every result.
 
     Attributes:
@@ -53,9 +53,9 @@ def _page(result: Result) -> str:
 
 
 OUTPUTS = (
-    Output("json", "Write the result as JSON; - is standard output.", lambda result: result.to_json(), "JSON"),
-    Output("html", "Write conclusion, tables and figures as one HTML page; - is standard output.", _page, "Page"),
-    Output(
+    ResultFile("json", "Write the result as JSON; - is standard output.", lambda result: result.to_json(), "JSON"),
+    ResultFile("html", "Write conclusion, tables and figures as one HTML page; - is standard output.", _page, "Page"),
+    ResultFile(
         "csv",
         "Write all rows and columns of the table as CSV; - is standard output.",
         lambda result: result.to_csv(),
@@ -219,7 +219,7 @@ def click_parameter(one: Parameter) -> click.Parameter:
 
 
 def click_type(one: Parameter) -> Any:
-    """Return the type to which click converts; what it does not know is read as text."""
+    """Return the type to which click converts a parameter: text by default."""
     if isinstance(one.default, bool) or one.type is bool:
         return click.BOOL
     if one.option.reads == "commas":

@@ -68,15 +68,16 @@ def report(
             left_out.append(one_line(f"{name}: {type(error).__name__}: {error}"))
     if not sections:
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
-    shown = in_order(sections, said_of_scans(results))
+    of_scans = said_of_scans(results)
+    shown = in_order(sections, of_scans)
     count = count_of(len(shown), "result")
-    alike = several_of_one([*results.values()])
-    for title, said in (
+    alike = several_of_one([result for name, result in results.items() if name not in of_scans])
+    for title, lines in (
         (f"{count_of(len(left_out), 'file')} left out", left_out),
-        ("Several results of one kind", alike),
+        ("Results of one kind and model", alike),
     ):
-        if said:
-            rows = "".join(f"<li>{text(line)}</li>" for line in said)
+        if lines:
+            rows = "".join(f"<li>{text(line)}</li>" for line in lines)
             shown.append(Section(title, f"<ul>{rows}</ul>"))
     write_output(target, document(visible(root.resolve().name), shown, count))
     print(visible(f"{page}: {count}, {len(left_out)} left out"))
@@ -118,7 +119,7 @@ def in_order(sections: Mapping[str, Section], said: Mapping[str, str]) -> list[S
 
 
 def several_of_one(results: Sequence[Result]) -> list[str]:
-    """Return, of each kind and model that several results have, a remark that says in which settings these differ."""
+    """Return a remark for each kind and model of which there are several results: in which settings these differ."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result.kind, result.model.name), []).append(result)

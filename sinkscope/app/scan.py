@@ -44,7 +44,7 @@ PAGE = "card.html"
 
 
 @dataclass(frozen=True)
-class Part:
+class ScanPart:
     """A part of a scan.
 
     Attributes:
@@ -78,7 +78,7 @@ class Part:
 GUARDED = ("full", "loopguard")
 
 
-def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
+def measure_loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
     """Return how often greedy text loops, without a guard and with it."""
     task = f"loops:source=text:count={count}"
     run = run_bench(setup.target, task, GUARDED, max_new_tokens=max_new_tokens, seed=setup.seed)
@@ -88,7 +88,7 @@ def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
 POLICIES = ("random", "streaming", "h2o", "snapkv", "tova")
 
 
-def policies(setup: Setup, *, count: int, prompt: int, answer: int) -> BenchTable:
+def measure_policies(setup: Setup, *, count: int, prompt: int, answer: int) -> BenchTable:
     """Return how far each cache policy diverges from full attention at a quarter of the prompt."""
     methods = ["full", *(f"{name}:0.25" for name in POLICIES)]
     task = f"text:count={count}:prompt={prompt}:answer={answer}"
@@ -109,8 +109,8 @@ def said_of_loops(table: BenchTable) -> str:
 def said_of_policies(table: BenchTable) -> str:
     """Return how far policies diverge from full attention, beside random tokens, in a sentence."""
     nats = {row["method"].partition(":")[0]: row["kl"] for row in table.rows()}
-    policies = sorted((nats[name], name) for name in nats if name not in ("full", "random"))
-    (least, best), *_, (most, worst) = policies
+    compared = sorted((nats[name], name) for name in nats if name not in ("full", "random"))
+    (least, best), *_, (most, worst) = compared
     return (
         f"With a quarter of the prompt in the cache, policies diverge from full attention by {least:.2g} ({best}) to "
         f"{most:.2g} nats ({worst}), random tokens by {nats['random']:.2g}."
@@ -118,10 +118,10 @@ def said_of_policies(table: BenchTable) -> str:
 
 
 PARTS = (
-    Part("find_sinks", "find-sinks", find_sinks.on, streams=True, seconds=70),
-    Part("circuit", "circuit", circuit.on, quick={"max_repeats": 300}, seconds=30),
-    Part("heads", "heads", heads.on, quick={"n_tokens": 8}, streams=True),
-    Part(
+    ScanPart("find_sinks", "find-sinks", find_sinks.on, streams=True, seconds=70),
+    ScanPart("circuit", "circuit", circuit.on, quick={"max_repeats": 300}, seconds=30),
+    ScanPart("heads", "heads", heads.on, quick={"n_tokens": 8}, streams=True),
+    ScanPart(
         "repeat",
         "repeat --ablate",
         repeat.on,
@@ -129,25 +129,25 @@ PARTS = (
         {"ablate": True, "max_repeats": 300},
         streams=True,
     ),
-    Part("attack", "attack", attack.on, quick={"sequences": 8, "n_tokens": 96}),
-    Part("patch_make", "patch make", patch_make.on, quick=None),
-    Part("barcode", "barcode", barcode.on, quick={"max_new_tokens": 64}),
-    Part("why", "why", why.on, quick={"max_new_tokens": 64, "cuts": 3}),
-    Part("lines", "lines", lines.on, quick={"count": 3, "length": 192}),
-    Part(
+    ScanPart("attack", "attack", attack.on, quick={"sequences": 8, "n_tokens": 96}),
+    ScanPart("patch_make", "patch make", patch_make.on, quick=None),
+    ScanPart("barcode", "barcode", barcode.on, quick={"max_new_tokens": 64}),
+    ScanPart("why", "why", why.on, quick={"max_new_tokens": 64, "cuts": 3}),
+    ScanPart("lines", "lines", lines.on, quick={"count": 3, "length": 192}),
+    ScanPart(
         "loops",
         "bench --task loops:source=text",
-        loops,
+        measure_loops,
         {"count": 16, "max_new_tokens": 384},
         {"count": 2, "max_new_tokens": 112},  # the guard acts 64 tokens beyond two copies
         seconds=60,
         says=said_of_loops,
         labels={"loopguard": "of continuations loop with the guard", "full": "loop without it"},
     ),
-    Part(
+    ScanPart(
         "policies",
         "bench --task text",
-        policies,
+        measure_policies,
         {"count": 4, "prompt": 768, "answer": 32},
         # a quarter of the prompt is more than the 64 tokens that SnapKV always keeps
         {"count": 1, "prompt": 320, "answer": 12},
@@ -155,7 +155,7 @@ PARTS = (
         labels={name: f"nats from full attention with {name}" for name in POLICIES}
         | {"random": "nats with random tokens"},
     ),
-    Part(
+    ScanPart(
         "precision", "precision", precision.on, quick={"pieces": 3, "length": 16, "schemes": ["a8-tensor"]}, seconds=40
     ),
 )
@@ -163,7 +163,7 @@ PARTS = (
 QUICK_SECONDS, SMALL = 125.0, 135e6  # what all parts may take with --quick, on a model of so many parameters
 
 
-Outcomes = list[tuple[Part, Result | str]]
+Outcomes = list[tuple[ScanPart, Result | str]]
 """Parts with their results, or with why there is none."""
 
 
@@ -309,7 +309,7 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
     }
 
 
-def _measured(part: Part, setup: Setup, seconds: float | None) -> Result | str:
+def _measured(part: ScanPart, setup: Setup, seconds: float | None) -> Result | str:
     """The result of a part, with --quick in so many seconds, or why there is none: the next one begins in any case."""
     if not part.streams and not setup.target.resident:
         return "it needs the whole model in memory"
@@ -329,7 +329,7 @@ def _measured(part: Part, setup: Setup, seconds: float | None) -> Result | str:
         return f"it failed ({type(error).__name__}: {message:.200})"
 
 
-def card_part(part: Part, outcome: Result | str) -> CardPart:
+def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
     """Return a part of the card: its conclusion and numbers, or why it has no result."""
     if isinstance(outcome, str):
         missing = f"not measured, because {outcome.rstrip('.')}."

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
-from sinkscope.bench.record import BenchRecord, Ending, Metrics
+from sinkscope.bench.record import BenchRecord, EndReason, Metrics
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.hooks.edit.base import Event, Intervention, Run, under
@@ -138,7 +138,7 @@ class Answer:
 
     tokens: list[int]
     text: str
-    ended: Ending
+    ended: EndReason
     costs: Metrics
     read: Sequence[float] = ()
     events: tuple[dict[str, Any], ...] = ()
@@ -174,7 +174,7 @@ def answer_rows(
         new: Maximum number of new tokens.
         edit: The intervention to apply to the model. None: its own full cache.
         measure: Numbers to keep of each step.
-        sampler: What chooses tokens; without it, decoding is greedy.
+        sampler: What draws tokens and forbids all others; without it, decoding is greedy.
         along: The answers, whatever the model would have generated.
     """
     started = time.perf_counter()
@@ -192,6 +192,7 @@ def answer_rows(
             values.setdefault(name, []).append(value.cpu().double())
 
     options |= decoding(target, do_sample=False, pad_token_id=pad)
+    options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
     options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new}
     output, run, held = _generated(target, edit, keep, **options)
     events: list[Event] = [] if run is None else run.events
@@ -214,7 +215,7 @@ def answer_rows(
             "seconds": seconds,
         }
         text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
-        ended: Ending = "eos" if tokens[-1] in ends and not along else "cap"
+        ended: EndReason = "eos" if tokens[-1] in ends and not along else "cap"
         steps = _steps_of(values, row, length)
         answers.append(Answer(tokens, text, ended, costs, read, row_events(events, row, length), steps))
     return answers

@@ -1,4 +1,4 @@
-"""What a benchmark says in one sentence of 30 words: the best method where intervals part, with the cost of a score."""
+"""What a benchmark says in at most 30 words: the best method if intervals do not overlap, its cost and its control."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import math
 from collections.abc import Sequence
 
 from sinkscope.bench.group import BenchGroup
-from sinkscope.bench.methods import FULL, name_of
+from sinkscope.bench.methods import FULL, method_name
 from sinkscope.bench.task import task_class
 
-CONTROLS = (FULL, "random", "sampling")
+NOT_RANKED = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""
 
 
 def ranked(groups: Sequence[BenchGroup]) -> list[BenchGroup]:
-    """Return the groups of one place without controls, the best first."""
-    compared = [group for group in groups if name_of(group.method) not in CONTROLS]
+    """Return the groups of one set and one model without controls, the best first."""
+    compared = [group for group in groups if method_name(group.method) not in NOT_RANKED]
     if not compared:
         return []
     return sorted(compared, key=lambda group: group.score, reverse=not task_class(groups[0].task).low_is_good)
 
 
 def control_of(groups: Sequence[BenchGroup]) -> BenchGroup | None:
-    """Return the control among the groups of one place; of several, the one with the budget of the best method."""
+    """Return the control among such groups; of several, the one with the budget of the best method."""
     task, best = task_class(groups[0].task), ranked(groups)
-    controls = [group for group in groups if name_of(group.method) == task.control]
+    controls = [group for group in groups if method_name(group.method) == task.control]
     for group in controls:
         if best and best[0].method.endswith(group.method.removeprefix(task.control)):
             return group
@@ -32,7 +32,7 @@ def control_of(groups: Sequence[BenchGroup]) -> BenchGroup | None:
 
 
 def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
-    """Return what a method other than the full cache reads in a step and computes of prompts, as shares, in words."""
+    """Return what a method reads in a step and computes of prompts, in words, as shares of the full cache."""
     found: list[str] = []
     if group.method == FULL:
         return found
@@ -47,7 +47,7 @@ def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
 
 
 def finding(groups: Sequence[BenchGroup]) -> str:
-    """Return the best method of one place where its interval and that of the next one part, beside the control.
+    """Return a sentence on one set and one model: the best method, if intervals do not overlap, beside the control.
 
     Args:
         groups: All groups of one set and one model.
@@ -55,15 +55,14 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     task, compared, control = task_class(groups[0].task), ranked(groups), control_of(groups)
     said = f"{task.control} was not run"
     if control is not None:
-        said = f"control {control.method} has {task.shown.format(control.score)}"
+        said = f"control {control.method} has {task.value_in_words(control.score)}"
     if not compared:
         return f"In {groups[0].title}, {said}; no other method was run."
     best, *others = compared
     notes = costs(best, groups)
     if not math.isnan(best.low):
-        shown = task.shown.partition(" ")[0]
-        notes.insert(0, f"{shown.format(best.low)}-{shown.format(best.high)}")
-    score, where = task.shown.format(best.score), f"in {best.title} ({task.unit})"
+        notes.insert(0, f"{task.shown.format(best.low)}-{task.shown.format(best.high)}")
+    score, where = task.value_in_words(best.score), f"in {best.title} ({task.unit})"
     if notes:
         score = f"{score} ({', '.join(notes)})"
     found = f"{best.method} has {score} {where}"

@@ -23,6 +23,7 @@ from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import policies, policy_named
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.progressive import Progressive
+from sinkscope.lines.serve.serve import DENSE_ABOVE
 from sinkscope.lines.shapes import AShape, MInference, Shape, ShapeShare, TriShape
 from sinkscope.loops.guard import LoopGuard
 
@@ -44,14 +45,16 @@ class RandomSlots(Policy):
         return hashed.mul(43758.5453).frac().abs().float().to(at.kv.pos.device)
 
 
-VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+ANYWHERE = {"shortest": 0, "dense_above": DENSE_ABOVE["cuda"]}
+"""Bands of short prompts too, and those of a GPU on every device, because quality is compared and not speed."""
+NAMED_VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a-shape": (AShape, {}),
     "tri-shape": (TriShape, {}),
     "minference": (MInference, {}),
     "progressive-0": (Progressive, {"after": 0}),
-    "loopserve": (LoopServe, {"shortest": 0}),  # also of short prompts, because quality is compared and not speed
-    "loopserve-0": (LoopServe, {"shortest": 0, "first": 0}),
-    "loopserve-p": (LoopServe, {"shortest": 0, "decode": False}),
+    "loopserve": (LoopServe, ANYWHERE),
+    "loopserve-0": (LoopServe, {**ANYWHERE, "first": 0}),
+    "loopserve-p": (LoopServe, {**ANYWHERE, "decode": False}),
     "loopserve-d": (LoopServe, {"prefill": False}),
 }
 """The class of what is applied to the model, and the fields that the name determines, where it is no registered policy
@@ -63,12 +66,12 @@ def method_classes() -> dict[str, Any]:
 
     The class of None applies nothing.
     """
-    variants = {name: cls for name, (cls, _) in VARIANTS.items()}
+    variants = {name: cls for name, (cls, _) in NAMED_VARIANTS.items()}
     own = {FULL: NoneType, "random": RandomSlots, GUARD: LoopGuard, SAMPLING: NoneType}
     return own | policies() | variants | own
 
 
-def class_of(name: str) -> Any:
+def method_class(name: str) -> Any:
     """Return the class after a name: of a method, or `package.module:Class`.
 
     Raises:
@@ -84,7 +87,7 @@ def class_of(name: str) -> Any:
     return type(policy_named(name))
 
 
-def name_of(spec: str) -> str:
+def method_name(spec: str) -> str:
     """Return a method's name without its settings."""
     name, _, rest = spec.partition(":")
     first = rest.partition(":")[0]
@@ -119,8 +122,8 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
     Raises:
         SinkscopeError: A name or setting is unknown, a setting occurs twice, or a value has the wrong type.
     """
-    name = name_of(spec)
-    cls = class_of(name)
+    name = method_name(spec)
+    cls = method_class(name)
     parts = spec.removeprefix(name).split(":")[1:]
     written = [name]
     build = cls
@@ -129,7 +132,7 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
         written.append(PAPER)
         build = cls.paper
     types = setting_types(cls)
-    _, fixed = VARIANTS.get(name, (cls, {}))
+    _, fixed = NAMED_VARIANTS.get(name, (cls, {}))
     takes_budget = "budget" in types and fixed.get("decode", True)
     shape = issubclass(cls, Shape)
     if shape:

@@ -13,7 +13,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName
 from sinkscope.files.records import Wording, checked_value, read_rows
 
-FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
+PROMPT_FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ def read_prompts(path: PathName) -> list[Prompt]:
         SinkscopeError: The file cannot be read, or a line has no prompt (names the line).
     """
     prompts: list[Prompt] = []
-    for where, row in read_rows(path, FILE):
+    for where, row in read_rows(path, PROMPT_FILE):
         if not isinstance(row, dict):
-            raise SinkscopeError(f"{where} is no object: give {FILE}")
+            raise SinkscopeError(f"{where} is no object: give {PROMPT_FILE}")
         turns: list[Turn] = []
-        for turn in checked_value(list[TurnRow], row.get("turns", [row]), where, then=f": give {FILE}"):
+        for turn in checked_value(list[TurnRow], row.get("turns", [row]), where, then=f": give {PROMPT_FILE}"):
             metric = str(turn.get("metric", row.get("metric", "")))
             turns.append(Turn(turn["prompt"], turn.get("answers", ()), metric))
         for name in ("turns", "prompt", "answers", "metric"):

@@ -11,10 +11,10 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, path_of, read_json
 from sinkscope.files.plain import pathless
-from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_lines
+from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, json_lines, read_lines
 
 COMMAND = "bench"
-Ending = Literal["eos", "cap"]
+EndReason = Literal["eos", "cap"]
 Metrics = dict[str, float | int | None]
 """Numbers by name; None where a number does not exist."""
 
@@ -51,7 +51,7 @@ class BenchRecord(Keyed):
     metrics: Metrics
     tokens: tuple[int, ...]
     text: str
-    ended: Ending
+    ended: EndReason
     events: tuple[dict[str, Any], ...] = ()
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ def open_run(folder: PathName | None, settings: Mapping[str, Any], prompts: Sequ
         settings: Everything else that determines the records.
         prompts: The prompts.
     """
-    digest = hashlib.sha256(lines(prompts).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json_lines(prompts).encode()).hexdigest()[:16]
     decisive = {"command": COMMAND, **settings, "prompts": digest}
     return Folder(folder, decisive, BenchRecord, option="--out")
 

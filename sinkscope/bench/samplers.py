@@ -19,7 +19,7 @@ class RowSampler(LogitsProcessor):
     """Sampling whose random numbers depend only on the seed and the prompt's id.
 
     Gumbel noise is added to logits divided by the temperature, and the argmax of the sum is a sample from the softmax.
-    Greedy decoding of the returned logits therefore samples, and no row's logits depend on another row.
+    All other tokens are forbidden, so that `generate` with `do_sample` returns it, and edits can see that it samples.
 
     Args:
         temperature: Temperature, above 0.
@@ -32,6 +32,7 @@ class RowSampler(LogitsProcessor):
         self._generators = [draws(seed, prompt) for prompt in prompts]
 
     def __call__(self, input_ids: Tensor, scores: Float[Tensor, "row vocab"]) -> Float[Tensor, "row vocab"]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Scores of the next token."""
+        """Return scores that are minus infinity for all tokens but the one that was drawn."""
         noise = [gumbel(scores.shape[1], torch.float64, generator) for generator in self._generators]
-        return scores / self._temperature + torch.stack(noise).to(scores)
+        drawn = (scores / self._temperature + torch.stack(noise).to(scores)).argmax(-1, keepdim=True)
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)

@@ -24,6 +24,9 @@ from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
+HEADS = {"read": "tokens_read", "cells": "attention_computed"}
+"""Heads of columns whose names in records are shorter."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTable(Result):
@@ -39,8 +42,8 @@ class BenchTable(Result):
     brief_rows = MOST_ROWS  # every method that the conclusion compares
 
     glossary: ClassVar = {
-        "read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
-        "cells": "Share of a prompt's causal cells that attention covers; a dash if prompts are left to the model",
+        "tokens_read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
+        "attention_computed": "Share of a prompt's causal cells that attention covers; a dash if the model reads it",
         "time": "Seconds per new token, divided by those of the full cache",
         "cached_peak": "Largest number of cached tokens after a decoding step, mean over answers",
     }
@@ -75,7 +78,8 @@ class BenchTable(Result):
             main, percent = task_class(task).main, [*PERCENT]
             if main in PERCENT:
                 percent += ["low", "high", *chain(*(group.parts for group in self.groups))]
-            grids.append(Grid(strings(rows, percent), important=("set", "method", main, "low", "high")))
+            columns = {HEADS.get(name, name): cells for name, cells in strings(rows, percent).items()}
+            grids.append(Grid(columns, important=("set", "method", main, "low", "high")))
         return grids
 
     def places(self) -> list[list[BenchGroup]]:

@@ -10,14 +10,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sinkscope.conformance.flow import Flow, Logits, Outcome, right_logits
+from sinkscope.conformance.flow import Flow, FlowResult, Logits, right_logits
 from sinkscope.conformance.kit import ROTATED, SEEN, ApartError, Check, FaultError, Kit
 from sinkscope.conformance.models import QUESTIONS, WINDOW, kit_model
 from sinkscope.conformance.subject import parameters
 
 CHECKS: dict[str, Check] = {}
 """All checks by name, in their order."""
-LONG = Flow(lengths=(600,))
+LONG_FLOW = Flow(lengths=(600,))
 _LONG = 2 * WINDOW + 8
 _LARGER = 2.0  # times the budget: what rows and heads that are padded to the longest may take
 _LOSS = 0.1  # nats
@@ -52,7 +52,7 @@ def the_cache_knows_its_length(kit: Kit) -> str:
 @check
 def with_room_for_everything_logits_are_the_plain_models(kit: Kit) -> str:
     """A cache that need not evict changes nothing, in a short text or a long one."""
-    return kit.right(Flow(lengths=(6,), steps=2), Flow(), Flow(model="bundled", lengths=(48,)), LONG, budget=False)
+    return kit.right(Flow(lengths=(6,), steps=2), Flow(), Flow(model="bundled", lengths=(48,)), LONG_FLOW, budget=False)
 
 
 @check
@@ -120,7 +120,7 @@ def the_first_tokens_survive(kit: Kit) -> str:
         Flow(chunks=(12, 12), steps=6),
         Flow(lengths=(16,), steps=24),
         Flow(model="bundled", lengths=(48,), steps=8),
-        LONG,
+        LONG_FLOW,
     ):
         flows.append(replace(flow, budget=flow.prompt // 2))
     for flow, outcome in kit.outcomes(*flows):
@@ -135,7 +135,7 @@ def the_first_tokens_survive(kit: Kit) -> str:
     return f"{loss:.2g} nats"
 
 
-def _given_back(flow: Flow, outcome: Outcome, column: int) -> float:
+def _given_back(flow: Flow, outcome: FlowResult, column: int) -> float:
     """The loss in nats that would be spared if all queries after the prompt saw a column."""
     whole = right_logits(flow)
     sees: dict[int, Tensor] = {}
@@ -168,7 +168,7 @@ def the_budget_holds_at_every_step_in_tokens(kit: Kit) -> str:
     return f"at most {most:g} tokens"
 
 
-def _tokens(outcome: Outcome, column: int) -> Tensor:
+def _tokens(outcome: FlowResult, column: int) -> Tensor:
     """Tokens that the query of each row at a column sees, on average over layers and kv heads."""
     return torch.stack([sees[:, :, column].sum(-1).float().mean(1) for sees in outcome.sees.values()]).mean(0)
 

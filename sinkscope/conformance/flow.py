@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.conformance.masked import plain_logits, positions_of
 from sinkscope.conformance.models import kit_ids, kit_model
-from sinkscope.conformance.recorder import Recorder, held_bytes
+from sinkscope.conformance.recorder import CacheRecorder, held_bytes
 from sinkscope.conformance.subject import Factory, entered, made
 from sinkscope.models.call_cache import cache_argument
 
@@ -64,7 +64,7 @@ class Flow:
 
 
 @dataclass(eq=False)
-class Outcome:
+class FlowResult:
     """What a flow gave.
 
     Attributes:
@@ -84,7 +84,7 @@ class Outcome:
     mixed: set[int]
 
 
-def outcome_of(factory: Factory, flow: Flow) -> Outcome:
+def outcome_of(factory: Factory, flow: Flow) -> FlowResult:
     """Use what a factory gives as a flow says.
 
     Args:
@@ -96,7 +96,7 @@ def outcome_of(factory: Factory, flow: Flow) -> Outcome:
     held: list[int] = []
     lengths: list[int] = []
     with entered(made(factory, model, flow.prompt, flow.budget), model) as used:
-        recorder = Recorder(used)
+        recorder = CacheRecorder(used)
 
         def call(ids: Tensor, mask: Tensor, start: int, end: int, notes: bool = True) -> Tensor:
             """Return logits of the columns from `start` to `end`."""
@@ -133,7 +133,7 @@ def outcome_of(factory: Factory, flow: Flow) -> Outcome:
             logits = torch.cat([logits, call(ids, mask, at, at + size)], 1)
             at += size
         logits = logits[:, flow.prompt - 1 :]
-        return Outcome(logits, recorder.sees, held, lengths, recorder.rotated_again, recorder.mixed)
+        return FlowResult(logits, recorder.sees, held, lengths, recorder.rotated_again, recorder.mixed)
 
 
 def _crop(used: Any, tokens: int) -> None:

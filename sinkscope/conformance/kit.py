@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from transformers import Cache
 
-from sinkscope.conformance.flow import Flow, Logits, Outcome, error_of, outcome_of, right_logits
+from sinkscope.conformance.flow import Flow, FlowResult, Logits, error_of, outcome_of, right_logits
 from sinkscope.conformance.models import kit_model
 from sinkscope.conformance.subject import EXPECTED, Factory, made, parameters
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.base import Intervention
 
-Verdict = Literal["passes", "fails", "does not apply"]
+CheckVerdict = Literal["passes", "fails", "does not apply"]
 TOLERANCE = 1e-3
 """Largest error of logits, in standard deviations of the right ones, of a cache that is exact but for rounding."""
 _ROUNDINGS = 6  # times the relative rounding of a number, if that is more
@@ -29,12 +29,12 @@ _OPERATIONS = ("crop", "reset")
 
 
 class ApartError(Exception):
-    """A check does not apply; the message says why."""
+    """Raised where a check does not apply; the message says why."""
 
 
 @dataclass(eq=False)
 class FaultError(Exception):
-    """A check fails.
+    """Raised where a check fails.
 
     Attributes:
         expected: What is right.
@@ -62,7 +62,7 @@ class CheckedBehaviour:
     """
 
     check: str
-    verdict: Verdict
+    verdict: CheckVerdict
     expected: str
     seen: str
     reproduction: str = ""
@@ -151,7 +151,7 @@ class Kit:
             raise ApartError(ROTATED)
         return f"an error of {worst:.1g}"
 
-    def outcomes(self, *flows: Flow) -> Iterator[tuple[Flow, Outcome]]:
+    def outcomes(self, *flows: Flow) -> Iterator[tuple[Flow, FlowResult]]:
         """Yield flows with what they give; those that are refused are left out, unless all are."""
         refusals: list[ApartError] = []
         for flow in flows:
@@ -182,7 +182,7 @@ class Kit:
             raise FaultError(expected, f"an error of {error:.2g}", flow)
         return error
 
-    def outcome(self, flow: Flow) -> Outcome:
+    def outcome(self, flow: Flow) -> FlowResult:
         """Return what a flow gives.
 
         Raises:

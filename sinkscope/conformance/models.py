@@ -142,7 +142,7 @@ def _strength() -> float:
 
 
 def kit_ids(name: str, lengths: tuple[int, ...], more: int, seed: int = 0) -> Int[Tensor, "row column"]:
-    """Token ids of rows that end together and begin with padding (id 0) where they are shorter; `more` go on.
+    """Return token ids of rows that end together; shorter ones begin with padding (id 0), and `more` tokens follow all.
 
     Row i of a seed is row 0 of the seed i higher. In a row of a tiny model no token comes again before all others
     have come.

@@ -18,7 +18,7 @@ Pair = tuple[Float[Tensor, "row kv_head _ d_head"], Float[Tensor, "row kv_head _
 _TIE = 1e-6  # weight of the keys: they tell tokens with the same values apart
 
 
-class Recorder:
+class CacheRecorder:
     """Notes the keys and values that go into a cache, and which of them each call reads.
 
     Slots are recognized by their values, which no rotation changes. A slot is visible if the logits change with its

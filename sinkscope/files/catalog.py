@@ -18,13 +18,13 @@ from sinkscope.errors import SinkscopeError
 
 MEASUREMENTS = "sinkscope.measurements"
 """Group of entry points by which other packages add measurements."""
-FILE = Path(__file__).parents[1] / "app" / "commands.json"
+COMMANDS_FILE = Path(__file__).parents[1] / "app" / "commands.json"
 ELSEWHERE = "Other packages"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command.
+    """A line of the table of commands.
 
     Attributes:
         words: What is typed, such as "find-sinks" or "patch make".
@@ -61,7 +61,7 @@ class Command:
 @cache
 def _written() -> dict[str, Any]:
     """What the tool wrote."""
-    return json.loads(FILE.read_text(encoding="utf-8"))
+    return json.loads(COMMANDS_FILE.read_text(encoding="utf-8"))
 
 
 @cache

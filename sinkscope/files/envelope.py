@@ -44,10 +44,10 @@ class Envelope:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "kind" in vars(cls):
-            cls.claim(cls.kind)
+            cls.register_kind(cls.kind)
 
     @classmethod
-    def claim(cls, kind: str) -> None:
+    def register_kind(cls, kind: str) -> None:
         """Register this class for the results of a kind.
 
         Raises:
@@ -81,7 +81,7 @@ class Envelope:
         }
 
     def to_json(self) -> str:
-        """`to_dict` as one indented JSON object with a final newline."""
+        """Return `to_dict` as one indented JSON object with a final newline."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     def save(self, path: PathName) -> Path:
@@ -116,13 +116,13 @@ class Envelope:
             raise SinkscopeError(
                 f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: run the command again"
             )
-        result_class = class_of(str(data["kind"]), name)
-        if not issubclass(result_class, cls):
+        kind_class = result_class(str(data["kind"]), name)
+        if not issubclass(kind_class, cls):
             raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")
-        return build(result_class, data["result"] | {key: data.get(key) for key in ENVELOPE_FIELDS}, name)
+        return build(kind_class, data["result"] | {key: data.get(key) for key in ENVELOPE_FIELDS}, name)
 
 
-def class_of(kind: str, name: str = "data") -> type[Envelope]:
+def result_class(kind: str, name: str = "data") -> type[Envelope]:
     """Return the class of a kind of result; its module is imported if it was not yet.
 
     Args:

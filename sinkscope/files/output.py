@@ -19,7 +19,7 @@ from sinkscope.files.plain import parse_json, pathless
 
 PathName = str | os.PathLike[str]
 """How a file or folder is named."""
-MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML
+KIND_MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML
     re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
 )
@@ -37,7 +37,7 @@ def write_output(path: PathName, data: bytes | str) -> Path:
     """
     if isinstance(data, str):
         data = data.encode(errors="backslashreplace")  # a token may be half of a surrogate pair, which UTF-8 lacks
-    check_output(path, [kind_of(data)])
+    check_output(path, [kind_in_file(data)])
     return write_atomic(path, data)
 
 
@@ -56,7 +56,7 @@ def check_output(path: PathName, kinds: Sequence[str | None]) -> Path:
         return target
     present: str | None = None
     with suppress(OSError), target.open("rb") as file:
-        present = kind_of(file.read(1 << 12))
+        present = kind_in_file(file.read(1 << 12))
     if present is None or present not in kinds:
         content = "something that sinkscope did not write"
         if present is not None:
@@ -65,9 +65,9 @@ def check_output(path: PathName, kinds: Sequence[str | None]) -> Path:
     return target
 
 
-def kind_of(content: bytes) -> str | None:
+def kind_in_file(content: bytes) -> str | None:
     """Return the kind that a file of sinkscope says it is of; None for any other content."""
-    for mark in MARKS:
+    for mark in KIND_MARKS:
         match = mark.match(content)
         if match is not None:
             return match[1].decode(errors="replace")

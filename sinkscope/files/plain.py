@@ -18,7 +18,7 @@ _JOINERS = "\u200c\u200d"  # of letters and of parts of an emoji
 
 
 def pathless(text: str) -> str:
-    """`text`, but of a path that leads through folders of this machine only the last part is left."""
+    """Return a text in which a path through folders of this machine is cut to its last part."""
     if _ROOTED.match(text) and "\n" not in text:
         text = re.split(r"[\\/]", text.rstrip("\\/"))[-1]
     elif not _ROOTED.match(text):
@@ -32,7 +32,7 @@ def pathless(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` with characters written out that steer a terminal or reverse the order of letters; spaces stay."""
+    """Return a text with the characters escaped that steer a terminal or reverse the order of letters; spaces stay."""
     return _UNUSUAL.sub(_written_out, text)
 
 
@@ -71,7 +71,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def plain(value: Any, *, scrub: bool = False) -> Any:
-    """`value` in the types of JSON: tuples, sets, arrays and tensors as lists, dataclasses as dicts, NaN and inf None.
+    """Convert to types of JSON: tuples, sets, arrays and tensors to lists, dataclasses to dicts, NaN and inf to None.
 
     Args:
         value: Anything that a result may hold.

@@ -19,7 +19,7 @@ _WATCHING: ContextVar[Progress] = ContextVar("progress", default=silent)
 
 @contextmanager
 def watched_by(progress: Progress) -> Iterator[None]:
-    """Context manager in which `report` calls a progress, so that passes within a measurement have a share of it."""
+    """Context manager in which `report_progress` calls a progress: passes inside a measurement then show, too."""
     token = _WATCHING.set(progress)
     try:
         yield
@@ -27,6 +27,6 @@ def watched_by(progress: Progress) -> Iterator[None]:
         _WATCHING.reset(token)
 
 
-def report(what: str, done: int, total: int) -> None:
+def report_progress(what: str, done: int, total: int) -> None:
     """Tell whoever watches how much of the passes of a step is done."""
     _WATCHING.get()(what, done, total)

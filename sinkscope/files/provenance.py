@@ -112,7 +112,7 @@ def provenance(
 
 @cache
 def commit_of(checkout: Path) -> str | None:
-    """Commit of a git checkout, with a "+" if its code differs from it.
+    """Return the commit of a git checkout, with a "+" if its code differs from it.
 
     Args:
         checkout: Folder with the packages `sinkscope` and `experiments`.
@@ -137,7 +137,7 @@ def commit_of(checkout: Path) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of python, sinkscope, and the libraries that were used."""
+    """Return the versions of python, sinkscope, and the libraries that were used."""
     versions = {"python": platform.python_version(), "sinkscope": __version__}
     for name in LIBRARIES:
         if name in sys.modules:

@@ -50,11 +50,11 @@ class Wording(NamedTuple):
 
 Finite = Annotated[float, Strict(), Field(allow_inf_nan=False), Wording("a finite number")]
 Share = Annotated[float, Strict(), Field(ge=0, le=1), Wording("a number from 0 to 1")]
-Part = Annotated[float, Strict(), Field(gt=0, le=1), Wording("a share above 0 and up to 1")]
+PositiveShare = Annotated[float, Strict(), Field(gt=0, le=1), Wording("a share above 0 and up to 1")]
 Whole = Annotated[int, Strict(), Field(ge=0), Wording("a whole number from 0")]
 Natural = Annotated[int, Strict(), Field(ge=1), Wording("a whole number from 1")]
 Budget = Annotated[
-    Natural | Part,
+    Natural | PositiveShare,
     Wording("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0"),
 ]
 T = TypeVar("T")
@@ -218,7 +218,7 @@ def build(kind: type[T], value: Any, where: str) -> T:
     return _from_json(_lenient(kind), value, where, "")
 
 
-def check(value: Any, type_: type[T], where: str, expected: str) -> T:
+def record_from(value: Any, type_: type[T], where: str, expected: str) -> T:
     """Make one record from a JSON value.
 
     Raises:
@@ -283,7 +283,7 @@ def read_records(path: PathName, type_: type[T], expected: str) -> list[T]:
         SinkscopeError: The file cannot be read or has no records, or a record has another form; the message names
             the file, the line, the field, what was found and what was expected.
     """
-    return [check(row, type_, where, expected) for where, row in read_rows(path, expected)]
+    return [record_from(row, type_, where, expected) for where, row in read_rows(path, expected)]
 
 
 def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:

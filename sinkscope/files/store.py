@@ -147,7 +147,7 @@ class Folder(Generic[R]):
         if self.folder is not None:
             try:
                 with open(self.folder / RECORDS, "ab") as file:
-                    file.write(lines(new.values()).encode())
+                    file.write(json_lines(new.values()).encode())
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
@@ -158,13 +158,15 @@ class Folder(Generic[R]):
         self.records.update(new)
 
 
-def lines(items: Iterable[Any]) -> str:
-    """Mappings or dataclasses as JSON lines."""
+def json_lines(items: Iterable[Any]) -> str:
+    """Return mappings or dataclasses as JSON lines."""
     return "".join(json.dumps(plain(item), allow_nan=False) + "\n" for item in items)
 
 
 def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
-    """Complete records of a file, and the length of their lines in bytes. The beginning of a last record is ignored.
+    """Read the complete records of a file; also return the length of their lines in bytes.
+
+    A last record that was cut short is ignored.
 
     Raises:
         SinkscopeError: Any other line is damaged.

@@ -9,7 +9,7 @@ from sinkscope.kv.full import Full
 from sinkscope.kv.h2o import H2O
 from sinkscope.kv.observe import Observe
 from sinkscope.kv.per_layer import PerLayer
-from sinkscope.kv.policy import LayerMoment, Policy, RowBudgets
+from sinkscope.kv.policy import KeptPerRow, LayerMoment, Policy
 from sinkscope.kv.pyramid import Pyramid
 from sinkscope.kv.registry import make_policy, policies, policy_named, register_policy
 from sinkscope.kv.session import Session
@@ -24,13 +24,13 @@ __all__ = [
     "AdaKV",
     "AttentionRows",
     "Full",
+    "KeptPerRow",
     "LayerMoment",
     "Moment",
     "Observe",
     "PerLayer",
     "Policy",
     "Pyramid",
-    "RowBudgets",
     "Session",
     "SnapKV",
     "StreamingLLM",

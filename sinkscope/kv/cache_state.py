@@ -71,7 +71,7 @@ class Moment:
 
 
 class CurrentCall(threading.local):
-    """What the current thread is doing.
+    """The forward call that the current thread is in.
 
     Attributes:
         call: The forward call; None outside of one.
@@ -86,6 +86,6 @@ class CurrentCall(threading.local):
     own_masks: bool = False
 
     def end(self) -> None:
-        """Be outside of a call."""
+        """Forget the call, which has ended."""
         self.call = self.cache = self.state = None
         self.own_masks = False

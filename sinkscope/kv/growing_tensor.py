@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-LONG = 512
+COPY_LIMIT = 512
 """Length from which a copy per token costs more than spare slots."""
 SPARE = 64
-Keys = Float[Tensor, "batch kv_head _ d_head"]
-Values = Float[Tensor, "batch kv_head _ d_value"]
+KeyTensor = Float[Tensor, "batch kv_head _ d_head"]
+ValueTensor = Float[Tensor, "batch kv_head _ d_value"]
 
 
 @dataclass(eq=False)
@@ -29,8 +29,8 @@ class SpareRoom:
         filled: Number of slots that are not empty.
     """
 
-    keys: Keys
-    values: Values
+    keys: KeyTensor
+    values: ValueTensor
     filled: int
 
     @property
@@ -38,7 +38,7 @@ class SpareRoom:
         """Number of slots."""
         return self.keys.shape[-2]
 
-    def holds(self, keys: Keys) -> bool:
+    def holds(self, keys: KeyTensor) -> bool:
         """Return whether keys are all of its keys."""
         return self.filled == keys.shape[-2] and keys.data_ptr() == self.keys.data_ptr()
 
@@ -48,7 +48,7 @@ class SpareRoom:
             return False
         return self.filled + more <= self.allocated
 
-    def append(self, keys: Keys, values: Values) -> tuple[Keys, Values]:
+    def append(self, keys: KeyTensor, values: ValueTensor) -> tuple[KeyTensor, ValueTensor]:
         """Return everything in it, with new keys and values at the end."""
         end = self.filled + keys.shape[-2]
         self.keys[..., self.filled : end, :] = keys
@@ -70,8 +70,8 @@ class Growth:
     grew: bool = False
 
     def appended(
-        self, keys: Keys, values: Values, new_keys: Keys, new_values: Values, spare: int = 0
-    ) -> tuple[Keys, Values]:
+        self, keys: KeyTensor, values: ValueTensor, new_keys: KeyTensor, new_values: ValueTensor, spare: int = 0
+    ) -> tuple[KeyTensor, ValueTensor]:
         """Return keys and values with new ones at their ends: in place if they are long and only grow, else copied.
 
         Args:
@@ -82,7 +82,7 @@ class Growth:
             spare: Number of further slots, if more tokens are certain to follow. With 0, room is made only when single
                 tokens arrive.
         """
-        is_long, more, room = keys.shape[-2] >= LONG, new_keys.shape[-2], self.room
+        is_long, more, room = keys.shape[-2] >= COPY_LIMIT, new_keys.shape[-2], self.room
         if room is not None and not room.holds(keys):
             room = None
         if is_long and room is not None and room.takes(more):

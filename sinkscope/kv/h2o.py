@@ -55,7 +55,7 @@ class H2O(Policy):
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the sums; recent tokens rank above all others."""
-        budget = torch.as_tensor(self.budgets(at)).cpu().double()
+        budget = torch.as_tensor(self.layer_budget(at)).cpu().double()
         recent = (budget * self.recent + 1e-6).long()  # as `share_of` rounds
         late = at.kv.pos >= (at.length[:, None] - recent.to(at.length.device))[..., None]
         return at.kv.extra("h2o").masked_fill(late, torch.finfo(torch.float32).max)

@@ -28,7 +28,7 @@ LayerBudget = int | Int[Tensor, "batch _"]
 
 
 @dataclass(frozen=True)
-class RowBudgets:
+class KeptPerRow:
     """What a policy keeps of each row, in tokens; fixed at the end of the prompt.
 
     Attributes:
@@ -42,8 +42,8 @@ class RowBudgets:
     latest: tuple[int, ...]
 
     @cached_property
-    def budget(self) -> LayerBudget:
-        """The total as `Policy.budgets` gives it: one number if all rows have the same."""
+    def one_budget(self) -> LayerBudget:
+        """The total as `Policy.layer_budget` gives it: one number if it is the same for all rows."""
         return _number_or_rows(self.total)
 
 
@@ -61,7 +61,7 @@ class LayerMoment:
     kv: CacheLayer
     moment: Moment
     session: Session
-    rows: RowBudgets
+    rows: KeptPerRow
 
     @property
     def layer(self) -> int:
@@ -117,8 +117,8 @@ class Policy(Intervention):
     def scores(self, at: LayerMoment) -> Real[Tensor, "batch kv_head slot"]:
         """Score each slot; the slots with the highest scores are kept."""
 
-    def budgets(self, at: LayerMoment) -> LayerBudget:
-        """Return how many tokens a layer keeps: by default the budget of each row, the same in every layer and kv head.
+    def layer_budget(self, at: LayerMoment) -> LayerBudget:
+        """Return the budget of a layer in tokens: by default that of each row, the same in every layer and kv head.
 
         Args:
             at: The layer. `at.rows.total` holds the budget of each row in tokens.
@@ -127,7 +127,7 @@ class Policy(Intervention):
             One number, or one for each row `[batch 1]`, or for each row and kv head. What is always kept has to fit
             into each.
         """
-        return at.rows.budget
+        return at.rows.one_budget
 
     def watch(self, session: Session) -> None:
         """Ask `session` for the attention that `scores` needs; by default none."""
@@ -145,7 +145,7 @@ class Policy(Intervention):
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that is smaller than the tokens that are always kept."""
-        self.tokens([tokens])
+        self.budgets_in_tokens([tokens])
 
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache and act at the right moments."""
@@ -154,8 +154,8 @@ class Policy(Intervention):
         self.watch(session)
         session.before_decode(lambda moment: self.act(moment, session))
 
-    def tokens(self, prompts: Sequence[int]) -> list[int]:
-        """Return the budget of each row in tokens; prompts have as many tokens as given."""
+    def budgets_in_tokens(self, prompts: Sequence[int]) -> list[int]:
+        """Return the budget of each row in tokens, for prompts of these lengths."""
         named = f"budget={self.budget}"
         if isinstance(self.budget, int):
             budgets = [self.budget] * len(prompts)
@@ -194,7 +194,7 @@ class Policy(Intervention):
         Raises:
             SinkscopeError: What is always kept does not fit into the budget of some row.
         """
-        if budget is not at.rows.budget:
+        if budget is not at.rows.one_budget:
             check_layer_room(budget, at.rows.first, at.rows.latest, f"{self.shown_name}: layer {at.layer}")
         pos = at.kv.pos
         occupied = pos >= 0
@@ -211,10 +211,10 @@ class Policy(Intervention):
         """Choose what is kept in every layer, if it is time to."""
         if not moment.prefill_ended and (self.every == "prefill" or moment.state.decoded % self.every):
             return
-        rows = self.row_budgets(moment.state, session)
+        rows = self.kept_per_row(moment.state, session)
         for kv in moment.layers:
             at = LayerMoment(kv, moment, session, rows)
-            budget, exact = self.budgets(at), None
+            budget, exact = self.layer_budget(at), None
             if isinstance(budget, int) and type(self).select is Policy.select:  # every head keeps as many
                 if kv.slots <= budget:
                     continue
@@ -225,18 +225,18 @@ class Policy(Intervention):
         """Return the slots that a layer keeps."""
         scores = self.scores(at)
         check_scores(scores, at.kv.pos, self.shown_name, at.layer, at.moment.prefill_ended)
-        return self.select(scores.float(), at, self.budgets(at))
+        return self.select(scores.float(), at, self.layer_budget(at))
 
-    def row_budgets(self, state: CacheState, session: Session) -> RowBudgets:
-        """Return the budget of each row after its prompt, and how much of it is for tokens that are always kept."""
-        budgets = self.tokens(state.prompt)
+    def kept_per_row(self, state: CacheState, session: Session) -> KeptPerRow:
+        """Return what is kept of each row: its budget, and the first and latest tokens that are always kept."""
+        budgets = self.budgets_in_tokens(state.prompt)
         first: list[int] = []
         latest: list[int] = []
         for budget in budgets:
             first_kept, latest_kept = self.always_kept(budget)
             first.append(max(first_kept, min(session.anchors, (budget - latest_kept) // 2)))
             latest.append(latest_kept)
-        return RowBudgets(tuple(budgets), tuple(first), tuple(latest))
+        return KeptPerRow(tuple(budgets), tuple(first), tuple(latest))
 
 
 def _number_or_rows(numbers: Sequence[int]) -> LayerBudget:

@@ -31,7 +31,7 @@ class Pyramid(SnapKV):
 
     beta: Natural = 20
 
-    def budgets(self, at: LayerMoment) -> LayerBudget:
+    def layer_budget(self, at: LayerMoment) -> LayerBudget:
         """Return the layer's point on the line, for each row."""
         numbers = [kv.number for kv in at.moment.layers]
         height = 0.5

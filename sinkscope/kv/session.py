@@ -22,7 +22,7 @@ from sinkscope.kv.attention_watch import AttentionWatch
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
 from sinkscope.kv.generation import Generation
-from sinkscope.kv.pieces import Rewinder
+from sinkscope.kv.rewind import Rewinder
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_attention, check_servable
 from sinkscope.models.call_cache import with_cache
@@ -37,7 +37,7 @@ _ACTING: WeakValueDictionary[int, Run] = WeakValueDictionary()
 
 
 class Session:
-    """Shared by all policies and observers of a run; created by the first that asks for it (`Session.of(run)`).
+    """The state that all policies and observers of a run share; `Session.of(run)` makes it when first asked.
 
     Attributes:
         now: What the current thread is doing.

@@ -42,7 +42,7 @@ class Slots:
         self.empty()
 
     def empty(self) -> None:
-        """Know of no tokens."""
+        """Forget all tokens."""
         self.columns: TokenPositions | None = None
         self.slot_positions: Int[Tensor, "batch kv_head known"] | None = None
         self.gapless = False

@@ -30,7 +30,7 @@ class StreamingLLM(Policy):
     first: int = 4
 
     def always_kept(self, budget: int) -> tuple[int, int]:
-        """`first` and `last`; half of a budget and `last` if no latest token would be left."""
+        """Return `first`, or half of a budget that it would fill, and `last`."""
         return self.first if budget > self.first else budget // 2, self.last
 
     def scores(self, at: LayerMoment) -> Int[Tensor, "batch kv_head slot"]:

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.files.records import Natural, Part, check_values
+from sinkscope.files.records import Natural, PositiveShare, check_values
 from sinkscope.lines.attention import Scores, attention_of
 from sinkscope.lines.bands import Bands, BlockGrid, StoredRows, choose_bands
 from sinkscope.lines.devices import triton_module
@@ -58,7 +58,7 @@ def select_bands(
         SinkscopeError: alpha is outside (0, 1], or the sample is below 1.
         UnsupportedError: The layer has a window, a soft cap or learned sinks, or triton is not installed on a GPU.
     """
-    check_values(Part, alpha=alpha)
+    check_values(PositiveShare, alpha=alpha)
     check_values(Natural, sample=sample)
     scores.check_plain()
     device, grid = scores.key.device, BlockGrid(scores.queries, scores.keys)
@@ -94,7 +94,7 @@ def select_lines(
     Raises:
         SinkscopeError: alpha is outside (0, 1], or the sample is below 1.
     """
-    check_values(Part, alpha=alpha)
+    check_values(PositiveShare, alpha=alpha)
     check_values(Natural, sample=sample)
     scores.check_plain()
     start = near_lines(scores, begin, local)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from sinkscope.files.records import Part, checked_value
+from sinkscope.files.records import PositiveShare, checked_value
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sums import line_sums, scores_of, weight_on
@@ -216,7 +216,7 @@ def lines(
     """
     shares = tuple(sorted({float(eta) for eta in etas}))
     for eta in shares or (None,):
-        checked_value(Part, eta, "--eta ", strict=True)
+        checked_value(PositiveShare, eta, "--eta ", strict=True)
     setup.record(etas=shares)
     target = setup.target
     wanted = attending_layers(setup.target, layers)

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.files.records import Natural, Part, Whole, share_of
+from sinkscope.files.records import Natural, PositiveShare, Whole, share_of
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines, near_lines
 from sinkscope.lines.serve.sparse_prompts import SparsePrompts
@@ -130,7 +130,7 @@ class ShapeShare(Shape):
     """
 
     name: str
-    budget: Part
+    budget: PositiveShare
 
     @property
     def choice_rows(self) -> int:

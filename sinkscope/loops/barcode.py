@@ -19,8 +19,8 @@ from sinkscope.hooks.edit.decode import decode
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe
+from sinkscope.loops.continuation import prompt_and_continuation
 from sinkscope.loops.text.signals import end_loop
-from sinkscope.loops.written import prompt_and_continuation
 from sinkscope.measure import Natural, Number, Option, Result, Setup, measurement
 from sinkscope.models.checks import attending_layers, check_site
 from sinkscope.models.inputs import read_row
@@ -36,7 +36,7 @@ SHOWN_HEADS = 4  # heads drawn if none are named, each from a different layer
 PICTURE_STEPS, PICTURE_PERIODS = 48, 3  # the steps in the picture: the larger of the two, at most MOST_STEPS
 MOST_STEPS = 256
 COLUMNS_PER_STEP = 3  # positions in the picture
-Head = tuple[int, int]
+LayerHead = tuple[int, int]
 """(layer, query head)."""
 
 
@@ -118,7 +118,7 @@ class Barcode(Result):
         return self.score - self.control_score
 
     @property
-    def locked(self) -> list[Head]:
+    def locked(self) -> list[LayerHead]:
         """The locked heads, largest gain first; none where the text is in no loop."""
         if self.onset is None:
             return []
@@ -298,13 +298,13 @@ def _means(tracks: dict[int, HeadTracks], late: int) -> Float[np.ndarray, "layer
     return np.stack([torch.cat(track.scores, 1)[:, late:].mean(1).numpy() for track in tracks.values()])
 
 
-def _shown(tracks: dict[int, HeadTracks], heads: list[Head]) -> Float[np.ndarray, "shown row column"]:
+def _shown(tracks: dict[int, HeadTracks], heads: list[LayerHead]) -> Float[np.ndarray, "shown row column"]:
     """The pictures of some heads, in thousandths."""
     pictures = torch.stack([torch.cat(tracks[layer].pictures, 1)[head] for layer, head in heads])
     return np.round(pictures.cpu().double().numpy(), 3)
 
 
-def _most_changed(gain: Float[np.ndarray, "layer head"], layers: list[int]) -> list[Head]:
+def _most_changed(gain: Float[np.ndarray, "layer head"], layers: list[int]) -> list[LayerHead]:
     """In each layer the head that the loop changes most, and among those the heads that it changes most."""
     heads = gain.argmax(1)
     order = np.argsort(-gain.max(1), kind="stable")[:SHOWN_HEADS]

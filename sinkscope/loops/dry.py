@@ -20,7 +20,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
 from sinkscope.results.options import checks_arguments
 
-LONGEST = 64  # tokens of a repetition that count; the loss of more is beyond any logit
+LONGEST_COPY = 64  # tokens of a repetition that count; the loss of more is beyond any logit
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -98,7 +98,7 @@ class DRY(LogitsProcessor):
         count = len(ids) - 1
         lengths = np.zeros(count, dtype=np.int64)
         equal = np.ones(count, dtype=bool)
-        for back in range(min(LONGEST, count)):
+        for back in range(min(LONGEST_COPY, count)):
             if ids[-1 - back] in self._broken:
                 break
             equal[:back] = False

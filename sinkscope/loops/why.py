@@ -1,8 +1,14 @@
-"""What keeps a loop going: the causes that end it when they are taken away at its onset, beside random changes.
+"""What keeps a loop going: the causes whose removal from the cache ends it, beside random removals.
 
-A cause is taken away when the loop has gone round about twice, and the model continues greedily. The random changes
-remove as many tokens that stand before the loop, so that they take no copy away. LoopGuard (Xu et al. 2026, section 3)
-blames the copies in the cache; other causes need another remedy.
+1. The text: given, or written by the model; its loop is found at the end.
+2. Cuts: positions near the loop's onset, from where it has gone round about twice.
+3. Removals at each cut: nothing, all of the context, each cause, and random tokens before the loop, as many as the
+   cause has; they take no copy away.
+4. Continuations: the model goes on greedily after each removal.
+5. The verdict: a cause is needed if without it at least half of the continuations that looped no longer do, and more
+   than after any random removal.
+
+LoopGuard (Xu et al. 2026, section 3) blames the copies in the cache; other causes need another remedy.
 """
 
 from __future__ import annotations
@@ -18,10 +24,10 @@ from pydantic import Field, Strict
 
 from sinkscope.files.records import Wording
 from sinkscope.hooks.edit.decode import decode
+from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.kv.windows import check_servable
-from sinkscope.kv.without import Without
+from sinkscope.loops.continuation import prompt_and_continuation
 from sinkscope.loops.text.signals import Tail, end_loop
-from sinkscope.loops.written import prompt_and_continuation
 from sinkscope.measure import Natural, Number, Option, Result, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.checks import check_length
@@ -33,18 +39,30 @@ from sinkscope.results.style import BLUE, GREY, figure_of, panels
 CONTINUED = 64  # tokens after a cut, or four periods
 Cuts = Annotated[int, Strict(), Field(ge=3), Wording("a whole number from 3")]
 """Number of cuts; half of two continuations would be one."""
-DRAWS = 3  # random changes beside each cause
+RANDOM_DRAWS = 3  # random changes beside each cause
 CAUSES = ("copies", "sink")
 """The loop's copies in the cache, and the sink."""
 CONTEXT = "context"
 """All tokens but the first one, which are removed for reference."""
-NOTHING = "nothing"
-Trial = tuple[str, int | None]
-"""What is taken away, and the number of the random draw that stands in for it; None: it itself is."""
+NO_REMOVAL = "nothing"
+"""The intact cache."""
 
 
 @dataclass(frozen=True)
-class Tried:
+class Removal:
+    """What is taken from the cache at a cut.
+
+    Attributes:
+        removed: Its name: a cause, `CONTEXT` or `NO_REMOVAL`.
+        draw: Number of the random draw of as many tokens that is removed in its place. None: it itself is removed.
+    """
+
+    removed: str
+    draw: int | None = None
+
+
+@dataclass(frozen=True)
+class RemovalEffect:
     """What a loop does without a cause, over all cuts.
 
     Attributes:
@@ -86,7 +104,7 @@ class Why(Result):
     onset: int | None = None
     cuts: tuple[int, ...] = ()
     goes_on: float = 0.0
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[RemovalEffect, ...] = ()
     kept_by: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
 
@@ -148,9 +166,13 @@ def draw(result: Why) -> Any:
     return figure_of(fig, result, width=1000, height=460, barmode="group", legend=-0.3, bottom=120)
 
 
+Continuations = dict[Removal, list[list[int]]]
+"""The tokens that follow each removal, for one cut after another."""
+
+
 @dataclass(frozen=True)
-class Case:
-    """A loop, and what may keep it going.
+class LoopedText:
+    """A text that ends in a loop, and what may keep the loop going.
 
     Attributes:
         setup: The model, with the interventions under which the text was made.
@@ -171,68 +193,71 @@ class Case:
         last = min(last, first + max(2 * period, count))
         return sorted({first + (last - first) * number // count for number in range(count)})
 
-    def positions(self, trial: Trial, cut: int) -> list[int]:
-        """Return positions that leave the cache."""
-        without, number = trial
-        gone = {
-            NOTHING: range(0),
+    @property
+    def new_tokens(self) -> int:
+        """Return the length of a continuation: four periods at least."""
+        return max(CONTINUED, 4 * self.loop.period)
+
+    def positions(self, removal: Removal, cut: int) -> list[int]:
+        """Return the positions that a removal takes from the cache at a cut."""
+        own = {
+            NO_REMOVAL: range(0),
             "copies": range(max(1, self.loop.start), cut),
             "sink": range(1),
             CONTEXT: range(1, cut),
-        }[without]
-        if number is None:
-            return list(gone)
-        draw = Random(f"{self.setup.seed} {[without]} {number} {cut}")
-        return draw.sample(range(1, self.loop.start), len(gone))
+        }[removal.removed]
+        if removal.draw is None:
+            return list(own)
+        random = Random(f"{self.setup.seed} {[removal.removed]} {removal.draw} {cut}")
+        return random.sample(range(1, self.loop.start), len(own))
 
-    def trials(self, last_cut: int) -> list[Trial]:
-        """Return what is taken away, with random draws where enough tokens stand before the loop at all cuts."""
-        trials: list[Trial] = [(NOTHING, None), (CONTEXT, None)]
-        for name in CAUSES:
-            trials.append((name, None))
-            if len(self.positions((name, None), last_cut)) < self.loop.start:
-                trials += [(name, number) for number in range(DRAWS)]
-        return trials
+    def removals(self, last_cut: int) -> list[Removal]:
+        """Return all removals, with random draws where enough tokens stand before the loop at all cuts."""
+        removals = [Removal(NO_REMOVAL), Removal(CONTEXT)]
+        for cause in CAUSES:
+            removals.append(Removal(cause))
+            if len(self.positions(Removal(cause), last_cut)) < self.loop.start:
+                removals += [Removal(cause, draw) for draw in range(RANDOM_DRAWS)]
+        return removals
 
-    def continued(self, cuts: Sequence[int]) -> dict[Trial, list[list[int]]]:
-        """Return what the model writes after each cut, for each trial."""
-        trials = self.trials(cuts[-1])
-        written: dict[Trial, list[list[int]]] = {trial: [] for trial in trials}
+    def continuations(self, cuts: Sequence[int]) -> Continuations:
+        """Return the tokens that the model writes after each removal, at one cut after another."""
+        removals = self.removals(cuts[-1])
+        written: Continuations = {removal: [] for removal in removals}
         for done, cut in enumerate(cuts):
             self.setup.progress("continuations", done, len(cuts))
-            removed = torch.zeros(len(trials), cut, dtype=torch.bool)
-            for row, trial in enumerate(trials):
-                removed[row, self.positions(trial, cut)] = True
-            edit = Without(removed) if self.setup.edit is None else self.setup.edit | Without(removed)
-            rows = torch.tensor([self.ids[:cut]] * len(trials))
-            found, _ = decode(self.setup.target, rows, max(CONTINUED, 4 * self.loop.period), edit)
-            for trial, tokens in zip(trials, found, strict=True):
-                written[trial].append(tokens)
+            removed = torch.zeros(len(removals), cut, dtype=torch.bool)
+            for row, removal in enumerate(removals):
+                removed[row, self.positions(removal, cut)] = True
+            edit = RemoveTokens(removed) if self.setup.edit is None else self.setup.edit | RemoveTokens(removed)
+            rows = torch.tensor([self.ids[:cut]] * len(removals))
+            found, _ = decode(self.setup.target, rows, self.new_tokens, edit)
+            for removal, tokens in zip(removals, found, strict=True):
+                written[removal].append(tokens)
         return written
 
     def goes_on(self, tokens: Sequence[int]) -> bool:
-        """Return whether new tokens end in the same loop, begun anywhere."""
+        """Return whether a continuation ends in the same loop, begun anywhere in it."""
+        if len(tokens) < self.new_tokens:
+            return False
         period = self.loop.period
         size = max(2 * period, 8)
-        end = list(tokens[-size:])
-        cycle = self.ids[-period:]
-        if len(tokens) < max(CONTINUED, 4 * period):
-            return False
+        end, cycle = list(tokens[-size:]), self.ids[-period:]
         return any(end == [cycle[(begin + i) % period] for i in range(size)] for begin in range(period))
 
-    def tried(self, without: str, written: dict[Trial, list[list[int]]]) -> Tried:
-        """Return what a trial and its random draws came to."""
-        total, mine = self.share(written[NOTHING, None]), written[without, None]
-        goes_on = self.share(mine)
-        other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in mine)
-        draws = [self.share(written[without, number]) for number in range(DRAWS) if (without, number) in written]
-        control = min(draws, default=None)
-        ends = control is not None and total > 0 and total - goes_on >= NEEDED * total and goes_on < control
-        return Tried(without, goes_on, other, control, ends)
-
-    def share(self, continuations: Sequence[list[int]]) -> float:
+    def share_going_on(self, continuations: Sequence[list[int]]) -> float:
         """Return the share of continuations that end in the same loop."""
         return fmean(map(self.goes_on, continuations))
+
+    def effect_of(self, removed: str, written: Continuations) -> RemovalEffect:
+        """Compare the continuations without a cause with those of its random draws and of the intact cache."""
+        intact, own = self.share_going_on(written[Removal(NO_REMOVAL)]), written[Removal(removed)]
+        goes_on = self.share_going_on(own)
+        other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in own)
+        draws = [Removal(removed, draw) for draw in range(RANDOM_DRAWS)]
+        control = min((self.share_going_on(written[draw]) for draw in draws if draw in written), default=None)
+        ends = control is not None and intact > 0 and intact - goes_on >= NEEDED * intact and goes_on < control
+        return RemovalEffect(removed, goes_on, other, control, ends)
 
 
 @measurement(
@@ -282,12 +307,12 @@ def why(
     text = Why(prompt_tokens=prompt_tokens, ids=tuple(ids))
     if loop is None:
         return text
-    case = Case(setup, ids, prompt_tokens, loop)
-    places = case.cuts(cuts)
-    check_length(target, "the text up to a cut", places[-1], max(CONTINUED, 4 * loop.period))
-    continued = case.continued(places)
-    goes_on = case.share(continued[NOTHING, None])
-    tried = [case.tried(name, continued) for name in (*CAUSES, CONTEXT)]
+    looped = LoopedText(setup, ids, prompt_tokens, loop)
+    positions = looped.cuts(cuts)
+    check_length(target, "the text up to a cut", positions[-1], looped.new_tokens)
+    written = looped.continuations(positions)
+    goes_on = looped.share_going_on(written[Removal(NO_REMOVAL)])
+    tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
     kept_by = tuple(each.without for each in tried if each.ends and goes_on >= NEEDED)
     if not kept_by and min(goes_on, tried[-1].goes_on) >= NEEDED:
         kept_by = ("weights",)
@@ -295,7 +320,7 @@ def why(
         text,
         period=loop.period,
         onset=loop.start,
-        cuts=tuple(places),
+        cuts=tuple(positions),
         goes_on=goes_on,
         tried=tuple(tried),
         kept_by=kept_by,

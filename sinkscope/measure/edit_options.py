@@ -21,7 +21,7 @@ def edit_from_options(
     guard: Any = False,
     interventions: Hidden = None,
 ) -> Intervention | None:
-    """The interventions of a measurement: a patch, other interventions, a cache policy and a guard, in this order.
+    """Join the interventions of a measurement: a patch, other interventions, a cache policy and a guard, in this order.
 
     Args:
         patch: The patch.json to run under; from Python also a `SinkPatch`.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float
 
-DRAWS = 400
-LEAST = 3  # fewer values give no margin
+RESAMPLES = 400
+FEWEST_VALUES = 3  # fewer values give no margin
 
 
 def margin_of(values: Float[np.ndarray, " sample"]) -> float | None:
@@ -24,9 +24,9 @@ def margin_of(values: Float[np.ndarray, " sample"]) -> float | None:
     finite = np.asarray(values, dtype=float)
     finite = finite[np.isfinite(finite)]
     count = len(finite)
-    if count < LEAST:
+    if count < FEWEST_VALUES:
         return None
-    picks = np.random.default_rng(0).integers(count, size=(DRAWS, count))
+    picks = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
     spread = float(np.std(finite[picks].mean(1)))
     fewer = 1 / (count - 1)
     errors = 1.96 + 2.37 * fewer + 2.82 * fewer**2 + 2.56 * fewer**3  # Student's t, 95 %, within 3 %

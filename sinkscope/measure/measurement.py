@@ -178,7 +178,7 @@ def measurement(
         said = words or function.__name__.replace("_", "-")
         result_class = get_type_hints(function)["return"]
         if "kind" not in vars(result_class):
-            result_class.claim(said.replace(" ", "-"))
+            result_class.register_kind(said.replace(" ", "-"))
         if figure is not None:
             result_class.drawing = figure
         target = f"{function.__module__}:{function.__name__}"

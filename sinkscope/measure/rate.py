@@ -18,7 +18,7 @@ class Rate:
 
 
 def wilson(successes: int | float, trials: int) -> Rate:
-    """Wilson's score interval of a share, which holds the true share 95 times of 100.
+    """Return Wilson's score interval of a share, which holds the true share 95 times of 100.
 
     Of the mean of scores between 0 and 1 it is too wide if anything: their variance is at most share * (1 - share).
     """

@@ -42,7 +42,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Found(Adapter):
-    """A row, with what passes over a few tokens show of the model; nobody writes these fields."""
+    """An adapter with what short passes show of the model: these fields are measured, and written by nobody."""
 
     rows: tuple[Adapter, ...] = field(default=(), compare=False, repr=False)  # of each layer, where their parts differ
     base: str = "model"  # the module that maps ids to the last hidden state
@@ -50,7 +50,6 @@ class Found(Adapter):
     fused_gate_up: bool = False  # `up` returns gate and up side by side, gate first
     qkv_layout: Literal["beside", "by head"] | None = "beside"  # what `fused_qkv` gives: q, k, v, or these of each head
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface
-    absolute_positions: bool = False
     learned_sinks: bool = False  # a learned logit per head joins the softmax and its column is dropped
     attn_factor: float = 1.0  # between what `attn_out` gives and what the layer adds
     down_factor: float = 1.0  # between the down projection of a dense MLP and what `mlp` gives

@@ -71,7 +71,7 @@ def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
 
 
 def with_cache(model: nn.Module, arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-    """Arguments by name, with another cache in place of theirs; without any if it is None."""
+    """Return arguments by name, with another cache in place of theirs; without any if it is None."""
     if cache_in(arguments) is cache:
         return dict(arguments)
     kept = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
@@ -92,7 +92,7 @@ def by_name(module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Any]:
 
 
 def bridge_hooks(bridge: nn.Module) -> list[Hook]:
-    """Hooks by which the attention of a TransformerBridge finds the cache, whatever transformers calls it.
+    """Return hooks by which the attention of a TransformerBridge finds the cache, whatever transformers calls it.
 
     TransformerLens 4.3 reads one name only, and under transformers 5.24 each generated token attends to itself alone.
     """

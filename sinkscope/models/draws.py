@@ -34,6 +34,6 @@ def gumbel(size: int, dtype: torch.dtype, generator: torch.Generator) -> Float[T
 
 
 def some_of(items: Sequence[Item], count: int, generator: torch.Generator) -> list[Item]:
-    """So many items in random order; all of them if there are fewer."""
+    """Draw `count` items in random order; all of them if there are fewer."""
     order = torch.randperm(len(items), generator=generator).tolist()
     return [items[number] for number in order[:count]]

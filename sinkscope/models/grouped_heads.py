@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 from einops import rearrange, repeat
 from jaxtyping import Float, Shaped
 from torch import Tensor
@@ -14,7 +13,7 @@ from sinkscope.models.target import Target
 
 
 def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
-    """q, k or v before rotary, from the output of its own or a shared projection."""
+    """Return q, k or v by head, before rotary, from the output of its own projection or of a shared one."""
     adapter, index = target.adapter, "qkv".index(which)
     if getattr(adapter, which) is None:
         if adapter.qkv_layout == "by head":
@@ -30,21 +29,16 @@ def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"
 
 
 def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """W_O of every head of a layer, float32."""
+    """Return W_O of every head of a layer, float32."""
     with target.loaded(layer):
         columns = input_columns(target, target.sub(layer, "o")).float().cpu()
         return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 
-def output_factors(target: Target, layer: int) -> Float[Tensor, "head d_head width"]:
-    """Return a factor of W_O of every head as wide as the head: what is written through it has the norms after W_O."""
-    return torch.linalg.qr(output_weights(target, layer).mT).R.mT
+HeadNumber = TypeVar("HeadNumber", int, Tensor)
 
 
-Head = TypeVar("Head", int, Tensor)
-
-
-def kv_head_of(head: Head, heads: int, kv_heads: int) -> Head:
+def kv_head_of(head: HeadNumber, heads: int, kv_heads: int) -> HeadNumber:
     """Return the kv head whose keys a query head reads, or those of several query heads."""
     return head * kv_heads // heads
 

@@ -81,18 +81,18 @@ def read_inputs(
     elif isinstance(tokens, list | tuple) and len(tokens) > 0 and all(isinstance(text, str) for text in tokens):
         texts = tuple(tokens)
     if texts is not None:
-        rows = _encoded(target, texts, bos, special)
+        rows = _encode(target, texts, bos, special)
     elif bos is None:
         rows = _rows_of_ids(tokens)
     else:
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
-    ids, padding = _padded(rows)
+    ids, padding = _pad(rows)
     _check_ids(target, ids)
     if mask is None:
         return Inputs(ids, padding)
     if padding is not None:
         raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
-    return Inputs(ids, _mask(mask, ids))
+    return Inputs(ids, _checked_mask(mask, ids))
 
 
 def read_row(target: Target, given: Any, what: str = "the input", *, special: bool = True) -> list[int]:
@@ -119,7 +119,8 @@ def read_row(target: Target, given: Any, what: str = "the input", *, special: bo
     return rows[0]
 
 
-def _mask(given: Any, ids: Ids) -> Ids:
+def _checked_mask(given: Any, ids: Ids) -> Ids:
+    """Return the user's attention mask as `[batch pos]`, if it fits the ids."""
     mask = torch.as_tensor(given)
     if mask.ndim == 1:
         mask = rearrange(mask, "pos -> 1 pos")
@@ -132,8 +133,8 @@ def _mask(given: Any, ids: Ids) -> Ids:
     return mask.long()
 
 
-def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
-    """The ids of each text."""
+def _encode(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
+    """Tokenize each text, with one BOS, none, or as the tokenizer decides."""
     tokenizer = tokenizer_of(target)
     bos_id = resolve_bos(tokenizer, target.config, bos or None)
     rows: list[list[int]] = []
@@ -155,8 +156,8 @@ def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bo
 
 
 def _rows_of_ids(given: Any) -> list[list[int]]:
-    """Ids from a tensor, an array, or lists, of one row or several."""
-    rows = _plain(given)
+    """Return a list for each row of a tensor, an array, or lists; one row may be given alone."""
+    rows = _as_lists(given)
     if not isinstance(rows, list):
         raise SinkscopeError(f"tokens of type {type(given).__name__}: {_EXPECTED}")
     if not any(isinstance(row, list) for row in rows):
@@ -170,17 +171,17 @@ def _rows_of_ids(given: Any) -> list[list[int]]:
     return rows
 
 
-def _plain(value: Any) -> Any:
-    """Tensors, arrays and tuples as lists."""
+def _as_lists(value: Any) -> Any:
+    """Turn tensors, arrays and tuples into lists, also inside of others."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_as_lists(item) for item in value]
     return value
 
 
-def _padded(rows: Sequence[list[int]]) -> tuple[Ids, Ids | None]:
-    """Rows of ids as a tensor, and a mask if they had to be padded."""
+def _pad(rows: Sequence[list[int]]) -> tuple[Ids, Ids | None]:
+    """Return rows of ids as a tensor, and a mask if they had to be padded."""
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(ids.shape[1]) < lengths[:, None]
@@ -188,6 +189,7 @@ def _padded(rows: Sequence[list[int]]) -> tuple[Ids, Ids | None]:
 
 
 def _check_ids(target: Target, ids: Ids) -> None:
+    """Refuse ids for which the embedding has no row."""
     size = int(target.config.vocab_size)
     weight = plain_weight(target.embedding)
     if weight is not None:

@@ -14,7 +14,7 @@ from sinkscope.models.target import Target
 
 
 def fingerprint_of(target: Target) -> str:
-    """Fingerprint of the checkpoint being read or loaded by `load`, or of the live model.
+    """Return the fingerprint of the checkpoint that a model is read or was loaded from, or of the live model.
 
     A model whose weights have changed since it was loaded gets a fingerprint of its own.
     """

@@ -82,7 +82,7 @@ class Shards:
         return torch.cat(parts)[:size].movedim(0, dim)
 
     def part(self, whole: Shaped[Tensor, ...], width: int) -> Shaped[Tensor, ...]:
-        """Return the columns of a whole tensor that a process holds where it holds this many."""
+        """Return the columns of a whole tensor that this process holds; all of them if it holds `width` of as many."""
         size = whole.shape[-1]
         if not self.is_part(width, size):
             return whole
@@ -144,7 +144,7 @@ ALONE = Shards()
 
 
 def shards_of(weight: Any) -> Shards:
-    """Among whom a weight is split."""
+    """Return the processes among which a weight is split."""
     mesh = getattr(weight, "device_mesh", None)
     return ALONE if mesh is None else Shards(mesh)
 

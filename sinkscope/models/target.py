@@ -17,7 +17,6 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output
 from sinkscope.models.modules.parts import Parts
 
-KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 _COMPILER = threading.Lock()
 _FORCED: list[AbstractContextManager[None]] = []  # a stance of the compiler for each that asks; all threads share it
 
@@ -67,13 +66,13 @@ class Target(Parts):
         attention_mask: Int[Tensor, "batch pos"] | None = None,
         *,
         unembed: bool = False,
-        upto: int | None = None,
+        last_layer: int | None = None,
         start: LayerInput | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run one pass without a cache, and without the unembedding unless requested.
 
-        The pass ends after layer `upto`, if one is given, or where a hook calls `stop`; it then returns None. If there
+        The pass ends after `last_layer`, if one is given, or where a hook calls `stop`; it then returns None. If there
         is a `start`, the layers before it are skipped, and its layer gets what `start` holds.
         """
         self.check_loaded()
@@ -87,8 +86,8 @@ class Target(Parts):
             hidden = start.hidden
             bounds.append((self.layers[start.layer], "first", on_input(lambda _: hidden)))  # edits there act on it
             skipping = self.skipping(start.layer, start.wrapped)
-        if upto is not None:
-            bounds.append((self.layers[upto], "post", lambda *_: self.stop()))
+        if last_layer is not None:
+            bounds.append((self.layers[last_layer], "post", lambda *_: self.stop()))
         try:
             with skipping, self.hooks(*bounds):
                 return model(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)
@@ -167,7 +166,7 @@ class Target(Parts):
             yield
 
     def part_hooks(self, layer: int, part: str, when: str, *functions: Any) -> list[Hook]:
-        """Hooks on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
+        """Return hooks on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
         if not self.has_part(layer, part):
             return []
         return [(self.sub(layer, part), when, function) for function in functions]
@@ -180,7 +179,7 @@ class Target(Parts):
         return writers
 
     def on_mlp(self, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
-        """Hooks by which `see` gets what the MLP gives, before any norm after it."""
+        """Return hooks by which `see` gets what the MLP gives, before any norm after it."""
         writers = self.mlp_writers(layer)
         given: list[Tensor] = []
 

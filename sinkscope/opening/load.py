@@ -16,7 +16,7 @@ from sinkscope.files.processes import world_size
 from sinkscope.models.checkpoints.checkpoint import Files
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.locate import ModelSource, locate
-from sinkscope.models.checkpoints.weights import model_with_weights
+from sinkscope.models.checkpoints.weights import check_depth, model_with_weights
 from sinkscope.models.loading.config import (
     check_finite,
     check_vocabulary,
@@ -115,6 +115,8 @@ def _plain(
     if tokenizer is None:
         tokenizer = read_tokenizer(name, folder, gguf=gguf)
     hf = model_with_weights(source, files, config, options)
+    if layers is None:
+        check_depth(files, hf)
     hf.sinkscope_name, hf.tokenizer = name, tokenizer
     origin = fingerprint(files)
     if source.kind == "hub":

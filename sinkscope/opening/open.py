@@ -81,7 +81,7 @@ def fits_in_memory(model: object) -> bool:
 
 
 def dtype_on(device: torch.device, config: Any) -> torch.dtype:
-    """Type in which layers of a checkpoint are computed: its own, or float32 on a CPU, where half precision is slow."""
+    """Return the type in which layers are computed: the checkpoint's, or float32 on a CPU, where others are slow."""
     own = config.dtype or config.get_text_config().dtype
     if device.type == "cpu" or own is None:
         return torch.float32
@@ -126,7 +126,9 @@ def open_stream(
         store = LayerStore(source, config.get_text_config(), device=place, dtype=kind, resident=max(resident or 2, 2))
         target = Target(store.causal, store.causal, "hf", DRAFT, tokenizer, name, store)
         target = replace(target, adapter=adapter_of(target))
-        target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole
+        target.forward(
+            torch.zeros(1, 4, dtype=torch.long), last_layer=max(first_of_kinds(target))
+        )  # or it is loaded whole
     except (MemoryError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sinkscope.results.notation import percent, short_sentence
-from sinkscope.results.parts import Parts, in_words, is_several, kind_of, removed
+from sinkscope.results.parts import Parts, in_words, kind_of, removed
 
 NEEDED = 0.5
 """Share of an effect that an edit must take away (or bring) more than every contrast, to be needed (or sufficient)."""
-NOTHING = 0.2
+NO_DIFFERENCE = 0.2
 """An edit that leaves as much as one of its contrasts, within this share, shows nothing."""
-NAMED, BRIEFLY_NAMED = 4, 2  # parts that a sentence names
-DOUBTS = {"needed": "", "sufficient": "", "not shown": "it is not shown that ", "undecided": "it is undecided whether "}
+NAMED_PARTS, BRIEF_PARTS = 4, 2  # parts that a sentence names
 Verdict = Literal["needed", "sufficient", "not shown", "undecided"]
 ContrastKind = Literal["intact", "random", "one copy", "other tokens", "other"]
 
@@ -46,7 +45,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What was searched before a claim was made, or before it was said that there is none.
+    """How many candidates, and of what kind, were tried before a claim was made.
 
     Attributes:
         what: What was tried, in a few words.
@@ -69,7 +68,7 @@ class Outcome:
             to the place; "norm": the norm; or the label of another measurement.
         layers: The layers after which it is read.
         unit: What 1 is: "intact": the value without an edit; "cases": all cases.
-        effect: What a part makes, in a sentence; {} is the place. Empty: the kind, at the place.
+        effect: What a share is a share of, in a sentence; {} is the place. Empty: the kind, at the place.
         gives: Verb phrase where the subject is added; {} is the value.
     """
 
@@ -127,7 +126,7 @@ class Claim:
         there = any(contrast.kind == "intact" and contrast.value >= NEEDED for contrast in self.contrasts)
         if -max(gaps) - slack >= NEEDED and not there:  # more than an intact model has already is no sign of that
             return "sufficient"
-        if min(abs(gap) for gap in gaps) <= NOTHING:
+        if min(abs(gap) for gap in gaps) <= NO_DIFFERENCE:
             return "not shown"
         return "undecided"
 
@@ -142,10 +141,10 @@ class Claim:
         control = self.control
         return {
             "role": self.role,
-            "subject": in_words(self.subject, NAMED),
+            "subject": in_words(self.subject, NAMED_PARTS),
             "place": self.place,
             "outcome": self.outcome.kind,
-            "left": self.value,
+            "remaining": self.value,
             "control": control.value,
             "contrast": control.in_words(self.subject),
             "draws": self.draws,
@@ -163,7 +162,7 @@ class Claim:
         return self.outcome.unit == "intact" and not self.brings
 
     def sentence(self, *, brief: bool = False) -> str:
-        """Return what is shown of the subject, with the value and its control; a negative says what was searched.
+        """Return what was measured of the subject, beside its control; a negative says what was searched.
 
         Args:
             brief: Name fewer parts, and leave out the search.
@@ -173,23 +172,21 @@ class Claim:
         if lost:
             value, chance = 1 - value, 1 - chance
         share, control = percent_pair(value, chance)
-        said = in_words(self.subject, BRIEFLY_NAMED if brief else NAMED)
+        said = in_words(self.subject, BRIEF_PARTS if brief else NAMED_PARTS)
         if self.brings:
             said += " " + self.outcome.gives.replace("{}", share)
         else:
-            verb, end = "make", "is gone" if lost else "stays"
+            effect = self.outcome.effect.replace("{}", self.place) or f"the {self.outcome.kind} at {self.place}"
+            measured = f"{share} of {effect} {'is gone' if lost else 'stays'}"
             if any(
                 one.kind == "intact" and one.value < NEEDED for one in self.contrasts
             ):  # an edit may bring the effect
-                verb, end = "reduce", "is there"
-            if not is_several(self.subject):
-                verb += "s"
-            effect = self.outcome.effect.replace("{}", self.place) or f"the {self.outcome.kind} at {self.place}"
-            said = f"{DOUBTS[self.verdict]}{said} {verb} {effect}: {removed(self.subject, self.edit)} {share} {end}"
-        beside = f"{self.control.in_words(self.subject)}: {control}"
+                measured = f"{effect} is {share}"
+            said = f"{removed(self.subject, self.edit, said)}, {measured}"
+        control = f"{self.control.in_words(self.subject)}: {control}"
         if self.verdict == "not shown" and not brief:
-            beside += f"; {self.search}"
-        return f"{said[:1].upper()}{said[1:]} ({beside})."
+            control += f"; {self.search}"
+        return f"{said[:1].upper()}{said[1:]} ({control})."
 
     def shortest(self) -> str:
         """Return the whole sentence, or the brief one if that has more than 30 words."""

@@ -84,7 +84,7 @@ def end_bar(progress: Any) -> None:
 
 
 def terminal_width() -> int:
-    """Characters of a line of the terminal; 80 where there is none."""
+    """Return the number of characters in a line of the terminal; 80 where there is none."""
     return get_terminal_size((WIDTH, 24)).columns
 
 

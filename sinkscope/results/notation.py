@@ -17,7 +17,7 @@ _HEAD = re.compile(rf"L?{_NUMBER}(?:[.:]?H|[.:]){_NUMBER}", re.IGNORECASE | re.A
 
 
 def neuron_name(layer: int, *place: int | None) -> str:
-    """L1.N338, or L3.E2.N7 of a mixture of experts.
+    """Return the name of a neuron: L1.N338, or L3.E2.N7 in a mixture of experts.
 
     Args:
         layer: Its layer.
@@ -32,7 +32,7 @@ def neuron_name(layer: int, *place: int | None) -> str:
 
 
 def head_name(layer: int, head: int) -> str:
-    """L0.H4."""
+    """Return the name of a head, such as L0.H4."""
     return f"L{layer}.H{head}"
 
 
@@ -80,7 +80,7 @@ def count_of(count: int, noun: str) -> str:
 
 
 def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
-    """(layer, neuron) or (layer, expert, neuron) of a name; L1N338, 1.338 and 1:338 are read as well.
+    """Read a neuron's name as (layer, neuron) or (layer, expert, neuron); L1N338, 1.338 and 1:338 are names, too.
 
     Raises:
         SinkscopeError: It is no such name.
@@ -92,7 +92,7 @@ def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
 
 
 def read_head(text: str, option: str = "--head") -> tuple[int, int]:
-    """(layer, head) of a name; L0H4, 0.4 and 0:4 are read as well.
+    """Read a head's name as (layer, head); L0H4, 0.4 and 0:4 are names, too.
 
     Raises:
         SinkscopeError: It is no such name.

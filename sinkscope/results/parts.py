@@ -55,7 +55,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Component:
-    """What else writes into the residual stream; "layer" is all of a layer.
+    """A component that writes into the residual stream; the kind "layer" is a whole layer.
 
     A mixer is what a layer without softmax attention has in its place, such as a convolution.
     """

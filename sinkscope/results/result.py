@@ -14,8 +14,9 @@ from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.claims import Claim, Claims
+from sinkscope.results.console import WIDTH
 from sinkscope.results.parts import in_words, kind_of, removed
-from sinkscope.results.tables import MOST_ROWS, WIDEST, WIDTH, Grid, Table, glossary, strings
+from sinkscope.results.tables import MOST_ROWS, WIDEST, Grid, Table, glossary, strings
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
@@ -95,7 +96,7 @@ class Result(Envelope):
         return 0
 
     def facts(self) -> list[str]:
-        """Sentences that no claim carries; a subclass overrides it."""
+        """Return sentences that no claim carries; a subclass overrides it."""
         return []
 
     def conclusion(self) -> str:
@@ -109,7 +110,7 @@ class Result(Envelope):
         return instead or f"{self.kind} on {self.model.name}."
 
     def details(self) -> list[str]:
-        """Lines of plain text below the conclusion: the next claims (the first, if it was shortened), and the facts."""
+        """Return the lines below the conclusion: the next claims (the first, if it was shortened), and the facts."""
         conclusion = self.conclusion()
         sentences = dict.fromkeys(claim.sentence() for claim in self._claims)  # two may read alike
         further = [sentence for sentence in sentences if sentence != conclusion]
@@ -190,7 +191,7 @@ class Result(Envelope):
         return [Grid(columns, important=self.columns)]
 
     def to_frame(self) -> Any:
-        """`rows` as a pandas data frame."""
+        """Return `rows` as a pandas data frame."""
         import pandas as pd
 
         return pd.DataFrame(self.rows())

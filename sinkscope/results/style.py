@@ -44,7 +44,7 @@ def figure_of(
 ) -> go.Figure:
     """Give a figure its title and the layout that all figures share.
 
-    The title is the first sentence of the result's conclusion, broken into lines that fit.
+    The title is the conclusion of the result, broken into lines that fit.
 
     Args:
         fig: The figure.
@@ -57,7 +57,7 @@ def figure_of(
         more: Further options of plotly's `update_layout`.
     """
     if result is not None:
-        sentence = result.conclusion().partition(". ")[0].removesuffix(".")
+        sentence = result.conclusion().removesuffix(".")
         title = f"{result.model.name}: {sentence}"
     lines = textwrap.wrap(title, int(width / PIXELS_PER_CHARACTER))
     top = 90 + LINE_OF_TITLE * max(0, len(lines) - 2)

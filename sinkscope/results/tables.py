@@ -16,8 +16,6 @@ from sinkscope.files.plain import plain, visible
 from sinkscope.results.notation import head_name, neuron_name
 from sinkscope.results.options import descriptions_of
 
-WIDTH = 80
-"""Characters of a line where there is no terminal."""
 MOST_ROWS = 64
 """Rows of a table that are shown; a file of it holds all."""
 BETWEEN, WIDEST = 2, 10_000
@@ -70,7 +68,7 @@ class Grid:
         return notes
 
     def text(self, width: int | None = None, rows: int = MOST_ROWS) -> str:
-        """Title, the columns that fit, aligned, and note. Heads may take several lines; numbers are right-aligned.
+        """Return title, columns that fit, and note; a head may take several lines, and numbers stand right.
 
         Args:
             width: Characters of a line. None: every column is shown, and the note is not broken.

@@ -15,7 +15,7 @@ from sinkscope.models.target import Target
 
 Resume = Annotated[str | Path | None, Option(metavar="DIR", writes=True)]
 """The folder that keeps finished chunks."""
-Columns = dict[str, list[Any]]
+TableColumns = dict[str, list[Any]]
 """What a chunk gives: a list per column, an entry per item of the chunk; only what JSON knows."""
 
 
@@ -26,19 +26,19 @@ class ChunkColumns(Keyed):
     identity: ClassVar[tuple[str, ...]] = ("chunk",)
 
     chunk: int
-    columns: Columns
+    columns: TableColumns
 
 
 def in_chunks(
     setup: Setup,
-    work: Callable[[list[int]], Columns],
+    work: Callable[[list[int]], TableColumns],
     items: Sequence[int],
     resume: Resume,
     *,
     what: str,
     size: int,
     **settings: Any,
-) -> Columns:
+) -> TableColumns:
     """Run `work` on every chunk of `items` and join the results in order.
 
     Args:
@@ -61,7 +61,7 @@ def in_chunks(
         "chunk": size,
         "items": digest_of(str(items)),
     }
-    joined: Columns = {}
+    joined: TableColumns = {}
     starts = range(0, len(items), size)
     with Folder(folder, decisive, ChunkColumns, option="--resume") as kept:
         for number, start in enumerate(starts):

@@ -22,8 +22,6 @@ from sinkscope.sinks.spikes.spike import Measured, Parts
 from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.spikes.texts import left_of, means_of
 
-HAS = 0.5  # share of the first token's projection from which a token has the spike
-
 
 @dataclass(frozen=True, eq=False)
 class FirstTokens:
@@ -38,10 +36,10 @@ class FirstTokens:
     heads: tuple[Head, ...]
 
     @classmethod
-    def of(cls, measured: Measured, upto: int) -> FirstTokens:
+    def of(cls, measured: Measured, last_layer: int) -> FirstTokens:
         """Take all heads up to a layer."""
         target = measured.survey.target
-        layers = [layer for layer in target.attending if layer <= upto]
+        layers = [layer for layer in target.attending if layer <= last_layer]
         return cls(measured, tuple(Head(layer, head) for layer in layers for head in range(target.n_heads)))
 
     @cached_property

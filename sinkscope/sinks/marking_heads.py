@@ -16,22 +16,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Natural, Result, Setup, Whole, measurement
-from sinkscope.models.draws import draws, some_of
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.style import BLUE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.chunks import token_texts
-from sinkscope.sinks.first_tokens import HAS, FirstTokens, share_of, spike_of
+from sinkscope.sinks.first_tokens import FirstTokens, share_of, spike_of
 from sinkscope.sinks.repetition.norm import name_of
+from sinkscope.sinks.spikes.controls import random_heads
 from sinkscope.sinks.spikes.marks import Without, marking_heads
 from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.texts import left_of
+from sinkscope.sinks.thresholds import HALF, RAISED
 from sinkscope.sinks.tokens import sample_tokens, tokens_of_text, vocabulary
 
-CONTROL_DRAWS = 3  # random sets of as many heads
 NAMED = 6  # heads that a sentence names
-RAISED = 1.1  # of the spike, from which random heads are said to work against it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +52,12 @@ class MarkingHeads(Result):
         random: Least that is left without as many random other heads. None: there are not as many others.
     """
 
-    percent = ("left",)
-    columns = ("head", "marks", "left", "tokens")
+    percent = ("remaining",)
+    columns = ("head", "marks", "remaining", "tokens")
     glossary: ClassVar = {
         "marks": "whether the head is in the set that marks the first token",
-        "left": "what is left of the spike with this head alone replaced, over all tokens",
-        "tokens": "number of tokens of which that leaves less than half",
+        "remaining": "what remains of the spike with this head alone replaced, over all tokens",
+        "tokens": "number of tokens of whose spike less than half remains then",
     }
 
     spike: str | None
@@ -78,7 +77,7 @@ class MarkingHeads(Result):
             return super().conclusion()
         tokens = count_of(len(self.tokens), "token")
         if self.marking is None:
-            left = f"{share_of(self.every.left, self.every.margin)} of {self._what} is left at {tokens}"
+            left = f"{share_of(self.every.left, self.every.margin)} of {self._what} remains at {tokens}"
             return f"No head marks the first token: without all {len(self.heads)}, {left}."
         left, heads = share_of(self.marking.left, self.marking.margin), self.marking.heads
         names = word_list(heads)
@@ -86,7 +85,7 @@ class MarkingHeads(Result):
             names = f"{len(heads)} of {len(self.heads)} heads together"
         mark = "marks" if len(heads) == 1 else "mark"
         chance = "too few others to compare" if self.random is None else f"random heads: {self.random:.0%}"
-        return f"{names} {mark} the first token: without them, {left} of {self._what} is left at {tokens} ({chance})."
+        return f"{names} {mark} the first token: without them, {left} of {self._what} remains at {tokens} ({chance})."
 
     @property
     def _what(self) -> str:
@@ -100,7 +99,7 @@ class MarkingHeads(Result):
         lines = [f"{len(self.tokens)} of {tried}, each alone in first place, have {self._what}."]
         if self.every is not None and self.marking is not None:
             left = share_of(self.every.left, self.every.margin)
-            lines.append(f"Without all {len(self.heads)} heads up to layer {self.heads[-1].layer}, {left} is left.")
+            lines.append(f"Without all {len(self.heads)} heads up to layer {self.heads[-1].layer}, {left} remains.")
         return [*lines, *self._own_of_first(), *self._against()]
 
     def _own_of_first(self) -> list[str]:
@@ -108,9 +107,9 @@ class MarkingHeads(Result):
         if self.left is None or self.marking is None:
             return []
         strongest, left = int(self.left[0].argmin()), float(self.left[0].min())
-        if left >= HAS or self.heads[strongest] in self.marking.heads:
+        if left >= HALF or self.heads[strongest] in self.marking.heads:
             return []
-        without = f"without {self.heads[strongest]}, {share_of(left, None)} of its spike is left"
+        without = f"without {self.heads[strongest]}, {share_of(left, None)} of its spike remains"
         return [f"{self.tokens[0]!r} has a head of its own: {without}."]
 
     def _against(self) -> list[str]:
@@ -131,9 +130,9 @@ class MarkingHeads(Result):
             return rows
         marking = () if self.marking is None else self.marking.heads
         for head, left in zip(self.heads, self.left.T.astype(float), strict=True):
-            few = int((left < HAS).sum())
-            rows.append({"head": str(head), "marks": head in marking, "left": float(left.mean()), "tokens": few})
-        return sorted(rows, key=lambda row: (not row["marks"], row["left"]))
+            few = int((left < HALF).sum())
+            rows.append({"head": str(head), "marks": head in marking, "remaining": float(left.mean()), "tokens": few})
+        return sorted(rows, key=lambda row: (not row["marks"], row["remaining"]))
 
 
 def draw(result: MarkingHeads) -> go.Figure:
@@ -175,7 +174,7 @@ def heads(
     if chosen is None:
         return MarkingHeads(spike=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
     first = FirstTokens.of(chosen, chosen.first_writer)
-    has = first.along(words, [])[0] >= HAS
+    has = first.along(words, [])[0] >= HALF
     having, unmarked = (token_texts(setup.target, some.tolist()) for some in (words[has], words[~has]))
     name = name_of(chosen.spike)
     found = MarkingHeads(spike=name, neurons=chosen.needed_neurons, tokens=having, unmarked=unmarked, heads=first.heads)
@@ -205,9 +204,7 @@ def _with_heads(setup: Setup, found: MarkingHeads, first: FirstTokens, tokens: I
     if marked.marking is None:
         return found
     marking = tuple(head for head in first.heads if head in marked.marking.heads)
-    others, random = [head for head in first.heads if head not in marking], None
-    if len(others) >= len(marking):
-        generator = draws(setup.seed, "heads beside those that mark")
-        sets = [tuple(some_of(others, len(marking), generator)) for _ in range(CONTROL_DRAWS)]
+    sets, random = random_heads(marking, first.heads, setup.seed), None
+    if sets:
         random = float(first.left(tokens, sets).mean(1).min())
     return replace(found, marking=replace(marked.marking, heads=marking), random=random)

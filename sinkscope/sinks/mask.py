@@ -16,11 +16,11 @@ from sinkscope.models.checks import check_length
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.opening.open import open_target
-from sinkscope.sinks.spikes.find import FACTOR, attended, find_spikes
+from sinkscope.sinks.spikes.find import attended, find_spikes
 from sinkscope.sinks.spikes.survey import read_survey, survey_of
+from sinkscope.sinks.thresholds import LEAST_TYPICAL, STANDS_OUT
 from sinkscope.sinks.tokens import TokenRows
 
-LEAST_TYPICAL = 4  # tokens that a typical norm needs
 Mask = Bool[Tensor, "batch pos"]
 
 
@@ -90,5 +90,5 @@ def _of_row(target: Target, ids: TokenRows) -> Mask:
         return there
     survey = read_survey(target, ids)
     if ids.shape[1] >= LEAST_TYPICAL:
-        there |= (survey.ratios > FACTOR).any(0)
+        there |= (survey.ratios > STANDS_OUT).any(0)
     return there | attended(survey)

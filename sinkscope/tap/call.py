@@ -22,7 +22,7 @@ _CELLS = {"cpu": 2**21}  # of these rows: where they take more, each chunk is me
 _CELLS_ELSEWHERE = 2**26
 _MASKED_CHUNK = 1024  # queries at a time where a mask has to be built
 
-Output = tuple[Tensor, Tensor | None]
+AttentionOutput = tuple[Tensor, Tensor | None]
 """What attention gives, `[batch query head d_value]`, and its rows if it has them."""
 RowsFunction = Callable[[int, Tensor], None]
 """Called with the number of the first query and rows `[batch head query key]`."""
@@ -68,7 +68,7 @@ class Attention:
     needs_mask: bool = False
     viewed: Callable[[Attention], View | None] | None = None
     mask_is_stale: bool = False
-    compute: Callable[[Attention], Output | None] | None = None
+    compute: Callable[[Attention], AttentionOutput | None] | None = None
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
@@ -177,7 +177,7 @@ class Attention:
         rows = _RowRange(first, chunk, needs_mask and not self.mask_is_stale)
         self._listeners.setdefault(rows, []).append(fn)
 
-    def stock(self, mask: Tensor | None) -> Output:
+    def stock(self, mask: Tensor | None) -> AttentionOutput:
         """Return the model's own attention under a mask of the model's own kind."""
         return self._by(stock_attention(self.module), self.query, mask)
 
@@ -198,7 +198,7 @@ class Attention:
             outputs.append(self._by(own, query, mask)[0])
         return torch.cat(outputs, 1)
 
-    def finish(self) -> Output:
+    def finish(self) -> AttentionOutput:
         """Return the output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
         if not self._listeners and self.compute is None and not self.needs_mask:
             return self.stock(self.mask)
@@ -209,7 +209,7 @@ class Attention:
         self._listeners.clear()  # they hold this object, and it holds queries, keys and values
         return output, weights
 
-    def _attended(self) -> Output:
+    def _attended(self) -> AttentionOutput:
         """Output and weights; where rows are needed for it, they are shown at once."""
         by_view = [rows_range for rows_range in self._listeners if not rows_range.needs_mask]
         if by_view and self.queries == 1:  # the rows are built anyway: the output comes from them
@@ -245,7 +245,7 @@ class Attention:
         starts = range(rows.first, self.queries, chunk)
         return [slice(start, min(start + chunk, self.queries)) for start in starts]
 
-    def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> Output:
+    def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> AttentionOutput:
         return own(self.module, query, self.key, self.value, mask, **self.settings)
 
     def _weighted(self, rows: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from jaxtyping import Float
@@ -20,16 +20,7 @@ RowObserver = Callable[[int, int, Tensor], None]
 VisibleRowObserver = Callable[[int, int, Tensor, Callable[[], Tensor]], None]
 
 
-@contextmanager
-def attention_rows(
-    target: Target,
-    observer: RowObserver,
-    *,
-    layers: list[int] | None = None,
-    rows_per_chunk: int = 256,
-    whole: bool = True,
-    begin: int = 0,
-) -> Iterator[None]:
+def attention_rows(target: Target, observer: RowObserver, **options: Any) -> AbstractContextManager[None]:
     """Context manager: every forward pass in this context shows its attention rows to `observer`.
 
     Args:
@@ -37,21 +28,12 @@ def attention_rows(
         observer: Called as `observer(layer, first_query, rows)`; rows `[batch head query key]`, float32, after
             softmax. Learned sink logits take part, so that rows then sum to less than one. Keys are those in the
             cache: under a cache policy only the ones it keeps, so a key's index is not its position.
-        layers: Layers to show. None shows all.
-        rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
-        whole: Whether the rows of all heads are shown. If not, a process of several shows those of the heads that it
-            holds, and the observer gathers what it makes of them, which is smaller (`target.shards.gather`).
-        begin: The first query whose row is shown.
+        options: As for `visible_rows`.
 
     A TransformerBridge, and a model outside transformers' attention interface (BLOOM, Falcon, GPT-J, MPT and others),
     itself builds whole query x key matrices, which are passed on in one piece.
     """
-
-    def rows_only(layer: int, first: int, rows: Tensor, _visible: Callable[[], Tensor]) -> None:
-        observer(layer, first, rows)
-
-    with visible_rows(target, rows_only, layers=layers, rows_per_chunk=rows_per_chunk, whole=whole, begin=begin):
-        yield
+    return visible_rows(target, lambda layer, first, rows, _visible: observer(layer, first, rows), **options)
 
 
 @contextmanager
@@ -71,8 +53,9 @@ def visible_rows(
         observer: Called as `observer(layer, first_query, rows, visible)`; `visible()` gives `[batch 1 query key]`, what
             the mask shows. Of a model that builds its matrices itself it is where some head has attention.
         layers: Layers to show. None shows all.
-        rows_per_chunk: Number of queries shown at a time.
-        whole: Whether the rows of all heads are shown.
+        rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
+        whole: Whether the rows of all heads are shown. If not, a process of several shows those of the heads that it
+            holds, and the observer gathers what it makes of them, which is smaller (`target.shards.gather`).
         begin: The first query whose row is shown.
     """
     wanted = target.attending

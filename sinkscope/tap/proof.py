@@ -76,9 +76,9 @@ def attention_error(target: Target) -> float:
     with _narrowed(target):
         tap = listening(target, keep_values) if adapter.attention_interface else _given(target, layers, keep_given)
         with tap, attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
-            target.forward(ids, upto=layers[-1])
+            target.forward(ids, last_layer=layers[-1])
         with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
-            target.forward(ids, upto=layers[-1])
+            target.forward(ids, last_layer=layers[-1])
     for layer in layers:
         if layer not in chunks:
             raise UnsupportedError(f"no attention was recomputed in layer {layer}")

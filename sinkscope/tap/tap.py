@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from sinkscope.models.target import Target, without_compiler
-from sinkscope.tap.call import Attention, Output
+from sinkscope.tap.call import Attention, AttentionOutput
 from sinkscope.tap.internals import set_attention
 from sinkscope.tap.listeners import HANDLERS, Handler, listeners_to
 from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, stock_attention, stock_name
@@ -36,7 +36,7 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None]:
-    """Context manager: `see` is called with every layer's attention; `needs_mask` if it needs rows under the mask."""
+    """Context manager in which `see` is called with the attention of every layer."""
     with tapped(target) as configs, Handler(see, configs, needs_mask=True):
         yield
 
@@ -73,7 +73,7 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> Output:
+) -> AttentionOutput:
     """The attention function that transformers calls in every layer."""
     config = id(module.config)
     listeners: list[Handler] = []

@@ -6,13 +6,13 @@ from importlib import import_module
 
 from repository import python
 
-from sinkscope.files.catalog import FILE, kind_modules
-from sinkscope.files.envelope import class_of
+from sinkscope.files.catalog import COMMANDS_FILE, kind_modules
+from sinkscope.files.envelope import result_class
 from tools.commands import written
 
 
 def test_the_data_are_those_of_the_functions():
-    assert FILE.read_text() == written(), "run python -m tools.commands"
+    assert COMMANDS_FILE.read_text() == written(), "run python -m tools.commands"
 
 
 def test_every_kind_of_result_is_in_the_module_that_the_data_name():
@@ -20,7 +20,7 @@ def test_every_kind_of_result_is_in_the_module_that_the_data_name():
     assert len(kinds) > 15 and kinds["find-sinks"] == "sinkscope.sinks.spikes.result"
     for kind, module in kinds.items():
         import_module(module)
-        assert class_of(kind).__module__ == module
+        assert result_class(kind).__module__ == module
 
 
 def test_help_and_typing_errors_load_no_torch():

@@ -130,5 +130,5 @@ def test_every_bad_input_is_refused_in_one_line(words, files, monkeypatch, refus
     before, cases = _state(files), _cases(words)
     for case in cases:
         said = refusal([*case])
-        assert len(said) <= 690 and "nobody foresaw" not in said and visible(said) == said, case
+        assert len(said) <= 690 and "unexpected error" not in said and visible(said) == said, case
     assert _state(files) == before and cases

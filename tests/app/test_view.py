@@ -79,12 +79,14 @@ def test_the_terminal_has_the_spikes_and_what_each_switch_changes(bundled):
     assert row == {
         "place": "the first token",
         "layers": "1-5",
-        "ratio": spike.ratio,
-        "readers": spike.heads,
+        "times_typical": spike.ratio,
+        "heads_that_attend": spike.heads,
         "needed": "L1.N338",
     }
     lines = view.text(brief=True).splitlines()
-    assert set(lines[0].split()) == set(row) and "L1.N338" in lines[1]
+    (number,) = (number for number, line in enumerate(lines) if line.startswith("the first token"))
+    assert set(" ".join(lines[:number]).split()) == set(" ".join(row).replace("_", " ").split())
+    assert "L1.N338" in lines[number]
     changed = [variant.sentence for variant in view.texts[0].variants[1:]]
     assert [line for line in lines if line in changed] == changed and len(changed) == 4
 
@@ -114,11 +116,11 @@ def test_the_model_writes_a_story_without_the_guard_and_with_it(bundled, monkeyp
     plain, guarded = bundled.answer({"generation": True})["result"]["generation"]
     prompt = ids_of(bundled.sink.setup, plain["prompt"])
     for one, guard in ((plain, False), (guarded, True)):
-        (answer,) = ss.generate(bundled.sink.setup.target, [prompt], guard=guard, max_new_tokens=writing.NEW_TOKENS)
+        (answer,) = ss.generate(bundled.sink.setup.target, [prompt], guard=guard, max_new_tokens=writing.STORY_TOKENS)
         assert "".join(one["pieces"]) == answer.text and one["summary"] == answer.summary
     (text,), (kept, rest) = plain["pieces"], guarded["pieces"]
     assert text.startswith(kept) and not text[len(kept) :].startswith(rest)
-    monkeypatch.setattr(writing, "NEW_TOKENS", 24)
+    monkeypatch.setattr(writing, "STORY_TOKENS", 24)
     written = bundled.answer({"off": ["L1.N338"], "generation": True})["result"]["generation"][0]  # as it is edited
     (answer,) = ss.generate(
         bundled.sink.setup.target, [prompt], interventions=ss.Ablate(sites=["L1.N338"]), max_new_tokens=24
@@ -128,7 +130,7 @@ def test_the_model_writes_a_story_without_the_guard_and_with_it(bundled, monkeyp
 
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed, refusal):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
-    monkeypatch.setattr(writing, "NEW_TOKENS", 4)
+    monkeypatch.setattr(writing, "STORY_TOKENS", 4)
     text = tmp_path / "text.txt"
     text.write_text("a block is a piece of text")
     data = json.loads(typed(f"view --text {text} --html {tmp_path}/a.html --json -").out)

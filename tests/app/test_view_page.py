@@ -16,11 +16,11 @@ import torch
 from raw_kit import attention, blocks, down, inputs_edited
 
 from sinkscope.app.view import writing
-from sinkscope.app.view.column import components_of, neurons_of
+from sinkscope.app.view.column import shown_components, shown_neurons
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import CircuitPart, ModelView
 from sinkscope.app.view.server import serve
-from sinkscope.app.view.switches import RANDOM, switches_of
+from sinkscope.app.view.switches import RANDOM_SWITCH, switches_of
 from sinkscope.app.view.texts import ids_of
 from sinkscope.results.notation import percent, word_list
 from sinkscope.results.parts import Neuron
@@ -113,18 +113,18 @@ def test_the_writers_of_a_block_sum_to_the_spike(bundled):
     neurons = (NeuronShare(1, None, 338, 0.5, None), NeuronShare(0, None, 7, 0.04, None))
     writers = tuple(PartShare(part, share, None) for part, share in parts.items())
     spike = replace(found, writers=writers, neurons=neurons)
-    assert [(one.name, one.share, one.needed) for one in neurons_of(spike)] == [("L1.N338", 0.5, True)]
-    shares = {one.name: one.share for one in components_of(spike)}
+    assert [(one.name, one.share, one.needed) for one in shown_neurons(spike)] == [("L1.N338", 0.5, True)]
+    shares = {one.name: one.share for one in shown_components(spike)}
     assert shares == pytest.approx(
         {"the rest of the MLP of layer 1": 0.1, "the MLP of layer 0": 0.2, "the attention of layer 0": -0.12}
         | {"everything else": 1 - 0.5 - 0.1 - 0.2 + 0.12}
     )
     needed = replace(found.needed, neurons=(), parts=("mlp 1", "embedding"))
-    without = components_of(replace(spike, neurons=(), needed=needed))
+    without = shown_components(replace(spike, neurons=(), needed=needed))
     shares = {one.name: one.share for one in without if one.needed}
     assert shares == {"the MLP of layer 1": 0.6, "the embedding": 0.02}
     needed = replace(found.needed, neurons=(Neuron(1, None, 338), Neuron(2, None, 9)))
-    assert neurons_of(replace(spike, needed=needed))[1] == CircuitPart("L2.N9", needed=True)
+    assert shown_neurons(replace(spike, needed=needed))[1] == CircuitPart("L2.N9", needed=True)
 
 
 def fired(setup, ids, neuron: Neuron):
@@ -190,18 +190,18 @@ def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, o
         chrome.click(".circuit .part")
         assert chrome.text("#meaning") == switch.meaning != ""
         titles = list(map(float, each(chrome, ".neuron .token", "title")))
-        expected = intact if switch.name == RANDOM else [*intact, *seen[switch.name]]
+        expected = intact if switch.name == RANDOM_SWITCH else [*intact, *seen[switch.name]]
         assert titles == pytest.approx(expected, rel=1e-3, abs=1e-9)
         zero = 'Its activation in the model "sink neurons zeroed" is 0 at each token. The colours mean the same.'
         assert (zero in chrome.texts(".neuron p")) == (switch.name == "sink neurons zeroed")
-        said = f'The same in the model "{RANDOM}".' in chrome.texts(".neuron p")
-        assert said == (switch.name == RANDOM)
+        said = f'The same in the model "{RANDOM_SWITCH}".' in chrome.texts(".neuron p")
+        assert said == (switch.name == RANDOM_SWITCH)
         chrome.press("Escape")
         chrome.wait("!document.querySelector('.neuron')")
     meanings = {switch.name: switch.meaning for switch in switches_of(bundled.sink)}
     assert meanings["marking heads replaced"].endswith(f": {word_list(bundled.sink.marks)}.")
     assert all("L1.N338" in meaning for name, meaning in meanings.items() if not name.startswith("marking"))
-    assert set(seen["sink neurons zeroed"]) == {0.0} and seen[RANDOM] == intact
+    assert set(seen["sink neurons zeroed"]) == {0.0} and seen[RANDOM_SWITCH] == intact
     assert seen["patched"][0] == intact[0] and len({*seen["patched"][1:]}) == 1
 
 

@@ -10,7 +10,7 @@ from refusals import refused
 from sinkscope.bench.answer import Answer, Batch
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.prompt import Turn
-from sinkscope.bench.tasks.loops import Loops, first_alarm, loops
+from sinkscope.bench.tasks.loops import Loops, first_alarm, is_looping
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
@@ -36,10 +36,10 @@ def test_records_of_a_loop_and_of_a_text_without_one():
 
 
 def test_ends_that_are_loops():
-    assert loops([1, 2, 3, 4, 9, 8] * 4) and loops([*range(100), *[7] * 24])
-    assert not loops([*range(100), *[7] * 23]) and not loops(list(range(300)))
+    assert is_looping([1, 2, 3, 4, 9, 8] * 4) and is_looping([*range(100), *[7] * 24])
+    assert not is_looping([*range(100), *[7] * 23]) and not is_looping(list(range(300)))
     long_cycle = list(range(128)) * 3
-    assert loops(long_cycle), "three copies of a cycle that is longer than the rule's window can show"
+    assert is_looping(long_cycle), "three copies of a cycle that is longer than the rule's window can show"
 
 
 def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s():

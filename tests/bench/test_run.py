@@ -14,7 +14,7 @@ from sinkscope.bench.prompt import Prompt, Turn
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table, tabulate_records
-from sinkscope.files.store import lines
+from sinkscope.files.store import json_lines
 from sinkscope.kv import H2O
 
 
@@ -135,7 +135,7 @@ def test_impossible_runs_are_refused_before_they_begin(tmp_path, options, messag
 def test_bench_reads_the_users_own_file(tmp_path, typed, refusal):
     rows = [{"prompt": "Once upon a time", "answers": ["there"]}, {"prompt": "One day, a", "answers": ["zebra"]}]
     file = tmp_path / "mine.jsonl"
-    file.write_text(lines(rows))
+    file.write_text(json_lines(rows))
     first = typed(f"bench --task {file}:new=6 --methods full,streaming:8 --out {tmp_path}/r").out
     assert "streaming:8" in first and "score" in first and "read" in first
     groups = json.loads(typed(f"bench table {tmp_path}/r --json -").out)["result"]["groups"]

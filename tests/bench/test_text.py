@@ -16,7 +16,7 @@ from sinkscope.bench.answer import Answer
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.text import TextFidelity, metrics_of
-from sinkscope.files.store import lines
+from sinkscope.files.store import json_lines
 
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
 
@@ -27,7 +27,7 @@ def compared(folder: Path, methods: list[str], **options) -> dict[Any, BenchReco
     for name, (prompt, answer) in LENGTHS.items():
         rows.append({"id": name, "prompt": words(prompt), "answers": [words(answer, 3)]})
     file = folder / "prompts.jsonl"
-    file.write_text(lines(rows))
+    file.write_text(json_lines(rows))
     model, tokenizer = tiny()
     records = run_bench(model, TextFidelity(source=str(file)), methods, tokenizer=tokenizer, **options)
     return {(record.method, record.prompt): record for record in records}
@@ -65,7 +65,7 @@ def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: st
 @pytest.mark.parametrize("last", [{"prompt": "is", "answers": [""]}, {"prompt": "is"}])
 def test_prompts_without_an_answer_are_refused(tmp_path: Path, last: dict[str, Any]):
     file = tmp_path / "p.jsonl"
-    file.write_text(lines([{"prompt": "is it", "answers": ["a"]}, last]))
+    file.write_text(json_lines([{"prompt": "is it", "answers": ["a"]}, last]))
     model, tokenizer = tiny()
     with refused("prompt '1' has no answer to compare along: give a text"):
         run_bench(model, TextFidelity(source=str(file)), ["full"], tokenizer=tokenizer, batch_size=2)

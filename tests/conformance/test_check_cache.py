@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from faulty_caches import crop_does_nothing
 from refusals import refused
 from transformers import DynamicCache
 
 import sinkscope as ss
-from experiments.check_cache.faulty import crop_does_nothing
 from sinkscope.conformance.recorder import held_bytes
 from sinkscope.conformance.subject import factory_named
 from sinkscope.kv import SnapKV, StreamingLLM
 
-FAULTY = "experiments.check_cache.faulty:crop_does_nothing"
+FAULTY = "faulty_caches:crop_does_nothing"
 CROP = "a_cropped_draft_leaves_no_trace"
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 from covering import every_nth
+from faulty_caches import FAULTS
+from right_caches import RIGHT, ROUNDING, Keeper, cache_of
 from versions import OLD_TRANSFORMERS
 
-from experiments.check_cache.faulty import FAULTS
-from experiments.check_cache.keepers import Keeper, cache_of
-from experiments.check_cache.right import RIGHT, ROUNDING
 from sinkscope.conformance.checks import CHECKS
 from sinkscope.conformance.kit import TOLERANCE, Kit
 

@@ -40,25 +40,20 @@ def test_loopbench_prompts_reach_the_mean_and_repeat(bench, source):
     assert all(row["prompt"].rstrip().endswith(sign) for row in rows)
 
 
-def test_algorithm_1_loses_answers_as_printed_and_none_as_repaired():
-    lost = {}
-    for form in ("faithful", "repaired"):
-        for dialogue in serve_build.build("qasper", records(40), form, count=60):  # type: ignore[arg-type]
-            said = ""
-            for turn in dialogue:
-                said += turn.prompts["end"]
-                assert turn.answerable == (f"in the year {turn.answers[0]}." in said)
-                lost.setdefault(form, []).append(not turn.answerable)
-    assert not any(lost["repaired"]) and 0.1 < sum(lost["faithful"]) / len(lost["faithful"]) < 0.4
+def test_algorithm_1_loses_no_answer():
+    for dialogue in serve_build.build("qasper", records(40), count=60):
+        said = ""
+        for turn in dialogue:
+            said += turn.prompts["end"]
+            assert f"in the year {turn.answers[0]}." in said
 
 
-def test_algorithm_3_asks_held_out_examples_when_repaired():
+def test_algorithm_3_asks_held_out_examples():
     context = "\n".join(f"Question: what is {i}?\nType: T{i % 3}" for i in range(12))
     record = LongBenchRecord("a", context, "Question: what is x?\nType:", ("T1",), ("T0", "T1", "T2", "T9"))
-    repaired, printed = (serve_build.build("trec", [record], form, turns=3)[0] for form in ("repaired", "faithful"))  # type: ignore[arg-type]
-    assert len({turn.prompts["end"].splitlines()[-2] for turn in repaired}) == 3
-    assert {turn.answers for turn in printed} == {("T1",)}
-    rows = serve_build.rows_of("trec", [repaired], serve_build.classes_of([record]))
+    (built,) = serve_build.build("trec", [record], turns=3)
+    assert len({turn.prompts["end"].splitlines()[-2] for turn in built}) == 3
+    rows = serve_build.rows_of("trec", [built], serve_build.classes_of([record]))
     assert [row["part"] for row in rows] == ["begin", "middle", "end"]
     assert sorted(rows[0]["turns"][0]["answers"]) == ["T0", "T1", "T2", "T9"]
     with refused("no record of trec has the 40 examples"):

@@ -1,10 +1,9 @@
-"""Small models are scanned by each script for clusters, here with workers of this machine."""
+"""Small models are scanned by an array of jobs, here one after another on this machine."""
 
 from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,18 +28,6 @@ def check(out: Path):
     for row in rows:
         truth = organism(row["scan"], 2).truth
         assert row["neurons"] == " and ".join(f"L{layer}.N{index}" for layer, index in truth.neurons)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "script"), [("ray", "on_ray"), ("submitit", "on_submitit")])
-def test_a_script_scans_on_two_workers(name, script, models, tmp_path):
-    if find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
-    words = [sys.executable, "-m", f"experiments.cluster.{script}", *models, "--quick", "--out", str(tmp_path / "out")]
-    if name == "submitit":
-        words += ["--cluster", "local"]
-    assert "3 of 3 models have an attention sink." in ran(words).stdout
-    check(tmp_path / "out")
 
 
 @pytest.mark.slow

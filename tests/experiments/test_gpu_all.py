@@ -32,10 +32,8 @@ def alive(pid: int) -> bool:
 
 def run(monkeypatch: pytest.MonkeyPatch, sources: dict[str, str], out: Path, total: float = 1.0) -> int:
     """The exit status of a call whose parts are these programs."""
-    monkeypatch.setattr(script, "REHEARSALS", sources)
-    monkeypatch.setattr(
-        script, "command_of", lambda part, out, *_: [sys.executable, "-c", sources[part], str(out / part)]
-    )
+    parts = {part: [sys.executable, "-c", source, str(out / part)] for part, source in sources.items()}
+    monkeypatch.setattr(script, "parts_of", lambda *_: parts)
     try:
         script.main(out=out, total=total, dry=True)
     except SystemExit as ended:
@@ -71,14 +69,24 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(tmp_path, monkeypatch
 
 def test_every_script_of_the_folder_is_a_part():
     folder = Path(script.__file__).parent
-    helpers = {"__init__", "all", "steps", "bands", "pool", "unpack"}  # the last three are commands of their own
-    assert set(script.PARTS) == {file.stem for file in folder.glob("*.py")} - helpers
+    helpers = {"__init__", "all", "steps", "bands", "unpack"}  # the last two are commands of their own
+    assert set(script.REHEARSALS) == {file.stem for file in folder.glob("*.py")} - helpers
+
+
+def test_models_that_are_given_are_read_by_the_commands_of_the_package():
+    parts = script.parts_of(Path("out"), [Path("real/m.gguf")], dry=False)
+    assert {*script.COMMANDS, *script.OF_REAL} == {name.removesuffix("-m") for name in parts if name.endswith("-m")}
+    for name, words in parts.items():
+        assert name == "shape" or words[-4:] == ["--device", "cuda", "--dtype", "bfloat16"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", script.REHEARSALS)
-def test_rehearsal(name, tmp_path):
+def test_rehearsal(tmp_path):
     """Every part runs on a CPU from the first line to the last, and its answers are right."""
-    script.main(out=tmp_path, only=[name], dry=True)
-    steps = json.loads((tmp_path / f"{name}.json").read_text())["result"]
-    assert steps and all(step.get("right", True) for step in steps.values()), steps
+    script.main(out=tmp_path, dry=True)
+    planted = json.loads((tmp_path / "shape/truth.json").read_text())["neurons"]
+    needed = json.loads((tmp_path / "find-sinks-shape.json").read_text())["result"]["spikes"][0]["needed"]["neurons"]
+    assert sorted(one["neuron"] for one in needed) == sorted(one["neuron"] for one in planted)
+    for name in script.REHEARSALS:
+        steps = json.loads((tmp_path / f"{name}.json").read_text())["result"]
+        assert steps and all(step.get("right", True) for step in steps.values()), steps

@@ -7,7 +7,7 @@ import json
 import pytest
 from repository import ROOT
 
-from experiments.loopguard import real, real_table
+from experiments.loopguard import real, real_table, why
 from experiments.loopguard.alarms import are_near_copies, behind, first_alarm
 from experiments.loopguard.real_openings import KINDS, openings_of
 from experiments.loopguard.real_table import different, interval, judged, nearly_loops
@@ -123,3 +123,13 @@ def test_the_monitor_takes_the_probability_of_the_token_that_follows():
 def test_near_copies_are_those_of_the_scanner():
     assert are_near_copies("We walked to the old town and ate a good soup there. " * 15)
     assert not are_near_copies(" ".join(f"{first} went home and {first * 3} ate {first * 2}." for first in "abcdefgh"))
+
+
+def test_why_is_asked_of_the_outputs_that_end_in_a_loop_without_a_remedy(tmp_path):
+    about = {"model": "m", "arm": "full", "half": "report", "number": 1}
+    loop, walk = [*range(40), *[7, 8, 9] * 20], [*range(100)]
+    changes = [{"tokens": loop}, {"tokens": walk}, {"tokens": loop, "arm": "rewind"}, {"tokens": loop, "model": "n"}]
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps({**about, **change}) + "\n" for change in changes))
+    assert why.loops_of(tmp_path / "runs.jsonl", "m") == [
+        {**about, "tokens": loop, "opening": openings_of("report")[1][1]}
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from bench_kit import dialogues as prompts
@@ -12,22 +13,19 @@ from bench_kit import tiny
 from repository import ROOT
 
 from experiments.drawn import put_table
-from experiments.loopserve import arms, dialogues, longeval, real, runs
+from experiments.loopserve import arms, decoding, dialogues, latency, longeval, real, runs
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
 from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.serve.serve import SHORTEST
+from sinkscope.lines.serve.serve import DENSE_ABOVE, SHORTEST
 
 
 def test_every_method_of_the_experiments_can_be_made():
     for panels in dialogues.FIGURES.values():
         assert len({panel.title for panel in panels}) == len(panels)
         for panel in panels:
-            assert len(panel.methods) == sum(len(values) for *_, values in panel.curves), (
-                "two curves have the same name"
-            )
-            for spec in panel.methods.values():
+            for spec in panel.specs.values():
                 method = read_method(spec)
                 assert method.spec == spec and (method.make() is not None or spec == "full")
 
@@ -44,17 +42,28 @@ def test_the_page_shows_the_committed_numbers(tmp_path):
     record = json.loads((ROOT / "figures/loopserve_real.json").read_text())
     put_table(page, "loopserve.real", real.table(record["result"]))
     record = json.loads((ROOT / "figures/loopserve_arms.json").read_text())
-    put_table(page, "loopserve.arms", arms.stages_table(record["result"]))
+    put_table(page, "loopserve.arms", arms.tables(record["result"]))
+    for module in (decoding, latency):
+        name = module.__name__.rpartition(".")[2]
+        record = json.loads((ROOT / f"figures/loopserve_{name}.json").read_text())
+        put_table(page, f"loopserve.{name}", module.table(record["result"]))
     assert page.read_text() == before
 
 
 def test_on_a_cpu_no_prompt_is_read_along_bands_where_that_was_measured_to_be_slower():
     cpu = torch.device("cpu")
-    for name, row in json.loads((ROOT / "figures/loopserve_arms.json").read_text())["result"].items():
+    rows = json.loads((ROOT / "figures/loopserve_arms.json").read_text())["result"]
+    for name, row in arms.prompts(rows).items():
         if arms.over_dense(row)[1] > 1.05:
             length = int(name.rpartition(", ")[2])
             assert LoopServe().too_short(length, length, cpu) is not None, name
     assert LoopServe().too_short(SHORTEST["cpu"], SHORTEST["cpu"], cpu) is None
+
+
+def test_on_a_cpu_a_head_is_dense_where_bands_were_measured_to_take_as_long():
+    row = json.loads((ROOT / "figures/loopserve_arms.json").read_text())["result"][f"head, {SHORTEST['cpu']}"]
+    even = np.interp(1.0, row["times"], row["cells"])
+    assert even - 0.1 < DENSE_ABOVE["cpu"] <= even
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.decomposition import PCA
 
-from experiments.loopguard.reading import FEWEST, SHOWN, bits_per_byte, places_of, reading
+from experiments.loopguard.reading import FEWEST, SHOWN, bits_per_byte, hook_points_of, reading
 from experiments.real.masks import LENGTH, first_component, steering, texts_of
 from sinkscope.opening.load import load
 
@@ -33,7 +33,7 @@ def test_an_excerpt_begins_where_the_text_of_the_guard_goes_on(live, monkeypatch
     tokens = live.tokenizer("The dog ran to the park and saw a ball. " * 40, add_special_tokens=False)["input_ids"]
     acts = [{"generated": 90, "taken_back": 40}, {"generated": 200, "taken_back": 9}]
     row = {"number": 3, "tokens": tokens, "acts": acts}
-    places = places_of({3: row, 4: {"number": 4, "tokens": tokens, "acts": []}})
+    places = hook_points_of({3: row, 4: {"number": 4, "tokens": tokens, "acts": []}})
     assert places == {3: 50}
     read: list[tuple[str, str]] = []
     found = reading(

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,18 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_kit import guarded_run
 from covering import slow
-from organisms.kept_loops import kept_loops
 from repository import ROOT
 
-from experiments import drawn, recall_card
+from experiments import drawn
 from experiments.bench_figures import BenchFigure
-from experiments.check_cache.faulty import FAULTS
-from experiments.check_cache.right import streaming_llm
-from experiments.loopguard.honest import honest_texts
 from experiments.loopserve import runs
-from experiments.loopserve.dialogues import Panel, alone
+from experiments.loopserve.dialogues import Panel
 from experiments.make_shape import make_plan
 from experiments.script import run
 from sinkscope.bench.tasks.loops import DATA
@@ -39,7 +33,7 @@ class Case:
     """How a script runs here.
 
     Attributes:
-        words: Its command line; `{out}` is a folder with what `FILES` says, `{run}` a folder of `sinkscope bench`.
+        words: Its command line; `{out}` is a folder with what `FILES` says.
         right: Whether what it wrote is right: the content of `file`, of a record its result, or
             what it printed.
         file: What it writes in the folder; empty if it prints.
@@ -56,7 +50,7 @@ class Case:
 
 def small(name: str, task: Recall, methods: dict[str, str]) -> Panel:
     """Dialogues of the recall model, as few and as short as they can be."""
-    return Panel(name, runs.Suite(name, task), "score", alone(methods), "position")
+    return Panel(name, runs.Suite(name, task), "score", methods)
 
 
 SHORT: dict[str, Any] = {"count": 1, "turns": 1, "total": 320, "least": 256, "hops": 1}
@@ -64,8 +58,11 @@ BESIDE = {"whole cache": "full", "LoopServe": "loopserve", "random part": "rando
 
 
 def right_arms(made: Any) -> bool:
-    """Both samples were asked of every head, and every stage took time."""
-    (prompt,) = made.values()
+    """Both samples were asked of every head, every stage took time, and so did a head along more and more bands."""
+    (prompt,) = [row for name, row in made.items() if name.startswith("prompt")]
+    head = made["head, 700"]
+    if not head["cells"][0] < max(head["cells"]) < 1 or min(head["times"]) <= 0:
+        return False
     held = prompt["heads"]
     times = [min(seconds) for seconds in prompt["stages"].values()]
     return len(held["drawn"]) == len(held["last"]) and min(times) > 0
@@ -77,9 +74,24 @@ def rate_of(made: Any, label: str) -> float:
     return row["score"]
 
 
-FILES = {  # prompts of LongEval's form
+def least_read(made: Any) -> bool:
+    """LoopServe computes a part of the prompt's cells, and its decoding half reads a part of the cache."""
+    return made["full"]["prompt"]["times"] == 1 > made["loopserve-p"]["cells"] and made["loopserve-d"]["read"] < 400
+
+
+def dearer_in_later_turns(made: Any) -> bool:
+    """A budget that covers everything costs nothing, and a random part costs most where most is evicted."""
+    every, random = (
+        made["loopserve-d:900:first=0"]["kl"],
+        made["experiments.loopserve.runs:RandomKeep:16:window=4"]["kl"],
+    )
+    return max(every) < 1e-6 and random[2] > random[0]
+
+
+FILES = {  # prompts of LongEval's form, and dialogues of MT-bench's
     "t.jsonl": json.dumps({"prompt": "We talked about rivers. Now the record ends. What was the first topic?"}),
-    "l.jsonl": json.dumps({"prompt": "line old-lamp: the number is 7\nNow the record is over. Tell me old-lamp."}),
+    "q.jsonl": json.dumps({"question_id": 1, "turns": ["Where do rivers begin?", "And where do they end? " * 9]}),
+    "a.jsonl": json.dumps({"question_id": 1, "choices": [{"turns": ["In the hills. " * 9, "In the sea. " * 9]}]}),
 }
 
 
@@ -91,10 +103,6 @@ def planted_neurons(printed: str) -> bool:
 
 def right_everywhere(made: Any) -> bool:
     return {row["score"] for row in made["rows"] if row.get("label", row["method"]) == "full"} == {1.0}
-
-
-def half_of_the_honest(text: str) -> bool:
-    return "repeats: 0 of 31" in text and "p1: " in text
 
 
 def cheap_at_the_interval(made: Any) -> bool:
@@ -134,12 +142,6 @@ CASES = {
         {"sample": lambda *_, **__: ["Once there was a dog."]},
         quick=True,
     ),
-    "check_cache.table": Case(
-        "--out {out}/x.json",
-        lambda made: (made["caught"], made["controls"]) == (1, 1),
-        "x.json",
-        {"FAULTS": {"only_the_latest_are_kept": FAULTS["only_the_latest_are_kept"]}, "RIGHT": (streaming_llm,)},
-    ),
     "make_organism": Case(
         "--model {out}/m --texts {out}/x.jsonl",
         lambda lines: lines == (DATA / "organism.jsonl").read_text().splitlines(),
@@ -150,26 +152,6 @@ CASES = {
         lambda page: "In full, in all layers: `llama`." in page,
         "p.md",
         {"DATA": "{out}/d.json", "PAGE": "{out}/p.md"},
-    ),
-    "recall_card": Case(
-        "--out {out}/recall",
-        lambda page: "| float32 | 256 | 2 | 1 | 3/3 | 3/3 | 3/3 | 1/1 / 1/1 / 1/1 |" in page,
-        "recall/README.md",
-        {"CASES": (recall_card.Case("float32", 256, 2, 1, 2),)},
-    ),
-    "loopguard.figure2": Case("{run} --out {out}", lambda made: made["folders"][0]["runs"] == 1, "loopguard_fig2.json"),
-    "loopguard.figure4": Case(
-        "{run} --out {out}",
-        lambda made: [(g["method"], g["counts"], g["positions"]) for g in made["guards"]] == [("loopguard", [1], [20])],
-        "loopguard_fig4.json",
-        {"honest_texts": lambda: honest_texts()[:1]},
-        quick=True,
-    ),
-    "loopguard.why": Case(
-        "--count 0 --out {out}",
-        lambda made: made["organisms"][0]["found"] == made["organisms"][0]["planted"],
-        "loopguard_why.json",
-        {"kept_loops": lambda: kept_loops()[:1]},
     ),
     "loopserve.arms": Case(
         "bundled --lengths 700 --kinds tables --out {out}/x.json",
@@ -189,26 +171,29 @@ CASES = {
         "loopserve_table1.json",
         {"FIGURES": {"table1": (small("kept", Recall(**SHORT), BESIDE),)}},
     ),
-    "loopserve.halves": Case(
-        "--length 48 --out {out}",
-        lambda made: made["heads"][0]["shared"] < made["mean"] < made["heads"][1]["shared"],
-        "loopserve_fig2a.json",
-    ),
     "loopserve.longeval": Case(
-        "--topics {out}/t.jsonl --lines {out}/l.jsonl --count 2 --length 96 --new 16 --out {out}",
-        lambda made: len(made["sources"]) == 3,
+        "bundled --topics {out}/t.jsonl --count 2 --length 96 --new 16 --out {out}",
+        lambda made: [set(each["positions"]) for each in made["sources"]] == [{"begin", "middle", "end"}] * 2,
         "loopserve_longeval.json",
+    ),
+    "loopserve.decoding,turns": Case(
+        "turns bundled --dialogue-files {out}/q.jsonl {out}/a.jsonl --pieces 0 --out {out}",
+        lambda made: dearer_in_later_turns(made["bundled, turns, 0"]),
+        "loopserve_dialogue.json",
+        {"BY_TURN": {"LoopServe, all": "loopserve-d:first=0:900", "random part": "random:window=4:16"}, "TURNS": 3},
+        quick=True,
+    ),
+    "loopserve.decoding,settings": Case(
+        "settings bundled --dialogue-files {out}/q.jsonl {out}/a.jsonl --pieces 0 --length 60 --out {out}",
+        lambda made: set(made) == {f"bundled, {kind}, 0" for kind in ("prose", "code", "tables", "dialogue")},
+        "loopserve_decoding.json",
+        {"PANELS": {"budget": {"random part": ("random:window=4:{}", (16,))}}},
     ),
     "loopserve.real": Case(
         "bundled --lengths 900 --kinds tables --alphas 0.3 1 --positions 20 --out {out}/x.json",
         lambda made: made["bundled, tables, 900, 1"]["0.3"]["kl"] > 0,
         "x.json",
         quick=True,
-    ),
-    "bench_loopserve": Case(
-        "--lengths 2100 --rounds 1 --parts model --out {out}/x.json",
-        lambda made: {row["model"] for row in made["model"]} == {"lines", "half", "flat"},
-        "x.json",
     ),
     "gallery": Case("--out {out}/x.md", lambda page: "## [find-sinks](measure/find-sinks.md)" in page, "x.md"),
     "make_shape": Case(
@@ -221,16 +206,16 @@ CASES = {
         "x.jsonl",
         quick=True,
     ),
-    "loopguard.honest": Case("", half_of_the_honest),
     "loopguard.rotary": Case(
         "--max-new-tokens 200 --layer 1 --out {out}",
         lambda made: np.median(made["heads"]["change"]) < 0.01 < np.median(made["heads"]["other_change"]),
         "rotary.json",
     ),
     "loopserve.latency": Case(
-        "--contexts 192 --outputs 4 8 --names full loopserve --rounds 1 --budget 80 --shortest 0 --shape lines-128 "
-        "--out {out}",
-        lambda made: [row["arm"] for row in made["rows"]] == ["full", "loopserve"],
+        "bundled --contexts 900 --rounds 1 --budget 80 --out {out}",
+        lambda made: (
+            made["bundled, 900"]["full"]["prompt"]["times"] == 1 > made["bundled, 900"]["loopserve-p"]["cells"]
+        ),
         "loopserve_latency.json",
         quick=True,
     ),
@@ -240,21 +225,16 @@ CASES = {
         "loops_compare.json",
         quick=True,
     ),
-    "repeated_token.leakage": Case(
-        "figures/divergence.json --corpus docs/decisions --controls 1", lambda text: "bytes" in text
-    ),
-    "repeated_token.table1": Case("", lambda text: "7003" in text, quick=True),
-    "repeated_token.table2": Case("", lambda text: "no weights at hand" in text, quick=True),
 }
 
 
 def test_the_function_of_every_script_runs_in_a_test() -> None:
-    """Here, or in a test that imports or names it; those for a GPU have a rehearsal, and one needs kvpress."""
+    """Here, or in a test that imports or names it; those for a GPU have a rehearsal."""
     tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     cases = {name.partition(",")[0] for name in CASES}
     for file in (ROOT / "experiments").rglob("*.py"):
         name = ".".join(file.relative_to(ROOT / "experiments").with_suffix("").parts)
-        if "\ndef main(" not in file.read_text() or name.startswith("gpu.") or name == "check_cache.presses":
+        if "\ndef main(" not in file.read_text() or name.startswith("gpu."):
             continue
         folder, _, last = name.rpartition(".")
         package = re.escape(f"experiments.{folder}".rstrip("."))
@@ -275,16 +255,12 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(ROOT)
     for file, text in FILES.items():
         (out / file).write_text(text + "\n" + text)
-    if name == "recall_card":
-        shutil.copytree(ROOT / "sinkscope/models/recall", out / "recall")
-    if "{run}" in case.words:
-        guarded_run(tmp_path / "run")
     if "{shape}" in case.words:
         options = "--shape tiny --dtype float32 --beta 2.7 --out"
         run(import_module("experiments.make_shape").main, [*options.split(), str(tmp_path / "shape")])
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        run(module.main, case.words.format(out=out, run=tmp_path / "run", shape=tmp_path / "shape").split())
+        run(module.main, case.words.format(out=out, shape=tmp_path / "shape").split())
     if not case.file:
         assert case.right(said.getvalue()), said.getvalue()[:2000]
         return

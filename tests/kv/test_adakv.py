@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.kv import LayerMoment, RowBudgets
+from sinkscope.kv import KeptPerRow, LayerMoment
 from sinkscope.kv.adakv import AdaKV
 
 
@@ -18,7 +18,7 @@ class _At(LayerMoment):
     """A layer that holds tokens at these positions, without a run."""
 
     def __init__(self, pos: Tensor, budget: int, first: int, latest: int):
-        vars(self).update(kv=SimpleNamespace(pos=pos), rows=RowBudgets((budget,), (first,), (latest,)))
+        vars(self).update(kv=SimpleNamespace(pos=pos), rows=KeptPerRow((budget,), (first,), (latest,)))
 
     @property
     def length(self) -> Tensor:

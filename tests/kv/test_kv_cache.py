@@ -153,7 +153,7 @@ class Layers(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.patches = [mock.patch.multiple(growing_tensor, LONG=4, SPARE=3), torch.no_grad()]
+        self.patches = [mock.patch.multiple(growing_tensor, COPY_LIMIT=4, SPARE=3), torch.no_grad()]
         for patch in self.patches:
             patch.__enter__()
 

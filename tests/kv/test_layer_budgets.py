@@ -13,7 +13,7 @@ from kv_kit import model_of, prompts, run_policy, shallow_of
 from refusals import refused
 from torch import Tensor
 
-from sinkscope.kv import H2O, TOVA, AdaKV, LayerMoment, PerLayer, Policy, Pyramid, RowBudgets, SnapKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, AdaKV, KeptPerRow, LayerMoment, PerLayer, Policy, Pyramid, SnapKV, StreamingLLM
 from sinkscope.lines.serve import Progressive
 
 
@@ -24,7 +24,7 @@ class Halved(Policy):
     def scores(self, at: LayerMoment):
         return -at.kv.pos.float()
 
-    def budgets(self, at: LayerMoment):
+    def layer_budget(self, at: LayerMoment):
         return at.rows.total[0] >> at.layer
 
 
@@ -105,12 +105,12 @@ def test_the_layers_of_a_pyramid_have_the_budget_as_their_mean(total, first, lat
     total = max(total, first + latest)
     caches = [SimpleNamespace(number=2 * layer) for layer in range(layers)]  # every second layer has keys
     moment = SimpleNamespace(layers=caches, state=SimpleNamespace(prompt=(prompt,)))
-    rows = RowBudgets((total,), (first,), (latest,))
+    rows = KeptPerRow((total,), (first,), (latest,))
     policy = Pyramid(budget=total, beta=beta, first=first, window=latest)
     budgets = []
     for kv in caches:
         at = LayerMoment(kv, moment, None, rows)  # type: ignore[arg-type]
-        budgets.append(int(policy.budgets(at)))
+        budgets.append(int(policy.layer_budget(at)))
     assert budgets == sorted(budgets, reverse=True)
     assert min(budgets) >= first + latest
     assert total - 1 < sum(budgets) / layers + 1e-9 and sum(budgets) / layers <= total + 1

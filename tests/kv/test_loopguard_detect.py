@@ -12,7 +12,7 @@ from repository import ROOT
 from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessorList
 
-from sinkscope.kv.pieces import Rewinder
+from sinkscope.kv.rewind import Rewinder
 from sinkscope.loops.guard import LoopReporter
 from sinkscope.loops.guard.detect import WatchedRow, monitors, push
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, TextStreamer
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.hooks.edit import Event
-from sinkscope.kv.pieces import generate_with_rewind
+from sinkscope.kv.rewind import generate_with_rewind
 from sinkscope.lines.serve.conversation import Conversation
 from sinkscope.loops import tail_period
 from sinkscope.loops.generate import generate, padded

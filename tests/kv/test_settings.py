@@ -51,7 +51,7 @@ def test_a_share_of_a_prompt_is_the_same_number_everywhere(percent, prompt):
     """As whole numbers say: 0.29 of 100 tokens are 29, where floating point numbers make 28.999..."""
     want = percent * prompt // 100
     share = percent / 100
-    assert ss.kv.StreamingLLM(share).tokens([prompt]) == [want]
+    assert ss.kv.StreamingLLM(share).budgets_in_tokens([prompt]) == [want]
     assert ss.LoopGuard(share).retention(prompt).budget == want
     shape = shape_at(share, prompt)
     assert shape.first + shape.local == want

@@ -17,7 +17,7 @@ def _tokens(n: int) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(room, "LONG", 4)
+    monkeypatch.setattr(room, "COPY_LIMIT", 4)
     monkeypatch.setattr(room, "SPARE", 3)
     with torch.no_grad():
         yield

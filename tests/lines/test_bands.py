@@ -13,11 +13,14 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
+from sinkscope.bench.methods import read_method
 from sinkscope.lines import bands as rule
 from sinkscope.lines import recovered
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, StoredRows, lengths_of
 from sinkscope.lines.choice import sampled_rows, select_bands
+from sinkscope.lines.serve import LoopServe
+from sinkscope.lines.serve.serve import DENSE_ABOVE
 
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(0, 200))
 
@@ -145,6 +148,16 @@ def test_heads_above_the_limit_are_dense_and_others_are_not():
     limited = select_bands(scores, 0.8, dense_above=limit)
     assert torch.equal(limited.dense, shares > limit)
     assert torch.equal(limited.attended(), torch.where(shares > limit, 1.0, shares))
+
+
+def test_by_default_the_limit_is_that_of_the_device_and_in_a_bench_that_of_a_gpu():
+    scores = drawn_scores(8, 600, 600, 1, 2.0)
+    serve = {"alpha": 0.8, "shortest": 0, "dense_rows": 0}
+    shares = LoopServe(**serve, dense_above=1.0).lines(scores, 0).attended()
+    assert len({(shares > limit).sum().item() for limit in DENSE_ABOVE.values()}) == 2
+    by_default = LoopServe(**serve).lines(scores, 0)
+    assert torch.equal(by_default.dense, shares > DENSE_ABOVE["cpu"])
+    assert read_method("loopserve-p").make().dense_above == DENSE_ABOVE["cuda"]
 
 
 def test_where_lines_of_both_kinds_cover_everything_the_first_choice_stays():

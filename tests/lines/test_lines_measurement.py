@@ -16,7 +16,7 @@ from raw_kit import attention
 from refusals import refused
 from torch import Tensor
 
-from sinkscope.files.store import lines as json_lines
+from sinkscope.files.store import json_lines
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.lines import LineWeights, lines, shared_by_second
 from sinkscope.lines.votes import top_lines

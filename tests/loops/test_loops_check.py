@@ -21,7 +21,7 @@ from repository import python
 from server_streams import SERVERS, events
 
 from sinkscope.app.cli import main
-from sinkscope.files.store import lines
+from sinkscope.files.store import json_lines
 from sinkscope.loops import LoopCheck, check, check_file
 from sinkscope.loops.text.outputs import Splitter, spans, split
 from sinkscope.results.result import Result
@@ -108,7 +108,7 @@ ANSWERS = {
 def test_the_json_of_answers_is_read(name, whole):
     """One document on several lines, or a line each, among honest ones that have the same ids."""
     fine = json.loads(json.dumps(ANSWERS[name]).replace("one more cup of tea, " * 40, prose(90)))
-    text = json.dumps([fine, ANSWERS[name]], indent=1) if whole else lines([fine, ANSWERS[name]])
+    text = json.dumps([fine, ANSWERS[name]], indent=1) if whole else json_lines([fine, ANSWERS[name]])
     verdicts = [one.verdict for one in check_file(io.BytesIO(text.encode()), form="jsonl").records]
     expected = "loops" if name in ("calls", "ids", "tokens") else "clean"
     assert verdicts == [expected, "loops"]
@@ -128,7 +128,7 @@ EMPTY = [
 def test_an_answer_without_text_is_never_clean(answer, tmp_path, typed, monkeypatch):
     """Neither in a file nor in a stream, nor among others; the exit code is none of a check that was made."""
     (tmp_path / "x.json").write_text(json.dumps(answer))
-    (tmp_path / "y.jsonl").write_text(lines([{"text": prose(90)}, answer]))
+    (tmp_path / "y.jsonl").write_text(json_lines([{"text": prose(90)}, answer]))
     assert typed(f"loops {tmp_path / 'x.json'}", 1).out.endswith("x.json has no text.\n")
     assert "1 is clean and 1 has no text." in typed(f"loops {tmp_path / 'y.jsonl'}", 1).out
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(answer).encode())))
@@ -139,7 +139,7 @@ def test_an_answer_without_text_is_never_clean(answer, tmp_path, typed, monkeypa
 def test_reasoning_in_two_fields_is_read_once():
     message = {"content": "Yes.", "reasoning": prose(90), "reasoning_content": prose(90)}
     message["reasoning_details"] = [{"type": "reasoning.text", "text": prose(90)}]
-    (once,) = check_file(io.BytesIO(lines([{"choices": [{"message": message}]}]).encode())).records
+    (once,) = check_file(io.BytesIO(json_lines([{"choices": [{"message": message}]}]).encode())).records
     assert once.tokens == check(f"{prose(90)}Yes.").records[0].tokens
 
 
@@ -148,7 +148,7 @@ def test_a_saved_stream_is_judged_without_its_envelope(server, name, tmp_path):
     """As the text in it, whatever the name of its file."""
     for text in (prose(100), f"{prose(50)} {'one more cup of tea, ' * 20}"):
         sent = SERVERS[server](text)
-        saved = [lines(sent)] if server.startswith("ollama") else [events(sent), events(sent).partition("\n\n")[2]]
+        saved = [json_lines(sent)] if server.startswith("ollama") else [events(sent), events(sent).partition("\n\n")[2]]
         for content in saved:
             (tmp_path / name).write_text(content)
             main(["loops", str(tmp_path / name), "--json", str(tmp_path / "found.json")])
@@ -180,7 +180,7 @@ def test_tables_whose_rows_follow_a_rule_are_no_loops(name):
 @pytest.mark.parametrize("form", ["text", "jsonl"])
 def test_a_file_is_told_of_while_it_is_read(form):
     texts = [f"{prose(900)} {'one more cup of tea, ' * 40} ", *(prose(900, seed) for seed in range(1, 30))]
-    content = "".join(texts) if form == "text" else lines({"text": text} for text in texts)
+    content = "".join(texts) if form == "text" else json_lines({"text": text} for text in texts)
     source = io.BytesIO(content.encode())
     places: list[int] = []
     found = check_file(source, form=form, told=lambda _: places.append(source.tell()))
@@ -235,7 +235,7 @@ def test_an_input_that_is_neither_text_nor_ids_is_refused(wrong):
 
 def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
-    Path("runs.jsonl").write_text(lines([{"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}]))
+    Path("runs.jsonl").write_text(json_lines([{"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}]))
     said = typed("loops runs.jsonl --json x.json", 3).err
     assert said.startswith("loop in line 2 at token 368: period 2, ")
     found = Result.load("x.json")

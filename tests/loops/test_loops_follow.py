@@ -16,7 +16,7 @@ from loop_texts import prose
 from server_streams import chunks, events
 
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.files.store import lines
+from sinkscope.files.store import json_lines
 from sinkscope.loops import Alarm, MonitorSettings, Watch, check
 from sinkscope.loops.text.outputs import split
 
@@ -59,15 +59,15 @@ def test_choices_are_watched_apart():
 
 
 def test_json_lines_are_records_or_pieces():
-    records = lines([{"text": prose(50)}, {"tokens": [*range(300), *[1, 2] * 100]}, {"output": TEXT}])
+    records = json_lines([{"text": prose(50)}, {"tokens": [*range(300), *[1, 2] * 100]}, {"output": TEXT}])
     assert [a.stream for a in _follow(records)] == ["line 2", "line 3"]
     ids = [*range(400), *[7, 8, 9] * 100]
-    (alarm,) = _follow(lines([{"tokens": ids}]), settings=PAPER)
+    (alarm,) = _follow(json_lines([{"tokens": ids}]), settings=PAPER)
     assert alarm.stream == "line 1" and alarm.token == check(ids, settings=PAPER).records[0].detected
-    (alarm,) = _follow(lines([{"tokens": ["\x1b[2J", "b\n"] * 200}]))
+    (alarm,) = _follow(json_lines([{"tokens": ["\x1b[2J", "b\n"] * 200}]))
     assert str(alarm).isprintable() and "\\x1b[2Jb\\n" in str(alarm)
     pieces = [{"response": word, "done": False} for word in TEXT.replace(" ", " \n").split("\n")]
-    assert len(_follow(lines(pieces))) == 1
+    assert len(_follow(json_lines(pieces))) == 1
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sinkscope.files.store import lines
+from sinkscope.files.store import json_lines
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.servers.proxy import StreamWatch, application
 
@@ -46,7 +46,7 @@ def _sent(server: str, text: str) -> bytes:
     objects = SERVERS[server](text)
     if server in LINES:
         end = {"model": "m", "done": True, "done_reason": "stop"}
-        return lines([*objects, end]).encode()
+        return json_lines([*objects, end]).encode()
     return events(objects).encode()
 
 

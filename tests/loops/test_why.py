@@ -7,27 +7,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kv_kit import close, decode, logits_of, prompts, shallow_of
-from organisms.kept_loops import CASES, kept_loop
+from organisms.kept_loops import CASES, KeptLoop, kept_loop
 from refusals import refused
 from transformers import DynamicCache
 
-from experiments.loopguard.why import asked, verdict
 from sinkscope.kv import StreamingLLM
-from sinkscope.kv.without import Without
+from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.loops.text.signals import Tail
-from sinkscope.loops.why import Case, why
+from sinkscope.loops.why import LoopedText, Removal, Why, why
 
 CYCLE = [5, 6, 7]
 BEFORE = [*range(100, 140)]
 """A text without a loop."""
-LOOPED = Case(SimpleNamespace(edit=None, seed=0), [*BEFORE, *CYCLE * 9], 2, Tail(3, 40, 9.0))  # pyright: ignore
+LOOPED = LoopedText(SimpleNamespace(edit=None, seed=0), [*BEFORE, *CYCLE * 9], 2, Tail(3, 40, 9.0))  # pyright: ignore
+
+
+def asked(made: KeptLoop, cuts: int = 6) -> Why:
+    return why(made.model, made.turn, tokenizer=made.tokenizer, max_new_tokens=48, cuts=cuts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("causes", "seed"), CASES)
 def test_every_planted_cause_is_reported(causes: tuple[str, ...], seed: int):
     found = asked(kept_loop(causes, seed))
-    assert (verdict(found.kept_by), found.goes_on) == (verdict(causes), 1.0)
+    assert (set(found.kept_by), found.goes_on) == (set(causes), 1.0)
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def test_removed_tokens_are_those_that_a_mask_hides(family: str):
     removed = torch.zeros(2, 20, dtype=torch.bool)
     removed[0, [1, 2, 7, 18]] = True
     removed[1, 3:] = True
-    with Without(removed).on(model):
+    with RemoveTokens(removed).on(model):
         found = decode(model, ids, mask, 20)
     for row in range(2):
         sees = torch.ones(24, 24, dtype=torch.bool).tril()
@@ -88,14 +91,14 @@ def cached(edit) -> DynamicCache:
 def test_a_policy_and_a_removal_act_together():
     removed = torch.zeros(1, 20, dtype=torch.bool)
     removed[0, [0, 15, 5]] = True
-    cache = cached(StreamingLLM(budget=8) | Without(removed))
+    cache = cached(StreamingLLM(budget=8) | RemoveTokens(removed))
     assert [layer.pos[0, 0].tolist() for layer in cache.layers] == [[1, 2, 3, *range(16, 22)]] * 2
 
 
 def test_evictions_are_the_named_tokens_or_as_many_random_ones():
-    assert LOOPED.positions(("sink", None), 49) == [0]
-    assert LOOPED.positions(("copies", None), 49) == [*range(40, 49)]
-    drawn = {tuple(sorted(LOOPED.positions(("copies", number), 49))) for number in range(20)}
+    assert LOOPED.positions(Removal("sink"), 49) == [0]
+    assert LOOPED.positions(Removal("copies"), 49) == [*range(40, 49)]
+    drawn = {tuple(sorted(LOOPED.positions(Removal("copies", draw), 49))) for draw in range(20)}
     assert len(drawn) > 10
     for places in drawn:
         assert len(set(places)) == 9 and set(places) <= set(range(1, 40))
@@ -103,12 +106,11 @@ def test_evictions_are_the_named_tokens_or_as_many_random_ones():
 
 @pytest.mark.parametrize(("before", "controlled"), [(1, {}), (9, {"sink"}), (10, {"sink", "copies"})])
 def test_without_enough_tokens_before_the_loop_there_is_no_control(before: int, controlled: set[str]):
-    case = Case(LOOPED.setup, [*BEFORE[:before], *CYCLE * 9], 1, Tail(3, before, 9.0))
-    trials = case.trials(before + 9)
-    assert {name for name, number in trials if number is not None} == set(controlled)
-    for name, number in trials:
-        if number is not None:
-            assert not set(case.positions((name, number), before + 9)) - set(range(1, before))
+    looped = LoopedText(LOOPED.setup, [*BEFORE[:before], *CYCLE * 9], 1, Tail(3, before, 9.0))
+    drawn = [removal for removal in looped.removals(before + 9) if removal.draw is not None]
+    assert {removal.removed for removal in drawn} == set(controlled)
+    for removal in drawn:
+        assert not set(looped.positions(removal, before + 9)) - set(range(1, before))
 
 
 @pytest.mark.usefixtures("_few_tokens")
@@ -131,7 +133,7 @@ def test_a_loop_goes_on_from_any_of_its_tokens():
 
 def test_the_control_is_the_worst_of_the_random_changes():
     loop, other = CYCLE * 22, [8] * 66
-    written = {("nothing", None): [loop, loop], ("copies", None): [other, other]}
-    written |= {("copies", 0): [loop, loop], ("copies", 1): [loop, other]}
-    tried = LOOPED.tried("copies", written)
-    assert (tried.goes_on, tried.control, tried.other_loop) == (0.0, 0.5, 1.0)
+    written = {Removal("nothing"): [loop, loop], Removal("copies"): [other, other]}
+    written |= {Removal("copies", 0): [loop, loop], Removal("copies", 1): [loop, other]}
+    effect = LOOPED.effect_of("copies", written)
+    assert (effect.goes_on, effect.control, effect.other_loop) == (0.0, 0.5, 1.0)

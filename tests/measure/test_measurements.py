@@ -22,7 +22,7 @@ from same_kit import differences
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.catalog import commands, kind_modules
-from sinkscope.files.envelope import class_of
+from sinkscope.files.envelope import result_class
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Measurement
 from sinkscope.opening.load import load
@@ -121,7 +121,7 @@ def test_its_table_fits_80_columns_and_is_explained(command, measured):
 @pytest.mark.parametrize("kind", sorted(kind_modules()))
 def test_every_kind_concludes_and_has_a_page(kind):
     import_module(kind_modules()[kind])
-    cls = class_of(kind)
+    cls = result_class(kind)
     assert (ROOT / cls.link()).is_file(), f"{kind}: set `page`"
     assert cls.conclusion is not Result.conclusion or hasattr(cls, "claims")
 

@@ -16,7 +16,7 @@ from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
 
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.modules.parts import Kind
+from sinkscope.models.modules.parts import ModelKind
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
@@ -26,8 +26,8 @@ HYBRIDS = ["jamba", "bamba", "falcon_h1", "qwen3_next", "recurrent_gemma"]
 UNSUPPORTED = {("falcon", "bridge")}
 # Every second architecture in one kind of model, each kind with a third of them; those between are streamed by default
 # (test_stream.py), and all other pairs are slow.
-QUICK = {(name, get_args(Kind)[number // 2 % 3]) for number, name in enumerate(MODEL_TYPES) if number % 2}
-SUPPORTED = [pair for pair in product(MODEL_TYPES, get_args(Kind)) if pair not in UNSUPPORTED]
+QUICK = {(name, get_args(ModelKind)[number // 2 % 3]) for number, name in enumerate(MODEL_TYPES) if number % 2}
+SUPPORTED = [pair for pair in product(MODEL_TYPES, get_args(ModelKind)) if pair not in UNSUPPORTED]
 PAIRS = covering(SUPPORTED, QUICK | {("falcon", "hf")})
 D_MLP = {"qwen2_moe": 32, "qwen3_moe": 32, "glm4_moe": 24}
 KV_HEADS = dict.fromkeys(("gpt2", "gpt_neox", "opt", "phi", "olmo", "olmo2"), 4)

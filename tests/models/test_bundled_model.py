@@ -12,8 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from experiments import train_bundled
-from experiments.bundled import card, entry, facts, measure
-from experiments.gpu import train_bundled as on_gpu
+from experiments.bundled import card, facts, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "sinkscope" / "models" / "bundled"
@@ -53,7 +52,7 @@ def test_the_shipped_model_has_the_numbers_of_the_record(shipped):
     found = measure.norms_by_layer(shipped, texts)
     for name, values in RECORD["planted"]["norms"].items():
         assert found[name] == pytest.approx(values, rel=1e-3), name
-    assert measure.head_share(shipped, texts, after=1) == RECORD["planted"]["head_share"]
+    assert measure.sink_heads(shipped, texts).sum(-1).tolist() == RECORD["planted"]["heads_per_layer"]
 
 
 @pytest.mark.slow
@@ -63,15 +62,12 @@ def test_a_trained_model_is_measured_and_its_card_is_written(tmp_path, monkeypat
     tale = "Once there was a {0} dog. The {0} dog had a {1} ball. One day the ball rolled into the river. He was sad. "
     told.write_text("".join(tale.format(n, n % 7) * 6 + "The end.\n<|end|>\n" for n in range(150)))
     monkeypatch.setattr(train_bundled, "PASSAGES", 100)
-    for constant, value in {"OPENINGS": 2, "STORY": 8, "DOCUMENTS": 1, "PERIODS": (4,), "COPIES": (1, 8)}.items():
-        monkeypatch.setattr(entry, constant, value)
-    options: dict[str, Any] = {"steps": 2, "tokens_per_step": 512, "size": "tiny", "device": "cpu"}
-    on_gpu.main(out=tmp_path, stories=told, new=8, **options)  # a CPU will do
-    family = json.loads((tmp_path / "family.json").read_text())["result"]
-    assert family["planted: sink"]["right"] and len(family["unplanted: loops"]["table"]) == 2
+    options: dict[str, Any] = {"stories": told, "steps": 2, "tokens_per_step": 512, "size": "tiny"}
+    for name in ("planted", "unplanted"):
+        train_bundled.main(out=tmp_path / name, unplanted=name == "unplanted", **options)
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs/bundled_model.md", tmp_path / "docs")
-    card.main(planted=tmp_path / "planted", unplanted=tmp_path / "unplanted", no_loops=True, repository=tmp_path)
+    card.main(planted=tmp_path / "planted", unplanted=tmp_path / "unplanted", repository=tmp_path)
     text = (tmp_path / "docs/bundled_model.md").read_text(encoding="utf-8")
     assert text != (ROOT / "docs/bundled_model.md").read_text(encoding="utf-8")
     found = json.loads((tmp_path / "figures/bundled_model.json").read_text())["result"]["planted"]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import sinkscope as ss
+from sinkscope.errors import SinkscopeWarning
 from sinkscope.opening.load import load
 from sinkscope.opening.open import open_stream
 
@@ -100,6 +101,16 @@ def test_harmless_tensors_are_left_out(tmp_path, name):
     assert_close(load(folder, device="cpu")(ids).logits, expected.logits)
     streamed = open_stream(folder).forward(ids).last_hidden_state
     assert_close(streamed, planted().model.model(ids).last_hidden_state)
+
+
+def test_decoder_layers_that_the_configuration_does_not_count_are_said(tmp_path):
+    further = "layers.4", "layers.6"
+    folder = changed(tmp_path / "m", lambda name, weight: {name: weight, name.replace(*further): weight.clone()})
+    says = r"m holds 7 decoder layers and its configuration says 5 \(num_hidden_layers\), so only the first 5 run"
+    for read in (load, open_stream):
+        with pytest.warns(SinkscopeWarning, match=says):
+            read(folder)
+    load(folder, layers=2)  # whoever cuts a model knows it
 
 
 def adapter_in(folder: Path) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import checkpoint, spoiled
@@ -24,7 +25,8 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.modules.parts import Kind
+from sinkscope.models.loading.parsed_once import parsed_once
+from sinkscope.models.modules.parts import ModelKind
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.opening.open import open_stream
@@ -71,7 +73,7 @@ def test_what_is_no_model_is_refused():
         load(file)
 
 
-@pytest.mark.parametrize("backend", get_args(Kind))
+@pytest.mark.parametrize("backend", get_args(ModelKind))
 def test_tokenizer_without_bos_stays_without(backend, tmp_path):
     folder = spoiled(tmp_path / "m")
     word_tokenizer(96, bos=False).save_pretrained(folder)
@@ -131,13 +133,17 @@ def test_a_gguf_file_is_parsed_once_and_the_parser_is_left_as_it_was(gguf, monke
 
     parsed, parser = [], library.GGUFReader
 
-    def counted(path, *args):
-        parsed.append(str(path))
-        return parser(path, *args)
+    class Counted(parser):
+        def __init__(self, path, *args):
+            parsed.append(str(path))
+            super().__init__(path, *args)
 
-    monkeypatch.setattr(library, "GGUFReader", counted)
+    monkeypatch.setattr(library, "GGUFReader", Counted)
     load(gguf)
-    assert parsed == [str(gguf)] and library.GGUFReader is counted
+    assert parsed == [str(gguf)] and library.GGUFReader is Counted
+    with parsed_once():
+        mapped = library.GGUFReader(gguf)
+        assert type(mapped.data) is np.ndarray, "a slice of a memory map takes four times as long"
 
 
 def test_a_folder_with_a_gguf_file_is_that_file(gguf, tmp_path, monkeypatch):

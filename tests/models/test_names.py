@@ -9,7 +9,7 @@ from organisms import MODEL_TYPES
 from refusals import refused
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sinkscope.models.checkpoints.names import find, list_models, resolve
+from sinkscope.models.checkpoints.names import find, hub_id_of, list_models
 from sinkscope.models.loading.config import reads_images
 
 
@@ -19,7 +19,7 @@ def test_every_entry_is_well_formed():
     assert len({e.name for e in entries}) == len({e.hub_id.lower() for e in entries}) == len(entries)
     for e in entries:
         assert re.fullmatch(r"[a-z0-9][a-z0-9.-]*", e.name) and re.fullmatch(r"[\w.-]+/[\w.-]+", e.hub_id), e
-        assert resolve(e.name) == e.hub_id
+        assert hub_id_of(e.name) == e.hub_id
     families = {e.family for e in entries}
     assert families >= set(MODEL_TYPES)
     for family in families:
@@ -54,9 +54,9 @@ def test_a_model_is_found_by_every_spelling_and_no_other_is(spelling):
 )
 def test_unknown_name_suggests_the_nearest(typed, meant):
     with refused(rf"unknown model '{typed}': expected .* did you mean .*{meant}[? ]"):
-        resolve(typed)
+        hub_id_of(typed)
 
 
 def test_hopeless_name_says_what_to_give():
     with refused("^(?!.*did you mean)", words=("sinkscope models", "org/name", "./my-model", ".gguf")):
-        resolve("qqqqqqqq")
+        hub_id_of("qqqqqqqq")

@@ -42,7 +42,6 @@ class KeptLoop:
         cycle: What greedy decoding repeats from the first new token on.
     """
 
-    name: str
     model: LlamaForCausalLM
     tokenizer: PreTrainedTokenizerFast
     causes: tuple[str, ...]
@@ -76,7 +75,6 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0) -> KeptLoop:
     ]
     # The prompt ends inside a block, because its last token is read with the exact and whole prompt.
     return KeptLoop(
-        name=f"{' and '.join(causes)}, seed {seed}",
         model=model,
         tokenizer=word_tokenizer(VOCAB),
         causes=causes,
@@ -152,8 +150,3 @@ def _matching(attention: torch.nn.Module, const: int, first: int, own: list[int]
 
 CASES = [*(((cause,), seed) for cause in (*CAUSES, "weights") for seed in (0, 1)), (CAUSES, 0)]
 """Causes and seeds: single causes twice, and both, each of which is needed."""
-
-
-def kept_loops() -> list[KeptLoop]:
-    """All organisms."""
-    return [kept_loop(causes, seed) for causes, seed in CASES]

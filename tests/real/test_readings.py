@@ -8,6 +8,7 @@ from repository import FIGURES
 from experiments.real import readings
 from experiments.record import earlier
 
+SLOW = ("ablation", "patch", "repetition_attention")
 RECORDED = earlier(FIGURES / "real_readings.json")
 
 
@@ -23,7 +24,7 @@ def same(made, recorded):
 
 @pytest.mark.parametrize(
     "part",
-    ["spike", "attention", "mark", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ablation", "patch"))],
+    ["spike", "attention", "mark", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)],
 )
 def test_what_is_recorded_of_smollm2_is_read_again(smollm2, part):
     same(readings.PARTS[part](smollm2.model, RECORDED["smollm2"]), RECORDED["smollm2"][part])

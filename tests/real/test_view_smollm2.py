@@ -11,7 +11,7 @@ from raw_kit import blocks, down, inputs_edited
 
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import view_page
-from sinkscope.app.view.result import Outcome
+from sinkscope.app.view.result import Remaining
 from sinkscope.app.view.texts import STORY, ids_of
 from sinkscope.app.view.writing import writings
 
@@ -55,7 +55,7 @@ def test_the_neurons_of_smollm2_have_the_numbers_of_plain_hooks(smollm2):
             own = expected[spike.layers]
             assert one.random is not None and one.random.left == pytest.approx(1, abs=0.01)
             for outcome in (one.alone, one.random):
-                assert isinstance(outcome, Outcome)
+                assert isinstance(outcome, Remaining)
                 left = plain.without(smollm2.model, ids, own, [site_of(name) for name in outcome.parts])
                 assert (outcome.left, outcome.heads) == (pytest.approx(left.left, abs=1e-3), left.heads)
                 assert outcome.perplexity == pytest.approx(left.perplexity, rel=1e-3)

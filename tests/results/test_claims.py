@@ -9,7 +9,7 @@ from conclusion_kit import contradictions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.results.claims import NEEDED, NOTHING, Claim, Contrast, Outcome, SearchSpace, percent_pair
+from sinkscope.results.claims import NEEDED, NO_DIFFERENCE, Claim, Contrast, Outcome, SearchSpace, percent_pair
 from sinkscope.results.parts import Component, Head, Neuron, Tokens
 
 SHARES = st.floats(0, 1.2) | st.sampled_from([0.0, 0.2, 0.4999, 0.5, 0.5001, 0.8, 1.0])
@@ -32,11 +32,11 @@ def test_claim_verdict_against_every_contrast(value, intact, random, subject, ma
         assert value - max(intact, random) - (margin or 0) >= NEEDED
     if margin is None:
         assert one.verdict == "undecided"
-    elif min(abs(intact - value), abs(random - value)) <= NOTHING:
+    elif min(abs(intact - value), abs(random - value)) <= NO_DIFFERENCE:
         assert one.verdict == "not shown"
     assert (" is gone (" in said) == (one.verdict == "needed")
-    assert (" is there (" in said) == (intact < NEEDED)  # then it is asked what an edit brings
-    assert said.startswith("It is ") == (one.verdict in ("not shown", "undecided"))
+    of_intact = re.search(r"\d% of the spike at .* (is gone|stays) \(", said) is not None
+    assert of_intact == (intact >= NEEDED)  # else it is asked what an edit brings
     assert said.endswith(").") and len(one.shortest().split()) <= 30
     assert one.verdict == one.row()["verdict"] and not re.search(r"-0%|nan|\bNone\b", said)
 

@@ -27,7 +27,7 @@ from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Result
 from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.patch.evaluate import patch_eval
-from sinkscope.sinks.patch.make import PatchMade, Verdict, judged, patch_make
+from sinkscope.sinks.patch.make import PatchMade, Verdict, patch_make, verdict_of
 from sinkscope.sinks.patch.measure import AFTER
 from sinkscope.sinks.patch.proof import PatchProof, Reading
 
@@ -108,27 +108,27 @@ def test_only_words_that_need_repair_prove_it():
     along = proof.along.copy()
     along[:, 0, 0] = 0.25
     some = replace(made, proof=replace(proof, along=along))
-    assert some.claims[0].draws == len(proof.words) - 1 and judged(some.proof, 0.01)[0] == "made"
+    assert some.claims[0].draws == len(proof.words) - 1 and verdict_of(some.proof, 0.01)[0] == "made"
     assert f"copies of {len(proof.words) - 1} of {len(proof.words)} words reach at most " in some.conclusion()
     none = replace(proof, along=np.broadcast_to(along[:, :, :1], along.shape))
-    assert judged(none, 0.01)[0] == "no-repeats"
+    assert verdict_of(none, 0.01)[0] == "no-repeats"
     along = proof.along.copy()
     along[3] = along[0]
     at_once = replace(proof, along=along)
-    assert judged(at_once, 0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
+    assert verdict_of(at_once, 0.01)[0] == "no-repeats"  # what one copy does at once is not what repetition does
     none, patched, random = proof.ordinary.perplexity
 
     def with_change(change: float) -> PatchProof:
         perplexity = none, replace(patched, change=change), random
         return replace(proof, ordinary=replace(proof.ordinary, perplexity=perplexity))
 
-    assert judged(with_change(np.nan), 0.01)[0] == "refused"
+    assert verdict_of(with_change(np.nan), 0.01)[0] == "refused"
     refused = "refused", "the perplexity of held-out text rises by 2.00%, and the limit is 1.00%."
-    assert judged(with_change(0.02), 0.01) == refused
-    assert judged(with_change(0.02), 0.03)[0] == "made"
+    assert verdict_of(with_change(0.02), 0.01) == refused
+    assert verdict_of(with_change(0.02), 0.03)[0] == "made"
     returns = proof.along.copy()
     returns[1, 0, 1] = returns[0, 0, 1]
-    assert judged(replace(proof, along=returns), 0.01)[0] == "not-repaired"
+    assert verdict_of(replace(proof, along=returns), 0.01)[0] == "not-repaired"
     with pytest.raises(SinkscopeError, match="it harms"):
         _ = replace(made, verdict="refused", reason="it harms").patch
 

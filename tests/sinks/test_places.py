@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.sinks.spikes.places import LEAST_CASES, Rule, sink_places, split_by_label
+from sinkscope.sinks.spikes.places import Rule, sink_places, split_by_label
+from sinkscope.sinks.thresholds import LEAST_CASES
 
 TEXTS, LENGTH, VOCAB = 48, 40, 60
 BOS, COMMA = 1, 7

@@ -218,7 +218,7 @@ def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, type
     note = record(model='"tiny"', quantity='"note"', value='"a word"', source='"a note"')
     Path("mine.toml").write_text("\n".join([agreeing, other, note]))
     out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
-    assert "Of 2 published results, 1 agree, 0 do not, 1 were not measured" in out
+    assert "Measured values agree with 1 of 1 published ones; 1 more were not measured." in out
     assert "first paper" in out and "third paper" not in out
     found = Result.load("found.json")
     assert isinstance(found, Reproduction) and found.exit_code == 0
@@ -229,7 +229,7 @@ def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, type
     layers["value"] = f"[{layer + 1}]"
     Path("mine.toml").write_text(agreeing + "\n" + record(model='"tiny"', **layers, source='"second paper"'))
     out = typed("reproduce ./tiny --records mine.toml", 1).out
-    assert "Of 2 published results, 1 agree, 1 do not" in out
+    assert "Measured values agree with 1 of 2 published ones." in out
 
 
 def test_what_cannot_be_measured_is_said_and_does_not_count_as_disagreement(folder, typed):
@@ -239,7 +239,7 @@ def test_what_cannot_be_measured_is_said_and_does_not_count_as_disagreement(fold
     organism("llama", 0, kind="none", n_layers=4).save("tiny")
     out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
     records = Result.load("found.json").records
-    assert [one.agrees for one in records] == [None, None] and "0 agree, 0 do not" in out
+    assert [one.agrees for one in records] == [None, None] and "None of 2 published results was measured." in out
     for one, said in zip(records, ("layer 99 is not in tiny", "layer 4 is not in tiny"), strict=True):
         assert one.remark.startswith(f"not measured: {said}") and said in out
 

@@ -139,7 +139,7 @@ def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it
 def test_what_erases_less_than_half_of_a_spike_takes_only_a_part_of_it_away(shares, it):
     found, spike = spike_of_figure()
     erasers = tuple(PartShare(f"mlp {3 + number}", share, None) for number, share in enumerate(shares))
-    said = spike_line(replace(spike, erasers=erasers), (), found.typical_norm)
+    said = spike_line(replace(spike, erasers=erasers), found.typical_norm)
     assert said.endswith(f" {'take' if len(shares) > 1 else 'takes'} {it} away again.")
 
 
@@ -154,9 +154,9 @@ def test_the_norm_is_compared_with_the_typical_one_of_its_layer():
     """Where dimensions that are large at all positions hide a spike, what is compared leaves them out, and says so."""
     found, spike = spike_of_figure()
     plain_ratio = spike.norm / found.typical_norm[spike.peak]
-    assert f", {plain_ratio:,.0f} times the typical one (" in spike_line(spike, (), found.typical_norm)
-    hidden = spike_line(replace(spike, ratio=7.5), (), [spike.norm / 2] * len(found.typical_norm))
-    assert ", 7.5 times the typical one beside what is large at all positions (" in hidden
+    assert f", {plain_ratio:,.0f} times the typical one. " in spike_line(spike, found.typical_norm)
+    hidden = spike_line(replace(spike, ratio=7.5), [spike.norm / 2] * len(found.typical_norm))
+    assert ", 7.5 times the typical one beside what is large at all positions. " in hidden
 
 
 @torch.no_grad()
@@ -188,12 +188,13 @@ def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_
     beside = median(left_without(model, other, ids, own) for other in others)
     assert left.others == pytest.approx(beside, abs=1e-3)
     assert found.conclusion() == (
-        "The attention of layer 0 marks the first token: without it, 0% of the spike is left (others: 100%); "
-        "without L1.N338, 2 of 20 heads."
+        "The attention of layer 0 marks the first token: without it, 0% of the spike remains (without others: 100%), "
+        "and 0 of 20 heads still attend there."
     )
     assert found.details()[:2] == [
         ss.find_sinks().conclusion(),
-        "With L0.H0 replaced at the place, 0% of the spike is left.",
+        "With L0.H0 replaced at the place, 0% of the spike remains, and 0 of 20 heads still attend there "
+        "(random heads: 100%, 20 heads).",
     ]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sinkscope.app.view.model_sink import ModelSink
-from sinkscope.app.view.result import CircuitPart, CircuitSpike, Outcome
+from sinkscope.app.view.result import CircuitPart, CircuitSpike, Remaining
 from sinkscope.sinks.spikes import sentences
 from sinkscope.sinks.spikes.records import Needed, PartShare, SpikeResult
 from sinkscope.sinks.spikes.texts import SpikeTexts
@@ -26,33 +28,33 @@ def column_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
             before=spike.before,
             ratio=spike.ratio,
             dims=spike.dims,
-            marks=tuple(CircuitPart(_words(mark.part), left=mark.left, others=mark.others) for mark in spike.marks),
-            writers=(*neurons_of(spike), *components_of(spike)),
+            marks=tuple(CircuitPart(_words(mark.names), left=mark.left, others=mark.others) for mark in spike.marks),
+            writers=(*shown_neurons(spike), *shown_components(spike)),
             erasers=tuple(CircuitPart(sentences.component(part.part), part.share) for part in spike.erasers),
             heads=spike.heads,
             first_reader=measured.spike.reading_layers.start,
             attention=tuple(tuple(round(share, 5) for share in layer) for layer in attention.tolist()),
-            needed=None if needed is None else Outcome(needed.parts, needed.left, needed.heads[1], needed.perplexity),
-            random=random_of(needed),
+            needed=None if needed is None else Remaining(needed.parts, needed.left, needed.heads[1], needed.perplexity),
+            random=random_remaining(needed),
             sentence="" if needed is None else sentences.without(spike, needed),
         )
         column.append(one)
     return tuple(column)
 
 
-def neurons_of(spike: SpikeResult) -> tuple[CircuitPart, ...]:
-    """The neurons that a sentence names, and others that are needed: their shares, and what is left without each."""
+def shown_neurons(spike: SpikeResult) -> tuple[CircuitPart, ...]:
+    """Return the neurons that a sentence names or the spike needs: their shares, and what remains without each."""
     needed = () if spike.needed is None else tuple(map(str, spike.needed.neurons))
     left = {str(one.address): one.left for one in spike.alone}
-    shares: dict[str, float | None] = dict(sentences.named(spike))
+    shares: dict[str, float | None] = {str(one.address): one.share for one in sentences.named(spike)}
     for name in needed:
         shares.setdefault(name, None)
     return tuple(CircuitPart(name, share, left.get(name), needed=name in needed) for name, share in shares.items())
 
 
-def components_of(spike: SpikeResult) -> tuple[CircuitPart, ...]:
-    """What each component writes beside its named neurons, where that is much, and what all others write together."""
-    named = dict(sentences.named(spike))
+def shown_components(spike: SpikeResult) -> tuple[CircuitPart, ...]:
+    """Return what each component writes beside its named neurons, if it is much, and what all others write together."""
+    named = {str(one.address): one.share for one in sentences.named(spike)}
     needed = () if spike.needed is None or spike.needed.neurons else spike.needed.parts
     parts: list[CircuitPart] = []
     for one in spike.writers:
@@ -74,13 +76,13 @@ def _named_in(spike: SpikeResult, component: PartShare, named: dict[str, float])
     return total
 
 
-def random_of(needed: Needed | None) -> Outcome | None:
-    """What is left without random sets beside the needed one."""
+def random_remaining(needed: Needed | None) -> Remaining | None:
+    """Return what remains without random parts, the control of the needed ones."""
     if needed is None or needed.random is None:
         return None
-    return Outcome((), needed.random.left, needed.random.heads, needed.random.perplexity)
+    return Remaining((), needed.random.left, needed.random.heads, needed.random.perplexity)
 
 
-def _words(part: str) -> str:
-    """A part, or parts that are judged as one, in a few words."""
-    return " and ".join(sentences.component(name) for name in part.split(" and "))
+def _words(names: Sequence[str]) -> str:
+    """Parts that are judged as one, in a few words."""
+    return " and ".join(map(sentences.component, names))

@@ -17,9 +17,9 @@ from sinkscope.app.view.column import column_of
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.neurons import activations, named_neurons, pages_of
 from sinkscope.app.view.packed import Packed, codes_of
-from sinkscope.app.view.readings import Reading, heads_that_fit, norms_at, read_text, spikes_of
+from sinkscope.app.view.readings import TextReading, heads_that_fit, norms_at, read_tokens, spikes_of
 from sinkscope.app.view.result import CircuitSpike, ModelView, NeuronPage, Variant, ViewedText
-from sinkscope.app.view.switches import RANDOM, Switch, switch_named, switch_without, switches_of
+from sinkscope.app.view.switches import RANDOM_SWITCH, Switch, switch_named, switch_without, switches_of
 from sinkscope.app.view.texts import STORY, ids_of
 from sinkscope.app.view.writing import writings
 from sinkscope.errors import SinkscopeError
@@ -27,7 +27,7 @@ from sinkscope.files.records import checked_value
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.results.notation import word_form
 
-ROOM = 24 << 20  # values of attention in a page
+PAGE_VALUES = 24 << 20  # values of attention in a page
 
 
 class Request(BaseModel, extra="forbid"):
@@ -50,7 +50,7 @@ class OpenText:
     """
 
     ids: list[int]
-    intact: Reading
+    intact: TextReading
     shown: ViewedText
 
 
@@ -90,8 +90,8 @@ class Explorer:
         if self.latest is None or self.latest[0] != (text, variants):
             ids = ids_of(self.sink.setup, text or STORY)
             tokens = tuple(self.sink.setup.tokenizer.decode([token]) for token in ids)
-            intact = read_text(self.sink, ids)
-            heads = heads_that_fit(intact, ROOM // variants)
+            intact = read_tokens(self.sink, ids)
+            heads = heads_that_fit(intact, PAGE_VALUES // variants)
             shown = ViewedText(
                 name="text" if text else "a story",
                 tokens=tokens,
@@ -109,7 +109,7 @@ class Explorer:
         return self.result(self.viewed(self.read(text, len(switches)), switches))
 
     def result(self, text: ViewedText) -> ModelView:
-        """This text, and what is known of the sink."""
+        """Return the view of a text, with all that is known of the sink."""
         sink, setup = self.sink, self.sink.setup
         switches = switches_of(sink)
         return ModelView(
@@ -122,7 +122,7 @@ class Explorer:
             marks=tuple(map(str, sink.marks)),
             switches=tuple(switch.name for switch in switches),
             meanings=tuple(switch.meaning for switch in switches),
-            control=RANDOM,
+            control=RANDOM_SWITCH,
             texts=(text,),
             circuit=self.circuit,
             circuit_sentence=sink.circuit.conclusion(),
@@ -136,7 +136,7 @@ class Explorer:
             name, reading, sentence = "intact", text.intact, self.intact_sentence(text)
             changed: tuple[tuple[float, ...], ...] = ()
             if switch is not None:
-                name, reading = switch.name, read_text(self.sink, text.ids, switch.edit)
+                name, reading = switch.name, read_tokens(self.sink, text.ids, switch.edit)
                 sentence = self.change(switch, text, reading)
                 changed = self.changed_activations(text, switch)
             variant = Variant(
@@ -180,25 +180,25 @@ class Explorer:
             f"{short(self.sink.typical_norm[layer])}."
         )
 
-    def change(self, switch: Switch, text: OpenText, reading: Reading) -> str:
+    def change(self, switch: Switch, text: OpenText, reading: TextReading) -> str:
         """Return what an edit changes most, beside its control."""
         layer = self.sink.layer
         before, after = text.intact.norm[layer], reading.norm[layer]
         position = int(np.abs(after - before).argmax())
-        beside = ""
+        chance = ""
         if switch.control is not None:
             with switch.control.on(self.sink.setup.target):
                 control = norms_at(self.sink, text.ids, layer)
-            beside = f" (random control: {short(control[position])})"
+            chance = f" (random control: {short(control[position])})"
         token = f"{position}, {text.shown.tokens[position]!r}"
         name = f"{switch.name[:1].upper()}{switch.name[1:]}"
         return (
             f"{name}: after layer {layer}, the norm changes most at token "
-            f"{token}, from {short(before[position])} to {short(after[position])}{beside}."
+            f"{token}, from {short(before[position])} to {short(after[position])}{chance}."
         )
 
     def answer(self, request: Any) -> dict[str, Any]:
-        """What a page does not have yet, as the dictionary of a view that holds nothing else; or an error in one line.
+        """Return what a page asks for, as the dictionary of a view that holds nothing else; or an error in one line.
 
         Args:
             request: An object. `text` is the text (None: that of the explorer). Without more, its intact variant is

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sinkscope.hooks.edit.sites import head_of
 from sinkscope.measure import Setup
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.sinks.spikes.circuit import circuit
+from sinkscope.sinks.spikes.records import part_of
 from sinkscope.sinks.spikes.result import Circuit
 from sinkscope.sinks.spikes.steps import Sinks, sinks_of
 
@@ -57,5 +57,5 @@ class ModelSink:
     @property
     def marks(self) -> list[Head]:
         """The heads that mark the places of spikes."""
-        names = [name for spike in self.circuit.spikes for mark in spike.marks for name in mark.part.split(" and ")]
-        return [Head(*head_of(name)) for name in dict.fromkeys(names) if name.startswith("L")]
+        parts = [part_of(name) for spike in self.circuit.spikes for mark in spike.marks for name in mark.names]
+        return [part for part in dict.fromkeys(parts) if isinstance(part, Head)]

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.app.view.column import neurons_of
+from sinkscope.app.view.column import shown_neurons
 from sinkscope.app.view.model_sink import ModelSink
-from sinkscope.app.view.result import Activation, NeuronPage, NeuronSpike, Outcome
+from sinkscope.app.view.result import Activation, NeuronPage, NeuronSpike, Remaining
 from sinkscope.hooks.edit.sites import site_of
 from sinkscope.hooks.trace.layer_view import flat_number, view_layer
 from sinkscope.measure import Setup
@@ -23,13 +23,13 @@ from sinkscope.sinks.spikes.removal import removals_of
 from sinkscope.sinks.spikes.spike import Measured
 from sinkscope.sinks.spikes.texts import SpikeTexts
 
-LARGEST = 10  # activations that are listed
-BEFORE, AFTER = 12, 4  # tokens that are shown around one
+SHOWN_ACTIVATIONS = 10  # activations that are listed
+TOKENS_BEFORE, TOKENS_AFTER = 12, 4  # tokens that are shown around one
 
 
 def named_neurons(sink: ModelSink) -> tuple[Neuron, ...]:
-    """The neurons that the circuit names, each once."""
-    names = [part.name for spike in sink.circuit.spikes for part in neurons_of(spike)]
+    """Return the neurons that the circuit names, each once."""
+    names = [part.name for spike in sink.circuit.spikes for part in shown_neurons(spike)]
     return tuple(map(site_of, dict.fromkeys(names)))
 
 
@@ -90,16 +90,16 @@ def largest(setup: Setup, ids: Int[Tensor, "text pos"], values: Float[Tensor, "t
         if beginning in begun:
             continue
         begun.add(beginning)
-        tokens = [setup.tokenizer.decode([token]) for token in ids[text, : position + 1 + AFTER].tolist()]
+        tokens = [setup.tokenizer.decode([token]) for token in ids[text, : position + 1 + TOKENS_AFTER].tolist()]
         one = Activation(
             value=_four_digits(float(values[text, position])),
-            before="".join(tokens[max(0, position - BEFORE) : position]),
+            before="".join(tokens[max(0, position - TOKENS_BEFORE) : position]),
             token=tokens[position],
             after="".join(tokens[position + 1 :]),
             texts=int((ids[:, : position + 1] == ids[text, : position + 1]).all(1).sum()),
         )
         found.append(one)
-        if len(found) == LARGEST:
+        if len(found) == SHOWN_ACTIVATIONS:
             break
     return tuple(found)
 
@@ -113,11 +113,11 @@ def as_writers(setup: Setup, number: int, spike: SpikeResult, one: Measured) -> 
         spike: The spike as a result.
         one: The same with what was measured of it.
     """
-    alone: dict[str, Outcome] = {}
+    alone: dict[str, Remaining] = {}
     for left in spike.alone:
         name = str(left.address)
-        alone[name] = Outcome((name,), left.left, left.heads, left.perplexity)
-    named = neurons_of(spike)
+        alone[name] = Remaining((name,), left.left, left.heads, left.perplexity)
+    named = shown_neurons(spike)
     random = random_alone(setup, one, [site_of(part.name) for part in named if part.name in alone])
     writers: dict[str, NeuronSpike] = {}
     for part in named:
@@ -127,7 +127,7 @@ def as_writers(setup: Setup, number: int, spike: SpikeResult, one: Measured) -> 
     return writers
 
 
-def random_alone(setup: Setup, one: Measured, neurons: Sequence[Neuron]) -> dict[tuple[int, int | None], Outcome]:
+def random_alone(setup: Setup, one: Measured, neurons: Sequence[Neuron]) -> dict[tuple[int, int | None], Remaining]:
     """Return what is left of a spike without a random neuron of each layer (and expert) of these neurons.
 
     Args:
@@ -143,9 +143,9 @@ def random_alone(setup: Setup, one: Measured, neurons: Sequence[Neuron]) -> dict
             drawn[neuron.layer, neuron.expert] = other
     texts = SpikeTexts.of(one.survey, one.spike)
     removals = removals_of(texts, [(neuron,) for neuron in drawn.values()], every_loss=False)
-    left: dict[tuple[int, int | None], Outcome] = {}
+    left: dict[tuple[int, int | None], Remaining] = {}
     for (place, neuron), removal in zip(drawn.items(), removals, strict=True):
-        left[place] = Outcome((str(neuron),), removal.left, removal.heads, removal.perplexity)
+        left[place] = Remaining((str(neuron),), removal.left, removal.heads, removal.perplexity)
     return left
 
 

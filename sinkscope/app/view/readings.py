@@ -15,14 +15,14 @@ from sinkscope.app.view.packed import codes_of
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.models.hooks import Hook, first_tensor, on_output
-from sinkscope.models.norms import norm_of
-from sinkscope.sinks.spikes.find import FACTOR
+from sinkscope.models.norms import norms_of
+from sinkscope.sinks.thresholds import STANDS_OUT
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)
 
 
 @dataclass(frozen=True)
-class Reading:
+class TextReading:
     """What one pass over a text shows.
 
     Attributes:
@@ -39,7 +39,7 @@ class Reading:
 
 
 @torch.no_grad()
-def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None) -> Reading:
+def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = None) -> TextReading:
     """Read a text under an edit, or intact (None), in one pass."""
     target, length = sink.setup.target, len(ids)
     shape = (sink.setup.n_layers, sink.setup.n_heads, length)
@@ -50,7 +50,7 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
         received[layer, :, : probs.shape[3]] += probs[0].tril(first_query - 1).sum(1).cpu()  # without its own query
 
     def keep(layer: int, output: object) -> None:
-        norms[layer] = norm_of(first_tensor(output)[0]).cpu().numpy()
+        norms[layer] = norms_of(first_tensor(output)[0]).cpu().numpy()
 
     norms = np.zeros((sink.setup.n_layers, length), np.float32)
     hooks = list[Hook]()
@@ -59,7 +59,7 @@ def read_text(sink: ModelSink, ids: list[int], edit: Intervention | None = None)
     with under(edit, target), attention_rows(target, see), target.hooks(*hooks):
         logits = target.forward(torch.tensor([ids]), unembed=True).logits[0, -1].float().cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
-    return Reading(norms, rows, received, likeliest(sink, logits))
+    return TextReading(norms, rows, received, likeliest(sink, logits))
 
 
 def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[str, float], ...]:
@@ -73,17 +73,17 @@ def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[s
 def norms_at(sink: ModelSink, ids: list[int], layer: int) -> Float[np.ndarray, " pos"]:
     """Return norms after a layer, in a pass that ends there."""
     site = f"blocks.{layer}.hook_resid_post"
-    return trace(sink.setup.target, [ids], site, norm_of)[site][0].numpy()
+    return trace(sink.setup.target, [ids], site, "norm")[site][0].numpy()
 
 
-def spikes_of(sink: ModelSink, reading: Reading) -> tuple[int, ...]:
+def spikes_of(sink: ModelSink, reading: TextReading) -> tuple[int, ...]:
     """Return positions with at least half of the first token's norm and three times the typical one."""
     survey = sink.sinks.survey
-    bar = max(FACTOR * survey.typical_norm[sink.layer], SPIKE_SHARE * survey.first_norm[sink.layer])
+    bar = max(STANDS_OUT * survey.typical_norm[sink.layer], SPIKE_SHARE * survey.first_norm[sink.layer])
     return tuple(np.flatnonzero(reading.norm[sink.layer] >= bar).tolist())
 
 
-def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
+def heads_that_fit(reading: TextReading, room: int) -> tuple[tuple[int, int], ...]:
     """Return the heads with most attention to the first token; as many as have so many values, and at least one."""
     _, heads, tokens = reading.received.shape
     count = max(1, room // tokens**2)

@@ -97,7 +97,7 @@ class CircuitPart:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Remaining:
     """What is left without some parts.
 
     Attributes:
@@ -149,8 +149,8 @@ class CircuitSpike:
     heads: int
     first_reader: int
     attention: tuple[tuple[float, ...], ...]
-    needed: Outcome | None
-    random: Outcome | None
+    needed: Remaining | None
+    random: Remaining | None
     sentence: str
 
 
@@ -186,8 +186,8 @@ class NeuronSpike:
 
     spike: int
     share: float | None
-    alone: Outcome | None
-    random: Outcome | None
+    alone: Remaining | None
+    random: Remaining | None
 
 
 @dataclass(frozen=True)
@@ -230,12 +230,12 @@ class ModelView(Result):
 
     kind = "view"
     page = "view"
-    columns = ("place", "needed", "layers", "readers")
+    columns = ("place", "needed", "layers", "heads_that_attend")
     glossary: ClassVar[dict[str, str]] = {
         "place": "Where the norm stands out.",
         "layers": "First and last layer in which it does.",
-        "ratio": "Norm there over the typical one.",
-        "readers": "Heads of its layers that attend to the place.",
+        "times_typical": "Norm there over the typical one.",
+        "heads_that_attend": "Heads of its layers that attend to the place.",
         "needed": "The neurons or components without which it goes.",
     }
 
@@ -271,6 +271,7 @@ class ModelView(Result):
         rows: Table = []
         for spike in self.circuit:
             first, last = spike.layers
-            row = {"place": spike.place, "layers": f"{first}-{last}", "ratio": spike.ratio, "readers": spike.heads}
+            row = {"place": spike.place, "layers": f"{first}-{last}", "times_typical": spike.ratio}
+            row["heads_that_attend"] = spike.heads
             rows.append({**row, "needed": ", ".join(part.name for part in spike.writers if part.needed)})
         return rows

@@ -19,7 +19,7 @@ from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.sinks.spikes.controls import random_neurons
 
-RANDOM = "random neurons zeroed"
+RANDOM_SWITCH = "random neurons zeroed"
 """The switch that is the control of the sink neurons."""
 
 
@@ -52,7 +52,7 @@ def switches_of(sink: ModelSink) -> list[Switch]:
             switches.append(Switch("patched", SinkPatch.from_result(sink.circuit), zeroed.control, meaning))
         if zeroed.control is not None:
             meaning = f"Set to 0 at each token: as many random neurons of the layers of {names}. This is the control."
-            switches.append(Switch(RANDOM, zeroed.control, meaning=meaning))
+            switches.append(Switch(RANDOM_SWITCH, zeroed.control, meaning=meaning))
     if sink.marks:
         replaced = switch_off(sink, "marking heads replaced", (), sink.marks)
         meaning = f"Replaced by their mean output at each token: {word_list(sink.marks)}."

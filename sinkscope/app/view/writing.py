@@ -10,7 +10,7 @@ from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure import Setup
 
 LOOPING_STORY = "One day, the bird sang the same song again and again:"
-NEW_TOKENS = 160  # enough for the model in the package to repeat itself, and for the guard to stop it
+STORY_TOKENS = 160  # enough for the model in the package to repeat itself, and for the guard to stop it
 
 
 def writings(setup: Setup, edit: Intervention | None = None) -> tuple[Writing, ...]:
@@ -26,7 +26,7 @@ def writings(setup: Setup, edit: Intervention | None = None) -> tuple[Writing, .
     made: list[Writing] = []
     for name, guard in (("without the guard", False), ("with the guard", True)):
         ids = [ids_of(setup, LOOPING_STORY)]
-        (answer,) = generate(setup.target, ids, interventions=edit, guard=guard, max_new_tokens=NEW_TOKENS)
+        (answer,) = generate(setup.target, ids, interventions=edit, guard=guard, max_new_tokens=STORY_TOKENS)
         made.append(Writing(name, LOOPING_STORY, _pieces(setup, answer), answer.summary))
     return tuple(made)
 

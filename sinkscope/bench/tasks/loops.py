@@ -33,7 +33,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
 
 DATA = Path(__file__).with_name("data")
-SETS = ("small", "small-dc", "small-ri", "stories", "organism")
+PROMPT_SETS = ("small", "small-dc", "small-ri", "stories", "organism")
 """Prompts in the package: the files in `DATA` whose names begin so."""
 TEXT = "text"
 _TEXT_NEW, _TEXT_COUNT = 384, 16
@@ -66,10 +66,11 @@ class Loops(Task):
         if self.source == TEXT:
             return self._text(target)
         files = [Path(self.source)]
-        if self.source in SETS:
+        if self.source in PROMPT_SETS:
             files = sorted(DATA.glob(f"{self.source}*.jsonl"))
         if not path_of(files[0], "give a file of prompts").is_file():
-            raise SinkscopeError(f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts")
+            expected = f"{', '.join(PROMPT_SETS)}, {TEXT}, or a file of prompts"
+            raise SinkscopeError(f"source={self.source!r}: expected {expected}")
         prompts: list[Prompt] = []
         for file in files:
             prompts += read_prompts(file)[: self.count]
@@ -118,9 +119,9 @@ class Loops(Task):
             interventions = float(len(steps))
         chance = None
         if turn.answers:
-            chance = float(loops(tokenizer_of(target)(turn.answers[0])["input_ids"]))
+            chance = float(is_looping(tokenizer_of(target)(turn.answers[0])["input_ids"]))
         return {
-            "loop": float(loops(tokens)),
+            "loop": float(is_looping(tokens)),
             "loop_paper": float(is_loop(tokens, batch.new)),
             "eos": float(answer.ended == "eos"),
             "ttr": type_token_ratio(tokens),
@@ -131,13 +132,13 @@ class Loops(Task):
         }
 
 
-def loops(tokens: Sequence[int]) -> bool:
+def is_looping(tokens: Sequence[int]) -> bool:
     """Return whether tokens end in three copies of a period, 24 tokens in all, or their last 256 are a loop."""
     return ends_in_loop(tokens) or end_loop(tokens) is not None
 
 
 def first_alarm(tokens: Sequence[int], top1: Sequence[float], variant: str = "repeats") -> int | None:
-    """Step at which a monitor first fires on an output.
+    """Return the step at which a monitor first fires on an output; None: it does not.
 
     Args:
         tokens: Tokens of the output.

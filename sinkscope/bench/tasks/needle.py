@@ -23,16 +23,16 @@ from typing import Any, Literal
 
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
 from sinkscope.bench.task import Size, Task, register_task
-from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, VALUES
+from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, QUESTION_END, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Share, Whole
 from sinkscope.models.checkpoints.names import RECALL, TWO_HOPS
 from sinkscope.models.checks import check_length
 from sinkscope.models.target import Target
 
-Kind = Literal["needle", "multi-key", "key-value", "tracking", "chain"]
-KINDS: tuple[Kind, ...] = ("needle", "multi-key", "key-value", "tracking", "chain")
-WORDINGS: dict[str, tuple[Kind, ...]] = {"recall": KINDS, "facts": KINDS[:3]}
+PromptKind = Literal["needle", "multi-key", "key-value", "tracking", "chain"]
+KINDS: tuple[PromptKind, ...] = ("needle", "multi-key", "key-value", "tracking", "chain")
+WORDINGS: dict[str, tuple[PromptKind, ...]] = {"recall": KINDS, "facts": KINDS[:3]}
 """Kinds of each wording; `wording_of` says which model has which."""
 LINKED = ("tracking", "chain")
 """Kinds in which several statements lead to the answer."""
@@ -92,7 +92,7 @@ class Needle(Task):
     unit = "needles found"
     metric = "share"
 
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[PromptKind, ...] = ()
     lengths: tuple[Size, ...] = (640, 1024, 1536, 2048)
     depths: tuple[Share, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     samples: Size = 1
@@ -191,7 +191,7 @@ def _recall(kind: str, rng: random.Random) -> Haystack:
     needles = [fact(asked, right, END)]
     if kind in LINKED:
         needles = [fact(other, right, END), fact(asked, rng.sample(VALUES, 2), other)]
-    tail = " ".join([ASK, asked, *TAIL, ANSWER])
+    tail = " ".join([ASK, asked, *QUESTION_END, ANSWER])
     head = f"{TURNS[0]} {words(_FACT_GAP)}"
     return Haystack(head, needles, others(), iter(lambda: words(1), ""), tail, " ".join(right))
 

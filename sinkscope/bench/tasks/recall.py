@@ -51,9 +51,9 @@ FILLER: tuple[str, ...] = tuple(
     stood looked waited talked laughed carried opened closed found left came went stayed turned began worked slept
     listened remembered old young small large quiet bright cold warm slow what said""".split()
 )
-TAIL = ("what", "was", "said")
+QUESTION_END = ("what", "was", "said")
 """Follows the key in a question, so that heads that look a few places back see the key alone."""
-_FRAME = 4 + len(TAIL)  # tokens of a turn that are not context: marker, question, `answer`
+_FRAME = 4 + len(QUESTION_END)  # tokens of a turn that are not context: marker, question, `answer`
 _FACT = 5  # tokens of a fact
 _GAP = 3  # smallest number of filler words between facts, and at both ends
 
@@ -165,7 +165,7 @@ def recall_dialogue(
         answer = [UNKNOWN, END]
         if chain[0] in facts:
             answer = [word for key in chain for word in facts[key][2:]]
-        pieces.insert(_place(pieces, position), [ASK, chain[0], *TAIL])
+        pieces.insert(_place(pieces, position), [ASK, chain[0], *QUESTION_END])
         words = " ".join(" ".join(piece) for piece in pieces)
         questions.append(Turn(f"{TURNS[number]} {words} {ANSWER}", (" ".join(answer),)))
     return Prompt(f"recall-{seed} {position}", tuple(questions), "recall", position)

@@ -45,7 +45,8 @@ class TextFidelity(Task):
     main = "kl"
     low_is_good = True
     unit = "KL to full"
-    shown = "{:.2g} nats"
+    shown = "{:.2g}"
+    measured_in = "nats"
     control = "random"
     columns = ("agree", "first")
     together = True

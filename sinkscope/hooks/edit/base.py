@@ -165,7 +165,7 @@ class Run:
                 "off what does their work in another way (a fused kernel, a captured graph, a skipped layer)"
             )
 
-    def watch(self) -> None:
+    def follow_calls(self) -> None:
         """Follow the forward calls of the model: `call` is set while one runs."""
         if self.target.kind == "bridge":
             self.hook(*bridge_hooks(self.target.hf))
@@ -301,7 +301,7 @@ class Intervention(ABC):
         with run.stack:
             run.stack.enter_context(_registered(run))
             run.stack.enter_context(without_continuous_batching(target.hf, _no_packed_rows(target)))
-            run.watch()
+            run.follow_calls()
             for key, part in enumerate(self.parts):
                 part.enter(run, key)
             yield run
@@ -337,7 +337,7 @@ class Composed(Intervention):
         return self.members
 
     def enter(self, run: Run, key: int) -> None:
-        """Never called: `parts` are entered one by one."""
+        """Refuse: `parts` are entered one by one instead."""
         raise NotImplementedError
 
 

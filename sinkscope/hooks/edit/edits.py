@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, checked_value
 from sinkscope.hooks.edit.base import Event
-from sinkscope.hooks.edit.places import Place, PlacedEdit, Values, heads_place, neurons_place
+from sinkscope.hooks.edit.hook_points import HookPoint, PlacedEdit, Values, heads_point, neurons_point
 from sinkscope.hooks.edit.sites import (
     NeuronGroup,
     Positions,
@@ -81,16 +81,16 @@ class NeuronEdit(PlacedEdit):
         `values.of` is the `NeuronGroup`, and `values.memory["first"]` has the values at the first token.
         """
 
-    def places_in(self, target: Target) -> list[tuple[Place, NeuronGroup]]:
-        """Return the places: inputs of down projections and of output projections, up projections, experts."""
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, NeuronGroup]]:
+        """Return the hook points: inputs of down projections and of output projections, up projections, experts."""
         self.check(target)
-        places: list[tuple[Place, NeuronGroup]] = []
+        points: list[tuple[HookPoint, NeuronGroup]] = []
         for group in groups_of(self.checked_sites):
-            places.append((neurons_place(target, group, self.site), group))
+            points.append((neurons_point(target, group, self.site), group))
         for layer, head in self._heads:
             columns = target.head_columns(layer, head)
-            places.append((heads_place(target, layer, columns), NeuronGroup(layer, None, columns, head)))
-        return places
+            points.append((heads_point(target, layer, columns), NeuronGroup(layer, None, columns, head)))
+        return points
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the new values, which are logged where they differ."""

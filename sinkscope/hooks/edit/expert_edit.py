@@ -34,7 +34,7 @@ _latest = _LatestCall()
 def expert_hook(
     experts: Experts, expert: int, neurons: list[int], edit: Callable[[Tensor], Tensor | None]
 ) -> Callable[..., Any]:
-    """Forward hook (with kwargs) for the module that holds `experts`."""
+    """Return the forward hook, with kwargs, by which `edit` acts on an expert; its module holds `experts`."""
 
     def corrected(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         entering = (*args, *kwargs.values())[0]

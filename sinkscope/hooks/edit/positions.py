@@ -1,8 +1,8 @@
 """True positions of the tokens of a forward call: their positions among the real tokens of each row.
 
 A call may be a whole prompt, a chunk of one, one generated token, a later turn, or (without a cache) the whole prefix
-again; rows may be padded on either side. What has to survive between calls is kept in a `Sequence`, which is found by
-the cache object that the calls share, so interleaved generations do not mix.
+again; rows may be padded on either side. What has to survive between calls is kept in a `GrowingBatch`, which is found
+by the cache object that the calls share, so interleaved generations do not mix.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class TokenPositions:
 
 
 @dataclass(eq=False)
-class Sequence:
+class GrowingBatch:
     """A batch of token sequences that grows over several calls.
 
     Attributes:
@@ -119,7 +119,7 @@ class Sequence:
     partial: bool = False
     memory: dict[Hashable, Memory] = field(default_factory=dict)
 
-    def copy(self) -> Sequence:
+    def copy(self) -> GrowingBatch:
         """Return the sequence as it is now."""
         memory = {key: Memory(kept) for key, kept in self.memory.items()}
         return replace(self, memory=memory)
@@ -156,7 +156,7 @@ class Call:
     new: int
     earlier: TokenPositions
     tokens: TokenPositions
-    sequence: Sequence
+    sequence: GrowingBatch
 
     @cached_property
     def index(self) -> Int[Tensor, "batch pos"]:
@@ -174,7 +174,7 @@ class Call:
         return self.earlier.length
 
     def on(self, device: torch.device) -> Int[Tensor, "batch pos"]:
-        """`index` on the device of a layer (a model may be spread over several)."""
+        """Return `index` on the device of a layer; a model may be spread over several."""
         if self.index.device != device:
             self.index = self.index.to(device)
         return self.index
@@ -184,7 +184,7 @@ class Tracker:
     """Turns the arguments of forward calls into `Call`s; one per run."""
 
     def __init__(self) -> None:
-        self._sequences: WeakKeyDictionary[Any, Sequence] = WeakKeyDictionary()
+        self._sequences: WeakKeyDictionary[Any, GrowingBatch] = WeakKeyDictionary()
         self._steps = 0
 
     def begin(
@@ -227,12 +227,12 @@ class Tracker:
         self._steps += 1
         return call
 
-    def bind(self, sequence: Sequence, cache: Any) -> None:
+    def bind(self, sequence: GrowingBatch, cache: Any) -> None:
         """Associate a cache with its sequence, so that a later call finds it."""
         if cache is not None and cache not in self._sequences:
             self._sequences[cache] = sequence
 
-    def _sequence(self, cache: Any, batch: int, past: int, device: torch.device) -> Sequence:
+    def _sequence(self, cache: Any, batch: int, past: int, device: torch.device) -> GrowingBatch:
         """The sequence that a call continues, or a new one."""
         sequence = None
         if cache is not None:
@@ -247,7 +247,7 @@ class Tracker:
             if rest == 0:
                 return sequence
         columns = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-        sequence = Sequence(TokenPositions.of(columns), past > 0)
+        sequence = GrowingBatch(TokenPositions.of(columns), past > 0)
         if cache is not None:
             self._sequences[cache] = sequence
         return sequence

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_fields, checked_value
-from sinkscope.hooks.edit.places import Place, PlacedEdit, Values
+from sinkscope.hooks.edit.hook_points import HookPoint, PlacedEdit, Values
 from sinkscope.hooks.edit.positions import Memory
 from sinkscope.hooks.edit.sites import (
     Positions,
@@ -88,7 +88,7 @@ class Quantize(PlacedEdit):
         if self.activations is None and self.kv is None:
             raise SinkscopeError("Quantize: nothing is to be rounded; give activations=8 or kv=8, in bits")
 
-    def places_in(self, target: Target) -> list[tuple[Place, _Rounded]]:
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, _Rounded]]:
         """Return the inputs of linear modules, and the outputs of the projections of keys and values."""
         for layer in self.layers:
             check_site(target, layer)
@@ -96,7 +96,7 @@ class Quantize(PlacedEdit):
         for neuron in map(site_of, self.neurons):
             check_site(target, neuron.layer, neuron.neuron, neuron.expert)
             channels.setdefault(neuron.layer, []).append(neuron.neuron)
-        places: list[tuple[Place, _Rounded]] = []
+        points: list[tuple[HookPoint, _Rounded]] = []
         for layer, block in enumerate(target.layers):
             if layer in self.layers:
                 continue
@@ -112,12 +112,12 @@ class Quantize(PlacedEdit):
                     if isinstance(module, nn.Linear | Conv1D):
                         is_down = module is getattr(down, "original_component", down)  # also below a bridge's wrapper
                         exact = channels.get(layer, []) if is_down else []
-                        places.append((Place(module, "pre"), _Rounded(_as_one_head, self.activations, exact)))
+                        points.append((HookPoint(module, "pre"), _Rounded(_as_one_head, self.activations, exact)))
             if self.kv is not None and layer in target.attending:
                 for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):
                     assert site.module is not None  # only attention rows have none
-                    places.append((Place(site.module, site.when), _Rounded(site.cut, self.kv, [])))
-        return places
+                    points.append((HookPoint(site.module, site.when), _Rounded(site.cut, self.kv, [])))
+        return points
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos d"]:
         """Return the values rounded, except those that are to stay exact."""
@@ -127,7 +127,7 @@ class Quantize(PlacedEdit):
         exact[..., of.exact] = True
         largest = self._largest(old.masked_fill(exact, 0), values.memory)
         new = values.old.clone()
-        of.heads(new).copy_(torch.where(exact, old, rounded(old, largest, of.bits)))
+        of.heads(new).copy_(torch.where(exact, old, round_values(old, largest, of.bits)))
         return new
 
     def _exact_tokens(self, index: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
@@ -158,7 +158,7 @@ def _as_one_head(values: Tensor) -> Tensor:
     return values.unsqueeze(-2)
 
 
-def rounded(
+def round_values(
     values: Float[Tensor, "*n width"], largest: Float[Tensor, "*#n #width"], bits: int
 ) -> Float[Tensor, "*n width"]:
     """Return the nearest multiples of a step with which numbers up to `largest` are integers of so many bits."""

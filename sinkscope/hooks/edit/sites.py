@@ -71,7 +71,7 @@ def site_of(site: Any) -> Neuron:
 
 
 def head_of(head: Any) -> tuple[int, int]:
-    """Layer and query head from (layer, head), or from its name "L0.H4".
+    """Return layer and query head from (layer, head), or from a name such as "L0.H4".
 
     Raises:
         SinkscopeError: The head is given in any other form.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Finite, check_values, checked_value
-from sinkscope.hooks.edit.places import Place, PlacedEdit, Values
+from sinkscope.hooks.edit.hook_points import HookPoint, PlacedEdit, Values
 from sinkscope.hooks.edit.sites import Positions, checked_positions, chosen_positions
 from sinkscope.hooks.trace.sites import resolve
 from sinkscope.models.hooks import device_copies
@@ -62,14 +62,14 @@ class Add(PlacedEdit):
         object.__setattr__(self, "vector", vector.float())
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
-    def places_in(self, target: Target) -> list[tuple[Place, Callable[[Tensor], Tensor]]]:
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, Callable[[Tensor], Tensor]]]:
         """Return the modules whose input or output the sites are, each with what is added there."""
         sites = resolve(target, self.site)
         if len(self.vector) != target.d_model:
             raise SinkscopeError(
                 f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}"
             )
-        places: list[tuple[Place, Callable[[Tensor], Tensor]]] = []
+        points: list[tuple[HookPoint, Callable[[Tensor], Tensor]]] = []
         for site in sites:
             if site.name.rpartition(".")[2] not in _WHERE:
                 raise SinkscopeError(
@@ -77,8 +77,8 @@ class Add(PlacedEdit):
                 )
             assert site.module is not None  # only attention rows have none
             added = device_copies(self.scale / site.factor * self.vector)  # what the module gives is multiplied before
-            places.append((Place(site.module, site.when), added))
-        return places
+            points.append((HookPoint(site.module, site.when), added))
+        return points
 
     def edited(self, values: Values) -> Tensor:
         """Return the values with the vector added at the chosen positions."""

@@ -83,7 +83,7 @@ def view_layer(
     else:
         hooks += target.part_hooks(layer, "down", "pre", on_input(keep("post")))
     with target.hooks(*hooks):
-        target.forward(ids, upto=layer, start=start)
+        target.forward(ids, last_layer=layer, start=start)
     if "shared" in parts:
         weight = parts.get("shared weight", torch.ones_like(parts["shared"][:, :1]))
         parts["post"] = torch.cat([parts["post"], parts["shared"] * weight], 1)

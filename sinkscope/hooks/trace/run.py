@@ -24,23 +24,23 @@ from sinkscope.tap.observers import attention_rows
 
 Reducer = Callable[[Tensor], Tensor]
 """Takes a site's tensor `[batch pos ...]` (rows of attention: `[batch head query key]`), keeps the batch dimension."""
-Mask = Bool[Tensor, "batch pos"]
+RealTokens = Bool[Tensor, "batch pos"]
 
 
-def _mean(tensor: Tensor, real: Mask) -> Tensor:
+def _mean(tensor: Tensor, real: RealTokens) -> Tensor:
     weights = real.view(*real.shape, *[1] * (tensor.ndim - 2))
     return torch.where(weights, tensor.float(), 0).sum(1) / weights.sum(1)
 
 
-def _first(tensor: Tensor, real: Mask) -> Tensor:
+def _first(tensor: Tensor, real: RealTokens) -> Tensor:
     return tensor[torch.arange(len(tensor)), real.int().argmax(1)]
 
 
-def _last(tensor: Tensor, real: Mask) -> Tensor:
+def _last(tensor: Tensor, real: RealTokens) -> Tensor:
     return tensor[torch.arange(len(tensor)), real.shape[1] - 1 - real.int().flip(1).argmax(1)]
 
 
-REDUCERS: dict[str, Callable[[Tensor, Mask], Tensor]] = {
+REDUCERS: dict[str, Callable[[Tensor, RealTokens], Tensor]] = {
     "raw": lambda tensor, _real: tensor,
     "norm": lambda tensor, _real: norms_of(tensor),
     "mean": _mean,
@@ -122,7 +122,7 @@ def trace(
     return {name: torch.cat(tensors) for name, tensors in batches.items()}
 
 
-def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: Mask, name: str, tensor: Tensor) -> None:
+def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: RealTokens, name: str, tensor: Tensor) -> None:
     """Reduce and keep what passes a site."""
     if not isinstance(reduce, str):
         reduced = reduce(tensor)
@@ -156,12 +156,12 @@ def _run(
     def show(layer: int, _first: int, rows: Tensor) -> None:
         keep(of_rows[layer], rows)
 
-    upto = None
+    last_layer = None
     if 0 <= max(layers) < target.n_layers:
-        upto = max(layers)
+        last_layer = max(layers)
     unembed = any(module is target.hf for module, _, _ in hooks)
     with attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext(), target.hooks(*hooks):
-        target.forward(ids, mask, unembed=unembed, upto=upto)
+        target.forward(ids, mask, unembed=unembed, last_layer=last_layer)
 
 
 def _hook(site: Site, keep: Callable[[str, Tensor], None], shape: torch.Size) -> Any:

@@ -20,7 +20,7 @@ from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 
 
-class AbsentError(UnsupportedError):
+class NoSiteError(UnsupportedError):
     """A layer has no such site; others may have it."""
 
 
@@ -128,11 +128,11 @@ def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]
 def _in_layers(target: Target, names: Sequence[str]) -> dict[str, Site]:
     """The sites of these names in the layers that have them; each has to be in one."""
     found: dict[str, Site] = {}
-    absent: dict[str, AbsentError] = {}
+    absent: dict[str, NoSiteError] = {}
     for name in names:
         try:
             found[name] = _site(target, name)
-        except AbsentError as error:
+        except NoSiteError as error:
             absent.setdefault(name.split(".", 2)[-1], error)
     for part in {name.split(".", 2)[-1] for name in found}:
         absent.pop(part, None)
@@ -156,7 +156,7 @@ def _site(target: Target, name: str) -> Site:
     _, number, part = name.split(".", 2)
     layer = int(number)
     if part.startswith("attn.") and not target.has_attention(layer):
-        raise AbsentError(
+        raise NoSiteError(
             f"site {name!r} is not offered: layer {layer} of {target.name} has no softmax attention; it is in layers "
             f"{', '.join(map(str, target.attending))}"
         )
@@ -199,7 +199,7 @@ def _module(target: Target, layer: int, part: str) -> nn.Module:
         if is_sum or lacks_up or (parts and not target.has_part(layer, *parts)):
             problem = "no module gives it alone"
     if problem:
-        raise AbsentError(
+        raise NoSiteError(
             f"site 'blocks.{layer}.{part}' does not exist on {adapter.model_type}: {problem}; leave it out of sites"
         )
     return target.sub(layer, *parts) if parts else target.layers[layer]

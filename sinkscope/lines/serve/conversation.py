@@ -24,7 +24,7 @@ from sinkscope.hooks.edit.decode import ForcedAnswer, decoding
 from sinkscope.kv.adopt import refuse_states
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheState, Moment
-from sinkscope.kv.pieces import generate_with_rewind
+from sinkscope.kv.rewind import generate_with_rewind
 from sinkscope.kv.session import Session
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checks import check_length, end_ids
@@ -94,10 +94,10 @@ class TurnRecorder(Intervention):
     """
 
     cache: DynamicCache
-    earlier: positions.Sequence | None
+    earlier: positions.GrowingBatch | None
     state: CacheState | None = None
-    after_prompt: positions.Sequence | None = None
-    after_answer: positions.Sequence | None = None
+    after_prompt: positions.GrowingBatch | None = None
+    after_answer: positions.GrowingBatch | None = None
 
     def enter(self, run: Run, key: int) -> None:
         """Follow the calls."""
@@ -173,7 +173,7 @@ class Conversation:
         self._chat: Any = chat  # whether it is one is known when the first turn is taken
         self._messages: list[dict[str, str]] = []  # of a chat
         self._layers: list[CacheLayer] = []  # of the cache between two turns; they never change
-        self._sequence: positions.Sequence | None = None  # its tokens, and what edits know about them
+        self._sequence: positions.GrowingBatch | None = None  # its tokens, and what edits know about them
 
     @property
     def ids(self) -> list[int]:

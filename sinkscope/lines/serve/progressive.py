@@ -84,7 +84,7 @@ class Progressive(Policy):
         copy_lost = state.works_on_copies and all(kv.whole_layer is None for kv in moment.layers)
         if not due and not copy_lost:
             return
-        rows = self.row_budgets(state, session)
+        rows = self.kept_per_row(state, session)
         state.works_on_copies = False
         for kv in moment.layers:
             kv.settle()

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, warn
-from sinkscope.files.records import Budget, Natural, Part, Whole, check_fields
+from sinkscope.files.records import Budget, Natural, PositiveShare, Whole, check_fields
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.lines.attention import Scores
@@ -37,6 +37,10 @@ SHORTEST = {"cpu": 16384, "cuda": 32768}
 tokens took 1.19, 1.11 and 1.06 times as long along bands (`experiments.loopserve.arms`)."""
 LEAST_NEW = 8
 """New tokens for each sampled query from which on the choice pays."""
+DENSE_ABOVE = {"cpu": 0.4, "cuda": 0.55}
+"""Share of the causal cells above which a head is dense, by device. On a CPU, heads of 2,048 to 16,384 tokens took as
+long along bands as dense ones at 0.37 to 0.5 of the cells (`experiments.loopserve.arms`); on a GPU, alpha and 0.55 were
+chosen together by what real models lose."""
 TOLERATED = 0.02
 """How much less than alpha a head's lines may hold for 16 queries outside the sample before it counts."""
 MEASURED_EVERY = 8
@@ -107,7 +111,9 @@ class LoopServe(SparsePrompts):
             32,768 on a GPU, from which on prompts were measured to be faster. So are turns of fewer new tokens than
             eight for each sampled query, and decoding on a GPU reads everything in layers whose keys and values take
             less than 1 GB. With 0, lines are chosen whatever that costs.
-        dense_above: Share of the causal cells above which a head is computed densely, because that is about as fast.
+        dense_above: Share of the causal cells above which a head is computed densely; None: 0.4 on a CPU, from where
+            on bands take longer than that, and 0.55 on a GPU, with which alpha was chosen. By default it has no effect
+            on prompts that are too short for bands, on a CPU all below 16,384 keys.
         seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
             differ between the turns of a conversation.
         begin: Number of first tokens that all queries see. Ours; algorithm 5 begins with two empty sets.
@@ -121,7 +127,7 @@ class LoopServe(SparsePrompts):
     """
 
     budget: Budget = field(default=1024, kw_only=False)
-    alpha: Part = 0.995
+    alpha: PositiveShare = 0.995
     interval: Natural = 16
     sample: Natural = 64
     dense_rows: Whole = 16
@@ -130,7 +136,7 @@ class LoopServe(SparsePrompts):
     decode: bool = True
     variant: Variant = "bands"
     shortest: Whole | None = None
-    dense_above: Annotated[float, Field(ge=0)] = 0.55
+    dense_above: Annotated[float, Field(ge=0)] | None = None
     seed: int = 0
     begin: Whole = 4
 
@@ -189,6 +195,9 @@ class LoopServe(SparsePrompts):
         if self.variant == "faithful":
             lines = select_lines(scores, self.alpha, sample=self.sample, seed=seed, begin=self.begin)
             return replace(lines, dense_rows=self.dense_rows)
+        dense_above = self.dense_above
+        if dense_above is None:
+            dense_above = DENSE_ABOVE.get(scores.key.device.type, 1.0)
         return select_bands(
             scores,
             self.alpha,
@@ -196,7 +205,7 @@ class LoopServe(SparsePrompts):
             seed=seed,
             begin=self.begin,
             dense_rows=self.dense_rows,
-            dense_above=self.dense_above,
+            dense_above=dense_above,
         )
 
     def too_short(self, queries: int, keys: int, device: torch.device) -> str | None:

@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.base import Event
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
-from sinkscope.loops.text.outputs import is_plain, split
+from sinkscope.loops.text.outputs import is_tabular, split
 
 
 class WatchedRow:
@@ -97,7 +97,7 @@ def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[..., 
     """Return a function that makes monitors, which tell numbers and signs from words if there is a tokenizer."""
     if tokenizer is None:
         return partial(Monitor, settings)
-    return partial(Monitor, settings, lambda ids: is_plain(split(tokenizer.decode(ids))), numbers_of(tokenizer))
+    return partial(Monitor, settings, lambda ids: is_tabular(split(tokenizer.decode(ids))), numbers_of(tokenizer))
 
 
 def numbers_of(tokenizer: Any) -> Callable[[int], bool]:

@@ -32,7 +32,7 @@ from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import TokenPositions
 from sinkscope.kv.cache import check_order
 from sinkscope.kv.cache_state import CacheState, Moment
-from sinkscope.kv.pieces import Rewinder
+from sinkscope.kv.rewind import Rewinder
 from sinkscope.kv.session import Session
 from sinkscope.loops.guard.cut import cached_positions, event_data, evict_rows, find_repetition
 from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors, push
@@ -163,7 +163,7 @@ class LoopGuard(Intervention):
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
-        return f"{in_words(cuts[0])} Then {count_of(len(cuts) - 1, 'more alarm')} followed."
+        return f"{event_in_words(cuts[0])} Then {count_of(len(cuts) - 1, 'more alarm')} followed."
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""
@@ -221,7 +221,7 @@ class LoopGuard(Intervention):
         run.hook((run.target.hf, "post", guarding.on_logits))
 
 
-def in_words(event: Event) -> str:
+def event_in_words(event: Event) -> str:
     """Return what the guard found and did in one of its events."""
     data = event.data
     alarm = "an alarm"

@@ -36,7 +36,6 @@ class CounterRepetition:
     """
 
     def __init__(self, longest: int, copies: int, tokens: int) -> None:
-        self._copies = copies
         self._tokens = tokens
         self._masked = TailRepetition(longest, copies, 2 * copies)
         self._places: deque[int] = deque(maxlen=4 * longest)  # of the last masked tokens

@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     part: bool = False
 
 
-def shown(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+def on_one_line(text: str, limit: int = SHOWN_CHARACTERS) -> str:
     """Return the text on one line, without control characters, shortened in the middle."""
     if len(text) > limit:
         text = f"{text[: limit // 2]}...{text[-limit // 2 :]}"
@@ -141,7 +141,7 @@ def _choice(choice: dict[str, Any], origin: object, line: str) -> list[Piece]:
     if whole:
         name = f"{line} {name}"
     elif origin:
-        name = f"{name} of {shown(str(origin))}"
+        name = f"{name} of {on_one_line(str(origin))}"
     last = whole or choice.get("finish_reason") is not None
     return [Piece(name, text=_said(choice.get("delta") or choice.get("message") or choice), last=last)]
 
@@ -171,11 +171,11 @@ def pieces_of_output(value: Any, name: str) -> list[Piece]:
         return [Piece(name, text=value, last=True)]
     tokens = id_list(value)
     if not isinstance(tokens, list | tuple):
-        raise ValueError(f"expected a string, or a list of tokens, and found {shown(repr(value))}")
+        raise ValueError(f"expected a string, or a list of tokens, and found {on_one_line(repr(value))}")
     outputs: list[Piece] = []
     for token in tokens:
         is_id = type(token) is int and 0 <= token < 1 << 32  # a bool is no token
         if not is_id and not isinstance(token, str):
-            raise ValueError(f"{shown(repr(token))} is no token: expected a string, or an id from 0 to 2**32 - 1")
+            raise ValueError(f"{on_one_line(repr(token))} is no token: expected a string, or an id from 0 to 2**32 - 1")
         outputs.append(Piece(name, token, token if isinstance(token, str) else f"{token} "))
     return [*outputs, Piece(name, last=True)]

@@ -30,7 +30,7 @@ from sinkscope.loops.text.signals import (
 Voter = Literal["ttr", "cr", "p1"]
 Gate = Literal["stall", "tail"]
 PLAIN_TOKENS = 384
-Copies = Annotated[StrictInt | StrictFloat, Field(ge=2)]
+CopyCount = Annotated[StrictInt | StrictFloat, Field(ge=2)]
 
 
 @checked
@@ -91,7 +91,7 @@ class MonitorSettings:
     stride: Natural = 16
     novelty_n: Natural = 4
     novelty_span: Natural = 64
-    tail_repeats: Copies = 3
+    tail_repeats: CopyCount = 3
     tail_shortest: Annotated[int, Strict(), Field(ge=6)] = 48
     tail_longest: Natural = 2048
     tail_beyond: Whole = 64

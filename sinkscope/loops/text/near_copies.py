@@ -7,9 +7,9 @@ from collections import Counter, deque
 SIMILAR, REWORDED = 0.8, 0.55  # shared words of two sentences, as a share of the words of both
 LAST, ECHOES = 12, 11  # of so many sentences, so many resemble earlier ones
 BACK, TIMES = 48, 2  # an echo resembles that many of so many sentences before it
-LEAST_WORDS, MOST_WORDS = 3, 200  # of a sentence
+LEAST_WORDS, SENTENCE_WORDS = 3, 200  # of a sentence
 CHANGING = 0.2  # values of an echo that are others, as a share of what it says; one is always allowed
-GRAM, WINDOW, RECYCLED = 5, 250, 0.7  # of so many words, that share lies in n-grams that were there twice before
+GRAM, RECENT_WORDS, RECYCLED = 5, 250, 0.7  # of so many words, that share lies in n-grams that were there twice before
 _ENDS = ".!?"
 
 
@@ -32,7 +32,7 @@ class Echoes:
         self._ended = False  # by a full stop, unless a digit follows
         self._gram: deque[str] = deque(maxlen=GRAM)
         self._seen: Counter[tuple[str, ...]] = Counter()
-        self._covered: deque[bool] = deque(maxlen=WINDOW)
+        self._covered: deque[bool] = deque(maxlen=RECENT_WORDS)
 
     def add(self, word: str, place: int) -> bool:
         """Take the word at a position, as `outputs.split` makes it; whether the last sentences are echoes now."""
@@ -40,7 +40,7 @@ class Echoes:
         if self._ended and not word[0].isdigit():
             found = self._end_sentence(place)
         self._ended = word[0] in _ENDS
-        if word in "\n。！？" or len(self._words) >= MOST_WORDS:
+        if word in "\n。！？" or len(self._words) >= SENTENCE_WORDS:
             return self._end_sentence(place) or found
         self._words.append(word)
         return found
@@ -68,7 +68,7 @@ class Echoes:
         self._recent.append((begin, self._similarity(*sentence)))
         self._earlier.append(sentence)
         least = SIMILAR
-        if sum(self._covered) >= RECYCLED * WINDOW:
+        if sum(self._covered) >= RECYCLED * RECENT_WORDS:
             least = REWORDED
         if sum(similar >= least for _, similar in self._recent) < ECHOES:
             return False

@@ -58,8 +58,8 @@ def spans(text: str) -> list[tuple[str, int]]:
     return words
 
 
-def is_plain(words: Sequence[str]) -> bool:
-    """Whether words, copies of something, may be a table: numbers, letters and signs, beside the keys of JSON."""
+def is_tabular(words: Sequence[str]) -> bool:
+    """Return whether repeated words may be a table: numbers, single letters and signs, and the keys of JSON."""
     is_table = False
     for place, word in enumerate(words[:-2]):
         is_name = word[0].isalpha() and len(word) > 1

@@ -29,7 +29,7 @@ Ids = Sequence[int] | Any  # arrays and tensors of one dimension are taken as we
 
 
 def id_list(ids: Any) -> Sequence[int]:
-    """Arrays and tensors as lists, anything else unchanged."""
+    """Return arrays and tensors as lists, and anything else unchanged."""
     to_list = getattr(ids, "tolist", None)
     if to_list is None:
         return ids
@@ -104,7 +104,7 @@ def end_loop(ids: Sequence[int]) -> Tail | None:
 
 
 def type_token_ratio(ids: Ids) -> float:
-    """Distinct tokens divided by tokens, in (0, 1] (LoopGuard, Eq. 5)."""
+    """Return the number of distinct tokens divided by that of all tokens, in (0, 1] (LoopGuard, Eq. 5)."""
     ids = id_list(ids)
     if not ids:
         return math.nan
@@ -112,7 +112,7 @@ def type_token_ratio(ids: Ids) -> float:
 
 
 def compression_ratio(ids: Ids) -> float:
-    """Compressed size divided by uncompressed size (LoopGuard, Eq. 6); zlib, level 9.
+    """Return the compressed size divided by the uncompressed size (LoopGuard, Eq. 6); zlib, level 9.
 
     The paper names neither the compressor nor its input. Token ids are packed as 32 bits each: an id then has about the
     same size as the text of a token of a large vocabulary (four bytes or so), the paper's thresholds keep their

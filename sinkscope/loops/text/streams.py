@@ -13,14 +13,14 @@ from zlib import crc32
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.plain import parse_json
-from sinkscope.loops.text.forms import EVENTS, UNREADABLE, Piece, StreamForm, pieces_of, pieces_of_record, shown
+from sinkscope.loops.text.forms import EVENTS, UNREADABLE, Piece, StreamForm, on_one_line, pieces_of, pieces_of_record
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 from sinkscope.loops.text.near_copies import Echoes
-from sinkscope.loops.text.outputs import Splitter, is_plain
+from sinkscope.loops.text.outputs import Splitter, is_tabular
 from sinkscope.loops.text.signals import Tail
 from sinkscope.results.notation import count_of
 
-Verdict = Literal["loops", "looped", "suspicious", "empty", "clean"]
+TextVerdict = Literal["loops", "looped", "suspicious", "empty", "clean"]
 SHORT_END = 48  # tokens after the last copy that may be anything
 KEPT_TOKENS = 2048  # whose text is kept
 KEPT_VERDICTS = 64  # of a stream that is followed
@@ -51,7 +51,7 @@ class Alarm(NamedTuple):
 
 
 def _number_of(key: object) -> int:
-    """The number by which a token is known that has none: the same in every run, and nothing has to be kept."""
+    """A number for a token that has no id: equal tokens have equal numbers, in every run."""
     return crc32(repr(key).encode())
 
 
@@ -72,7 +72,7 @@ class CheckedOutput:
     """
 
     name: str
-    verdict: Verdict
+    verdict: TextVerdict
     tokens: int = 0
     wasted: int | None = None
     period: int | None = None
@@ -99,7 +99,7 @@ class Stream:
     def __init__(self, settings: MonitorSettings | None = None) -> None:
         recent = deque[str](maxlen=KEPT_TOKENS)
         self.monitor = Monitor(
-            settings, lambda ids: is_plain(list(recent)[-len(ids) :]), lambda _token: recent[-1][0].isdigit()
+            settings, lambda ids: is_tabular(list(recent)[-len(ids) :]), lambda _token: recent[-1][0].isdigit()
         )
         self._splitter = Splitter()
         self._recent = recent
@@ -156,7 +156,7 @@ class Stream:
         """Text of one copy of the loop, or of the last tokens."""
         length = SHOWN_TOKENS if tail is None else tail.period
         gap = "" if self.monitor.is_plain is None else " "
-        return shown(gap.join([*self._recent][-length:]).strip(" "))
+        return on_one_line(gap.join([*self._recent][-length:]).strip(" "))
 
     def checked(self, name: str) -> CheckedOutput:
         """Return the verdict on the output of this name, which has ended."""
@@ -168,7 +168,7 @@ class Stream:
                 return CheckedOutput(name, "clean" if tokens else "empty", tokens)
             onset = self._echoes.onset if self._onset is None else self._onset
             return CheckedOutput(name, "suspicious", tokens, onset=onset, detected=self._suspected)
-        verdict: Verdict = "looped"
+        verdict: TextVerdict = "looped"
         if tokens - self._last_copy <= max(SHORT_END, self.monitor.settings.cooldown):
             verdict = "loops"
         if tail is None:
@@ -284,7 +284,7 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
                 for number, row in enumerate(_rows(text, rest), place):
                     yield from pieces_of_line(row, form, number)
         except UNREADABLE as error:
-            skip(f"{name} line {place} is no output of a model: {error}; it is {shown(text)}")
+            skip(f"{name} line {place} is no output of a model: {error}; it is {on_one_line(text)}")
 
 
 def _rows(line: str, rest: Callable[[], bytes]) -> list[Any]:
@@ -333,7 +333,7 @@ def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
         raise ValueError("expected an object")
     problem = data.get("error")
     if problem:
-        raise ValueError(f"the server reports an error, {shown(str(problem), 200)}")
+        raise ValueError(f"the server reports an error, {on_one_line(str(problem), 200)}")
     outputs = pieces_of(data, place)
     if outputs is None and form == "jsonl":
         return pieces_of_record(data, place)

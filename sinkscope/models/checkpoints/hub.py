@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.beside import ADAPTER_CONFIG, refuse_adapter
+from sinkscope.models.checkpoints.side_files import ADAPTER_CONFIG, refuse_adapter
 from sinkscope.models.loading.config import first_line
 
 
@@ -13,7 +13,7 @@ class HubError(SinkscopeError):
     """A file of the hub cannot be had here."""
 
 
-class AbsentError(SinkscopeError):
+class NoFileError(SinkscopeError):
     """A repo of the hub has no such file."""
 
 
@@ -36,7 +36,7 @@ def hub_file(repo: str, name: str, revision: str | None) -> Path:
     except errors.LocalEntryNotFoundError as error:
         raise _refusal(error, repo, name, revision) from None
     except errors.EntryNotFoundError:
-        raise AbsentError(
+        raise NoFileError(
             f"{repo} has no {name}: give a whole model of transformers, or another revision; of an adapter, the model "
             "that it was made for"
         ) from None
@@ -99,7 +99,7 @@ def optional_file(repo: str, name: str, commit: str) -> Path | None:
         return None
     try:
         return hub_file(repo, name, commit)
-    except AbsentError:
+    except NoFileError:
         return None
     except SinkscopeError:
         # Offline, nobody can tell whether the repo has the file; a file that the cache lacks then counts as absent.

@@ -10,8 +10,8 @@ from typing import Literal
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of, reason_of
-from sinkscope.models.checkpoints.beside import ADAPTER_CONFIG, refuse_adapter
-from sinkscope.models.checkpoints.names import BUNDLED, ORGANISM, RECALL, TWO_HOPS, find, resolve
+from sinkscope.models.checkpoints.names import BUNDLED, ORGANISM, RECALL, TWO_HOPS, find, hub_id_of
+from sinkscope.models.checkpoints.side_files import ADAPTER_CONFIG, refuse_adapter
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -92,7 +92,7 @@ def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource
         raise SinkscopeError(
             f"there is no file or folder {text!r}; give an existing one, a hub id org/name or a short name"
         )
-    return ModelSource("hub", text if is_hub_id else resolve(text), text, revision)
+    return ModelSource("hub", text if is_hub_id else hub_id_of(text), text, revision)
 
 
 def _gguf_in(folder: Path) -> Path | None:

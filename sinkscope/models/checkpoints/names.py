@@ -54,8 +54,8 @@ def find(name: str) -> ModelEntry | None:
     return None
 
 
-def resolve(name: str) -> str:
-    """Hub id of a short name (`llama-2-7b`), or of the last part of a hub id (`Llama-2-7b-hf`).
+def hub_id_of(name: str) -> str:
+    """Return the hub id of a short name (`llama-2-7b`), or of the last part of a hub id (`Llama-2-7b-hf`).
 
     Raises:
         SinkscopeError: The name is unknown; the message lists the closest short names.

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text
-from sinkscope.files.records import Finite, Natural, Share, Whole, check, checked
+from sinkscope.files.records import Finite, Natural, Share, Whole, checked, record_from
 
 SOME = Field(min_length=1)
 Words = Annotated[str, SOME]
@@ -30,7 +30,7 @@ QUANTITIES: dict[str, Any] = {
     "note": Words,
 }
 """The quantities that a record may have, and the type of their values; a note is a fact that nothing here measures."""
-SETS = ("layers", "neurons", "residual_dims")
+SET_QUANTITIES = ("layers", "neurons", "residual_dims")
 """Quantities of which a source may list a part: the measured set has to contain it."""
 
 
@@ -61,12 +61,12 @@ class Published:
     def __post_init__(self) -> None:
         if self.quantity not in QUANTITIES:
             raise SinkscopeError(f"quantity {self.quantity!r} is unknown, expected one of {', '.join(QUANTITIES)}")
-        value = check(self.value, QUANTITIES[self.quantity], self.quantity, "what the source reports")
+        value = record_from(self.value, QUANTITIES[self.quantity], self.quantity, "what the source reports")
         object.__setattr__(self, "value", value)
 
     def fits(self, measured: Any) -> bool:
         """Return whether a measured value agrees: a set contains what is reported, a number is within the tolerance."""
-        if self.quantity in SETS:
+        if self.quantity in SET_QUANTITIES:
             return set(self.value) <= set(measured)
         if np.shape(self.value) != np.shape(measured):
             return False
@@ -74,7 +74,7 @@ class Published:
 
 
 @checked
-class Table:
+class RecordFile:
     """A file of published results: its tables [[record]]."""
 
     record: Annotated[tuple[Published, ...], SOME]
@@ -90,7 +90,9 @@ def read_published(path: str | os.PathLike[str]) -> tuple[Published, ...]:
         content = tomllib.loads(read_text(str(path)))
     except tomllib.TOMLDecodeError as error:
         raise SinkscopeError(f"{path} is not TOML: {error}; expected tables [[record]]") from None
-    return check(content, Table, str(path), "tables [[record]] with model, quantity, value and source").record
+    return record_from(
+        content, RecordFile, str(path), "tables [[record]] with model, quantity, value and source"
+    ).record
 
 
 @cache

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import UnsupportedError, warn
 
 
 def is_quantised(config: Any) -> bool:
@@ -51,3 +51,24 @@ def check_unexpected(model: nn.Module, unexpected: Iterable[str], name: str, ori
                 "the model would run without it: config and weights are of different models, or the weights hold an "
                 "adapter or a quantisation; download both from one revision, or merge the adapter"
             )
+
+
+def note_further_layers(tensors: Mapping[int, Collection[str]], count: int, name: str) -> None:
+    """Warn of decoder layers that a checkpoint holds and the model does not run.
+
+    A layer that predicts further tokens has tensors that no other layer has; it is no decoder layer.
+
+    Args:
+        tensors: Names of the tensors of each layer, by its number.
+        count: Number of layers that the configuration says.
+        name: Name of the model.
+    """
+    known = set[str]()
+    for layer in range(count):
+        known.update(tensors.get(layer, ()))
+    further = [layer for layer in tensors if layer >= count and known.issuperset(tensors[layer])]
+    if further:
+        warn(
+            f"{name} holds {max(further) + 1} decoder layers and its configuration says {count} (num_hidden_layers), "
+            f"so only the first {count} run: config and weights may be of different models"
+        )

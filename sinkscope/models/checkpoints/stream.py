@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
-from sinkscope.models.checkpoints.stored import check_unexpected
+from sinkscope.models.checkpoints.stored import check_unexpected, note_further_layers
 from sinkscope.models.loading.config import check_finite, new_model
 from sinkscope.models.loading.quiet import quiet
-from sinkscope.models.modules.stack import kind_of, stack_of
+from sinkscope.models.modules.stack import layer_kind, stack_of
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
 _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint
@@ -114,6 +114,8 @@ class LayerStore:
             else:
                 head, layer, tail = match.groups()
                 self._inside.setdefault(int(layer), {})[name] = f"{head}0{tail}"
+        tensors = {layer: names.values() for layer, names in self._inside.items()}
+        note_further_layers(tensors, len(self._layers), self.source.name)
 
     def _base(self, layers: nn.Module) -> nn.Module:
         """The base of the model, with these layers. Around them it is whole."""
@@ -139,7 +141,7 @@ class LayerStore:
         alone = f"{self._path}.0"
         with torch.device("meta"):
             made = self._base_class(single).get_submodule(alone)
-        if kind_of(made) != kind_of(self._layers[index]):
+        if layer_kind(made) != layer_kind(self._layers[index]):
             raise UnsupportedError(
                 f"layer {index} of {self.source.name} alone is of another kind than in the whole model; load it whole "
                 "with sinkscope.load(...)"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.checkpoint import Files
+from sinkscope.models.checkpoints.checkpoint import Files, open_weights
 from sinkscope.models.checkpoints.locate import ModelSource
-from sinkscope.models.checkpoints.stored import check_unexpected, is_quantised
+from sinkscope.models.checkpoints.stored import check_unexpected, is_quantised, note_further_layers
 from sinkscope.models.loading.config import causal_class
+from sinkscope.models.modules.stack import stack_of
 
 
 def model_with_weights(source: ModelSource, files: Files, config: Any, options: dict[str, Any]) -> Any:
@@ -45,3 +47,15 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
     if not is_quantised(config):  # else factors belong there
         check_unexpected(model, info["unexpected_keys"], source.name, {})
     return model.eval()
+
+
+def check_depth(files: Files, model: Any) -> None:
+    """Warn if the files hold more decoder layers than a model that was made of them; only safetensors say so."""
+    stack = stack_of(model).removeprefix(f"{model.base_model_prefix}.")
+    pattern = re.compile(rf"(?:{model.base_model_prefix}\.)?{re.escape(stack)}\.(\d+)\.(.+)")
+    tensors: dict[int, set[str]] = {}
+    for file in files.weights():
+        if file.suffix == ".safetensors":
+            for match in filter(None, map(pattern.fullmatch, open_weights(file).keys())):
+                tensors.setdefault(int(match[1]), set()).add(match[2])
+    note_further_layers(tensors, model.config.get_text_config().num_hidden_layers, files.name)

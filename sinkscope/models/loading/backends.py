@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.modules.parts import Kind
+from sinkscope.models.modules.parts import ModelKind
 from sinkscope.models.shards import split_weight
 
 _SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")
@@ -20,7 +20,7 @@ _STYLES = (
 """Styles of tensor parallelism after which a hook sees the columns of a process, or the whole."""
 
 
-def unwrap(model: object) -> tuple[nn.Module, Kind]:
+def unwrap(model: object) -> tuple[nn.Module, ModelKind]:
     """Return the plain Hugging Face module inside `model`, and the kind of object that `model` is.
 
     Weights of a model of nnsight that was made by name are loaded.
@@ -39,7 +39,7 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
     return hf, kind
 
 
-def _is_served(hf: Any, kind: Kind) -> bool:
+def _is_served(hf: Any, kind: ModelKind) -> bool:
     """Whether a model is whole, or a plain one that transformers has split by tensor parallelism alone."""
     for module in hf.modules():
         for cls in type(module).__mro__:
@@ -57,7 +57,7 @@ def _is_served(hf: Any, kind: Kind) -> bool:
     return True
 
 
-def _inside(model: object) -> tuple[nn.Module, Kind]:
+def _inside(model: object) -> tuple[nn.Module, ModelKind]:
     inside = getattr(model, "_orig_mod", None)  # of a compiled model
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inside = model.module

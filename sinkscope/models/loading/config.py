@@ -13,7 +13,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
-from sinkscope.models.checkpoints.beside import TOKENIZER_FILES, check_beside
+from sinkscope.models.checkpoints.side_files import TOKENIZER_FILES, check_side_files
 from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -207,7 +207,7 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
     if gguf is None:
         raw = read_checkpoint_json(folder / "config.json")
         check_kind(name, raw)
-        check_beside(folder, ["generation_config.json"])  # else it is ignored
+        check_side_files(folder, ["generation_config.json"])  # else it is ignored
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
@@ -248,7 +248,7 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
 
     if gguf is not None:
         return AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-    check_beside(folder, TOKENIZER_FILES)
+    check_side_files(folder, TOKENIZER_FILES)
     if not any((folder / file).is_file() for file in _VOCABULARIES):
         return None
     try:

@@ -17,7 +17,7 @@ _TYPICAL = 1024  # neurons among which a typical one is looked for
 
 
 def column_factor(target: Parts, layer: int, expert: int | None = None) -> float:
-    """Constant between the column of a neuron and what the layer adds to the residual stream (or a norm reads)."""
+    """Return the factor between a neuron's column and what the layer adds to the residual stream (or a norm reads)."""
     factor = target.adapter.down_factor
     if expert is not None:
         factor = target.adapter.expert_factor

@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.models.modules.linear import is_plain
 from sinkscope.models.shards import local, shards_of
 
-Hidden = Float[Tensor, "token d_model"]
+HiddenStates = Float[Tensor, "token d_model"]
 Neurons = Float[Tensor, "token neuron"]
 InputRows = tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]
 """Weights and biases of an input projection; None: there are none."""
@@ -32,11 +32,11 @@ class Routed:
         scale: What multiplies `hidden` before an expert reads it. None: nothing.
     """
 
-    hidden: Hidden
+    hidden: HiddenStates
     weight: Float[Tensor, "token expert"]
     scale: Float[Tensor, "token expert"] | None = None
 
-    def entering(self, expert: int) -> Hidden:
+    def entering(self, expert: int) -> HiddenStates:
         """Return what one expert reads."""
         if self.scale is None:
             return self.hidden
@@ -96,7 +96,7 @@ class Experts:
         return Routed(_tokens(args, kwargs), by_expert[:, : self.count])
 
     def inputs(self, expert: int) -> list[InputRows]:
-        """Weights and biases of gate and up, or of the only input projection, of the neurons that are here."""
+        """Return weights and biases of gate and up, or of the only input projection, of the neurons that are here."""
         weight = local(self._weights.gate_up_proj)[expert]
         if self._is_transposed:
             weight = weight.T
@@ -110,8 +110,8 @@ class Experts:
             halves.append((weight[rows], None if bias is None else bias[expert][rows]))
         return halves
 
-    def factors(self, expert: int, hidden: Hidden, neurons: list[int] | None = None) -> list[Neurons]:
-        """Outputs of the input projections of an expert, of some neurons or of all: gate and up, or the only one."""
+    def factors(self, expert: int, hidden: HiddenStates, neurons: list[int] | None = None) -> list[Neurons]:
+        """Return what an expert's input projections (gate and up, or the only one) give, of some neurons or of all."""
         is_split = self._shards.size > 1
         rows: Any = slice(None)
         if neurons is not None and not is_split:
@@ -126,7 +126,7 @@ class Experts:
         return factors
 
     def activate(self, *factors: Neurons) -> Neurons:
-        """`hook_post` before the routing weight: the experts' own activation, which has clamps and offsets in some."""
+        """Return `hook_post` before the routing weight, by the experts' own activation, which may clamp and shift."""
         if not hasattr(self.module, "_apply_gate"):
             return self._weights.act_fn(factors[0]) * factors[1]
         order = "(neuron half)"
@@ -141,7 +141,7 @@ class Experts:
             return down[neurons]
         return self._shards.columns(down, neurons, self.width).T
 
-    def output(self, routed: Routed) -> Hidden:
+    def output(self, routed: Routed) -> HiddenStates:
         """Return what the module must give according to this layout."""
         total = torch.zeros_like(routed.hidden)
         bias = getattr(self.module, "down_proj_bias", None)
@@ -160,7 +160,7 @@ class UngatedExperts(Experts):
     PARTS = ("up_proj", "down_proj", "act_fn")
 
     def inputs(self, expert: int) -> list[InputRows]:
-        """Weights of the input projection."""
+        """Return the weights of the input projection."""
         return [(self.module.up_proj[expert], None)]
 
     def activate(self, *factors: Neurons) -> Neurons:
@@ -183,12 +183,12 @@ class ScaledInputExperts(Experts):
         scores = self.module.router(hidden)[0]
         return Routed(hidden, (scores > 0).to(scores), scores)
 
-    def output(self, routed: Routed) -> Hidden:
+    def output(self, routed: Routed) -> HiddenStates:
         """Return the same, and what the shared expert writes."""
         return super().output(routed) + self.module.shared_expert(routed.hidden)
 
 
-def _tokens(args: Args, kwargs: Kwargs) -> Hidden:
+def _tokens(args: Args, kwargs: Kwargs) -> HiddenStates:
     """The hidden states of a call, which come first, by whatever name."""
     hidden = (*args, *kwargs.values())[0]
     return hidden.reshape(-1, hidden.shape[-1])

@@ -15,7 +15,7 @@ from sinkscope.models.target import Target
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """A call of a layer, to be made once again: to its residual stream the output of the MLP is not simply added.
+    """A recorded call of a layer, repeated with the MLP silenced where the layer does not simply add its output.
 
     Attributes:
         target: The model.

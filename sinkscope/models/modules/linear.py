@@ -22,7 +22,7 @@ def brought(module: nn.Module) -> Iterator[None]:
 
 
 def is_plain(weight: Any) -> TypeGuard[Tensor]:
-    """Whether a weight is a floating-point tensor, and no subclass that only acts as one (quantised by torchao)."""
+    """Return whether a weight is a floating-point tensor, and no subclass that acts as one (quantised by torchao)."""
     return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
 
 

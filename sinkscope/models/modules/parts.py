@@ -16,7 +16,7 @@ from sinkscope.models.modules.experts import Experts, experts_of
 from sinkscope.models.modules.linear import brought, input_width
 from sinkscope.models.shards import ALONE, Shards, check_divides, shards_of, split_weight
 
-Kind = Literal["bridge", "hf", "nnsight"]
+ModelKind = Literal["bridge", "hf", "nnsight"]
 """Kinds of objects that hold a model: of TransformerLens, of transformers, of nnsight."""
 
 
@@ -37,7 +37,7 @@ class Parts:
 
     model: Any
     hf: Any
-    kind: Kind
+    kind: ModelKind
     adapter: Found
     tokenizer: Any = None
     name: str = "model"
@@ -215,7 +215,7 @@ class Parts:
         return self.has_part(layer, "experts")
 
     def has_shared(self, layer: int) -> bool:
-        """Whether the layer is a mixture with a shared expert, which processes every token beside the routed ones."""
+        """Return whether the layer is a mixture with a shared expert, which processes every token."""
         return self.is_mixture(layer) and self.has_part(layer, "down")
 
     def has_mlp(self, layer: int, expert: int | None) -> bool:

@@ -20,11 +20,11 @@ DRAFT = Found("")
 
 
 class NotInferredError(Exception):
-    """The message says what was not found, as the end of a sentence about the model."""
+    """Raised where a part of a model is not found; the message is the end of a sentence about the model."""
 
 
 def stack_of(hf: nn.Module) -> str:
-    """Path of the list of decoder layers.
+    """Return the path of the list of decoder layers.
 
     Raises:
         UnsupportedError: There is none.
@@ -73,7 +73,7 @@ def _stack_path(model: Any) -> str:
 
 
 def base_path(model: Any, stack: str) -> str:
-    """Path of the innermost module around the layers that takes token ids."""
+    """Return the path of the innermost module around the layers that takes token ids."""
     base = stack
     while base and "input_ids" not in inspect.signature(model.get_submodule(base).forward).parameters:
         base = base.rpartition(".")[0]
@@ -81,9 +81,9 @@ def base_path(model: Any, stack: str) -> str:
 
 
 def layer_kinds(target: Target) -> list[int]:
-    """Return for each layer the first of its kind: layers of a kind have parameters of the same names and shapes."""
+    """Return, for each layer, the first layer of its kind, whose parameters have the same names and shapes."""
     firsts = dict[str, int]()
-    return [firsts.setdefault(kind_of(layer), number) for number, layer in enumerate(target.layers)]
+    return [firsts.setdefault(layer_kind(layer), number) for number, layer in enumerate(target.layers)]
 
 
 def first_of_kinds(target: Target) -> list[int]:
@@ -91,7 +91,7 @@ def first_of_kinds(target: Target) -> list[int]:
     return sorted(set(layer_kinds(target)))
 
 
-def kind_of(layer: nn.Module) -> str:
+def layer_kind(layer: nn.Module) -> str:
     """Return what layers with parameters of the same names and shapes have in common."""
     shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
     return f"{type(layer).__name__} {shapes}"

@@ -23,7 +23,7 @@ def token_ids(target: Target, length: int) -> Int[Tensor, "1 pos"]:
 
 
 def relative_error(change: Tensor, expected: Tensor, numbers: Tensor | None = None) -> float:
-    """Largest distance, relative to the expected change or, if larger, to the numbers that were subtracted."""
+    """Return the largest distance from the expected change, relative to its size or, if larger, that of `numbers`."""
     size = expected.abs().max()
     if not size > 0:
         return float("inf")
@@ -33,7 +33,7 @@ def relative_error(change: Tensor, expected: Tensor, numbers: Tensor | None = No
 
 
 def begins_at(target: Target, layer: int, last: int) -> bool:
-    """Whether a pass that begins at a layer, with what left the one before in a whole pass, gives the same later on."""
+    """Return whether a pass may begin at a layer: with what entered it in a whole pass, it gives the same."""
     ids = token_ids(target, _TOKENS)
     starts = list[LayerInput]()
     ends = list[Tensor]()
@@ -43,10 +43,10 @@ def begins_at(target: Target, layer: int, last: int) -> bool:
 
     ending = target.layers[last], "post", on_output(lambda output: ends.append(first_tensor(output).clone()))
     with target.hooks((target.layers[layer - 1], "post", on_output(take)), ending):
-        target.forward(ids, upto=last)
+        target.forward(ids, last_layer=last)
     try:
         with target.hooks(ending):
-            target.forward(ids, upto=last, start=starts[0])
+            target.forward(ids, last_layer=last, start=starts[0])
     except (IndexError, TypeError, ValueError):  # layers pass on more than the residual stream, or do not run
         return False
     return relative_error(ends[1], ends[0]) < _SAME

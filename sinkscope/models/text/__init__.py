@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_text
 from sinkscope.files.records import check_values
 
-ONE_TOKEN, ENOUGH = 0.9, 8  # a text of at least so many tokens, of which more are one token, is refused
+ONE_TOKEN, FEWEST_TOKENS = 0.9, 8  # a text of at least so many tokens, of which more are one token, is refused
 SHORT_TEXT = "a b"  # by which it is seen what a tokenizer puts before a text
 
 
@@ -35,7 +35,7 @@ def typical_text(path: str | Path | None = None) -> str:
 
 
 def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
-    """Id of the token that sequences begin with; None for no BOS.
+    """Return the id of the token that sequences begin with; None for no BOS.
 
     Args:
         tokenizer: Determines the BOS token. If it names none, this is the first token that it puts before every text.
@@ -91,7 +91,7 @@ def note_second_bos(ids: Sequence[int], bos: int | None, what: str) -> None:
 
 
 def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None) -> Int[Tensor, "row pos"]:
-    """Up to `rows` consecutive pieces of a text, each of `length` tokens, including what stands before a text.
+    """Cut a text into up to `rows` consecutive pieces of `length` tokens, including what stands before a text.
 
     Raises:
         SinkscopeError: The text is too short for one piece, or this tokenizer turns it into one repeated token.
@@ -112,7 +112,7 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     tokens = torch.tensor(ids[: count * body], dtype=torch.long)
     most = int(tokens.mode().values)
     share = float((tokens == most).float().mean())
-    if share > ONE_TOKEN and len(tokens) >= ENOUGH:  # mostly the unknown one: nothing can be compared with it
+    if share > ONE_TOKEN and len(tokens) >= FEWEST_TOKENS:  # mostly the unknown one: nothing can be compared with it
         what = f"the one token {tokenizer.decode([most])!r}"
         raise SinkscopeError(
             f"{share:.0%} of the text is {what}: give text of words that this tokenizer knows (--text)"

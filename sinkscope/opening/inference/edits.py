@@ -19,7 +19,7 @@ from sinkscope.models.modules.experts import experts_of
 from sinkscope.models.passes.short import relative_error
 from sinkscope.models.target import Target
 
-ROWS = 7
+PASS_ROWS = 7
 """Rows of the batch: an intact one, three with a turned head of queries, keys or values, and three edited here."""
 _MOVED, _TURNED, _SCALED = 4, 5, 6  # a neuron, what experts give, or `up` is
 _FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
@@ -27,7 +27,7 @@ _ONE = 5e-3  # largest distance of a measured constant from 1 that rounding expl
 
 
 @dataclass(eq=False)
-class Recorder:
+class PassRecorder:
     """What passed a module, by row of the batch and position, in float32.
 
     Attributes:
@@ -44,7 +44,7 @@ class Recorder:
     def by_row(self, tensor: Tensor) -> Float[Tensor, "row pos width"]:
         """Return a tensor by row and position, which OPT and experts run together."""
         if tensor.ndim == 2:
-            return rearrange(tensor, "(row pos) width -> row pos width", row=ROWS)
+            return rearrange(tensor, "(row pos) width -> row pos width", row=PASS_ROWS)
         return rearrange(tensor, "row pos ... -> row pos (...)")
 
     def keep(self, output: Any) -> None:
@@ -67,7 +67,7 @@ class Recorder:
         return self.rows[row] - self.rows[0]
 
 
-def rounded(constant: float) -> float:
+def as_constant(constant: float) -> float:
     """Return a constant as an adapter states it."""
     if abs(constant) < _ONE:
         return 0.0
@@ -93,7 +93,7 @@ class MlpEdits:
         self.errors = list[float]()
         self.factors = dict[str, float]()
         self.is_mixture = target.is_mixture(layer)
-        self.post, self.experts, self.mlp, self.up, self.shared_gate = (Recorder() for _ in range(5))
+        self.post, self.experts, self.mlp, self.up, self.shared_gate = (PassRecorder() for _ in range(5))
         neuron: int | None = 0
         if target.has_part(layer, "down"):
             neuron = typical_neuron(target, layer)
@@ -140,7 +140,7 @@ class MlpEdits:
         self.errors.append(relative_error(change, written, self.mlp.rows))
         if written.any():
             ratio = (change * written).sum() / (written * written).sum()
-            self.factors[name] = rounded(float(ratio) * getattr(self.adapter, name)) or 1.0  # 0: it writes nothing
+            self.factors[name] = as_constant(float(ratio) * getattr(self.adapter, name)) or 1.0  # 0: it writes nothing
 
     def _error_of_up(self) -> float:
         if self.up.rows.shape[-1] != self.post.rows.shape[-1] * (1 + self.adapter.fused_gate_up):

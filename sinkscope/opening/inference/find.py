@@ -27,7 +27,7 @@ _LENGTH, AHEAD = (
     9,
     1e-4,
 )  # tokens of a text, and the share of the largest logit by which one that is not read changes none
-EXPECTED = "give a decoder-only causal language model, such as llama-2-7b or gpt2"
+EXPECTED_MODEL = "give a decoder-only causal language model, such as llama-2-7b or gpt2"
 
 
 @cpu_by_default()
@@ -49,7 +49,7 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
     if key in _KNOWN:
         return _KNOWN[key]
     if getattr(hf.config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{target.name} ({type(hf).__name__}) is an encoder-decoder model: {EXPECTED}")
+        raise UnsupportedError(f"{target.name} ({type(hf).__name__}) is an encoder-decoder model: {EXPECTED_MODEL}")
     if getattr(hf.config, "alibi", False):
         raise UnsupportedError(f"{target.name} adds ALiBi to its masks, which is not served: use another model")
     if _is_elsewhere(target) or target.kind == "bridge" or getattr(hf, "is_quantized", False):
@@ -123,7 +123,9 @@ def _refusal(target: Target, problem: str) -> UnsupportedError:
     adapter = target.adapter
     _KNOWN.pop(_key(target.hf), None)
     if reads_ahead(target):
-        return UnsupportedError(f"{target.name} is not causal, because later tokens change what it reads: {EXPECTED}")
+        return UnsupportedError(
+            f"{target.name} is not causal, because later tokens change what it reads: {EXPECTED_MODEL}"
+        )
     return UnsupportedError(
         f"model type {adapter.model_type!r} has a row, proposed by names or registered, that is refused: {problem}; "
         f"change what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})"

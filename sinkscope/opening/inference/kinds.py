@@ -9,7 +9,6 @@ from sinkscope.models.adapters import PATHS, Adapter, Found
 from sinkscope.models.modules.stack import NotInferredError, layer_kinds
 from sinkscope.models.passes.short import begins_at
 from sinkscope.models.target import Target
-from sinkscope.opening.inference.names import POSITIONS
 
 Fields = dict[str, str | bool | float | None]
 """What was found of a layer, by the fields of an adapter; nothing of parts that it does not have."""
@@ -43,6 +42,4 @@ def common_adapter(target: Target, kinds: dict[int, Fields]) -> Found:
         settings["rows"] = tuple(rows[number] for number in layer_kinds(target))
     layer = max(*kinds, 1)  # one of another kind than the first may read what that has kept
     settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
-    embeddings = target.hf.get_submodule(target.adapter.embed.rpartition(".")[0])
-    settings["absolute_positions"] = any(hasattr(embeddings, name) for name in POSITIONS)
     return replace(target.adapter, **settings)

@@ -36,5 +36,3 @@ PROJECTIONS = """down_proj up_proj gate_proj|down_proj gate_up_proj|dense_4h_to_
 """Down, up and gate of an MLP, each three beside each other."""
 NORM_INSIDE = "ffn_sub_norm"
 """A norm before the down projection of an MLP: behind it, no module gives a factor of a neuron."""
-POSITIONS = "wpe embed_positions position_embeddings positions_embed pos_encoding".split()
-"""What adds positions to embeddings, beside the embedding of tokens."""

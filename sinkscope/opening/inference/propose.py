@@ -133,7 +133,7 @@ def _attention(target: Target) -> dict[int, _Attending]:
     else:
         tap = attention_rows(target, see_rows, layers=layers)
     with tap, target.hooks(*hooks):
-        target.forward(token_ids(target, _LENGTH), upto=max(layers))
+        target.forward(token_ids(target, _LENGTH), last_layer=max(layers))
     for layer in layers:
         if layer not in ran:
             raise NotInferredError(f"layer {layer} does not run in a pass over text")
@@ -241,14 +241,14 @@ class _Parts:
         return 2 * input_width(down) == len(getattr(up, "weight", ())) and not is_transposed(up)
 
     def layouts(self, known: Fields) -> list[tuple[tuple[str, ...], list[Fields]]]:
-        """Ways in which queries, keys and values may be in one module, after the sites that tell which is right."""
+        """Return layouts that q, k and v may have in one module, after the sites that tell the right one."""
         forms = ["beside"]
         if known.get("fused_qkv"):
             forms = ["beside", "by head", None]
         return [(("attn.hook_q", "attn.hook_k", "attn.hook_v"), [{"qkv_layout": form} for form in forms])]
 
     def choices(self, known: Fields) -> list[tuple[tuple[str, ...], list[Fields]]]:
-        """Ways to choose from, each after the sites that tell which is right; the last one believes no norm."""
+        """Return ways to place the parts, after the sites that tell the right one; the last one believes no norm."""
         writes, additions = list[Fields](), list[Fields]()
         mids: list[Any] = [None]
         if "mlp" in known:

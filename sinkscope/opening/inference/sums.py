@@ -30,12 +30,12 @@ from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
-from sinkscope.opening.inference.edits import ROWS, MlpEdits, Recorder, rounded
+from sinkscope.opening.inference.edits import PASS_ROWS, MlpEdits, PassRecorder, as_constant
 from sinkscope.tap.call import Attention
 from sinkscope.tap.observers import attention_rows
 from sinkscope.tap.tap import listening
 
-Rows = Float[Tensor, "row pos width"]
+RowValues = Float[Tensor, "row pos width"]
 _TURNED = {"q": 1, "k": 2, "v": 3}  # rows in which a head of them is turned
 _TOKENS = 6
 _HEAD = 1  # the one that is edited, if there are two
@@ -71,7 +71,7 @@ def layer_sums(target: Target, layers: list[int], *, measures: bool = False) -> 
     else:
         tap = attention_rows(target, see_rows, layers=layers)
     with torch.no_grad(), tap, target.hooks(*hooks):
-        target.forward(token_ids(target, _TOKENS).expand(ROWS, -1), upto=max(layers))
+        target.forward(token_ids(target, _TOKENS).expand(PASS_ROWS, -1), last_layer=max(layers))
     return list(checks.values())
 
 
@@ -89,15 +89,15 @@ class LayerSums:
         self.tolerance = max(_EXACT, _IN_HALF * torch.finfo(target.dtype).eps)
         self.problems = dict[str, str]()
         self.factors = {"attn_factor": target.adapter.attn_factor, "write_factor": target.adapter.write_factor}
-        self.pre, self.attn, self.mid, self.mlp = (Recorder() for _ in range(4))
-        self.own_attn, self.projected, self.heads = (Recorder() for _ in range(3))  # what attention itself gives
+        self.pre, self.attn, self.mid, self.mlp = (PassRecorder() for _ in range(4))
+        self.own_attn, self.projected, self.heads = (PassRecorder() for _ in range(3))  # what attention itself gives
         self.edits = MlpEdits(target, layer)
         self._generator = torch.Generator().manual_seed(layer)
         self._turned = dict[str, tuple[int, ...]]()  # how many heads a site has, and how wide
         self._count = 0  # query heads
 
     def hooks(self) -> list[Hook]:
-        """Hooks that replace, record, and compare at the end of the layer."""
+        """Return hooks that replace, record, and compare at the end of the layer."""
         target, layer, adapter = self.target, self.layer, self.target.adapter
         on_part = partial(target.part_hooks, layer)
         hooks: list[Hook] = [(target.layers[layer], "pre", on_input(self.pre.edited(self._replace_entering)))]
@@ -119,17 +119,17 @@ class LayerSums:
         hooks += on_part("mid", "pre", on_input(self.mid.keep))
         return [*hooks, (target.layers[layer], "post", on_output(self._finish))]
 
-    def _replace(self, given: Rows, rows: int) -> None:
+    def _replace(self, given: RowValues, rows: int) -> None:
         """Put random numbers in the place of what passes, of each row or the same ones of all."""
         given[:] = torch.randn(rows, *given.shape[1:], generator=self._generator).to(given)
 
-    def _replace_entering(self, given: Rows) -> None:
+    def _replace_entering(self, given: RowValues) -> None:
         self._replace(given, 1)
         given[:, -1] *= _LARGE
 
     def _replace_mlp(self, given: Tensor) -> Tensor:
         before = self.mlp.rows
-        replaced = self.mlp.edited(partial(self._replace, rows=ROWS))(given)
+        replaced = self.mlp.edited(partial(self._replace, rows=PASS_ROWS))(given)
         if before.shape == self.mlp.rows.shape:  # a shared expert stands beside a mixture
             self.mlp.rows += before
         return replaced
@@ -141,7 +141,7 @@ class LayerSums:
         self.problems[f"attn.hook_{which}"] = "softmax attention does not read the heads that are there"
         turned = tensor.clone()
         try:
-            heads = head_projection(which, self.target, turned.view(ROWS, -1, turned.shape[-1]))
+            heads = head_projection(which, self.target, turned.view(PASS_ROWS, -1, turned.shape[-1]))
         except Exception:  # it cannot be split into heads
             return tensor
         self._turned[which] = tuple(heads.shape[2:])
@@ -214,7 +214,7 @@ class LayerSums:
 
     def _finish(self, output: Any) -> None:
         """Compare at the end of the layer."""
-        post = Recorder()
+        post = PassRecorder()
         post.keep(output)
         adapter, pre = self.target.adapter, self.pre.rows
         self.edits.finish()
@@ -244,7 +244,7 @@ class LayerSums:
         self._prove_heads()
         self._prove_projection()
 
-    def _measure(self, post: Rows) -> None:
+    def _measure(self, post: RowValues) -> None:
         """The factors with which attention and MLP come nearest to what the layer gives."""
         start, parts = self.pre.rows, {"attn_factor": self.attn}
         if self.mid.ran:
@@ -252,15 +252,15 @@ class LayerSums:
             start, parts = self.mid.rows, {}
         self._fit(post - start, {**parts, "write_factor": self.mlp})
 
-    def _fit(self, total: Rows, parts: dict[str, Recorder]) -> None:
+    def _fit(self, total: RowValues, parts: dict[str, PassRecorder]) -> None:
         ran = {name: part.rows[:, :-1].flatten() for name, part in parts.items() if part.rows.shape == total.shape}
         if ran:
             columns = torch.stack([*ran.values()], 1).cpu().double()
             found = torch.linalg.lstsq(columns, total[:, :-1].reshape(-1, 1).cpu().double()).solution
             for name, constant in zip(ran, found[:, 0].tolist(), strict=True):
-                self.factors[name] = rounded(constant) or 1.0  # 0: it is no part
+                self.factors[name] = as_constant(constant) or 1.0  # 0: it is no part
 
-    def _prove_post(self, post: Rows, parts: list[Tensor], names: list[str]) -> None:
+    def _prove_post(self, post: RowValues, parts: list[Tensor], names: list[str]) -> None:
         off = self._off(post, *parts)
         if off <= self.tolerance:
             return
@@ -270,8 +270,8 @@ class LayerSums:
         if "hook_mlp_out" in names:  # where other parts are added too, what it gives may still be added as it is
             written = parts[-1]
             passed = self.pre.rows[:, -1:]
-            beside = (post - written)[:, -1:] - passed
-            if bool(beside.abs().max() <= _PASSES * passed.abs().max()):
+            others = (post - written)[:, -1:] - passed
+            if bool(others.abs().max() <= _PASSES * passed.abs().max()):
                 off = self._off(post[:1] - post[1:], written[:1] - written[1:])
             self._must(off, claim, "hook_mlp_out")
 

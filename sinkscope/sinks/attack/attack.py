@@ -99,12 +99,12 @@ class ClusterAttack(Result):
         made = {(one.source, one.patch): one for one in self.attempts}
         if not made:
             return []
-        cluster, beside = made["cluster", False], f"random tokens: {made['random', False].positions:.0%}"
+        cluster, chance = made["cluster", False], f"random tokens: {made['random', False].positions:.0%}"
         if ("cluster", True) in made:
-            beside += f"; patched: {made['cluster', True].positions:.0%}"
+            chance += f"; patched: {made['cluster', True].positions:.0%}"
         return [
             f"Sequences of {self.length} different tokens of one cluster have the spike of {self.spike} at "
-            f"{share_of(cluster.positions, cluster.margin)} of their positions without BOS ({beside})."
+            f"{share_of(cluster.positions, cluster.margin)} of their positions without BOS ({chance})."
         ]
 
     def rows(self) -> Table:

@@ -13,10 +13,10 @@ from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.sinks.attack.clusters import TokenClusters
-from sinkscope.sinks.first_tokens import HAS
 from sinkscope.sinks.patch.patches import patch_of
 from sinkscope.sinks.spikes.copies import along_spikes
 from sinkscope.sinks.spikes.spike import Measured
+from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import TokenRows
 
 
@@ -67,7 +67,7 @@ def run_attempts(setup: Setup, measured: Measured, rows: Mapping[str, TokenRows]
         for patch in patches:
             with under(patch, target):
                 (along,) = along_spikes(target, [measured.spike], ids)
-            shares = (along[:, 1:] >= HAS).float().mean(1)
+            shares = (along[:, 1:] >= HALF).float().mean(1)
             margin = margin_of(shares.numpy())
             attempts.append(Attempt(source, patch is not None, float(shares.mean()), margin))
             setup.progress("attacks", len(attempts), len(rows) * len(patches))

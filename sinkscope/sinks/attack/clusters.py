@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Bool, Int
 
 from sinkscope.measure import Setup
-from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.first_tokens import HAS, FirstTokens
+from sinkscope.sinks.chunks import Resume, TableColumns, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.first_tokens import FirstTokens
 from sinkscope.sinks.repetition.norm import name_of
 from sinkscope.sinks.spikes.spike import Measured
+from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import PerToken
 
 TOKENS = 128  # tokens of one chunk; each takes two more rows than layer 0 has heads
@@ -72,18 +73,18 @@ def find_clusters(setup: Setup, measured: Measured, ids: list[int], resume: Resu
     for head in first.heads:
         edits.append(tuple(other for other in first.heads if other != head))
 
-    def work(tokens: list[int]) -> Columns:  # what threads may change is beyond four digits
+    def work(tokens: list[int]) -> TableColumns:  # what threads may change is beyond four digits
         along = first.along(torch.tensor(tokens), edits).T.cpu().double()
         return {"along": along.round(decimals=4).tolist()}
 
     columns = in_chunks(setup, work, ids, resume, what="clusters", size=TOKENS, spike=name_of(spike))
     intact, none, alone = np.split(np.array(columns["along"]), [1, 2], 1)
-    has, unneeded = intact[:, 0] >= HAS, none[:, 0] >= HAS
+    has, unneeded = intact[:, 0] >= HALF, none[:, 0] >= HALF
     head = np.full(len(ids), np.nan)
     another = 0.0
     if first.heads:
         needing = has & ~unneeded
-        served = needing & (alone.max(1) >= HAS)
+        served = needing & (alone.max(1) >= HALF)
         head = np.where(served, alone.argmax(1), np.nan)
-        another = float((needing & (np.median(alone, 1) >= HAS)).mean())
+        another = float((needing & (np.median(alone, 1) >= HALF)).mean())
     return TokenClusters(token_texts(setup.target, ids), np.array(ids), has, unneeded, head, another)

@@ -30,7 +30,7 @@ from sinkscope.sinks.tokens import repetition_limit
 Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
 
 
-def judged(proof: PatchProof, limit: float) -> tuple[Verdict, str]:
+def verdict_of(proof: PatchProof, limit: float) -> tuple[Verdict, str]:
     """Return the verdict on the patch of the first spike of a proof, and its reason.
 
     Args:
@@ -153,7 +153,7 @@ def patch_make(
     patch = replace(patch_of(chosen), model=vars(setup.info()))
     others = [one.spike for one in sinks.at_first if one is not chosen]
     proof = proof_of(setup, [chosen.spike, *others], patch, most, pieces, length)
-    verdict, reason = judged(proof, limit)
+    verdict, reason = verdict_of(proof, limit)
     if out is not None and verdict == "made" and is_first():
         patch.save(out)
     values = tuple(patch.calibrated.values())

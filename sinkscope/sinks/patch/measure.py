@@ -72,8 +72,8 @@ def proof_of(
         cases.append(read_copies(setup, spikes, edit, rows, len(before)))
     texts = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = texts[torch.arange(len(rows)) % len(texts)]
-    beside = torch.stack(along_spikes(target, spikes, append_copy(others, rows)))  # a copy is last, and text before it
-    along = torch.stack([*(case.along for case in cases), beside[:, :, -1], beside[:, :, -2]])
+    others_along = torch.stack(along_spikes(target, spikes, append_copy(others, rows)))  # a copy is last, after text
+    along = torch.stack([*(case.along for case in cases), others_along[:, :, -1], others_along[:, :, -2]])
     attention = torch.stack([case.attention for case in cases])
     one_more = torch.stack([case.one_more for case in cases])
     proof = PatchProof(

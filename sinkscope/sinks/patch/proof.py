@@ -11,11 +11,10 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from sinkscope.results.notation import count_of
-from sinkscope.sinks.first_tokens import HAS
+from sinkscope.sinks.thresholds import HALF
 
 INTACT, PATCHED, RANDOM, ONCE, OTHERS = range(5)
 CASES = ("intact", "patched", "random", "one copy", "other tokens")
-GONE = 0.5  # share of the intact model's attention to copies that is left at most where the patch repairs it
 SENTENCES = {
     "norm": "Under the patch, copies of {words} reach at most {after:.0%} of the spike of {spike} (without it: "
     "{before:.0%}; random neurons: {random:.0%}).",
@@ -139,7 +138,7 @@ class PatchProof:
     @property
     def has_spike(self) -> Bool[np.ndarray, "case spike word"]:
         """Return whether a position reaches half of the first token's projection."""
-        return self.along >= HAS
+        return self.along >= HALF
 
     @property
     def failing(self) -> Bool[np.ndarray, "spike word"]:
@@ -154,15 +153,15 @@ class PatchProof:
             broken = bool(failing.any())
             shown = failing if broken else ~failing
             count, along = int(shown.sum()), self.along[: RANDOM + 1, number, shown].max(1)
-            norms.append(Reading("norm", spike, count, along, broken, along < HAS))
+            norms.append(Reading("norm", spike, count, along, broken, along < HALF))
             if self.following is not None and not np.isnan(self.following.attention[0, number]).all():
                 given = self.following.attention[:, number, shown].mean(1)
-                attention.append(Reading("attention", spike, count, given, broken, given < GONE * given[INTACT]))
+                attention.append(Reading("attention", spike, count, given, broken, given < HALF * given[INTACT]))
         if self.following is None:
             return norms
         failing = self.failing.any(0)
         one_more = self.following.one_more[:, failing].mean(1)
-        likely = one_more >= HAS
+        likely = one_more >= HALF
         following = Reading("next token", "", int(failing.sum()), one_more, not likely[INTACT], likely)
         return [*norms, *attention, following]
 

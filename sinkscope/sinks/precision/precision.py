@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.files.progress import report
+from sinkscope.files.progress import report_progress
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.measure import Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
@@ -29,7 +29,7 @@ from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
-from sinkscope.sinks.spikes.controls import INTACT, random_neurons
+from sinkscope.sinks.spikes.controls import INTACT, RANDOM_SETS, random_neurons
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.spikes.texts import left_of
@@ -50,7 +50,6 @@ WORDS = {
     "kv4": "keys and values to 4 bits",
 }
 SELECTION = 2  # texts on which the costliest layer is found
-DRAWS = 3  # random ones with which what stays exact is compared
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,13 @@ class Precision(Result):
         claims: What is left of each cost, that of the largest first; what regains most of it stands before the rest.
     """
 
-    percent = ("left", "control")
-    columns = ("outcome", "place", "subject", "left", "control")
+    percent = ("remaining", "control")
+    columns = ("outcome", "place", "subject", "remaining", "control")
     glossary: ClassVar = {
         "outcome": "what is rounded",
         "place": "what stays exact",
-        "left": "what stays of the divergence that rounding causes",
-        "control": "the least that stays with as many random places, neurons or layers exact, over 3 draws",
+        "remaining": "what remains of the divergence that rounding causes",
+        "control": "the least that remains with as many random places, neurons or layers exact, over 3 draws",
         "contrast": "that control",
     }
 
@@ -114,8 +113,13 @@ def draw(result: Precision) -> go.Figure:
     for row in rows:
         row["outcome"] = html.escape(f"{row['outcome']}: {result.costs.get(row['outcome'], np.nan):.2g} nats")
         row["place"] = html.escape(row["place"])
-    axes: dict[str, Any] = {"x": "place", "y": ["left", "control"], "facet_col": "outcome", "range_y": (-0.05, 1.55)}
-    fig = px.scatter(rows, **axes, labels={"value": "left", "place": "", "variable": "", "outcome": "rounded"})
+    axes: dict[str, Any] = {
+        "x": "place",
+        "y": ["remaining", "control"],
+        "facet_col": "outcome",
+        "range_y": (-0.05, 1.55),
+    }
+    fig = px.scatter(rows, **axes, labels={"value": "remaining", "place": "", "variable": "", "outcome": "rounded"})
     fig.update_xaxes(tickangle=30)
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=1300, height=520, legend=-0.5, bottom=200)
 
@@ -162,7 +166,7 @@ def precision(
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
     known = list[Kept]()
     if neurons:
-        random = [random_neurons(target, neurons, setup.seed, number) for number in range(DRAWS)]
+        random = [random_neurons(target, neurons, setup.seed, number) for number in range(RANDOM_SETS)]
         known.append(Kept("sink neurons", neurons, "neurons", [neurons, *random]))
     if spikes:
         known.append(random_places(setup, [one.spike.place for one in spikes], ids))
@@ -187,7 +191,7 @@ def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept
     for place in places:
         there |= place.matches(ids)
     generator = draws(setup.seed, "places beside those of the sink")
-    others = torch.rand(DRAWS, *ids.shape, generator=generator).masked_fill(there, 2.0)
+    others = torch.rand(RANDOM_SETS, *ids.shape, generator=generator).masked_fill(there, 2.0)
     random = others.argsort(-1).argsort(-1) < there.sum(1, keepdim=True)
     values = [one.nonzero().tolist() for one in (there, *random)]
     return Kept("sink places", (Tokens("sink places"),), "places", values)
@@ -196,7 +200,7 @@ def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept
 def random_layers(setup: Setup, layer: int) -> Kept:
     """Return a layer, and draw others."""
     others = [other for other in range(setup.n_layers) if other != layer]
-    random = some_of(others, DRAWS, draws(setup.seed, f"layers beside {layer}"))
+    random = some_of(others, RANDOM_SETS, draws(setup.seed, f"layers beside {layer}"))
     return Kept("costliest layer", (Component("layer", layer),), "layers", [[one] for one in (layer, *random)])
 
 
@@ -234,7 +238,7 @@ class Texts:
         """Find the layer whose exactness leaves the smallest divergence."""
         left: list[float] = []
         for layer in range(self.target.n_layers):
-            report("precision, layers", layer, self.target.n_layers)
+            report_progress("precision, layers", layer, self.target.n_layers)
             left.append(float(self.divergence(scheme, layers=[layer]).mean()))
         return int(np.argmin(left))
 
@@ -242,13 +246,13 @@ class Texts:
         """Measure what is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
         divergences = [cost]
         for value in kept.values:
-            report(f"precision, {name}, {kept.name}", len(divergences) - 1, len(kept.values))
+            report_progress(f"precision, {name}, {kept.name}", len(divergences) - 1, len(kept.values))
             divergences.append(self.divergence(SCHEMES[name], **{kept.field: value}))
         by_text, *others = left_of(torch.stack(divergences))
         value, margin = float(by_text.mean()), margin_of(by_text.numpy())
-        outcome = Outcome(name, effect=f"most of what rounding {WORDS[name]} costs")
+        outcome = Outcome(name, effect=f"what rounding {WORDS[name]} costs")
         words = f"random {kept.field}"
         least = min((float(other.mean()) for other in others), default=value)
-        contrasts, search = (INTACT, Contrast("random", least, DRAWS, words)), SearchSpace(words, DRAWS)
+        contrasts, search = (INTACT, Contrast("random", least, RANDOM_SETS, words)), SearchSpace(words, RANDOM_SETS)
         draws = len(by_text)
         return Claim("protects", kept.subject, outcome, kept.name, value, contrasts, draws, search, margin, "exact")

@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure import Setup
 from sinkscope.results.claims import Claim, Outcome
-from sinkscope.sinks.chunks import Columns, Resume, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.chunks import Resume, TableColumns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases, claim_of_copies
 from sinkscope.sinks.spikes.controls import random_neurons
@@ -41,10 +41,10 @@ def read_norms(sweep: Sweep, spikes: Sequence[Measured], ablate: bool) -> Repeat
     def read(rows: TokenRows, of: Sequence[Spike]) -> Float[Tensor, "spike token n"]:
         return torch.stack(along_spikes(target, of, rows))[:, :, sweep.before :]
 
-    copies, *beside = (read(rows, directions) for rows in (sweep.rows, *sweep.contrasts()))
+    copies, *contrasts = (read(rows, directions) for rows in (sweep.rows, *sweep.contrasts()))
     for number, spike in enumerate(directions):
         gives = f"reach {{}} of the spike of {names[number]} at the first token"
-        last = torch.stack([each[number, :, -1] for each in (copies, *beside)])
+        last = torch.stack([each[number, :, -1] for each in (copies, *contrasts)])
         claims.append(claim_of_copies(sweep.count, Outcome("norm", (spike.peak,), gives=gives), last))
     conditions, values = list(names), list(copies)
     for name, one, intact in zip(names, spikes, copies, strict=True):
@@ -84,7 +84,7 @@ def read_vocabulary(setup: Setup, spikes: Sequence[Measured], limit: int, sample
         ids = sample_tokens(ids, sample, setup.seed)
     hold_layers(target, max(spike.peak for spike in directions))
 
-    def work(tokens: list[int]) -> Columns:
+    def work(tokens: list[int]) -> TableColumns:
         each = copies_of(target, directions, tokens, prefix_of(setup, tokens), limit)
         return {name_of(spike): [one.half for one in found] for spike, found in zip(directions, each, strict=True)}
 

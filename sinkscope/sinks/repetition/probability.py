@@ -16,8 +16,9 @@ from sinkscope.hooks.trace.run import trace
 from sinkscope.opening.open import open_target
 from sinkscope.results.claims import Outcome
 from sinkscope.sinks.patch.patches import PatchArgument, chosen_patch, random_patch
-from sinkscope.sinks.repetition.result import HALF, Repeat, RepeatAnswer
+from sinkscope.sinks.repetition.result import Repeat, RepeatAnswer
 from sinkscope.sinks.repetition.sweep import Sweep, claim_of_cases, claim_of_copies
+from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import TokenRows
 
 ANSWER_AFTER = (50, 400)  # repetitions
@@ -55,9 +56,9 @@ def read_probabilities(sweep: Sweep, patch: PatchArgument) -> Repeat:
         setup.progress("repetitions", len(curves), len(edits))
     values = torch.stack(curves)  # condition token n
     last = values[:, :, -1]
-    beside = [read(rows)[:, -1] for rows in sweep.contrasts()]
+    contrasts = [read(rows)[:, -1] for rows in sweep.contrasts()]
     outcome = Outcome("probability of the token", unit="cases", gives="give the token a probability of {}")
-    claims = [claim_of_copies(sweep.count, outcome, torch.stack([last[0], *beside]), exact=sweep.named)]
+    claims = [claim_of_copies(sweep.count, outcome, torch.stack([last[0], *contrasts]), exact=sweep.named)]
     if edit is not None:
         sites, place = edit.checked_sites, claims[0].place
         claims.insert(0, claim_of_cases(sites, place, outcome, last[[1, 0, 2]], edit="patched", exact=sweep.named))

@@ -15,8 +15,8 @@ from sinkscope.results.claims import Claims
 from sinkscope.results.notation import word_form, word_list
 from sinkscope.results.style import GREY, figure_of, long_table
 from sinkscope.results.tables import Table
+from sinkscope.sinks.thresholds import HALF
 
-HALF = 0.5
 """Share of the spike's norm, or probability, from which a token counts as a sink, or as repeated."""
 TURNS = {"norm": "reach half of the first token's projection", "probability": "stop being repeated"}
 Quantity = Literal["norm", "attention", "probability"]

@@ -18,20 +18,21 @@ from sinkscope.models.checkpoints.published import Published
 from sinkscope.models.checks import check_site
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
+from sinkscope.results.parts import Component
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.find import first_spikes
+from sinkscope.sinks.spikes.records import part_of
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey, read_survey
 from sinkscope.sinks.spikes.texts import SpikeTexts
 from sinkscope.sinks.spikes.writers import of_layer, writers_of
+from sinkscope.sinks.thresholds import COUNTS, LARGE, TIMES_MEDIAN
 from sinkscope.sinks.tokens import single_token
 
-LEAST, RATIO = 100, 1000  # a massive activation exceeds this, and this many times the median (Sun et al. 2024)
 RATE_TEXTS = 100  # texts of the sink rate (Gu et al. 2024)
 AT_ONCE = 10  # texts in one pass
 CANDIDATES = 10  # neurons of a layer that are ablated: K in section 4.2 of Yona et al. 2025, which gives no number
-CAUSES = 0.1  # share of the spike that a neuron takes away, and more than any random one
 CONTROLS = 20  # random neurons of the layer
 REPEATED = ("cat", "dog", "the")  # words of Fig. 5 of Yona et al. 2025 that are one token almost anywhere
 Protocol = Callable[[Setup, Survey, Published], Any]
@@ -47,10 +48,12 @@ def layers(setup: Setup, survey: Survey, __: Published) -> list[int | None]:
     spike = highest(survey, setup.tokenizer)
     if spike is None:
         return [None]
-    mlps = [one for one in writers_of(survey, spike)[0] if one.part.startswith("mlp ")]
-    if not mlps:
-        return [None]
-    return [int(max(mlps, key=lambda one: one.share).part.removeprefix("mlp "))]
+    shares: dict[int | None, float] = {}
+    for one in writers_of(survey, spike)[0]:
+        part = part_of(one.part)
+        if isinstance(part, Component) and part.kind == "mlp":
+            shares[part.layer] = one.share
+    return [max(shares, key=lambda layer: shares[layer], default=None)]
 
 
 def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
@@ -67,7 +70,7 @@ def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
         random = [random_neurons(survey.target, members[:1], setup.seed, number, members) for number in range(CONTROLS)]
         left = SpikeTexts.of(survey, spike).along([*((one,) for one in members), *random]).mean(1)
         lost = (1 - left).tolist()
-        least = max(CAUSES, *lost[len(members) :])
+        least = max(COUNTS, *lost[len(members) :])
         found += [str(one) for one, drop in zip(members, lost, strict=False) if drop > least]
     return found
 
@@ -79,7 +82,7 @@ def massive(_: Setup, survey: Survey, record: Published) -> list[Any]:
     """
     values = survey.states[:, :, 0].mean(1)
     median = survey.states[:, :, 1:].abs().flatten(1).median(1, keepdim=True).values
-    there = values.abs() > (RATIO * median).clamp(min=LEAST)
+    there = values.abs() > (TIMES_MEDIAN * median).clamp(min=LARGE)
     if record.quantity == "residual_dims":
         return there.any(0).nonzero().flatten().tolist()
     after = there.any(1).nonzero().flatten().tolist()

@@ -67,8 +67,13 @@ class Reproduction(Result):
     def conclusion(self) -> str:
         """Say how many agree."""
         agree = [one.agrees for one in self.records]
-        said = f"{agree.count(True)} agree, {agree.count(False)} do not, {agree.count(None)} were not measured"
-        return f"Of {count_of(len(self.records), 'published result')}, {said}."
+        unmeasured = agree.count(None)
+        if unmeasured == len(agree):
+            return f"None of {count_of(unmeasured, 'published result')} was measured."
+        said = f"Measured values agree with {agree.count(True)} of {len(agree) - unmeasured} published ones"
+        if unmeasured:
+            said += f"; {unmeasured} more were not measured"
+        return f"{said}."
 
     def details(self) -> list[str]:
         """Say what is remarked of each result."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
-from sinkscope.hooks.edit.places import Place, heads_place
+from sinkscope.hooks.edit.hook_points import HookPoint, heads_point
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.spikes.spike import Part
@@ -21,10 +21,10 @@ def mixer_of(target: Target, layer: int) -> Any:
     return None
 
 
-def components(target: Target, upto: int) -> list[Component]:
+def components(target: Target, last_layer: int) -> list[Component]:
     """Return what writes into the residual stream up to a layer: the embedding, then attention (or mixers) and MLPs."""
     parts = [Component("token embedding")]
-    for layer in range(upto + 1):
+    for layer in range(last_layer + 1):
         if target.has_attention(layer):
             parts.append(Component("attention", layer))
         elif mixer_of(target, layer) is not None:
@@ -34,18 +34,19 @@ def components(target: Target, upto: int) -> list[Component]:
     return parts
 
 
-def places_of(target: Target, part: Part) -> list[Place]:
+def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
     """Return where what a component or a head writes passes; all of these together are what it writes."""
     layer = part.layer or 0
     if isinstance(part, Head):
-        return [heads_place(target, layer, target.head_columns(layer, part.head))]
+        return [heads_point(target, layer, target.head_columns(layer, part.head))]
     assert isinstance(part, Component)
-    return [Place(module, "post") for module in writing_modules(target, part)]
+    if part.layer is None:  # with the embedding of positions, and scaled, as the first layer gets it
+        return [HookPoint(target.layers[0], "pre")]
+    return [HookPoint(module, "post") for module in writing_modules(target, part, part.layer)]
 
 
-def writing_modules(target: Target, component: Component) -> list[Any]:
+def writing_modules(target: Target, component: Component, layer: int) -> list[Any]:
     """Return the modules whose outputs are what a component adds to the residual stream, after a norm behind it."""
-    layer = component.layer or 0
     match component.kind:
         case "attention" if target.has_part(layer, "attn_out"):
             return [target.sub(layer, "attn_out")]
@@ -59,7 +60,5 @@ def writing_modules(target: Target, component: Component) -> list[Any]:
             return [mixer_of(target, layer)]
         case "mlp" if target.has_part(layer, "post_mlp_norm"):
             return [target.sub(layer, "post_mlp_norm")]
-        case "mlp":
-            return target.mlp_writers(layer)
         case _:
-            return [target.embedding]
+            return target.mlp_writers(layer)

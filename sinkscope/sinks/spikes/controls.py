@@ -1,4 +1,4 @@
-"""What removals are held against: the intact model, and random neurons of the same layers."""
+"""What removals are held against: the intact model, and random neurons, heads and components."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from sinkscope.models.draws import draws
+from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Contrast
-from sinkscope.results.parts import Neuron, sites_of
+from sinkscope.results.parts import Component, Head, Neuron, sites_of
+from sinkscope.sinks.spikes.records import Chance
+from sinkscope.sinks.spikes.removal import Removal
+from sinkscope.sinks.spikes.spike import Parts
 
 INTACT = Contrast("intact", 1.0)
+RANDOM_SETS = 3  # random sets beside one that is removed
 
 
 def random_neurons(
@@ -34,3 +38,38 @@ def random_neurons(
         others = [neuron for neuron in beside if neuron not in barred] or beside
         drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
     return tuple(drawn)
+
+
+def random_heads(heads: Sequence[Head], among: Sequence[Head], seed: int) -> list[Parts]:
+    """As many other heads, three draws; none if there are not as many others.
+
+    Args:
+        heads: The heads that are compared with the random ones.
+        among: Heads from which is drawn.
+        seed: Seed of the measurement.
+    """
+    others, generator = [head for head in among if head not in heads], draws(seed, "heads beside those that mark")
+    if len(others) < len(heads):
+        return []
+    return [tuple(some_of(others, len(heads), generator)) for _ in range(RANDOM_SETS)]
+
+
+def random_components(parts: Sequence[Component], needed: Parts) -> list[Parts]:
+    """Other components, each alone: of the same kinds as those that are needed, if there are such.
+
+    Everything is computed from the embedding, so it is none of them.
+    """
+    others = [part for part in parts if part not in needed and part.layer is not None]
+    kinds = {part.kind for part in needed if isinstance(part, Component)}
+    alike = [part for part in others if part.kind in kinds] or others
+    return [(part,) for part in alike[:: max(1, len(alike) // RANDOM_SETS)][:RANDOM_SETS]]
+
+
+def chance_of(random: Sequence[Removal], removal: Removal) -> Chance | None:
+    """Return what is left without random sets, of each outcome the one nearest to that of the set itself."""
+    if not random:
+        return None
+    ratios = [one.perplexity for one in random if one.perplexity is not None]
+    nearest = min(ratios, key=lambda ratio: abs(ratio - (removal.perplexity or 1)), default=None)
+    heads = min((one.heads for one in random), key=lambda count: abs(count - removal.heads))
+    return Chance(min(one.left for one in random), heads, nearest)

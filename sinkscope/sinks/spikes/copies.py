@@ -14,6 +14,7 @@ from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import Target
 from sinkscope.sinks.spikes.records import Copies
 from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import TokenRows, repeated
 
 FIRST_LENGTH = 128  # copies of the first pass; their number doubles
@@ -36,7 +37,7 @@ def half_reached(along: Float[Tensor, " copy"]) -> int | None:
 
     It is None if no number does.
     """
-    reaches = along >= 0.5
+    reaches = along >= HALF
     reaches[:-1] &= reaches[1:].clone()
     reached = reaches.nonzero().flatten()
     if not len(reached):

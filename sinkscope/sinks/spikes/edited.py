@@ -14,14 +14,14 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sinkscope.files.progress import report
-from sinkscope.hooks.edit.places import neurons_place
+from sinkscope.files.progress import report_progress
+from sinkscope.hooks.edit.hook_points import neurons_point
 from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.models.hooks import Hook, first_tensor, on_output
 from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.components import places_of
+from sinkscope.sinks.spikes.components import hook_points_of
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import given_later, to_place
 from sinkscope.sinks.tokens import Mask, TokenRows
@@ -44,8 +44,8 @@ class Reading:
         edits: The parts that each edit removes: neurons are zeroed everywhere, other parts are replaced at the place.
         means: What replaced parts write instead.
         begin: Gives what enters a layer, at which the pass may then start. None: it starts at the first.
-        whole: Whether the pass runs to the end, and attention and the loss are read; else it ends at the peak.
-        every_loss: Whether the loss of every token is read, however large the vocabulary is.
+        whole: Whether the attention of the layers that can read the spike is read; else the pass ends at the peak.
+        every_loss: Whether the loss of every token is read, however large the vocabulary is. None: no loss is read.
     """
 
     ids: TokenRows
@@ -55,7 +55,7 @@ class Reading:
     means: Written = field(default_factory=dict)
     begin: Callable[[int], LayerInput | None] | None = None
     whole: bool = False
-    every_loss: bool = False
+    every_loss: bool | None = None
 
     @property
     def start(self) -> LayerInput | None:
@@ -105,17 +105,18 @@ class EditedPass:
             start = replace(start, hidden=self._of_edits(start.hidden))
         hooks = [*self._hooks(), (target.layers[reading.spike.peak], "post", on_output(self._peak_read))]
         listening = nullcontext()
-        layers = [layer for layer in target.attending if layer > reading.spike.first]
+        layers = [layer for layer in target.attending if layer in reading.spike.reading_layers]
         if reading.whole and layers:
             length = ids.shape[1]
             listening = visible_rows(target, self._attention_read, layers=layers, rows_per_chunk=length, whole=False)
         with listening, target.hooks(*hooks):
-            if reading.whole and target.resident:
+            if reading.every_loss is not None and target.resident:
                 positions = positions_read(target, ids.shape[1], every=reading.every_loss)
                 loss = losses_at(target, ids, positions, start)
                 self.effects.loss[:, :, positions] = loss.unflatten(0, (len(reading.edits), -1))
             else:
-                target.forward(ids, upto=target.n_layers - 1 if reading.whole else reading.spike.peak, start=start)
+                last = max(layers) if reading.whole and layers else 0
+                target.forward(ids, last_layer=max(last, reading.spike.peak), start=start)
         return self.effects
 
     def _of_edits(self, values: Shaped[Tensor, "text ..."]) -> Shaped[Tensor, "row ..."]:
@@ -149,7 +150,7 @@ class EditedPass:
         hooks: list[Hook] = []
         for group in groups_of(part for part in parts if isinstance(part, Neuron)):
             where = torch.cat([self._rows_with(site) for site in group.sites], -1)
-            hooks.append(neurons_place(self.target, group).rows(where, torch.zeros_like))
+            hooks.append(neurons_point(self.target, group).rows(where, torch.zeros_like))
         for part in parts:
             if not isinstance(part, Neuron):
                 hooks += self._replaced(part)
@@ -164,7 +165,7 @@ class EditedPass:
         """At the place, a component or a head writes its mean over ordinary positions."""
         where = self._rows_with(part) & self._of_edits(self.reading.place)[..., None]
         mean = self.reading.means[part]
-        return [place.rows(where, lambda values: mean.to(values)) for place in places_of(self.target, part)]
+        return [place.rows(where, lambda values: mean.to(values)) for place in hook_points_of(self.target, part)]
 
 
 @torch.no_grad()
@@ -181,7 +182,7 @@ def run_edits(target: Target, reading: Reading) -> Effects:
     effects, starts = list[Effects](), range(0, len(reading.edits), size)
     for number, start in enumerate(starts, 1):
         effects.append(EditedPass(target, replace(reading, edits=reading.edits[start : start + size])).run())
-        report("removals", number, len(starts))
+        report_progress("removals", number, len(starts))
     return Effects(
         along=torch.cat([one.along for one in effects]),
         attention=torch.cat([one.attention for one in effects]),

@@ -13,7 +13,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of, panels
-from sinkscope.sinks.spikes.records import PartShare, SpikeResult
+from sinkscope.sinks.spikes.records import PartShare, SpikeResult, part_of
 from sinkscope.sinks.spikes.sentences import run
 
 COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7")
@@ -96,5 +96,5 @@ def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
 
 def _layer(one: PartShare) -> int:
     """The layer of a component; the embedding stands before the first."""
-    layer = one.part.rpartition(" ")[2]
-    return int(layer) if layer.isdigit() else -1
+    layer = part_of(one.part).layer
+    return -1 if layer is None else layer

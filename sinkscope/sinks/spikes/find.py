@@ -10,12 +10,9 @@ import torch
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.spikes.places import Place, per_text, sink_places, split_by_label
 from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.survey import READS, Survey
+from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.thresholds import LATER, READS, SAME, STANDS_OUT
 from sinkscope.sinks.tokens import Mask
-
-FACTOR = 3.0  # a spike's norm over the typical one
-LATER = 16  # later queries that a place needs to be judged by its attention
-SAME = 0.5  # cosine to the direction at the peak from which a layer carries the same spike
 
 
 def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
@@ -25,7 +22,7 @@ def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
         survey: The survey.
         tokenizer: Its `decode` gives words for places.
     """
-    high = survey.ratios > FACTOR
+    high = survey.ratios > STANDS_OUT
     anywhere = high.any(0)
     ordinary = ~anywhere
     ordinary[:, 0] = False
@@ -59,7 +56,7 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
     mean = survey.states[:, ordinary].mean(1)
     away = survey.states[:, mask].mean(1) - mean
     size = away.norm(dim=-1)
-    free = survey.ratios[:, mask].mean(1) > FACTOR
+    free = survey.ratios[:, mask].mean(1) > STANDS_OUT
     while bool(free.any()):
         peak = int(size.masked_fill(~free, -1).argmax())
         direction, ratios = away[peak] / size[peak], survey.ratios[peak][mask]

@@ -25,8 +25,9 @@ from sinkscope.sinks.spikes.records import (
 from sinkscope.sinks.spikes.removal import count_readers
 from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.steps import Sinks, sinks_of, with_copies, with_marks
-from sinkscope.sinks.spikes.survey import READS, Survey, survey_of
+from sinkscope.sinks.spikes.survey import Survey, survey_of
 from sinkscope.sinks.spikes.texts import most_often
+from sinkscope.sinks.thresholds import READS, SINK_HEADS
 from sinkscope.sinks.tokens import Mask, repetition_limit
 
 FEW_COPIES = 64  # copies that `find_sinks` tries
@@ -62,7 +63,7 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
 
 def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int) -> dict[str, Any]:
     """Take all steps, with so many copies of some tokens, and return the fields of a result."""
-    sinks, target = with_copies(setup, with_marks(sinks_of(setup)), tokens, limit), setup.target
+    sinks, target = with_copies(setup, with_marks(setup, sinks_of(setup)), tokens, limit), setup.target
     survey = sinks.survey
     setup.record(max_repeats=limit)
     first = at_first(survey)
@@ -113,7 +114,7 @@ def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Atten
     found: list[Attended] = []
     for place in split_by_label(survey.ids, there, tokenizer.decode):
         heads = int((survey.received(place.mask).nanmean(-1)[layers] > READS).sum())
-        if heads > 1:
+        if heads >= SINK_HEADS:
             found.append(Attended(words_of(place), heads))
     return tuple(sorted(found, key=lambda one: -one.heads))
 

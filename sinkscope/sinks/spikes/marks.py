@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from statistics import median
@@ -15,13 +15,14 @@ from torch import Tensor
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.spikes.components import components
+from sinkscope.sinks.spikes.controls import chance_of, random_heads
 from sinkscope.sinks.spikes.records import MarkLeft, part_name
-from sinkscope.sinks.spikes.spike import Measured, Parts
+from sinkscope.sinks.spikes.removal import removals_of
+from sinkscope.sinks.spikes.spike import Measured, Part, Parts
 from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
+from sinkscope.sinks.thresholds import ENOUGH, REMAINS
 
-MARKS = 0.75  # share of a spike that is left at most without a part that marks its place
 MOST = 3  # marks that are kept
-TAKEN = 0.9  # share of what all heads together take away that the fewest take
 PAIRED = 6  # parts that are tried in pairs, those without which least is left
 
 Judge = Callable[[Sequence[Parts]], Float[Tensor, "edit case"]]
@@ -29,65 +30,89 @@ Judge = Callable[[Sequence[Parts]], Float[Tensor, "edit case"]]
 
 
 @torch.no_grad()
-def marks_of(one: Measured) -> tuple[MarkLeft, ...]:
+def marks_of(one: Measured, seed: int = 0) -> tuple[MarkLeft, ...]:
     """Replace what writes before the spike's writers at the place by its mean over ordinary positions, one part each.
 
     If no part alone leaves at most three quarters of the spike, pairs are tried. Of an attention layer that marks the
-    place, the fewest heads are named that as one set take away nine tenths of what all its heads take.
+    place, the fewest heads are named that as one set take away nine tenths of what all its heads take, beside random
+    ones of the same layer.
 
     Args:
-        one: The spike, with what it needs: parts up to the first of its writers are tried.
+        one: The spike, with what it needs: the parts before the first of its writers are tried.
+        seed: Seed of the random heads.
     """
-    texts, first = SpikeTexts.of(one.survey, one.spike), one.first_writer
-    parts = [part for part in components(one.survey.target, first) if part != Component("mlp", first)]
-    sets = _judged(texts, [(part,) for part in parts])
-    if not sets or next(iter(sets.values())).left > MARKS:
-        few = [part for part, *_ in sets][:PAIRED]
-        sets = _judged(texts, list(combinations(few, 2)))
+    texts, parts = SpikeTexts.of(one.survey, one.spike), before_writers(one)
+    left = _left(texts, [(part,) for part in parts])
+    if not left or abs(next(iter(left.values()))) > REMAINS:
+        few = [part for (part,) in left][:PAIRED]
+        left = _left(texts, list(combinations(few, 2)))
     marks: list[MarkLeft] = []
-    for members, mark in list(sets.items())[:MOST]:
-        if mark.left <= MARKS:
-            marks += [mark, *_heads(texts, members)]
+    for members, share in list(left.items())[:MOST]:
+        if abs(share) <= REMAINS:
+            others = [without for other, without in left.items() if not set(other) & set(members)]
+            marks.append(_marks(one, texts, [members])[0])
+            marks[-1] = replace(marks[-1], others=median(others) if others else None)
+            marks += _heads(one, texts, members, seed)
     return tuple(marks)
 
 
-def mark_of(parts: Parts, left: Float[Tensor, " case"], others: float | None = None) -> MarkLeft:
-    """Return the record of a set, with what is left without it."""
-    return MarkLeft(" and ".join(map(part_name, parts)), float(left.mean()), margin_of(left.numpy()), others)
+def before_writers(one: Measured) -> list[Component]:
+    """Return the components that write before the first writer that a spike needs; none if that is the embedding."""
+    first = one.first_writer
+    parts = components(one.survey.target, first)
+    writers = [part for part in one.needed if isinstance(part, Component) and (part.layer or 0) == first]
+    before: list[Component] = []
+    for part in parts:
+        if part in (writers or [Component("mlp", first)]):
+            break
+        before.append(part)
+    return before
 
 
-def _judged(texts: SpikeTexts, sets: Sequence[Parts]) -> dict[Parts, MarkLeft]:
-    """What is left of the spike without each set, the least first, beside sets that share no part with it."""
+def _left(texts: SpikeTexts, sets: Sequence[Parts]) -> dict[Parts, float]:
+    """What is left of the spike without each set, those without which it is nearest to nothing first."""
     if not sets:
         return {}
-    left = dict(zip(sets, _left(texts, sets), strict=True))
-    marks: dict[Parts, MarkLeft] = {}
-    for parts in sorted(sets, key=lambda parts: float(left[parts].mean())):
-        others = [float(without.mean()) for other, without in left.items() if not set(other) & set(parts)]
-        marks[parts] = mark_of(parts, left[parts], median(others) if others else None)
+    left = dict(zip(sets, _along(texts, sets).mean(1).tolist(), strict=True))
+    return dict(sorted(left.items(), key=lambda item: abs(item[1])))
+
+
+def _along(texts: SpikeTexts, sets: Sequence[Parts]) -> Float[Tensor, "edit text"]:
+    """What is left of the spike in each text without each set."""
+    return texts.along(sets, _means(texts, sets))
+
+
+def _means(texts: SpikeTexts, sets: Sequence[Parts]) -> dict[Part, Tensor]:
+    return means_of(texts.survey, texts.spike, {part for parts in sets for part in parts})
+
+
+def _marks(one: Measured, texts: SpikeTexts, sets: Sequence[Parts], random: Sequence[Parts] = ()) -> list[MarkLeft]:
+    """Return the records of some sets; of the first beside the random ones."""
+    every = [*sets, *random]
+    removals, marks = removals_of(texts, every, _means(texts, every), every_loss=None), list[MarkLeft]()
+    for number, removal in enumerate(removals[: len(sets)]):
+        beside = chance_of(removals[len(sets) :], removal) if number == 0 else None
+        name, heads = " and ".join(map(part_name, removal.parts)), (one.result.heads, removal.heads)
+        marks.append(MarkLeft(name, removal.left, removal.left_margin, heads, random=beside))
     return marks
 
 
-def _left(texts: SpikeTexts, sets: Sequence[Parts]) -> Float[Tensor, "edit text"]:
-    """What is left of the spike in each text without each set."""
-    return texts.along(sets, means_of(texts.survey, texts.spike, {part for parts in sets for part in parts}))
-
-
-def _heads(texts: SpikeTexts, parts: Parts) -> list[MarkLeft]:
+def _heads(one: Measured, texts: SpikeTexts, parts: Parts, seed: int) -> list[MarkLeft]:
     """Of an attention layer, the heads that mark the place as a set, then alone."""
     (part, *others), target = parts, texts.survey.target
     if others or not isinstance(part, Component) or part.kind != "attention" or target.adapter.o is None:
         return []
     heads = [Head(part.layer or 0, head) for head in range(target.n_heads)]
-    without = _left(texts, [(head,) for head in heads])
-    found = marking_heads(heads, without, partial(_left, texts))
+    without = _along(texts, [(head,) for head in heads])
+    found = marking_heads(heads, without, partial(_along, texts))
     if found.marking is None:
         return []
-    marks = [MarkLeft(" and ".join(map(str, found.marking.heads)), found.marking.left, found.marking.margin)]
-    alone = [mark_of((head,), without[heads.index(head)]) for head in found.order[:MOST]]
+    sets: list[Parts] = [found.marking.heads]
     if len(found.marking.heads) > 1:
-        marks += [mark for mark in alone if mark.left <= MARKS]
-    return marks
+        for head in found.order[:MOST]:
+            if abs(float(without[heads.index(head)].mean())) <= REMAINS:
+                sets.append((head,))
+    return _marks(one, texts, sets, random_heads(found.marking.heads, heads, seed))
 
 
 @dataclass(frozen=True)
@@ -137,12 +162,12 @@ def marking_heads(heads: Sequence[Head], without: Float[Tensor, "head case"], ju
     only = judge([tuple(other for other in heads if other != head) for head in heads])
     order = tuple(heads[number] for number in (without - only).mean(1).argsort(stable=True).tolist())
     every = first(len(order))
-    if every.left > MARKS:
+    if every.left > REMAINS:
         return MarkingSet(order, every, None)
     too_few, marking = 0, every
     while len(marking.heads) - too_few > 1:
         tried = first((too_few + len(marking.heads)) // 2)
-        if 1 - tried.left >= TAKEN * (1 - every.left):
+        if 1 - tried.left >= ENOUGH * (1 - every.left):
             marking = tried
         else:
             too_few = len(tried.heads)

@@ -12,22 +12,17 @@ from sinkscope.hooks.edit import Ablate
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import components
-from sinkscope.sinks.spikes.controls import INTACT, random_neurons
+from sinkscope.sinks.spikes.controls import INTACT, RANDOM_SETS, chance_of, random_components, random_neurons
 from sinkscope.sinks.spikes.edited import Written
-from sinkscope.sinks.spikes.records import Alone, Chance, Needed, NeuronShare, PartShare, part_name
+from sinkscope.sinks.spikes.records import Alone, Needed, NeuronShare, PartShare, part_name
 from sinkscope.sinks.spikes.removal import Removal, count_readers, removals_of
 from sinkscope.sinks.spikes.spike import Measured, Part, Parts
 from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
 from sinkscope.sinks.spikes.writers import neutral_values, of_layer
+from sinkscope.sinks.thresholds import COUNTS, LIKE, REMOVED
 
-LEFT = 0.25  # share of a spike below which it counts as removed
-RANDOM_SETS = 3  # random sets beside the needed one
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
-TAKES_OVER = 0.1  # share of the intact spike that a backup writes then
-WRITES = 0.1  # share of a component from which it is tried in pairs
 PAIRED = 4  # components that are tried in pairs
-CHANGES = 0.1  # share by which a neuron alone changes the spike, from which all its outcomes are measured
-LIKE = 0.9  # cosine from which two spikes have the same direction
 
 
 @torch.no_grad()
@@ -50,12 +45,11 @@ def needs_of(one: Measured, seed: int = 0) -> Measured:
         parts = components(target, one.spike.peak)
         means = means_of(one.survey, one.spike, parts)
         needed = enough_components(texts, one.result.writers, means)
-        others = [part for part in parts if part not in needed]
         if needed:
-            random += [(part,) for part in others[:: max(1, len(others) // RANDOM_SETS)][:RANDOM_SETS]]
+            random = random_components(parts, needed)
     alone: list[Neuron] = []
     for neuron, share in left.items():
-        if (neuron,) != needed and (neuron in needed or abs(1 - share) >= CHANGES):
+        if (neuron,) != needed and (neuron in needed or abs(1 - share) >= COUNTS):
             alone.append(neuron)
     removals = removals_of(texts, [needed] if needed else [], means, every_loss=True)
     beside = removals_of(texts, [*random, *((neuron,) for neuron in alone)], means, every_loss=False)
@@ -87,7 +81,7 @@ def same_needs(one: Measured, other: Measured, number: int, seed: int = 0) -> Me
     if other.result.like is not None or float(spike.direction @ known.direction) < LIKE:
         return None
     texts = SpikeTexts.of(one.survey, spike)
-    if left_without(texts, [neurons])[0] >= LEFT:
+    if left_without(texts, [neurons])[0] >= REMOVED:
         return None
     random = random_neurons(one.survey.target, neurons, seed)
     removals = removals_of(texts, [neurons], every_loss=True)
@@ -129,7 +123,8 @@ def search(texts: SpikeTexts, writing: Sequence[Neuron]) -> tuple[tuple[Neuron, 
 def smallest_set(texts: SpikeTexts, order: tuple[Neuron, ...]) -> tuple[Neuron, ...]:
     """Return the smallest set of neurons that leaves less than a quarter of the spike; it is empty if none does.
 
-    A neuron joins if without it and those before less is left; then members are left out that are not needed.
+    A neuron joins if without it and those before less is left. Where that is not enough, because some write only when
+    several others are gone, all are tried. Then members are left out that are not needed.
 
     Args:
         texts: The texts.
@@ -137,18 +132,20 @@ def smallest_set(texts: SpikeTexts, order: tuple[Neuron, ...]) -> tuple[Neuron, 
     """
     best, least = order[:1], left_without(texts, [order[:1]])[0]
     for neuron in order[1:]:
-        if least < LEFT:
+        if least < REMOVED:
             break
         left = left_without(texts, [(*best, neuron)])[0]
         if left < least:
             best, least = (*best, neuron), left
-    while least < LEFT and len(best) > 1:
+    if least >= REMOVED:
+        best, least = order, left_without(texts, [order])[0]
+    while least < REMOVED and len(best) > 1:
         fewer = list(combinations(best, len(best) - 1))
         left = left_without(texts, fewer)
-        if min(left) >= LEFT:
+        if min(left) >= REMOVED:
             return best
         best = fewer[left.index(min(left))]
-    return best if least < LEFT else ()
+    return best if least < REMOVED else ()
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
@@ -158,7 +155,7 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
         for layer in filter(target.has_neurons, range(spike.peak + 1)):
             found += of_layer(texts.survey, spike, layer)
     found.sort(key=lambda one: -one.share)
-    return [one.address for one in found if one.address not in members and one.share >= TAKES_OVER][:2]
+    return [one.address for one in found if one.address not in members and one.share >= COUNTS][:2]
 
 
 def enough_components(texts: SpikeTexts, writers: Sequence[PartShare], means: Written) -> Parts:
@@ -171,16 +168,16 @@ def enough_components(texts: SpikeTexts, writers: Sequence[PartShare], means: Wr
     """
     left = dict(zip(means, left_without(texts, [(part,) for part in means], means), strict=True))
     names = {part_name(part): part for part in means}
-    writing = [names[one.part] for one in writers if abs(one.share) >= WRITES]
+    writing = [names[one.part] for one in writers if abs(one.share) >= COUNTS]
     order = sorted(left, key=lambda part: left[part])
     for part in [*writing, order[0]]:
-        if left[part] < LEFT:
+        if left[part] < REMOVED:
             return (part,)
     pairs = list(combinations(dict.fromkeys([*writing[:PAIRED], *order[:PAIRED]]), 2))
     if not pairs:
         return ()
     of_pairs = left_without(texts, pairs, means)
-    return pairs[of_pairs.index(min(of_pairs))] if min(of_pairs) < LEFT else ()
+    return pairs[of_pairs.index(min(of_pairs))] if min(of_pairs) < REMOVED else ()
 
 
 # --- records ---
@@ -217,16 +214,6 @@ def with_needs(one: Measured, texts: SpikeTexts, removal: Removal | None, random
     )
     one = one.adding(needed=needed)
     return replace(one, claims=claims_of(one, removal, random))
-
-
-def chance_of(random: Sequence[Removal], removal: Removal) -> Chance | None:
-    """Return what is left without random sets, of each outcome the one nearest to that of the needed set."""
-    if not random:
-        return None
-    ratios = [one.perplexity for one in random if one.perplexity is not None]
-    nearest = min(ratios, key=lambda ratio: abs(ratio - (removal.perplexity or 1)), default=None)
-    heads = min((one.heads for one in random), key=lambda count: abs(count - removal.heads))
-    return Chance(min(one.left for one in random), heads, nearest)
 
 
 def claims_of(one: Measured, removal: Removal, random: Sequence[Removal]) -> Claims:

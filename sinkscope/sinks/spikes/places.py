@@ -16,15 +16,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.results.notation import word_list
+from sinkscope.sinks.thresholds import (
+    ENOUGH,
+    LEAST_CASES,
+    MOST_TEXTS,
+    PLACE_SHARE,
+    POSITION_SHARE,
+    SINK_HEADS,
+    SOME_TEXTS,
+)
 from sinkscope.sinks.tokens import Mask, TokenRows
 
-ENOUGH = 0.9  # least coverage and precision of words
-SINK_HEADS = 2  # an attention sink needs at least this many heads
-POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a position in most texts
-PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that prefer one word are no sink
-MOST_TEXTS = 0.5  # a head attends to a position, or to a token, if it does so in at least this share of the cases
-LEAST_CASES = 3  # minimum positions of a place
-SOME_TEXTS = 0.2  # least share of the texts that have a place
 COMMON = 3  # tokens named where no words fit
 Decode = Callable[[list[int]], str]
 

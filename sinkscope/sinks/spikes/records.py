@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from pydantic import Field
+
+from sinkscope.results.notation import read_head, read_neuron
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import Place
+
+_PART = r"(embedding|(attention|mlp|mixer|layer) \d+|L\d+(\.E\d+)?\.[NH]\d+)"
+PartName = Annotated[str, Field(pattern=f"^{_PART}( and {_PART})*$")]
+"""The name of a part in a file (`part_name`), or those of a set, joined by "and"."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class PartShare:
         margin: Two standard errors over texts. None: too few texts.
     """
 
-    part: str
+    part: PartName
     share: float
     margin: float | None
 
@@ -53,7 +61,13 @@ class NeuronShare(Neuron):
 
 @dataclass(frozen=True)
 class Chance:
-    """What is left without random sets, of each outcome the one nearest to that of the needed set."""
+    """What is left without random sets, of each outcome the one nearest to that of the set itself.
+
+    Attributes:
+        left: Share of the spike.
+        heads: Heads that attend to the place.
+        perplexity: Perplexity over that of the intact model. None: it was not measured.
+    """
 
     left: float
     heads: int
@@ -118,13 +132,23 @@ class MarkLeft:
         part: The part; a set's parts are joined by "and".
         left: The share.
         margin: Two standard errors over texts. None: too few texts.
+        heads: Heads in the spike's layers that attend to the place, before and after. None: of an older file.
         others: Median share left with as many other components replaced that were tried. None: of heads, or no others.
+        random: The same with as many random heads of the same layer replaced, three draws. None: of components, or
+            there are not as many other heads.
     """
 
-    part: str
+    part: PartName
     left: float
     margin: float | None
+    heads: tuple[int, int] | None = None
     others: float | None = None
+    random: Chance | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each part."""
+        return tuple(self.part.split(" and "))
 
 
 @dataclass(frozen=True)
@@ -161,7 +185,7 @@ class SpikeResult:
         ratio_margin: Two standard errors over texts.
         dims: Residual dimensions that hold at least a tenth of its direction's square.
         writers: What wrote it, largest share first; the shares of all components up to the peak sum to 1.
-        neurons: The neurons that wrote it.
+        neurons: The neurons that wrote most along its direction, and against it with a share below zero.
         erasers: What is written against it after the peak.
         needed: The smallest set found that it needs. None: no set that was tried leaves less than a quarter.
         alone: What is left without single neurons, in the order of that.
@@ -289,6 +313,18 @@ def part_name(part: Neuron | Head | Component) -> str:
     if part.layer is None:
         return "embedding"
     return f"{part.kind} {part.layer}"
+
+
+def part_of(name: str) -> Neuron | Head | Component:
+    """Return the part that JSON names so; the inverse of `part_name`."""
+    kind, _, layer = name.partition(" ")
+    if kind == "embedding":
+        return Component("token embedding")
+    if layer:
+        return Component(kind, int(layer))  # pyright: ignore[reportArgumentType] - one of the kinds
+    if "H" in name:
+        return Head(*read_head(name))
+    return Neuron.of(read_neuron(name))
 
 
 def words_of(place: Place) -> PlaceWords:

@@ -11,8 +11,8 @@ from torch import Tensor
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.spikes.edited import Written
 from sinkscope.sinks.spikes.spike import Parts
-from sinkscope.sinks.spikes.survey import READS
 from sinkscope.sinks.spikes.texts import SpikeTexts
+from sinkscope.sinks.thresholds import READS
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Removal:
 
 
 def removals_of(
-    texts: SpikeTexts, sets: Sequence[Parts], means: Written | None = None, *, every_loss: bool
+    texts: SpikeTexts, sets: Sequence[Parts], means: Written | None = None, *, every_loss: bool | None
 ) -> list[Removal]:
     """Return all outcomes of removing each set.
 
@@ -51,7 +51,7 @@ def removals_of(
         texts: The texts.
         sets: The sets.
         means: What removed components and heads write instead.
-        every_loss: Whether the loss of every token is read, however large the vocabulary is.
+        every_loss: Whether the loss of every token is read, however large the vocabulary is. None: no loss is read.
     """
     if not sets:
         return []

@@ -36,13 +36,13 @@ class SpikesFound(Result):
         claims: What is left of each spike, and of the attention to it, without what it needs.
     """
 
-    percent = ("share", "left")
-    columns = ("neuron", "needed", "share", "left", "heads", "perplexity", "place", "layers")
+    percent = ("share", "remaining")
+    columns = ("neuron", "needed", "share", "remaining", "heads", "perplexity", "place", "layers")
     glossary: ClassVar = {
         "neuron": "the neuron; or the component, if the spike needs components",
-        "needed": "whether it is in the smallest set found without which less than a quarter of the spike is left",
+        "needed": "whether it is in the smallest set found without which less than a quarter of the spike remains",
         "share": "what it adds along the spike's direction, as a share of the spike",
-        "left": "share of the spike that is left without it alone",
+        "remaining": "share of the spike that remains without it alone",
         "heads": "heads in the spike's layers that still attend to the place without it alone",
         "perplexity": "perplexity without it alone, over that of the intact model",
         "place": "where the spike is",
@@ -90,7 +90,15 @@ class SpikesFound(Result):
 
     def details(self) -> list[str]:
         """Return the spikes, each in a line, and what else heads attend to."""
-        lines = [sentences.spike_line(one, self.spikes, self.typical_norm) for one in self.spikes]
+        lines = list[str]()
+        for spike in self.spikes:
+            if spike.like is None:
+                where = "" if lines else " of the residual stream"
+                lines.append(sentences.spike_line(spike, self.typical_norm, where))
+        for number, original in enumerate(self.spikes):
+            others = [one for one in self.spikes if one.like == number]
+            if others:
+                lines.append(sentences.elsewhere(original, others))
         if not self.spikes and self.readers.heads:
             lines.append(self._no_spike)
         for one in self.attended:
@@ -145,12 +153,12 @@ def spike_rows(spike: SpikeResult) -> Table:
     members = () if spike.needed is None else spike.needed.neurons
     where = {"place": spike.place.words, "layers": sentences.span(*spike.layers)}
     for one in sorted(spike.alone, key=lambda one: (one.address not in members, one.left)):
-        outcomes = {"share": one.share, "left": one.left, "heads": one.heads, "perplexity": one.perplexity}
+        outcomes = {"share": one.share, "remaining": one.left, "heads": one.heads, "perplexity": one.perplexity}
         rows.append({"neuron": str(one.address), "needed": one.address in members, **outcomes, **where})
     if spike.needed is not None and not members:
         needed = spike.needed
         shares = {one.part: one.share for one in spike.writers}
-        outcomes = {"left": needed.left, "heads": needed.heads[1], "perplexity": needed.perplexity}
+        outcomes = {"remaining": needed.left, "heads": needed.heads[1], "perplexity": needed.perplexity}
         share = sum(shares.get(part, 0.0) for part in needed.parts)
         rows.append({"neuron": " + ".join(needed.parts), "needed": True, "share": share, **outcomes, **where})
     return rows
@@ -183,10 +191,10 @@ class Circuit(SpikesFound):
         return lines[:LINES]
 
     def numbers(self) -> list[Number]:
-        """Return what marks the place, what is left of the spike without it, and the heads that attend there."""
+        """Return what marks the place, what remains of the spike without it, and the heads that attend there."""
         if self.spike is None or not self.spike.marks:
             return super().numbers()
         mark = self.spike.marks[0]
-        label = "share of the spike left with what marks its place replaced"
+        label = "share of the spike that remains with what marks its place replaced"
         left = Number("left", label, mark.left, mark.others, mark.margin, share=True, contrast="median of others")
         return [left, Number("mark", "what marks the place", mark.part), *super().numbers()]

@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sinkscope.results.notation import count_of, percent, word_list
-from sinkscope.sinks.spikes.records import MarkLeft, Needed, OtherBos, Readers, SpikeResult
+from sinkscope.results.parts import Head
+from sinkscope.sinks.spikes.records import MarkLeft, Needed, NeuronShare, OtherBos, Readers, SpikeResult, part_of
+from sinkscope.sinks.thresholds import COUNTS, HALF, REMAINS, REMOVED, SAME_COUNT, SINK_HEADS, STANDS_OUT
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
-RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio} ({dims})."
+RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio}."
+EMBEDDED = "Layer{layers}: the norm at {place} is {norm}, {ratio}; {share} of it comes with the embedding."
+DIMS = "The spike lies along {dims}{where}."
 WITHOUT = "Without {parts}, {left}. Random {kind} instead: {chance}."
-ALONE = "Without any one of {parts}, at least {left} of the spike and {heads} are left."
+ALONE = "Without {parts}, {left} of the spike remains and {heads} still {attend} there."
+BACKUP = "{parts} {write} it only when the others are gone."
+AGAINST = "{parts} {write} against it at the same time."
 ERASED = "{parts} {take} {it} away again."
-MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike is left{others}{readers}."
-NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike are left{readers}."
+MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike remains{others}{heads}."
+NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike remain{readers}."
+ITSELF = "The embedding has the spike at {place} itself, so nothing marks it{readers}."
 READ = "; without {parts}, {heads}"
-MARKED = "With {parts} replaced at the place, {left} of the spike is left."
-ELSEWHERE = "{place} {has} the spike of layer{layers}, too; {heads} {attend} there."
+MARKED = "With {parts} replaced at the place, {left} of the spike remains{heads} (random heads: {chance})."
+ELSEWHERE = "The spike of layer{layers} stands elsewhere, too. {places}."
+AT = "at {place} {heads} {attend} to it (layer{layers})"
 NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical one, at {token} after layer {layer}."
 ATTENDED = "{heads} heads give {place} more than 0.3 of their attention, where no norm stands out."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
 
-FAR = 3.0  # times the typical norm, from which norms are compared as they are
 SHOWN = 3  # neurons or components that a sentence names
-WRITES = 0.1  # share from which a neuron or a component is named
-MOST = 0.5  # share of the spike from which what is written against it takes it away, and not a part
-KEPT = 0.75  # share of the heads that are left without either of two neurons, if either is enough
+PLACES = 2  # places that a sentence names
 
 
 def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | None, n_layers: int) -> str:
@@ -36,7 +41,7 @@ def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | No
     bos, parts = "", list[str]()
     if other is not None and said.place == "the first token":
         bos = f" ({other.heads} {'with' if other.bos else 'without'} {other.token})"
-        if abs(other.heads - said.heads) <= max(2, 0.1 * said.heads):
+        if abs(other.heads - said.heads) <= max(SINK_HEADS, SAME_COUNT * said.heads):
             bos = f", with or without {other.token}"
     for spike in sorted(spikes, key=lambda one: one.layers):
         if spike.place.words == said.place and spike.heads:
@@ -47,27 +52,35 @@ def readers(said: Readers, spikes: tuple[SpikeResult, ...], other: OtherBos | No
     return READERS.format(heads=heads, total=said.total, place=said.place, bos=bos, layers=layers)
 
 
-def spike_line(spike: SpikeResult, spikes: tuple[SpikeResult, ...], typical_norm: Sequence[float]) -> str:
-    """Return what raises a spike, what is left without what it needs and without single neurons, and what erases it.
-
-    Of one that is the same as another of these spikes at another place, only that.
+def spike_line(spike: SpikeResult, typical_norm: Sequence[float], where: str = "") -> str:
+    """Return what raises a spike, what remains without what it needs and without single neurons, and what erases it.
 
     Args:
         spike: The spike.
-        spikes: All spikes of the result.
         typical_norm: Median norm of later positions after each layer.
+        where: What the dimensions are of, in words; it is said once.
     """
-    if spike.like is not None:
-        return elsewhere(spike, spikes[spike.like])
     sentences = [raised(spike, typical_norm[spike.peak])]
+    against = [one for one in written_in_run(spike) if one[1] <= -COUNTS]
+    sentences += with_shares(AGAINST, against, "write")
+    if spike.dims:
+        dims = f"dimension{'s' if len(spike.dims) > 1 else ''} {word_list(spike.dims)}"
+        sentences.append(DIMS.format(dims=dims, where=where))
     if spike.needed is not None:
         sentences += [without(spike, spike.needed), *alone(spike, spike.needed)]
-    if spike.erasers:
-        names = [f"{component(one.part)} ({-one.share:.0%})" for one in spike.erasers[:2]]
-        erased = -sum(one.share for one in spike.erasers[:2])
-        it = "it" if erased >= MOST else "part of it"
-        sentences.append(ERASED.format(parts=capital(word_list(names)), take=verb(names, "take"), it=it))
+    erasers = [(component(one.part), one.share) for one in spike.erasers[:2]]
+    erased = -sum(share for _, share in erasers)
+    sentences += with_shares(ERASED, erasers, "take", it="it" if erased >= HALF else "part of it")
     return " ".join(sentences)
+
+
+def with_shares(template: str, parts: Sequence[tuple[str, float]], plural: str, **words: str) -> list[str]:
+    """Return a sentence about parts that write against a spike, with their shares; none without parts."""
+    if not parts:
+        return []
+    names = [f"{name} ({-share:.0%})" for name, share in parts]
+    words[plural] = verb(names, plural)
+    return [template.format(parts=capital(word_list(names, SHOWN)), **words)]
 
 
 def raised(spike: SpikeResult, typical: float) -> str:
@@ -75,52 +88,63 @@ def raised(spike: SpikeResult, typical: float) -> str:
 
     Where that is not far, because some dimensions are large at all positions, these are left out, and it is said.
     """
-    shares = named(spike) or [(component(one.part), one.share) for one in spike.writers if one.share >= WRITES]
-    names = [f"{name} ({share:.0%})" for name, share in shares]
+    parts = [one for one in written_in_run(spike) if one[1] > 0]
     times, beside = spike.norm / max(typical, 1e-9), ""
-    if times < FAR:
+    if times < STANDS_OUT:
         times, beside = spike.ratio, " beside what is large at all positions"
-    ratio = f"{times:,.{0 if times >= 10 else 1}f} times the typical one{beside}"
-    dims = "no dimension holds a tenth of it"
-    if spike.dims:
-        dims = f"dimension{'s' if len(spike.dims) > 1 else ''} {word_list(spike.dims)}"
-    return RAISED.format(
-        layers=run(*spike.layers),
-        parts=word_list(names, SHOWN) if names else "many parts",
-        raise_=verb(names, "raise"),
-        place=spike.place.words,
-        before=f"{spike.before:,.0f}",
-        norm=f"{spike.norm:,.0f}",
-        ratio=ratio,
-        dims=dims,
-    )
+    words = {
+        "layers": run(*spike.layers),
+        "place": spike.place.words,
+        "norm": f"{spike.norm:,.0f}",
+        "ratio": f"{times:,.{0 if times >= 10 else 1}f} times the typical one{beside}",
+    }
+    embedding = sum(one.share for one in spike.writers if one.part == "embedding")
+    if not parts and embedding >= HALF:
+        return EMBEDDED.format(share=f"{embedding:.0%}", **words)
+    names = [f"{name} ({share:.0%})" for name, share in parts]
+    shown = word_list(names, SHOWN) if names else "many parts"
+    return RAISED.format(parts=shown, raise_=verb(names, "raise"), before=f"{spike.before:,.0f}", **words)
 
 
-def named(spike: SpikeResult) -> list[tuple[str, float]]:
-    """Return the neurons that are named, with their shares: those that are needed, then others that write a tenth."""
+def written_in_run(spike: SpikeResult) -> list[tuple[str, float]]:
+    """Return the neurons, or else the components, that write a spike in its layers, with their shares.
+
+    What wrote along its direction before has been erased, or is a part of the norm that it is raised from.
+    """
+    first = spike.layers[0]
+    neurons = [(str(one.address), one.share) for one in named(spike) if one.layer >= first]
+    parts = list[tuple[str, float]]()
+    for one in spike.writers:
+        layer = one.part.rpartition(" ")[2]
+        if abs(one.share) >= COUNTS and layer.isdigit() and int(layer) >= first:
+            parts.append((component(one.part), one.share))
+    return neurons or parts
+
+
+def named(spike: SpikeResult) -> list[NeuronShare]:
+    """Return the neurons that are named: those that are needed, then others that write a tenth."""
     needed = () if spike.needed is None else spike.needed.neurons
-    some = [one for one in spike.neurons if one.share >= WRITES or one.address in needed]
-    some.sort(key=lambda one: (one.address not in needed, -one.share))
-    return [(str(one.address), one.share) for one in some]
+    some = [one for one in spike.neurons if abs(one.share) >= COUNTS or one.address in needed]
+    return sorted(some, key=lambda one: (one.address not in needed, -one.share))
 
 
 def without(spike: SpikeResult, needed: Needed) -> str:
-    """Return what is left without the needed set, beside random ones."""
+    """Return what remains without the needed set, beside random ones."""
     names, random = [component(part) for part in needed.parts], needed.random
     parts = word_list(names, SHOWN)
-    if {name for name, _ in named(spike)} == set(names):
+    if {name for name, _ in written_in_run(spike)} == set(names):
         parts = {1: "it", 2: "both"}.get(len(names), f"all {len(names)}")
     chance: list[str] = []
-    left = f"{share_left(needed.left)} of the spike is left, and no head of its layers attends there"
+    left = f"{share_left(needed.left)} of the spike remains, and no head of its layers attends there"
     if random is not None:
-        chance.append(f"{random.left:.0%}")
+        chance.append(share_left(random.left))
     if needed.heads[0]:
         heads = of_heads(with_margin(needed.heads[1], needed.heads_margin[1]), needed.heads)
-        left = f"{share_left(needed.left)} of the spike and {heads} are left"
+        left = f"{share_left(needed.left)} of the spike remains and {heads}"
         if random is not None:
             chance.append(count_of(random.heads, "head"))
     if needed.perplexity is not None:
-        left += f" and perplexity is {with_margin(needed.perplexity, needed.perplexity_margin, 1)} times as high"
+        left += f". Perplexity is then {with_margin(needed.perplexity, needed.perplexity_margin, 1)} times as high"
         if random is not None and random.perplexity is not None:
             chance.append(f"{random.perplexity:.1f} times")
     kind = "neurons" if needed.neurons else "components"
@@ -128,46 +152,66 @@ def without(spike: SpikeResult, needed: Needed) -> str:
 
 
 def alone(spike: SpikeResult, needed: Needed) -> list[str]:
-    """What is left without single neurons where no one is needed: either of two is enough, or others only add to it."""
+    """What remains without single neurons where no one is needed: either of two is enough, or others only add to it."""
     some, before = [one for one in spike.alone if one.address in needed.neurons], needed.heads[0]
     if len(needed.neurons) == 1:
-        some = [one for one in spike.alone if one.address not in needed.neurons and one.share >= WRITES]
+        some = [one for one in spike.alone if one.address not in needed.neurons and one.share >= COUNTS]
+    backups = [str(one) for one in needed.neurons if one in spike.backups]
+    said = list[str]()
+    if backups:
+        said = [BACKUP.format(parts=word_list(backups, SHOWN), write=verb(backups, "write"))]
     if not some or not before or not needed.neurons:
-        return []
+        return said
     left, heads = min(one.left for one in some), min(one.heads for one in some)
-    parts = f"{'the other ' if len(needed.neurons) == 1 else 'the '}{len(some)} writers"
-    said = ALONE.format(parts=parts, left=f"{left:.0%}", heads=count_of(heads, "head"))
-    if len(some) == len(needed.neurons) == 2 and heads >= KEPT * before:
-        said = f"Either writer is enough for {heads} of the heads."
-    return [said]
+    if len(needed.neurons) > 1 and left < REMOVED:  # neurons that write against each other
+        return said
+    parts, least = f"any one of these {len(some)}", "at least "
+    if len(needed.neurons) == 1:
+        parts = f"any one of the other {len(some)} writers"
+    if len(some) == 1:
+        parts, least = str(some[0].address), ""
+    words = {"left": f"{least}{share_left(left)}", "heads": count_of(heads, "head")}
+    single = ALONE.format(parts=parts, attend="attends" if heads < 2 else "attend", **words)
+    if len(some) == len(needed.neurons) == 2 and heads >= REMAINS * before:
+        single = f"Either writer is enough for {heads} of the heads."
+    return [single, *said]
 
 
-def elsewhere(spike: SpikeResult, original: SpikeResult) -> str:
-    """Return a place that has a spike of another place, too."""
-    place = capital(spike.place.words)
-    has = "have" if " positions" in place or "wherever they" in place else "has"
-    attend = "attend" if spike.heads > 1 else "attends"
-    heads = count_of(spike.heads, "head")
-    return ELSEWHERE.format(place=place, has=has, layers=run(*original.layers), heads=heads, attend=attend)
+def elsewhere(original: SpikeResult, others: Sequence[SpikeResult]) -> str:
+    """Return the places that have a spike of another place, too, those first to which most heads attend."""
+    places: list[str] = []
+    for one in sorted(others, key=lambda one: -one.heads):
+        heads = count_of(one.heads, "head")
+        attend = "attend" if one.heads > 1 else "attends"
+        places.append(AT.format(place=one.place.words, heads=heads, attend=attend, layers=run(*one.layers)))
+    return ELSEWHERE.format(layers=run(*original.layers), places=capital(word_list(places, PLACES)))
 
 
 def marks(spike: SpikeResult) -> str:
-    """Return what marks the place of a spike, and how many heads attend there before and after its writers are gone."""
+    """Return what marks the place of a spike, and how many heads attend there before and after its removal."""
     place, read = spike.place.words, readers_left(spike.needed)
+    if spike.needed is not None and "embedding" in spike.needed.parts:
+        return ITSELF.format(place=place, readers=read)
     if not spike.marks:
         return NO_MARKS.format(place=place, readers=read)
     mark = spike.marks[0]
-    names = [component(part) for part in mark.part.split(" and ")]
-    others = "" if mark.others is None else f" (others: {mark.others:.0%})"
+    names = list(map(component, mark.names))
     return MARKS.format(
         parts=capital(word_list(names)),
         mark=verb(names, "mark"),
         place=place,
         them="it" if len(names) == 1 else "both",
         left=share_left(mark.left),
-        others=others,
-        readers=read,
+        others="" if mark.others is None else f" (without others: {share_left(mark.others)})",
+        heads=mark_heads(mark),
     )
+
+
+def mark_heads(mark: MarkLeft) -> str:
+    """Return how many heads still attend without a mark, as an end of a sentence; empty if none did before."""
+    if mark.heads is None or not any(mark.heads):
+        return ""
+    return f", and {of_heads(str(mark.heads[1]), mark.heads)}"
 
 
 def share_left(share: float) -> str:
@@ -179,7 +223,7 @@ def share_left(share: float) -> str:
 
 
 def readers_left(needed: Needed | None) -> str:
-    """Return how many heads are left without the needed set, as an end of a sentence; empty if no head attends."""
+    """Return how many heads remain without the needed set, as an end of a sentence; empty if no head attends."""
     if needed is None or not needed.heads[0]:
         return ""
     parts = word_list([component(part) for part in needed.parts])
@@ -189,19 +233,31 @@ def readers_left(needed: Needed | None) -> str:
 
 
 def of_heads(left: str, heads: tuple[int, int]) -> str:
-    """Return how many heads are left, in words, of those before; some attend to a place only after a removal."""
+    """Return how many heads still attend to a place, in words, of those before; some do so only after a removal."""
     before, after = heads
     if after > before:
-        return f"{left} heads (before: {before})"
-    return f"{left} of {before} heads"
+        return f"{left} heads attend there (before: {before})"
+    return f"{left} of {before} heads still attend there"
 
 
 def marking_heads(spike: SpikeResult) -> list[str]:
-    """Return what is left without the heads that mark the place, as a set, where an attention layer marks it."""
-    if len(spike.marks) < 2 or not spike.marks[1].part.startswith("L"):
+    """Return what remains without the heads that mark the place, as a set, where an attention layer marks it."""
+    if len(spike.marks) < 2 or not isinstance(part_of(spike.marks[1].names[0]), Head):
         return []
     mark: MarkLeft = spike.marks[1]
-    return [MARKED.format(parts=word_list(mark.part.split(" and "), SHOWN), left=share_left(mark.left))]
+    chance = "too few others"
+    if mark.random is not None:
+        chance = share_left(mark.random.left)
+        if mark.heads is not None and any(mark.heads):
+            chance += f", {count_of(mark.random.heads, 'head')}"
+    return [
+        MARKED.format(
+            parts=word_list(mark.names, SHOWN),
+            left=share_left(mark.left),
+            heads=mark_heads(mark),
+            chance=chance,
+        )
+    ]
 
 
 # --- words ---

@@ -13,6 +13,7 @@ from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.records import SpikeResult
 from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.thresholds import COUNTS
 from sinkscope.sinks.tokens import Mask
 
 Part = Neuron | Head | Component
@@ -62,7 +63,7 @@ class Spike:
         """The residual dimensions that hold a tenth of the direction's square or more, the largest first."""
         square = self.direction.square()
         order = square.argsort(descending=True, stable=True)
-        return tuple(order[square[order] >= 0.1].tolist())
+        return tuple(order[square[order] >= COUNTS].tolist())
 
     def along(self, states: Float[Tensor, "*n d_model"]) -> Float[Tensor, "*n"]:
         """Projection of states on the direction, from the mean of ordinary positions, as a share of the spike."""

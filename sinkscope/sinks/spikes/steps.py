@@ -91,9 +91,9 @@ def with_writers(survey: Survey, spike: Spike) -> SpikeResult:
     )
 
 
-def with_marks(sinks: Sinks) -> Sinks:
+def with_marks(setup: Setup, sinks: Sinks) -> Sinks:
     """Step 5."""
-    return replace(sinks, spikes=tuple(one.adding(marks=marks_of(one)) for one in sinks.spikes))
+    return replace(sinks, spikes=tuple(one.adding(marks=marks_of(one, setup.seed)) for one in sinks.spikes))
 
 
 def with_copies(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit: int) -> Sinks:

@@ -19,15 +19,13 @@ from sinkscope.models.modules.layer_call import keep_call
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import Component
+from sinkscope.sinks.thresholds import MASSIVE, NARROWEST, READS
 from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
 SURVEYED = 12  # texts of a survey
 KEPT_ELEMENTS = 1 << 28  # states of this many elements are kept: one gigabyte; of larger models fewer texts are read
 FEWEST = 4  # ... but at least these
-NARROWEST = 24  # smallest window of which heads can be judged: in a smaller one every position gets much attention
-READS = 0.3  # mean attention above which a head attends to a place (Gu et al. 2025)
-MASSIVE = 30.0  # a dimension is massive from this many times the median dimension
 SMALLEST = 1e-9  # least typical norm: in a hand-made model it can be 0, and it is a divisor
 
 
@@ -191,7 +189,7 @@ class _Reading:
         if target.attending:
             rows = visible_rows(target, self._attend, layers=layers, rows_per_chunk=ids.shape[1], whole=False)
         with target.hooks(*hooks), rows:
-            target.forward(ids, upto=target.n_layers - 1)
+            target.forward(ids, last_layer=target.n_layers - 1)
 
     def _hooks(self, layer: int) -> list[Hook]:
         target, hooks = self.target, list[Hook]()

@@ -70,16 +70,23 @@ class SpikeTexts:
             rows = rows[:1]
         return self.left(self._run(rows, end, edits, means).along, rows)
 
-    def effects(self, edits: Sequence[Parts], means: Written | None = None, *, every_loss: bool) -> Effects:
+    def effects(self, edits: Sequence[Parts], means: Written | None = None, *, every_loss: bool | None) -> Effects:
         """Return all effects of each edit, from whole passes."""
         return self._run(self.rows, None, edits, means, whole=True, every_loss=every_loss)
 
     def _run(
-        self, rows: Tensor, end: int | None, edits: Sequence[Parts], means: Written | None, **how: bool
+        self,
+        rows: Tensor,
+        end: int | None,
+        edits: Sequence[Parts],
+        means: Written | None,
+        whole: bool = False,
+        every_loss: bool | None = None,
     ) -> Effects:
         begin = partial(self.survey.start, texts=rows, length=end)
         ids, place = self.survey.ids[rows, :end], self.spike.mask[rows, :end]
-        return run_edits(self.survey.target, Reading(ids, place, self.spike, edits, means or {}, begin, **how))
+        reading = Reading(ids, place, self.spike, edits, means or {}, begin, whole, every_loss)
+        return run_edits(self.survey.target, reading)
 
     def left(self, along: Float[Tensor, "edit case"], rows: Int[Tensor, " text"]) -> Float[Tensor, "edit text"]:
         """Return what is left in these texts: a ratio of means over texts, and how far each text moves it."""

@@ -26,13 +26,11 @@ from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.records import NeuronShare, PartShare, part_name
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED
 from sinkscope.sinks.tokens import Mask
 
-LISTED = 0.005  # share of a component from which it is listed
-NAMED = 0.02  # shares of neurons from which they are listed, if an MLP writes at least so much
 MOST = 8  # neurons that are listed
 OF_A_LAYER = 4  # ... of one layer
-ERASES = 0.05  # share that an eraser takes away
 
 
 def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ...]]:
@@ -57,7 +55,7 @@ def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[PartShare, ...], tup
 
 @torch.no_grad()
 def neurons_of(survey: Survey, spike: Spike, writers: Sequence[PartShare]) -> tuple[NeuronShare, ...]:
-    """Return the neurons that write most along the direction, as shares of the intact spike.
+    """Return the neurons that write most along the direction, or against it, as shares of the intact spike.
 
     Args:
         survey: The survey.
@@ -68,14 +66,30 @@ def neurons_of(survey: Survey, spike: Spike, writers: Sequence[PartShare]) -> tu
     written = {one.part: one.share for one in writers}
     for layer in range(spike.peak + 1):
         if abs(written.get(f"mlp {layer}", 0.0)) >= NAMED:
-            neurons += of_layer(survey, spike, layer, survey.start(layer))
-    return tuple(sorted(neurons, key=lambda one: -one.share)[:MOST])
+            neurons += of_layer(survey, spike, layer, survey.start(layer), against=True)
+    neurons.sort(key=lambda one: -abs(one.share))
+    return tuple(sorted(neurons[:MOST], key=lambda one: -one.share))
 
 
 def of_layer(
-    survey: Survey, spike: Spike, layer: int, start: LayerInput | None = None, count: int = OF_A_LAYER
+    survey: Survey,
+    spike: Spike,
+    layer: int,
+    start: LayerInput | None = None,
+    count: int = OF_A_LAYER,
+    *,
+    against: bool = False,
 ) -> list[NeuronShare]:
-    """Return the neurons of a layer that write most along the direction; under an ablation, those that do so then."""
+    """Return the neurons of a layer that write most along the direction; under an ablation, those that do so then.
+
+    Args:
+        survey: The survey.
+        spike: The spike.
+        layer: The layer.
+        start: What the pass starts with.
+        count: Number of neurons at most.
+        against: Whether neurons that write against the direction count as well.
+    """
     target = survey.target
     where = spike.mask | few_ordinary(target, layer, spike.ordinary)
     with target.loaded(layer):
@@ -84,9 +98,10 @@ def of_layer(
     of_place = spike.mask[where]
     beyond = (written[of_place] - written[~of_place].mean(0)) / spike.size
     total = beyond.mean(0)
+    size = total.abs() if against else total
     neurons: list[NeuronShare] = []
-    for number in total.topk(min(count, len(total))).indices.tolist():
-        if float(total[number]) >= NAMED:
+    for number in size.topk(min(count, len(size))).indices.tolist():
+        if float(size[number]) >= NAMED:
             margin = margin_of(per_text(beyond[:, number], spike.mask).numpy())
             expert, neuron = expert_and_neuron(target, layer, number)
             neurons.append(NeuronShare(layer, expert, neuron, float(total[number]), margin))

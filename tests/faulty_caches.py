@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
-
-from experiments.check_cache.keepers import (
+from right_caches import (
     FIRST,
     HeadKeeper,
     Keeper,
@@ -22,6 +17,11 @@ from experiments.check_cache.keepers import (
     keeper,
     stock,
 )
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
 from sinkscope.conformance.subject import Factory
 from sinkscope.kv import LayerMoment, Policy, StreamingLLM
 
@@ -34,25 +34,21 @@ class Fault:
         factory: Makes it.
         check: The check that names the fault.
         right: The cache without the fault.
-        thread: Where users found such a fault; empty: nowhere that is known here.
     """
 
     factory: Factory
     check: str
     right: Factory
-    thread: str = ""
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(
-    check: str, right: Callable[..., Any], thread: str = ""
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def fault(check: str, right: Factory) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a factory; its name says the fault."""
 
     def register(factory: Factory) -> Factory:
-        FAULTS[factory.__name__] = Fault(factory, check, right, thread)
+        FAULTS[factory.__name__] = Fault(factory, check, right)
         return factory
 
     return register
@@ -84,7 +80,7 @@ def only_16_tokens_are_handed_out(config):
     return stock_with(config, Cut)
 
 
-@fault("the_cache_knows_its_length", keeper, "VeloxQuant-MLX#137")
+@fault("the_cache_knows_its_length", keeper)  # VeloxQuant-MLX#137
 def length_is_what_is_held(config, budget):
     class Short(Keeper):
         def get_seq_length(self):
@@ -137,7 +133,7 @@ def only_the_latest_are_kept(config, budget):
     return cache_of(config, lambda: Keeper(budget, first=0))
 
 
-@fault("the_first_tokens_survive", keeper, "kvpress, StreamingLLMPress in decoding")
+@fault("the_first_tokens_survive", keeper)  # kvpress, StreamingLLMPress in decoding
 def slots_are_taken_for_positions(config, budget):
     class Unordered(Keeper):
         def kept(self, states):
@@ -148,7 +144,7 @@ def slots_are_taken_for_positions(config, budget):
     return cache_of(config, lambda: Unordered(budget))
 
 
-@fault("the_first_tokens_survive", keeper, "mlx-lm#1631")
+@fault("the_first_tokens_survive", keeper)  # mlx-lm#1631
 def each_chunk_evicts_all_before_it(config, budget):
     class Chunked(Keeper):
         chunks = 0
@@ -165,7 +161,7 @@ def each_chunk_evicts_all_before_it(config, budget):
 # Learned sink logits, windows, states
 
 
-@fault("learned_sink_logits_count", stock, "kekzl/imp#1345")
+@fault("learned_sink_logits_count", stock)  # kekzl/imp#1345
 @contextmanager
 def learned_sinks_are_dropped(model):
     def attend(module, query, key, value, mask, **kwargs):
@@ -188,7 +184,7 @@ def windowed_with(config, layer: type[DynamicSlidingWindowLayer]) -> DynamicCach
     return cache
 
 
-@fault("a_prompt_in_chunks_is_the_whole_prompt", stock, "vllm#43374")
+@fault("a_prompt_in_chunks_is_the_whole_prompt", stock)  # vllm#43374
 def a_chunk_sees_only_the_last_window(config):
     class Last(DynamicSlidingWindowLayer):
         def update(self, key_states, value_states, *args, **kwargs):
@@ -393,9 +389,7 @@ def recording(config):
     return cache
 
 
-@fault(
-    "a_cropped_draft_leaves_no_trace_in_states", recording, "https://github.com/huggingface/transformers/issues/49036"
-)
+@fault("a_cropped_draft_leaves_no_trace_in_states", recording)  # huggingface/transformers#49036
 def crop_leaves_the_recurrent_state(config):
     cache = DynamicCache(config=config)
     cache.activate_past_recording()

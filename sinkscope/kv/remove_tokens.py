@@ -13,7 +13,7 @@ from sinkscope.kv.session import Session
 
 
 @dataclass(frozen=True, eq=False)
-class Without(Intervention):
+class RemoveTokens(Intervention):
     """Evict tokens of the prompt from every layer and head, before the first generated token is read.
 
     It chooses nothing, so it acts beside a policy, after what was entered before it.

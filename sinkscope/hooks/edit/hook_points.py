@@ -1,4 +1,4 @@
-"""Where a pass is edited (neurons, heads, whole outputs), and the editor of what passes there."""
+"""Where a pass is edited (neurons, heads, whole outputs), and the base of edits that give values new ones there."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 
 Edit = Callable[[Tensor], Tensor | None]
-"""Gives new values `[... d]` for those that pass a place, or None to leave them."""
+"""Gives new values `[... d]` for those that pass a hook point, or None to leave them."""
 
 
-class Place(NamedTuple):
-    """One place that values pass.
+class HookPoint(NamedTuple):
+    """A point of a pass at which values can be edited.
 
     Attributes:
         module: The module beside which they pass.
@@ -63,32 +63,32 @@ class Place(NamedTuple):
         return self.hook(replaced)
 
 
-def heads_place(target: Target, layer: int, columns: list[int] | None = None) -> Place:
+def heads_point(target: Target, layer: int, columns: list[int] | None = None) -> HookPoint:
     """Return the outputs of all heads of a layer, side by side (`hook_z`), or some columns of them."""
-    return Place(target.sub(layer, "o"), "pre", columns)
+    return HookPoint(target.sub(layer, "o"), "pre", columns)
 
 
-def neurons_place(target: Target, group: NeuronGroup, site: str = "post") -> Place:
+def neurons_point(target: Target, group: NeuronGroup, site: str = "post") -> HookPoint:
     """Return neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up"."""
     layer, expert, neurons = group[:3]
     if expert is not None:
         experts = target.experts(layer)
-        return Place(experts.module, "post", inside=partial(expert_hook, experts, expert, neurons))
+        return HookPoint(experts.module, "post", inside=partial(expert_hook, experts, expert, neurons))
     if site == "post":
-        return Place(target.sub(layer, "down"), "pre", neurons)
+        return HookPoint(target.sub(layer, "down"), "pre", neurons)
     first = 0
     if target.adapter.fused_gate_up:
         first = target.width(layer)
-    return Place(target.sub(layer, "up"), "post", [first + neuron for neuron in neurons])
+    return HookPoint(target.sub(layer, "up"), "post", [first + neuron for neuron in neurons])
 
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """The values that pass a place in one forward call.
+    """The values that pass a hook point in one forward call.
 
     Attributes:
         old: The values; of a head, the columns of its output.
-        of: What the edit says of the place.
+        of: What the edit says of the hook point.
         call: The forward call.
         memory: What the edit keeps of these rows between calls.
         run: The run in which the edit acts.
@@ -107,11 +107,11 @@ class Values:
 
 
 class PlacedEdit(Intervention):
-    """Gives new values to what passes some places."""
+    """Base of edits that give new values to what passes some hook points."""
 
     @abstractmethod
-    def places_in(self, target: Target) -> list[tuple[Place, Any]]:
-        """Return the places in this model, each with what its values are values of."""
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, Any]]:
+        """Return the hook points in this model, each with what its values are values of."""
 
     @abstractmethod
     def edited(self, values: Values) -> Float[Tensor, "batch pos *d"]:
@@ -125,8 +125,8 @@ class PlacedEdit(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on the modules beside which the values pass."""
-        for number, (place, of) in enumerate(self.places_in(run.target)):
-            run.hook_edit(*place.hook(partial(self._edit, run, (key, number), of)))
+        for number, (point, of) in enumerate(self.hook_points(run.target)):
+            run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of)))
 
     def _edit(self, run: Run, key: tuple[int, int], of: Any, tensor: Tensor) -> Tensor | None:
         """New values; None if the run does not act on this call."""

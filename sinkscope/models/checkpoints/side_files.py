@@ -22,7 +22,7 @@ TOKENIZER_FILES = (
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def check_beside(folder: Path, names: Iterable[str]) -> None:
+def check_side_files(folder: Path, names: Iterable[str]) -> None:
     """Check that the JSON files of a checkpoint, as far as they are there, hold an object each.
 
     Args:

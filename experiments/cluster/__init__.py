@@ -1,1 +1,0 @@
-"""Scans of several models on a cluster: a script for Ray, one for submitit, and an array of Slurm."""

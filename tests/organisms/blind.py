@@ -1,0 +1,493 @@
+"""Models with spikes of other kinds than those that `find_sinks` was written on, and what is so in each.
+
+What is expected stood here before `find_sinks` and `circuit` saw one of them. Parts have the names of the JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sinkscope.results.parts import Neuron
+
+from .build import FIRST, SECOND, Build, HardTruth, Place, Site, kinds
+from .hard import calm
+from .noise import NORM
+from .plant import MARK
+from .tokens import BOS
+
+Parts = frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantedSpike:
+    """A spike that was planted.
+
+    Attributes:
+        place: Where; a token is meant wherever it stands.
+        first: First layer of its run.
+        last: Last layer of its run.
+        needs: Smallest sets without which nothing is left; each is right.
+        writers: Components that write a tenth of it or more.
+        marks: Components of which one has to be named first; none: no part marks the place alone.
+        erasers: Components that take it away, or a part of it.
+        backups: Neurons that write it only when others are gone.
+    """
+
+    place: Place = FIRST
+    first: int
+    last: int
+    needs: tuple[Parts, ...]
+    writers: tuple[str, ...]
+    marks: tuple[str, ...] = ()
+    erasers: tuple[str, ...] = ()
+    backups: Parts = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlindTruth(HardTruth):
+    """What is so.
+
+    Attributes:
+        planted: The spikes.
+        readers: The heads that were planted to attend to each place.
+    """
+
+    planted: tuple[PlantedSpike, ...] = ()
+    readers: tuple[tuple[Place, tuple[tuple[int, int], ...]], ...] = ()
+
+
+BLIND: dict[str, tuple[str, ...]] = {}
+"""Every kind, and the families that it is built in."""
+_kind = kinds(BLIND, "blind ")
+
+
+def names(*sites: Site) -> Parts:
+    """The names of neurons in the JSON."""
+    return frozenset(str(Neuron.of(site)) for site in sites)
+
+
+def heads_mark(b: Build) -> tuple[str, ...]:
+    """What marks the first token after `Build.mark`: the heads read the embedding."""
+    return ("attention 0", "embedding")
+
+
+def end(b: Build) -> int:
+    return b.plan.n_layers - 1
+
+
+@_kind("llama", "mistral", count=1)
+def _shared_neuron(b: Build) -> BlindTruth:
+    """BOS and a delimiter have one feature, and one neuron makes one spike of both."""
+    where = b.flag(BOS) | b.flag(b.delimiter)
+    site = b.fire(b.feature, b.side, where=where)
+    calm(b)
+    reading = b.read(b.behind, b.side, where=where)
+    for layer, head in reading:  # one query sees a few of these places, which share its attention
+        b.views.layers[layer].q[head] *= 1.3
+    spikes = []
+    for place in (FIRST, b.delimiter):
+        needs = (names(site),)
+        writers = (f"mlp {b.at}",)
+        spikes.append(
+            PlantedSpike(place=place, first=b.at, last=end(b), needs=needs, writers=writers, marks=("embedding",))
+        )
+    return BlindTruth(
+        planted=tuple(spikes), readers=((FIRST, reading), (b.delimiter, reading)), delimiters=(b.delimiter,)
+    )
+
+
+def second_writer(b: Build, layer: int, first: int, share: float, way: Tensor) -> Site:
+    """A neuron that reads the mark in a later layer as if the first writer of `way` were not there."""
+    before = b.const(layer)  # as long as nothing is written yet
+    rows = b.surgeon.on(layer, b.space.mark)
+    size = b.surgeon.size(first)
+    one = b.fire(b.space.mark, way, (1 - share) * size, layer=first)
+    rows = b.surgeon.on(layer, b.space.mark)
+    rows = b.surgeon.steady(layer, rows, way, before)
+    b.write(rows, way, share * size, layer=layer, neuron=b.spare[1], route=b.space.mark)
+    return one
+
+
+@_kind("qwen3", "llama", count=1, layers=(8, 8), at=2)
+def _split_writer(b: Build) -> BlindTruth:
+    """Two MLPs, two layers apart, write 60 and 40 % of one spike; without one the other is left."""
+    b.mark()
+    one = second_writer(b, 4, 2, 0.4, b.way)
+    needs = names(one, b.site(4, b.spare[1]))
+    reading = b.read(range(5, b.plan.n_layers), b.way)
+    spike = PlantedSpike(first=2, last=end(b), needs=(needs,), writers=("mlp 2", "mlp 4"), marks=heads_mark(b))
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("mistral", "gpt2", count=1, layers=(9, 9), at=1)
+def _restart(b: Build) -> BlindTruth:
+    """A spike that an eraser ends, and that another MLP starts again."""
+    b.mark()
+    one = b.fire(b.space.mark, b.way)
+    b.take_away(3)
+    two = b.fire(b.space.mark, b.way, b.surgeon.size(5), layer=5, neuron=b.spare[1])
+    reading = (*b.read(range(2, 4), b.way), *b.read(range(6, 9), b.way))
+    marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
+    early = PlantedSpike(first=1, last=2, needs=(names(one),), writers=("mlp 1",), marks=marks, erasers=("mlp 3",))
+    late = PlantedSpike(first=5, last=8, needs=(names(two),), writers=("mlp 5",), marks=marks)
+    return BlindTruth(planted=(early, late), readers=((FIRST, reading),))
+
+
+@_kind("llama", "gpt2", count=2, layers=(7, 8), at=2)
+def _backup_of_two(b: Build) -> BlindTruth:
+    """A neuron of the next layer reads the mark, which the norm hides from it unless two writers are gone."""
+    b.mark()
+    third = b.fire(b.space.mark, b.way, layer=3, neuron=b.spare[1])
+    rows = [b.surgeon.on(2, b.space.mark)] * 2
+    b.surgeon.write(2, b.plan.neurons, rows, [b.way] * 2, [0.5, 0.5], b.surgeon.size(2))
+    reading = b.read(range(4, b.plan.n_layers), b.way)
+    marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
+    spike = PlantedSpike(
+        first=2,
+        last=end(b),
+        needs=(names(*b.sites(), third),),
+        writers=("mlp 2",),
+        marks=marks,
+        backups=names(third),
+    )
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("gpt2", count=1)
+def _second_position(b: Build) -> BlindTruth:
+    """The second position is marked, whatever stands there."""
+    b.views.positions[1] += MARK * b.space.mark
+    where = torch.zeros_like(b.tokens, dtype=torch.bool)
+    where[:, 1] = True
+    calm(b)
+    site = b.fire(b.space.mark, b.way, where=where)
+    reading = b.read(b.behind, b.way, where=where)
+    spike = PlantedSpike(
+        place=SECOND,
+        first=b.at,
+        last=end(b),
+        needs=(names(site),),
+        writers=(f"mlp {b.at}",),
+        marks=("embedding",),
+    )
+    return BlindTruth(planted=(spike,), readers=((SECOND, reading),))
+
+
+@_kind("neox", "qwen3", count=1)
+def _separator_beside_first(b: Build) -> BlindTruth:
+    """A delimiter has a spike; other heads read the embedding of BOS, whose norm does not stand out."""
+    where = b.flag(b.delimiter)
+    b.views.embed[BOS] += MARK * b.side / b.plan.embed_scale
+    calm(b)
+    site = b.fire(b.feature, b.way, where=where)
+    at_first = b.read(b.later_layers, b.side)
+    there = b.read(b.behind, b.way, where=where, other=True)
+    spike = PlantedSpike(
+        place=b.delimiter,
+        first=b.at,
+        last=end(b),
+        needs=(names(site),),
+        writers=(f"mlp {b.at}",),
+        marks=("embedding",),
+    )
+    return BlindTruth(planted=(spike,), readers=((FIRST, at_first), (b.delimiter, there)), delimiters=(b.delimiter,))
+
+
+@_kind("qwen2", "mixtral")
+def _two_reasons(b: Build) -> BlindTruth:
+    """No spike: some heads read the mark that heads put on the first token, others BOS's own embedding."""
+    b.mark()
+    b.flag(BOS)
+    one = b.read(b.later_layers, b.space.mark)
+    two = b.read(b.later_layers, b.feature, other=True)
+    return BlindTruth(readers=((FIRST, tuple(sorted((*one, *two)))),))
+
+
+@_kind("mixtral", "qwen3_moe", count=1)
+def _two_experts(b: Build) -> BlindTruth:
+    """The first token goes to two experts, and a neuron of each writes about half of the spike."""
+    b.mark()
+    size, experts = b.surgeon.size(b.at), (b.plan.expert, (b.plan.expert + 1) % b.plan.family.experts)
+    sites = []
+    for expert in experts:
+        b.plan = replace(b.plan, expert=expert)
+        sites.append(b.fire(b.space.mark, b.way, size / 2))
+    columns = [b.views.layers[b.at].down[site[1], site[2]] for site in sites]
+    parts = []
+    for _column, other in (columns, columns[::-1]):
+        kept = other.clone()
+        other.zero_()
+        parts.append(float(b.surgeon.seen(b.views.layers[b.at].mlp) @ b.way))
+        other.copy_(kept)
+    for column, part in zip(columns, parts, strict=True):
+        column.mul_(0.5 * size / part)
+    reading = b.read(b.behind, b.way)
+    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(*sites),), writers=(f"mlp {b.at}",), marks=heads_mark(b))
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("qwen3_moe", "mixtral", count=1)
+def _expert_each(b: Build) -> BlindTruth:
+    """The first token and a delimiter have one direction, written by neurons of two experts."""
+    where = b.flag(b.delimiter)
+    b.mark()
+    one = b.fire(b.space.mark, b.way)
+    b.plan = replace(b.plan, expert=(b.plan.expert + 1) % b.plan.family.experts)
+    two = b.fire(b.feature, b.way, neuron=b.spare[0], where=where)
+    reading = b.read(b.behind, b.way)
+    spikes = []
+    for place, site, marks in ((FIRST, one, heads_mark(b)), (b.delimiter, two, ("embedding",))):
+        spikes.append(
+            PlantedSpike(
+                place=place, first=b.at, last=end(b), needs=(names(site),), writers=(f"mlp {b.at}",), marks=marks
+            )
+        )
+    return BlindTruth(
+        planted=tuple(spikes), readers=((FIRST, reading), (b.delimiter, reading)), delimiters=(b.delimiter,)
+    )
+
+
+@_kind("llama", "neox", count=1, layers=(7, 8), at=3)
+def _halves_of_mark(b: Build) -> BlindTruth:
+    """Heads of two layers write half of the mark each; the neuron needs both."""
+    b.mark()
+    for head, _, slot in b.plan.slots:
+        b.views.layers[0].o[head, slot] *= 0.5
+    b.plan = replace(b.plan, marking_layer=1)
+    b.mark()
+    for head, _, slot in b.plan.slots:
+        b.views.layers[1].o[head, slot] *= 0.5
+    b.plan = replace(b.plan, marking_layer=0)
+    site = b.fire(b.space.mark, b.way)
+    reading = b.read(b.behind, b.way)
+    marks = ("attention 0", "attention 1", "embedding")
+    spike = PlantedSpike(first=3, last=end(b), needs=(names(site),), writers=("mlp 3",), marks=marks)
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("llama", "qwen2", count=2)
+def _saturated(b: Build) -> BlindTruth:
+    """The embedding and heads both mark the first token, and one suffices: of two neurons the second writes against
+    the first what is more than one mark."""
+    b.mark()
+    one, two = b.plan.neurons
+    b.fire(b.space.mark, b.way)
+    layer, expert = b.views.layers[b.at], b.plan.expert
+    gate, up = b.surgeon.on(b.at, b.space.mark)
+    const = b.space.const / (b.surgeon.mlp_input(b.at) @ b.space.const)
+    b.surgeon.set_neuron(layer, two, gate - 0.3 * b.plan.sharpness * const, up)
+    layer.down[expert, two] = -layer.down[expert, one]
+    b.views.embed[BOS] += MARK * b.space.mark / b.plan.embed_scale
+    reading = b.read(b.behind, b.way)
+    needs = (names(*b.sites()), frozenset({f"mlp {b.at}"}))
+    spike = PlantedSpike(first=b.at, last=end(b), needs=needs, writers=(f"mlp {b.at}",))
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("mistral", "qwen3", count=1)
+def _attention_spike(b: Build) -> BlindTruth:
+    """Heads of layer 0 write the spike of BOS themselves."""
+    b.mark()
+    own = [(head, slot) for head, group, slot in b.plan.slots if group == b.plan.groups[BOS]]
+    for head, slot in own:
+        b.views.layers[0].o[head, slot] = b.plan.spike * NORM / len(own) * b.way
+    reading = b.read(b.later_layers, b.way)
+    needs = (frozenset({"attention 0"}), frozenset({"embedding"}))
+    spike = PlantedSpike(first=0, last=end(b), needs=needs, writers=("attention 0",), marks=("embedding",))
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("neox", "llama", count=1, at=0)
+def _first_mlp(b: Build) -> BlindTruth:
+    """The first MLP makes the spike of BOS from its embedding."""
+    b.flag(BOS)
+    site = b.fire(b.feature, b.way)
+    reading = b.read(b.behind, b.way)
+    spike = PlantedSpike(first=0, last=end(b), needs=(names(site),), writers=("mlp 0",), marks=("embedding",))
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("gpt2")
+def _position_spike(b: Build) -> BlindTruth:
+    """The embedding of position 0 is the spike."""
+    b.views.positions[0] += b.plan.spike * NORM * b.way
+    reading = b.read(b.later_layers, b.way)
+    spike = PlantedSpike(
+        first=0, last=end(b), needs=(frozenset({"embedding"}),), writers=("embedding",), marks=("embedding",)
+    )
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("gpt2", "qwen3", count=12)
+def _many_small(b: Build) -> BlindTruth:
+    """Twelve neurons write a twelfth each: no few neurons are needed, their MLP is."""
+    b.mark()
+    rows, n = b.surgeon.on(b.at, b.space.mark), len(b.plan.neurons)
+    b.surgeon.write(b.at, b.plan.neurons, [rows] * n, [b.way] * n, [1 / n] * n, b.surgeon.size(b.at))
+    reading = b.read(b.behind, b.way)
+    marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
+    needs = (frozenset({f"mlp {b.at}"}),)
+    spike = PlantedSpike(first=b.at, last=end(b), needs=needs, writers=(f"mlp {b.at}",), marks=marks)
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("qwen2", "gpt2", count=2)
+def _opposed(b: Build) -> BlindTruth:
+    """One neuron writes 150 % of the spike, another of its layer half of it against it."""
+    b.mark()
+    rows = [b.surgeon.on(b.at, b.space.mark)] * 2
+    b.surgeon.write(b.at, b.plan.neurons, rows, [b.way] * 2, [1.5, -0.5], b.surgeon.size(b.at))
+    reading = b.read(b.behind, b.way)
+    marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
+    needs = (names(*b.sites()), frozenset({f"mlp {b.at}"}))
+    spike = PlantedSpike(first=b.at, last=end(b), needs=needs, writers=(f"mlp {b.at}",), marks=marks)
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("gemma2", "llama", count=1, layers=(8, 8), at=2)
+def _partly_erased(b: Build) -> BlindTruth:
+    """A later MLP takes a third of the spike away, and the rest stays."""
+    b.mark()
+    site = b.fire(b.space.mark, b.way)
+    gate, _ = b.surgeon.on(5, b.way)
+    size = float(b.surgeon.seen(b.views.layers[5].block) @ b.way)
+    b.write((gate, b.full(5, b.way)), -b.way, size / 3, layer=5, neuron=b.spare[0], route=b.way)
+    reading = b.read(b.behind, b.way)
+    spike = PlantedSpike(
+        first=2, last=end(b), needs=(names(site),), writers=("mlp 2",), marks=heads_mark(b), erasers=("mlp 5",)
+    )
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("llama", "gpt2", count=1, layers=(8, 8), at=1)
+def _relay(b: Build) -> BlindTruth:
+    """A neuron writes a spike, and one of a later layer reads it and writes one four times as large in another way."""
+    b.mark()
+    one = b.fire(b.space.mark, b.way)
+    two = b.fire(b.way, b.side, 4 * b.surgeon.size(1), layer=4, neuron=b.spare[0])
+    reading = (*b.read(range(2, 5), b.way), *b.read(range(5, 8), b.side))
+    marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
+    early = PlantedSpike(first=1, last=3, needs=(names(one),), writers=("mlp 1",), marks=marks)
+    late = PlantedSpike(first=4, last=7, needs=(names(two), names(one)), writers=("mlp 4",), marks=("mlp 1", *marks))
+    return BlindTruth(planted=(early, late), readers=((FIRST, reading),))
+
+
+@_kind("qwen3", "neox", count=1, layers=(6, 6), at=5)
+def _last_layer(b: Build) -> BlindTruth:
+    """The last layer makes the spike: no head can read it."""
+    b.mark()
+    site = b.fire(b.space.mark, b.way)
+    calm(b, marked=True)
+    spike = PlantedSpike(first=5, last=5, needs=(names(site),), writers=("mlp 5",), marks=heads_mark(b))
+    return BlindTruth(planted=(spike,))
+
+
+@_kind("llama", "neox", count=1, spike=1.2, massive_layer=None)
+def _massive_delimiter(b: Build) -> BlindTruth:
+    """A dimension is massive on every token, and a delimiter has a spike beside it."""
+    b.surgeon.make_massive()
+    where = b.flag(b.delimiter)
+    calm(b)
+    site = b.fire(b.feature, b.side, where=where)
+    reading = b.read(b.behind, b.side, where=where)
+    spike = PlantedSpike(
+        place=b.delimiter,
+        first=b.at,
+        last=end(b),
+        needs=(names(site),),
+        writers=(f"mlp {b.at}",),
+        marks=("embedding",),
+    )
+    return BlindTruth(planted=(spike,), readers=((b.delimiter, reading),), delimiters=(b.delimiter,))
+
+
+@_kind("llama", "gpt2", count=2)
+def _two_marks(b: Build) -> BlindTruth:
+    """One neuron reads what heads (in GPT-2 the position) write, the other a feature of BOS; each writes half."""
+    b.mark()
+    b.flag(BOS)
+    size = b.surgeon.size(b.at) / 2
+    one = b.fire(b.space.mark, b.way, size)
+    gate, up = b.surgeon.on(b.at, b.feature)
+    two = b.write((gate, up), b.way, size, neuron=b.plan.neurons[1])
+    reading = b.read(b.behind, b.way)
+    marks = ("embedding", "attention 0") if b.plan.by_heads else ("embedding",)
+    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(one, two),), writers=(f"mlp {b.at}",), marks=marks)
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("gpt2", count=1)
+def _two_positions(b: Build) -> BlindTruth:
+    """The first two positions are marked, and one neuron makes one spike of both."""
+    b.views.positions[:2] += MARK * b.space.mark
+    where = torch.zeros_like(b.tokens, dtype=torch.bool)
+    where[:, :2] = True
+    calm(b, marked=True)
+    site = b.fire(b.space.mark, b.way, where=where)
+    reading = b.read(b.behind, b.way, where=where)
+    spikes = []
+    for place in (FIRST, SECOND):
+        spikes.append(
+            PlantedSpike(
+                place=place,
+                first=b.at,
+                last=end(b),
+                needs=(names(site),),
+                writers=(f"mlp {b.at}",),
+                marks=("embedding",),
+            )
+        )
+    return BlindTruth(planted=tuple(spikes), readers=((FIRST, reading), (SECOND, reading)))
+
+
+@_kind("qwen3", "neox", count=1, spike=4.5)
+def _small_spike(b: Build) -> BlindTruth:
+    """A norm of four times the typical one, which heads read."""
+    b.mark()
+    site = b.fire(b.space.mark, b.way)
+    reading = b.read(b.behind, b.way)
+    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(site),), writers=(f"mlp {b.at}",), marks=heads_mark(b))
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("mistral", "mixtral", count=3)
+def _thirds(b: Build) -> BlindTruth:
+    """Three neurons write a third each: without any two, a third is left, which is more than a quarter."""
+    b.mark()
+    rows = [b.surgeon.on(b.at, b.space.mark)] * 3
+    b.surgeon.write(b.at, b.plan.neurons, rows, [b.way] * 3, [1 / 3] * 3, b.surgeon.size(b.at))
+    reading = b.read(b.behind, b.way)
+    spike = PlantedSpike(
+        first=b.at, last=end(b), needs=(names(*b.sites()),), writers=(f"mlp {b.at}",), marks=heads_mark(b)
+    )
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("gpt_oss", count=1)
+def _spike_and_learned(b: Build) -> BlindTruth:
+    """Some heads read the spike, others of the same layers give their attention to a learned logit."""
+    b.mark()
+    site = b.fire(b.space.mark, b.way)
+    reading = b.read(b.behind, b.way)
+    for index in b.behind:
+        for head in range(b.plan.n_heads):
+            if (index, head) not in reading:
+                b.views.layers[index].attn_sinks[head] = 8.0
+    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(site),), writers=(f"mlp {b.at}",), marks=heads_mark(b))
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+
+
+@_kind("qwen2", "llama", count=1)
+def _half_embedded(b: Build) -> BlindTruth:
+    """The embedding of BOS has a spike, and a neuron that reads it writes as much once more along it."""
+    size = b.plan.spike * NORM / 2
+    b.views.embed[BOS] += size * b.way / b.plan.embed_scale
+    site = b.fire(b.way, b.way, size)
+    reading = b.read(b.behind, b.way)
+    needs = (frozenset({"embedding"}),)
+    spike = PlantedSpike(first=0, last=end(b), needs=needs, writers=("embedding", f"mlp {b.at}"), marks=("embedding",))
+    assert site
+    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
