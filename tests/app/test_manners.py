@@ -164,12 +164,6 @@ def test_a_chat_template_that_fails_is_refused_in_one_line(template, says):
         chat_text(tokenizer, [{"role": "user", "content": "poem"}], "m")
 
 
-def test_a_chat_is_written_by_the_tokenizers_template():
-    tokenizer = copy.deepcopy(organism("llama", 0).tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    assert chat_text(tokenizer, [{"role": "user", "content": "poem"}], "m") == "<user>poem"
-
-
 # --- From Python -----------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from covering import each_other
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from intervention_kit import KINDS, count_hooks, logits
 from organisms import MODEL_TYPES, tiny_model
@@ -123,7 +123,6 @@ def test_positions_count_real_tokens(positions, places):
 # --- positions: every way of calling, against counting by hand -----------------------------------------------------
 
 
-@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     cuts=st.lists(st.integers(1, 4), max_size=4),

@@ -52,9 +52,10 @@ def test_dry_in_generate_ends_a_loop_and_breakers_hide_it():
     plain = model.generate(**ask)[0].tolist()
     with_dry = model.generate(**ask, logits_processor=[ss.DRY()])[0].tolist()
     every = [chr(code) for code in range(32, 127)]
+    ask["max_new_tokens"] = 60
     hidden = model.generate(**ask, logits_processor=[ss.DRY(breakers=every, tokenizer=model.tokenizer)])[0].tolist()
     assert ss.loops.tail_period(plain, shortest=48) and not ss.loops.tail_period(with_dry, shortest=24)
-    assert hidden == plain, "every token breaks"
+    assert hidden == plain[: len(hidden)] != with_dry[: len(hidden)], "every token breaks"
 
 
 @pytest.mark.parametrize(

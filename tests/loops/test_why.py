@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kv_kit import close, decode, logits_of, prompts, shallow_of
-from organisms.kept_loops import KeptLoop, kept_loop, kept_loops
+from organisms.kept_loops import CASES, KeptLoop, kept_loop
 from refusals import refused
 from transformers import DynamicCache
 
@@ -16,8 +16,6 @@ from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.loops.text.signals import Tail
 from sinkscope.loops.why import LoopedText, Removal, Why, why
 
-ORGANISMS = kept_loops()
-NAMES = [made.name for made in ORGANISMS]
 CYCLE = [5, 6, 7]
 BEFORE = [*range(100, 140)]
 """A text without a loop."""
@@ -29,10 +27,10 @@ def asked(made: KeptLoop, cuts: int = 6) -> Why:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", ORGANISMS, ids=NAMES)
-def test_every_planted_cause_is_reported(made: KeptLoop):
-    found = asked(made)
-    assert (set(found.kept_by), found.goes_on) == (set(made.causes), 1.0)
+@pytest.mark.parametrize(("causes", "seed"), CASES)
+def test_every_planted_cause_is_reported(causes: tuple[str, ...], seed: int):
+    found = asked(kept_loop(causes, seed))
+    assert (set(found.kept_by), found.goes_on) == (set(causes), 1.0)
 
 
 @pytest.fixture

@@ -42,7 +42,6 @@ class KeptLoop:
         cycle: What greedy decoding repeats from the first new token on.
     """
 
-    name: str
     model: LlamaForCausalLM
     tokenizer: PreTrainedTokenizerFast
     causes: tuple[str, ...]
@@ -76,7 +75,6 @@ def kept_loop(causes: tuple[str, ...], seed: int = 0) -> KeptLoop:
     ]
     # The prompt ends inside a block, because its last token is read with the exact and whole prompt.
     return KeptLoop(
-        name=f"{' and '.join(causes)}, seed {seed}",
         model=model,
         tokenizer=word_tokenizer(VOCAB),
         causes=causes,
@@ -150,9 +148,5 @@ def _matching(attention: torch.nn.Module, const: int, first: int, own: list[int]
     attention.o_proj.weight[flag, 0] = 1.0
 
 
-def kept_loops() -> list[KeptLoop]:
-    """All organisms: single causes with two seeds, and both, each of which is needed."""
-    made: list[KeptLoop] = []
-    for cause in (*CAUSES, "weights"):
-        made += [kept_loop((cause,), seed) for seed in (0, 1)]
-    return [*made, kept_loop(CAUSES)]
+CASES = [*(((cause,), seed) for cause in (*CAUSES, "weights") for seed in (0, 1)), (CAUSES, 0)]
+"""Causes and seeds: single causes twice, and both, each of which is needed."""

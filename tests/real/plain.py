@@ -6,14 +6,12 @@ norm behind the MLP where the layer has `post_feedforward_layernorm`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from raw_kit import attention as attentions
-from raw_kit import inputs_edited, norms, residuals, zeroed  # noqa: F401  (beside the other readings and edits)
 from torch import Tensor, nn
 
 Site = tuple[int, int]
@@ -58,6 +56,19 @@ def reading(modules: Iterable[nn.Module], what: str) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
+def residuals(model: Any, ids: Tensor) -> Tensor:
+    """The residual stream after each layer: [layer, row, position, d_model]."""
+    with reading(layers(model), "output") as seen:
+        model.model(ids, use_cache=False)
+    return torch.stack(seen)
+
+
+def norms(model: Any, ids: Tensor) -> Tensor:
+    """L2 norm of the residual stream after each layer: [layer, row, position]."""
+    return residuals(model, ids).norm(dim=-1)
+
+
+@torch.no_grad()
 def activations(model: Any, ids: Tensor, layer: int) -> Tensor:
     """What the neurons of a layer hold, which is the input of its down projection: [row, position, neuron]."""
     with reading([layers(model)[layer].mlp.down_proj], "input") as seen:
@@ -80,6 +91,17 @@ def contributions(model: Any, ids: Tensor, layer: int, position: int = 0, *, beh
         size = written.sum(1).square().mean(-1).add(norm.eps).sqrt()
         written = written / size[:, None, None] * (1 + norm.weight)
     return written.norm(dim=-1).mean(0)
+
+
+@torch.no_grad()
+def attentions(model: Any, ids: Tensor) -> list[Tensor]:
+    """The attention probabilities of each layer: [row, head, query, key]."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        return list(model.model(ids, output_attentions=True, use_cache=False).attentions)
+    finally:
+        model.set_attn_implementation(before)
 
 
 def attention_received(model: Any, ids: Tensor, position: int = 0) -> Tensor:
@@ -119,10 +141,25 @@ def divergence(intact: Tensor, other: Tensor) -> Tensor:
 
 
 @contextmanager
+def inputs_edited(module: nn.Module, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let a module read its input as it is after an edit."""
+    handle = module.register_forward_pre_hook(lambda _module, args: (edit(args[0]), *args[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def zeroed(model: Any, sites: Iterable[Site]) -> AbstractContextManager[None]:
+    """Set neurons to zero at every position."""
+    return held(model, dict.fromkeys(sites, 0.0), first=0)
+
+
+@contextmanager
 def listing_1(model: Any, sites: Iterable[Site]) -> Iterator[None]:
     """Let the linear factor of neurons hold its value at the second token from there on (Yona et al., Listing 1)."""
 
-    def holding(neuron: int) -> Any:
+    def holding(neuron: int) -> Callable[..., Any]:
         def edit(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
             output = output.clone()
             output[:, 1:, neuron] = output[:, 1:2, neuron]

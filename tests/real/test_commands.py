@@ -8,11 +8,8 @@ import re
 import plain
 import pytest
 import torch
-from texts import prose
 
 from sinkscope.app.card import read_card
-from sinkscope.conformance.check_cache import check_cache
-from sinkscope.kv import H2O, TOVA, SnapKV, StreamingLLM
 
 
 def test_models_check_says_what_is_served(typed, smollm2):
@@ -48,48 +45,6 @@ def test_loops_reads_what_the_model_wrote(typed, smollm2, tmp_path):
     typed(["loops", str(file)], 3 if looping else 0)
     file.write_text(json.dumps({"tokens": [*written, *(30 * written[-3:])]}))
     typed(["loops", str(file)], 3)
-
-
-@pytest.mark.parametrize("policy", [StreamingLLM, H2O, TOVA, SnapKV], ids=lambda policy: policy.__name__)
-@torch.no_grad()
-def test_a_cache_that_leaves_nothing_out_changes_no_logit(smollm2, policy):
-    ids = plain.ids_of(smollm2.tokenizer, prose(), 48, bos=True)
-    expected = smollm2.model(ids, use_cache=False).logits
-    with policy(budget=1000).on(smollm2.model):
-        out = smollm2.model(ids[:, :44], use_cache=True)
-        logits = [out.logits]
-        for position in range(44, 48):
-            step = ids[:, position : position + 1]
-            logits.append(smollm2.model(step, past_key_values=out.past_key_values).logits)
-    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=2e-3, rtol=1e-4)
-
-
-def test_check_cache_passes_what_changes_nothing():
-    assert check_cache("transformers:DynamicCache").exit_code == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_find_sinks_reads_the_folder_layer_by_layer(typed, smollm2):
-    """Streamed from disk, it says the same neurons as plain hooks on the model in memory."""
-    said = typed(["find-sinks", str(smollm2.folder), "--max-repeats", "16", "--json", "-"]).out
-    ids = plain.ids_of(smollm2.tokenizer, prose(), 64, bos=True)
-    top = plain.contributions(smollm2.model, ids, 11).topk(2).indices.tolist()
-    for neuron in top:
-        assert f"L11.N{neuron}" in said or f'"neuron": {neuron}' in said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_view_shows_the_norms_of_its_text(typed, smollm2, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("The cat sat on the mat.")
-    page = tmp_path / "view.json"
-    typed(["view", str(smollm2.folder), "--text", str(text), "--json", str(page)])
-    ids = torch.tensor([[1, *smollm2.tokenizer(text.read_text()).input_ids]])
-    norm = plain.norms(smollm2.model, ids)[11, 0, 0].item()
-    numbers = [float(number) for number in re.findall(r"\d{5,}\.?\d*", page.read_text())]
-    assert min(abs(number / norm - 1) for number in numbers) < 1e-2
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import plain
 import pytest
 import torch
 
@@ -14,37 +15,19 @@ from sinkscope.sinks.marking_heads import heads
 
 def state_after(model, ids, layer: int, means: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
     """The state of each row's only token after a layer; in some layers all heads give their mean output."""
-    seen: list[torch.Tensor] = []
-    with ExitStack() as stack, torch.no_grad():
+    with ExitStack() as stack:
         for at, mean in (means or {}).items():
-            o_proj = model.model.layers[at].self_attn.o_proj
-
-            def swap(_module, args, mean=mean):
-                return (mean.expand_as(args[0]),)
-
-            stack.callback(o_proj.register_forward_pre_hook(swap).remove)
-
-        def keep(_module, _args, output):
-            seen.append(output[0] if isinstance(output, tuple) else output)
-
-        stack.callback(model.model.layers[layer].register_forward_hook(keep).remove)
-        model(ids, use_cache=False)
-    return seen[0].reshape(len(ids), ids.shape[1], -1)[:, 0].float()
+            o_proj = plain.layers(model)[at].self_attn.o_proj
+            stack.enter_context(plain.inputs_edited(o_proj, mean.expand_as))
+        return plain.residuals(model, ids)[layer, :, 0].float()
 
 
 def mean_outputs(model, ids, layers: range, ordinary: torch.Tensor) -> dict[int, torch.Tensor]:
     """The mean input of the output projection at ordinary positions of typical text."""
-    means: dict[int, torch.Tensor] = {}
-    with ExitStack() as stack, torch.no_grad():
-        for layer in layers:
-
-            def keep(_module, args, layer=layer):
-                means[layer] = args[0][ordinary].mean(0)
-
-            o_proj = model.model.layers[layer].self_attn.o_proj
-            stack.callback(o_proj.register_forward_pre_hook(keep).remove)
+    blocks = [plain.layers(model)[layer].self_attn.o_proj for layer in layers]
+    with plain.reading(blocks, "input") as seen, torch.no_grad():
         model(ids, use_cache=False)
-    return means
+    return {layer: outputs[ordinary].mean(0) for layer, outputs in zip(layers, seen, strict=True)}
 
 
 def test_smollm2_without_heads_is_that_of_plain_hooks(smollm2):

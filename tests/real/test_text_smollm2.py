@@ -17,7 +17,6 @@ from sinkscope.bench.run import bench
 from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.kv import H2O, TOVA, SnapKV, StreamingLLM
 from sinkscope.loops.barcode import SUFFIX, barcode
-from sinkscope.loops.text.check import check
 from sinkscope.loops.why import why
 from sinkscope.opening.live import target_of
 
@@ -69,12 +68,6 @@ def test_a_policy_keeps_the_positions_that_attention_says(smollm2, prompt, maps,
     assert heads == 90 and same >= 87
 
 
-def test_generate_writes_what_stock_transformers_write(smollm2, prompt):
-    (written,) = ss.generate(smollm2.model, prompt[:, :40], max_new_tokens=12)
-    assert written.tokens == plain.greedy(smollm2.model, prompt[:, :40], 12)[: len(written.tokens)]
-    assert written.prompt_tokens == 40
-
-
 def test_a_guard_leaves_text_without_loops_alone(smollm2, prompt):
     (guarded,) = ss.generate(smollm2.model, prompt[:, :40], guard=True, max_new_tokens=12)
     assert guarded.events == []
@@ -91,15 +84,6 @@ def test_a_guard_acts_exactly_where_the_stock_model_loops(smollm2):
     assert looping >= 2 * len(sentence) + 64
     (guarded,) = ss.generate(smollm2.model, ids, guard=True, max_new_tokens=8 * len(sentence))
     assert guarded.events and plain.covered_at_end([*ids[0].tolist(), *guarded.tokens]) < looping
-
-
-def test_loops_finds_the_period_that_a_plain_search_finds(smollm2):
-    ids = smollm2.tokenizer(prose()).input_ids[:200]
-    looped = ids + 12 * ids[40:57]
-    assert plain.period_at_end(looped) == 17 and plain.period_at_end(ids) is None
-    looping, clean = check([looped, ids]).records
-    assert (looping.verdict, looping.period, looping.wasted) == ("loops", 17, 11 * 17)
-    assert clean.verdict == "clean"
 
 
 def test_lines_carry_what_a_plain_sum_over_their_cells_says(smollm2):
