@@ -80,12 +80,12 @@ def test_the_terminal_has_the_spikes_and_what_each_switch_changes(bundled):
     assert row == {
         "place": "the first token",
         "layers": "1-5",
-        "times_typical": spike.ratio,
-        "heads_that_attend": spike.heads,
+        "ratio": spike.ratio,
+        "heads": spike.heads,
         "needed": "L1.N338",
     }
     lines = view.text(brief=True).splitlines()
-    assert set(lines[0].split()) == set("_".join(row).split("_")) and "L1.N338" in lines[1]
+    assert set(lines[0].split()) == set(row) and "L1.N338" in lines[1]
     changed = [variant.sentence for variant in view.texts[0].variants[1:]]
     assert [line for line in lines if line in changed] == changed and len(changed) == 4
 
