@@ -143,5 +143,7 @@ def test_the_json_has_schema_3(of_smollm2):
     spike = data["result"]["spikes"][0]
     assert spike["layers"] == [11, 29] and set(spike["needed"]["neurons"][0]) == {"layer", "expert", "neuron"}
     assert {"left", "heads", "perplexity"} == set(spike["needed"]["random"])
-    assert {"part", "share"} <= set(spike["writers"][0]) and {"part", "left"} <= set(spike["marks"][0])
+    assert {"part", "share"} <= set(spike["writers"][0]) and {"part", "left", "heads", "random"} <= set(
+        spike["marks"][0]
+    )
     assert {"token", "half", "one", "last"} <= set(spike["copies"][0])

@@ -230,12 +230,12 @@ class ModelView(Result):
 
     kind = "view"
     page = "view"
-    columns = ("place", "needed", "layers", "heads_that_attend")
+    columns = ("place", "needed", "layers", "heads")
     glossary: ClassVar[dict[str, str]] = {
         "place": "Where the norm stands out.",
         "layers": "First and last layer in which it does.",
-        "times_typical": "Norm there over the typical one.",
-        "heads_that_attend": "Heads of its layers that attend to the place.",
+        "ratio": "Norm there over the typical one.",
+        "heads": "Heads of its layers that attend to the place.",
         "needed": "The neurons or components without which it goes.",
     }
 
@@ -271,7 +271,6 @@ class ModelView(Result):
         rows: Table = []
         for spike in self.circuit:
             first, last = spike.layers
-            row = {"place": spike.place, "layers": f"{first}-{last}", "times_typical": spike.ratio}
-            row["heads_that_attend"] = spike.heads
+            row = {"place": spike.place, "layers": f"{first}-{last}", "ratio": spike.ratio, "heads": spike.heads}
             rows.append({**row, "needed": ", ".join(part.name for part in spike.writers if part.needed)})
         return rows
