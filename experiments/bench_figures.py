@@ -31,6 +31,7 @@ from sinkscope.results.style import COLOURS, figure_of
 
 NEEDLE = "full,streaming,h2o,snapkv,adakv,tova,a-shape,minference,loopserve,loopserve:alpha=0.75,loopserve:paper"
 NEEDLE += ",loopserve-d,loopserve-d:first=0"
+UNCHECKED = "loopserve:checked=0"
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
 BY_PLACE = "full,streaming:96,snapkv:96,adakv:96,progressive:96,progressive-0:96"
@@ -63,9 +64,7 @@ RUNS = {
     "loopbench_small": BenchFigure("loop_paper", "loops", GUARDS, batch_size=24),
     "needle": BenchFigure("score", "needle:lengths=640,896,1152", NEEDLE),
     "needle_recall": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall"),
-    "needle_recall_2hop": BenchFigure(
-        "score", "needle:lengths=640,1024,2048", f"{NEEDLE},loopserve:checked=0", "recall-2hop"
-    ),
+    "needle_recall_2hop": BenchFigure("score", "needle:lengths=640,1024,2048", f"{NEEDLE},{UNCHECKED}", "recall-2hop"),
     "loopserve_fig2d": BenchFigure("score", "recall:count=40:turns=1:total=400:hops=1", BY_PLACE, "recall", 10),
     "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
 }

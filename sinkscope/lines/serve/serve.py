@@ -82,8 +82,8 @@ class LoopServe(SparsePrompts):
 
     The defaults were chosen by what real models lose (docs/serve.md has the table). With alpha 0.995 the loss of
     SmolLM2 rose by at most 0.005 nats a token on texts of four kinds, three of 2,048 tokens and one of 4,096 of each,
-    by 0.010 on one of four texts of 8,192, and 97.7 % or more of the likeliest tokens stayed, for 38 to 82 % of the
-    cells. With 0.99 one text lost 0.021 nats.
+    by 0.010 on one of four texts of 8,192, and 97.4 % or more of the likeliest tokens stayed, for 38 to 82 % of the
+    cells. With 0.99 one text lost 0.022 nats.
     `LoopServe.paper()` uses the paper's settings.
 
     Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
