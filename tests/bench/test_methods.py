@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from refusals import refused
 
-from sinkscope.bench.methods import RandomSlots, method_classes, read_method, read_methods
+from sinkscope.bench.methods import ANYWHERE, RandomSlots, method_classes, read_method, read_methods
 from sinkscope.kv import H2O, SnapKV
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.shapes import ShapeShare
@@ -22,9 +22,13 @@ from sinkscope.loops.guard import LoopGuard
         ("loopguard", "loopguard:64", LoopGuard(budget=64)),
         ("loopguard:paper:256", "loopguard:paper:256", LoopGuard.paper(budget=256)),
         ("loopguard:paper:variant=p1", "loopguard:paper:64:variant=p1", LoopGuard.paper(variant="p1", budget=64)),
-        ("loopserve:alpha=0.9", "loopserve:64:alpha=0.9", LoopServe(alpha=0.9, budget=64, shortest=0, dense_above=0.55)),
-        ("loopserve-p:paper", "loopserve-p:paper", LoopServe.paper(decode=False, shortest=0, dense_above=0.55)),
-        ("loopserve-0:shortest=9", "loopserve-0:64:shortest=9", LoopServe(budget=64, first=0, shortest=9, dense_above=0.55)),
+        ("loopserve:alpha=0.9", "loopserve:64:alpha=0.9", LoopServe(alpha=0.9, budget=64, **ANYWHERE)),
+        ("loopserve-p:paper", "loopserve-p:paper", LoopServe.paper(decode=False, **ANYWHERE)),
+        (
+            "loopserve-0:shortest=9",
+            "loopserve-0:64:shortest=9",
+            LoopServe(budget=64, first=0, **{**ANYWHERE, "shortest": 9}),
+        ),
         ("a-shape:0.5", "a-shape:0.5", ShapeShare("AShape", 0.5)),
         ("sampling", "sampling", None),
         ("sinkscope.bench.methods:RandomSlots", "sinkscope.bench.methods:RandomSlots:64", RandomSlots(budget=64)),
@@ -60,7 +64,7 @@ def test_every_method_can_be_made_with_a_budget_of_the_task():
         ("", "no method is given: choose from full, random"),
     ],
 )
-def test_wrong_method_descriptions_are_refused(text, message):
+def test_what_is_wrong_with_a_method(text, message):
     with refused(words=[message]):
         read_methods([text] if text else [])
 
