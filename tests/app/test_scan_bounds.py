@@ -84,8 +84,6 @@ def test_the_report_of_a_scan_that_has_not_ended_says_so(tmp_path, monkeypatch, 
     whole = scanning.PARTS
     monkeypatch.setattr(scanning, "PARTS", [whole[0], replace(whole[1], measure=stopped)])
     typed("scan --quick --out all/s", 130)
-    typed("heads --n-tokens 4 --json all/heads.json")
     typed("report all")
     page = Path("all/report.html").read_text()
     assert "s: a scan that has not ended; its command goes on with it" in page and "no folder of bench" not in page
-    assert "2 results of kind heads on bundled: their settings differ in n_tokens" in page

@@ -67,7 +67,7 @@ def test_where_no_head_of_layer_0_marks_it_is_an_answer():
     o = organism("gpt2", 0)
     found = attack(o.model, tokenizer=o.tokenizer, n_tokens=40)
     assert found.clusters.heads == [] and found.clusters.unneeded.all() and found.attempts == ()
-    tried = f"40 of {o.model.config.vocab_size} tokens"
+    tried = f"40 tokens drawn from {o.model.config.vocab_size}"
     assert found.conclusion().startswith(
         f"No head of layer 0 marks one of {tried} by itself: 100% (± 0%) have the spike "
     )

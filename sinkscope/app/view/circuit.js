@@ -187,7 +187,7 @@ function withoutNeuron(view, { name, spikes }) {
   }
   const title = element("h3", {}, "What its removal does");
   if (!rows.length) return element("div", {}, title, element("p", { class: "soft" }, "It was not removed."));
-  const head = ["removed", "spike remaining", "heads", "perplexity"].map((words) => element("th", { scope: "col" }, words));
+  const head = ["removed", "remains", "heads", "perplexity"].map((words) => element("th", { scope: "col" }, words));
   const lines = rows.map(([words, left]) => {
     if (!left) return element("tr", {}, element("th", { scope: "rowgroup", colspan: 4 }, words));
     const cells = [words, share(left.left), left.heads, left.perplexity === null ? "not measured" : `${left.perplexity.toFixed(2)} times`];
