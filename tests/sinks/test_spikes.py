@@ -134,9 +134,10 @@ def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it
 
 
 @pytest.mark.parametrize(
-    ("shares", "it"), [((-0.3, -0.21), "it"), ((-0.3, -0.19), "part of it"), ((-0.06,), "part of it")]
+    ("shares", "it"),
+    [((-0.5, -0.41), "it"), ((-0.3, -0.21), "most of it"), ((-0.3, -0.19), "part of it"), ((-0.06,), "part of it")],
 )
-def test_what_erases_less_than_half_of_a_spike_takes_only_a_part_of_it_away(shares, it):
+def test_erasers_take_away_as_much_as_their_shares(shares, it):
     found, spike = spike_of_figure()
     erasers = tuple(PartShare(f"mlp {3 + number}", share, None) for number, share in enumerate(shares))
     said = spike_line(replace(spike, erasers=erasers), found.typical_norm)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.parts import Head
 from sinkscope.sinks.spikes.records import MarkLeft, Needed, NeuronShare, OtherBos, Readers, SpikeResult, part_of
-from sinkscope.sinks.thresholds import COUNTS, HALF, REMAINS, REMOVED, SAME_COUNT, SINK_HEADS, STANDS_OUT
+from sinkscope.sinks.thresholds import COUNTS, ENOUGH, HALF, REMAINS, REMOVED, SAME_COUNT, SINK_HEADS, STANDS_OUT
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
 RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio}."
@@ -24,8 +24,7 @@ NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quar
 ITSELF = "The embedding has the spike at {place} itself, so nothing marks it{readers}."
 READ = "; without {parts}, {heads}"
 MARKED = "With {parts} replaced at the place, {left} of the spike remains{heads} (random heads: {chance})."
-ELSEWHERE = "The spike of layer{layers} stands elsewhere, too. {places}."
-AT = "at {place} {heads} {attend} to it (layer{layers})"
+ELSEWHERE = "{spike} also stands at {place}, where {heads} {attend} to it."
 NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical one, at {token} after layer {layer}."
 ATTENDED = "{heads} heads give {place} more than 0.3 of their attention, where no norm stands out."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
@@ -74,7 +73,12 @@ def spike_line(spike: SpikeResult, typical_norm: Sequence[float], where: str = "
         sentences += [without(spike, spike.needed), *alone(spike, spike.needed)]
     erasers = [(component(one.part), one.share) for one in spike.erasers[:2]]
     erased = -sum(share for _, share in erasers)
-    sentences += with_shares(ERASED, erasers, "take", it="it" if erased >= HALF else "part of it")
+    it = "part of it"
+    if erased >= ENOUGH:
+        it = "it"
+    elif erased >= HALF:
+        it = "most of it"
+    sentences += with_shares(ERASED, erasers, "take", it=it)
     return " ".join(sentences)
 
 
@@ -187,12 +191,17 @@ def alone(spike: SpikeResult, needed: Needed) -> list[str]:
 
 def elsewhere(original: SpikeResult, others: Sequence[SpikeResult]) -> str:
     """Return the places that have a spike of another place, too, those first to which most heads attend."""
-    places: list[str] = []
-    for one in sorted(others, key=lambda one: -one.heads):
-        heads = count_of(one.heads, "head")
+    ordered = sorted(others, key=lambda one: -one.heads)
+    subject, said = f"The spike of layer{run(*original.layers)}", list[str]()
+    for one in ordered[:PLACES]:
         attend = "attend" if one.heads > 1 else "attends"
-        places.append(AT.format(place=one.place.words, heads=heads, attend=attend, layers=run(*one.layers)))
-    return ELSEWHERE.format(layers=run(*original.layers), places=capital(word_list(places, PLACES)))
+        said.append(
+            ELSEWHERE.format(spike=subject, place=one.place.words, heads=count_of(one.heads, "head"), attend=attend)
+        )
+        subject = "It"
+    if len(ordered) > PLACES:
+        said.append(f"It stands at {count_of(len(ordered) - PLACES, 'further place')}, too.")
+    return " ".join(said)
 
 
 def marks(spike: SpikeResult) -> str:
