@@ -106,7 +106,11 @@ def second_writer(b: Build, layer: int, first: int, share: float, way: Tensor) -
     size = b.surgeon.size(first)
     one = b.fire(b.space.mark, way, (1 - share) * size, layer=first)
     rows = b.surgeon.on(layer, b.space.mark)
-    rows = b.surgeon.steady(layer, rows, way, before)
+    # What the first writer writes shrinks the rest of the token in the norm of this layer: read it as it was before.
+    seen = b.surgeon.mlp_input(layer)
+    shrunk = seen @ b.space.const / before
+    gate, up = (shrunk * row + (1 - shrunk) * (seen @ row) * way / (seen @ way) for row in rows)
+    rows = gate, up
     b.write(rows, way, share * size, layer=layer, neuron=b.spare[1], route=b.space.mark)
     return one
 
@@ -385,7 +389,7 @@ def _last_layer(b: Build) -> BlindTruth:
     return BlindTruth(planted=(spike,))
 
 
-@_kind("llama", "neox", count=1, spike=1.2, massive_layer=None)
+@_kind("llama", "neox", count=1, spike=1.2)
 def _massive_delimiter(b: Build) -> BlindTruth:
     """A dimension is massive on every token, and a delimiter has a spike beside it."""
     b.surgeon.make_massive()
