@@ -6,8 +6,9 @@ Rows:
 - `shallow`, `deep`: an organism of 24 layers x 1,024 (d_mlp 2,816) with the sink in layer 1 or at two thirds of the
   depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
   everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
-  keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the plain forward passes that the verdict needs:
-  typical text, the copies, a row of other tokens with one copy at its end, and 22 short rows under edits.
+  keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the plain forward passes up to the sink that
+  the paper's verdict needs: typical text, the copies, one copy after other tokens, and 22 short rows under edits;
+  `find_sinks` also surveys all heads and layers, with BOS and without it, and measures the perplexity of each edit.
   Each arm is a process of its own on one thread; time runs from load to result, imports are excluded; memory is the
   growth of resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, all of whose layers are read.
