@@ -6,6 +6,7 @@ from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.sinks.spikes.figure import draw
 from sinkscope.sinks.spikes.find_sinks import fields_of
 from sinkscope.sinks.spikes.result import Circuit
+from sinkscope.sinks.spikes.steps import sinks_of, with_marks
 from sinkscope.sinks.tokens import repetition_limit
 
 
@@ -29,4 +30,5 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | No
         sinkscope circuit --model llama-2-7b --html circuit.html
     """
     limit = repetition_limit(setup.target, max_repeats)
-    return Circuit(**fields_of(setup, None if token is None else [token], limit))
+    sinks = with_marks(setup, sinks_of(setup))
+    return Circuit(**fields_of(setup, sinks, None if token is None else [token], limit))

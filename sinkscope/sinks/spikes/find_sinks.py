@@ -24,7 +24,7 @@ from sinkscope.sinks.spikes.records import (
 )
 from sinkscope.sinks.spikes.removal import count_readers
 from sinkscope.sinks.spikes.result import FindSinks
-from sinkscope.sinks.spikes.steps import Sinks, sinks_of, with_copies, with_marks
+from sinkscope.sinks.spikes.steps import Sinks, sinks_of, with_copies
 from sinkscope.sinks.spikes.survey import Survey, survey_of
 from sinkscope.sinks.spikes.texts import most_often
 from sinkscope.sinks.thresholds import READS, SINK_HEADS
@@ -58,12 +58,12 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
     limit = repetition_limit(setup.target, max_repeats)
     if max_repeats is None:
         limit = min(FEW_COPIES, limit)
-    return FindSinks(**fields_of(setup, tokens, limit))
+    return FindSinks(**fields_of(setup, sinks_of(setup), tokens, limit))
 
 
-def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int) -> dict[str, Any]:
-    """Take all steps, with so many copies of some tokens, and return the fields of a result."""
-    sinks, target = with_copies(setup, with_marks(setup, sinks_of(setup)), tokens, limit), setup.target
+def fields_of(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit: int) -> dict[str, Any]:
+    """Take steps 6 and 7, with so many copies of some tokens, and return the fields of a result."""
+    sinks, target = with_copies(setup, sinks, tokens, limit), setup.target
     survey = sinks.survey
     setup.record(max_repeats=limit)
     first = at_first(survey)
