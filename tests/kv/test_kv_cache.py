@@ -197,7 +197,7 @@ def holds_what_it_should(slow: Slow, layer: CacheLayer):
 
 
 TestLayers = Layers.TestCase
-TestLayers.settings = settings(max_examples=80, stateful_step_count=20)
+TestLayers.settings = settings(max_examples=120, stateful_step_count=20)
 
 
 @pytest.mark.parametrize(
