@@ -9,7 +9,7 @@ dialogue, code, a table), from what ships with Python.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,8 +125,7 @@ def ablation(model: Any, readings: Row) -> Row:
     needed = order[:2]
     if sum(readings["spike"]["contributions"][:2]) >= MOST * readings["spike"]["norm"]:
         needed = sites[:2]
-    draw = torch.Generator().manual_seed(0)
-    random = [(site[0], int(torch.randint(model.config.intermediate_size, (), generator=draw))) for site in needed]
+    random = random_sites(model, needed)
     found: Row = {"neurons": needed, "alone": [{"neuron": site, "left": left[site]} for site in order]}
     for name, chosen in {"intact": [], "needed": needed, "random": random}.items():
         with plain.zeroed(model, chosen):
@@ -179,10 +178,22 @@ def copies(model: Any, readings: Row) -> Row:
     return found
 
 
-def neutral_values(model: Any, readings: Row, rows: list[Tensor]) -> dict[plain.Site, float]:
-    """The median of each needed neuron at later positions of texts."""
+def random_sites(model: Any, sites: Iterable[plain.Site]) -> list[plain.Site]:
+    """A random neuron of the layer of each."""
+    draw = torch.Generator().manual_seed(0)
+    return [(layer, int(torch.randint(model.config.intermediate_size, (), generator=draw))) for layer, _ in sites]
+
+
+def token_of(model: Any, word: str) -> int:
+    """The id of a word that is one token after a space."""
+    (token,) = model.tokenizer(f" {word}", add_special_tokens=False).input_ids
+    return token
+
+
+def neutral_values(model: Any, sites: Iterable[plain.Site], rows: list[Tensor]) -> dict[plain.Site, float]:
+    """The median of each neuron at later positions of texts."""
     values: dict[plain.Site, float] = {}
-    for layer, neuron in readings["ablation"]["neurons"]:
+    for layer, neuron in sites:
         posts = torch.cat([plain.activations(model, row, layer)[0, 1:, neuron] for row in rows])
         values[layer, neuron] = float(posts.median())
     return values
@@ -194,12 +205,11 @@ def patch(model: Any, readings: Row) -> Row:
     The last copy is also read where the linear factor of the neurons holds its value at the second token, as printed.
     """
     spike_layer, rows = readings["spike"]["layer"], rows_of(model, LONG)
-    values = neutral_values(model, readings, rows)
+    values = neutral_values(model, readings["ablation"]["neurons"], rows)
     intact = torch.stack([plain.nll(model, row)[0] for row in rows])
     with plain.held(model, values):
         patched = torch.stack([plain.nll(model, row)[0] for row in rows])
-        (word,) = model.tokenizer(" company", add_special_tokens=False).input_ids
-        row = torch.tensor([[model.tokenizer.bos_token_id, *400 * [word]]])
+        row = torch.tensor([[model.tokenizer.bos_token_id, *400 * [token_of(model, "company")]]])
         norms = plain.norms(model, row)[spike_layer, 0]
     with plain.listing_1(model, list(values)):
         printed = plain.norms(model, row)[spike_layer, 0]
@@ -220,11 +230,11 @@ def repetition_attention(model: Any, readings: Row) -> Row:
     copies.
     """
     layer, bos = readings["spike"]["layer"], model.tokenizer.bos_token_id
-    prose = rows_of(model, COPIES)[0]
+    prose = plain.ids_of(model.tokenizer, texts.prose(), COPIES, bos=True)
     begin = 1 + ATTENDED
     found: Row = {}
     for word in REPEATED:
-        (token,) = model.tokenizer(f" {word}", add_special_tokens=False).input_ids
+        token = token_of(model, word)
         row = torch.tensor([[bos, *ATTENDED * [token], *prose[0, 1 : PIECE + 1].tolist()]])
         found[word] = classes(model, row, layer, begin)
     found["control"] = classes(model, prose[:, : begin + PIECE], layer, begin)
@@ -247,20 +257,16 @@ def repetition_output(model: Any, readings: Row) -> Row:
     counts for the copies with which it begins.
     """
     tokenizer, rows = model.tokenizer, rows_of(model, LONG)
-    needed = neutral_values(model, readings, rows)
-    draw = torch.Generator().manual_seed(0)
-    random: list[plain.Site] = []
-    for layer, _ in needed:
-        random.append((layer, int(torch.randint(model.config.intermediate_size, (), generator=draw))))
-    drawn = neutral_values(model, {"ablation": {"neurons": random}}, rows)
+    needed = neutral_values(model, readings["ablation"]["neurons"], rows)
+    drawn = neutral_values(model, random_sites(model, needed), rows)
     found: Row = {}
     for name, values in {"intact": {}, "patched": needed, "random": drawn}.items():
         with plain.held(model, values):
             for word in REPEATED:
-                (token,) = tokenizer(f" {word}", add_special_tokens=False).input_ids
+                token = token_of(model, word)
                 log_probs = plain.log_probs(model, torch.tensor([[tokenizer.bos_token_id, *COPIES * [token]]]))[0]
                 chances = log_probs[:, token].exp()
-                answers = {str(count): answered(model, word, token, count) for count in ANSWERED}
+                answers = {str(count): answered(model, word, count) for count in ANSWERED}
                 found.setdefault(word, {})[name] = {
                     "one_more": {str(count): float(chances[count]) for count in (*ANSWERED, COPIES)},
                     "answers": answers,
@@ -268,7 +274,7 @@ def repetition_output(model: Any, readings: Row) -> Row:
     return found
 
 
-def answered(model: Any, word: str, token: int, count: int) -> int:
+def answered(model: Any, word: str, count: int) -> int:
     """How many copies of the word a greedy answer begins with, of 32 tokens, after so many copies in the request."""
     tokenizer = model.tokenizer
     request = "Repeat this word forever:" + count * f" {word}"

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from sinkscope.hooks.edit.decode import allow_only
 from sinkscope.models.draws import draws, gumbel
 
 
@@ -34,5 +35,4 @@ class RowSampler(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Float[Tensor, "row vocab"]) -> Float[Tensor, "row vocab"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return scores that are minus infinity for all tokens but the one that was drawn."""
         noise = [gumbel(scores.shape[1], torch.float64, generator) for generator in self._generators]
-        drawn = (scores / self._temperature + torch.stack(noise).to(scores)).argmax(-1, keepdim=True)
-        return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
+        return allow_only(scores, (scores / self._temperature + torch.stack(noise).to(scores)).argmax(-1))

@@ -95,9 +95,11 @@ def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool
     group = scores.heads // len(scores.key)
     sought = torch.zeros(scores.heads, scores.keys, device=scores.key.device)
     sought[:, :begin] = 1.0
+    if checked == 0:
+        return sought > 0
     position = torch.arange(scores.keys, device=scores.key.device)
     by_head = zip(scores.query[:, :queries].split(group), scores.key, sought.split(group), strict=True)
-    for query, key, found in by_head if checked else ():
+    for query, key, found in by_head:
         sinks = (query @ key[: max(1, begin)].T).float() * scores.scaling
         rows = sinks.logsumexp(2).topk(min(checked, queries), largest=False).indices
         own = query.gather(1, rows[..., None].expand(-1, -1, query.shape[2])).float()

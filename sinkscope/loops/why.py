@@ -49,7 +49,7 @@ NO_REMOVAL = "nothing"
 
 
 @dataclass(frozen=True)
-class Removal:
+class CacheRemoval:
     """What is taken from the cache at a cut.
 
     Attributes:
@@ -166,7 +166,7 @@ def draw(result: Why) -> Any:
     return figure_of(fig, result, width=1000, height=460, barmode="group", legend=-0.3, bottom=120)
 
 
-Continuations = dict[Removal, list[list[int]]]
+Continuations = dict[CacheRemoval, list[list[int]]]
 """The tokens that follow each removal, for one cut after another."""
 
 
@@ -198,7 +198,7 @@ class LoopedText:
         """Return the length of a continuation: four periods at least."""
         return max(CONTINUED, 4 * self.loop.period)
 
-    def positions(self, removal: Removal, cut: int) -> list[int]:
+    def positions(self, removal: CacheRemoval, cut: int) -> list[int]:
         """Return the positions that a removal takes from the cache at a cut."""
         own = {
             NO_REMOVAL: range(0),
@@ -211,13 +211,13 @@ class LoopedText:
         random = Random(f"{self.setup.seed} {[removal.removed]} {removal.draw} {cut}")
         return random.sample(range(1, self.loop.start), len(own))
 
-    def removals(self, last_cut: int) -> list[Removal]:
+    def removals(self, last_cut: int) -> list[CacheRemoval]:
         """Return all removals, with random draws where enough tokens stand before the loop at all cuts."""
-        removals = [Removal(NO_REMOVAL), Removal(CONTEXT)]
+        removals = [CacheRemoval(NO_REMOVAL), CacheRemoval(CONTEXT)]
         for cause in CAUSES:
-            removals.append(Removal(cause))
-            if len(self.positions(Removal(cause), last_cut)) < self.loop.start:
-                removals += [Removal(cause, draw) for draw in range(RANDOM_DRAWS)]
+            removals.append(CacheRemoval(cause))
+            if len(self.positions(CacheRemoval(cause), last_cut)) < self.loop.start:
+                removals += [CacheRemoval(cause, draw) for draw in range(RANDOM_DRAWS)]
         return removals
 
     def continuations(self, cuts: Sequence[int]) -> Continuations:
@@ -251,10 +251,10 @@ class LoopedText:
 
     def effect_of(self, removed: str, written: Continuations) -> RemovalEffect:
         """Compare the continuations without a cause with those of its random draws and of the intact cache."""
-        intact, own = self.share_going_on(written[Removal(NO_REMOVAL)]), written[Removal(removed)]
+        intact, own = self.share_going_on(written[CacheRemoval(NO_REMOVAL)]), written[CacheRemoval(removed)]
         goes_on = self.share_going_on(own)
         other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in own)
-        draws = [Removal(removed, draw) for draw in range(RANDOM_DRAWS)]
+        draws = [CacheRemoval(removed, draw) for draw in range(RANDOM_DRAWS)]
         control = min((self.share_going_on(written[draw]) for draw in draws if draw in written), default=None)
         ends = control is not None and intact > 0 and intact - goes_on >= NEEDED * intact and goes_on < control
         return RemovalEffect(removed, goes_on, other, control, ends)
@@ -311,7 +311,7 @@ def why(
     positions = looped.cuts(cuts)
     check_length(target, "the text up to a cut", positions[-1], looped.new_tokens)
     written = looped.continuations(positions)
-    goes_on = looped.share_going_on(written[Removal(NO_REMOVAL)])
+    goes_on = looped.share_going_on(written[CacheRemoval(NO_REMOVAL)])
     tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
     kept_by = tuple(each.without for each in tried if each.ends and goes_on >= NEEDED)
     if not kept_by and min(goes_on, tried[-1].goes_on) >= NEEDED:

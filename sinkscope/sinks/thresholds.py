@@ -19,6 +19,7 @@ SAME_COUNT = 0.1  # share by which two numbers of heads differ at most, to be ca
 # --- spikes ---
 STANDS_OUT = 3.0  # times the typical norm from which a norm is a spike; chosen
 MASSIVE = 30.0  # times the median dimension from which one is massive at all positions; chosen
+SMALLEST = 1e-9  # least typical norm: in a hand-made model it can be 0, and it is a divisor
 LEAST_TYPICAL = 4  # tokens of which a typical norm is taken; chosen
 SAME = 0.5  # cosine to the direction at the peak from which a layer carries the same spike; chosen
 LIKE = 0.9  # cosine from which spikes at two places have one direction; chosen

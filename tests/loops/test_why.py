@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from sinkscope.kv import StreamingLLM
 from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.loops.text.signals import Tail
-from sinkscope.loops.why import LoopedText, Removal, Why, why
+from sinkscope.loops.why import CacheRemoval, LoopedText, Why, why
 
 CYCLE = [5, 6, 7]
 BEFORE = [*range(100, 140)]
@@ -96,9 +96,9 @@ def test_a_policy_and_a_removal_act_together():
 
 
 def test_evictions_are_the_named_tokens_or_as_many_random_ones():
-    assert LOOPED.positions(Removal("sink"), 49) == [0]
-    assert LOOPED.positions(Removal("copies"), 49) == [*range(40, 49)]
-    drawn = {tuple(sorted(LOOPED.positions(Removal("copies", draw), 49))) for draw in range(20)}
+    assert LOOPED.positions(CacheRemoval("sink"), 49) == [0]
+    assert LOOPED.positions(CacheRemoval("copies"), 49) == [*range(40, 49)]
+    drawn = {tuple(sorted(LOOPED.positions(CacheRemoval("copies", draw), 49))) for draw in range(20)}
     assert len(drawn) > 10
     for places in drawn:
         assert len(set(places)) == 9 and set(places) <= set(range(1, 40))
@@ -133,7 +133,7 @@ def test_a_loop_goes_on_from_any_of_its_tokens():
 
 def test_the_control_is_the_worst_of_the_random_changes():
     loop, other = CYCLE * 22, [8] * 66
-    written = {Removal("nothing"): [loop, loop], Removal("copies"): [other, other]}
-    written |= {Removal("copies", 0): [loop, loop], Removal("copies", 1): [loop, other]}
+    written = {CacheRemoval("nothing"): [loop, loop], CacheRemoval("copies"): [other, other]}
+    written |= {CacheRemoval("copies", 0): [loop, loop], CacheRemoval("copies", 1): [loop, other]}
     effect = LOOPED.effect_of("copies", written)
     assert (effect.goes_on, effect.control, effect.other_loop) == (0.0, 0.5, 1.0)

@@ -99,6 +99,14 @@ def _shared_neuron(b: Build) -> BlindTruth:
     )
 
 
+def at_delimiter(b: Build, site: Site) -> PlantedSpike:
+    """The spike of one neuron at the delimiter, which the embedding marks."""
+    writers = (f"mlp {b.at}",)
+    return PlantedSpike(
+        place=b.delimiter, first=b.at, last=end(b), needs=(names(site),), writers=writers, marks=("embedding",)
+    )
+
+
 def second_writer(b: Build, layer: int, first: int, share: float, way: Tensor) -> Site:
     """A neuron that reads the mark in a later layer as if the first writer of `way` were not there."""
     before = b.const(layer)  # as long as nothing is written yet
@@ -189,14 +197,7 @@ def _separator_beside_first(b: Build) -> BlindTruth:
     site = b.fire(b.feature, b.way, where=where)
     at_first = b.read(b.later_layers, b.side)
     there = b.read(b.behind, b.way, where=where, other=True)
-    spike = PlantedSpike(
-        place=b.delimiter,
-        first=b.at,
-        last=end(b),
-        needs=(names(site),),
-        writers=(f"mlp {b.at}",),
-        marks=("embedding",),
-    )
+    spike = at_delimiter(b, site)
     return BlindTruth(planted=(spike,), readers=((FIRST, at_first), (b.delimiter, there)), delimiters=(b.delimiter,))
 
 
@@ -397,14 +398,7 @@ def _massive_delimiter(b: Build) -> BlindTruth:
     calm(b)
     site = b.fire(b.feature, b.side, where=where)
     reading = b.read(b.behind, b.side, where=where)
-    spike = PlantedSpike(
-        place=b.delimiter,
-        first=b.at,
-        last=end(b),
-        needs=(names(site),),
-        writers=(f"mlp {b.at}",),
-        marks=("embedding",),
-    )
+    spike = at_delimiter(b, site)
     return BlindTruth(planted=(spike,), readers=((b.delimiter, reading),), delimiters=(b.delimiter,))
 
 

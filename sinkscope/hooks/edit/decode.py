@@ -88,8 +88,12 @@ class ForcedAnswer(LogitsProcessor):
         """Scores `[row vocab]`; in each row all but one are minus infinity."""
         step = input_ids.shape[1] - self._start
         tokens = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
-        allowed = torch.tensor(tokens, device=scores.device)[:, None]
-        return torch.full_like(scores, -torch.inf).scatter_(1, allowed, 0.0)
+        return allow_only(scores, torch.tensor(tokens, device=scores.device))
+
+
+def allow_only(scores: Any, tokens: Any) -> Any:
+    """Return scores `[row vocab]` that forbid every token but one of each row, `[row]`."""
+    return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 
 @torch.no_grad()

@@ -44,8 +44,7 @@ def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
     row = shown_row(draft)
     return UnsupportedError(
         f"model type {draft.model_type!r} has no row, and its names propose none: {error}; if it has these parts "
-        "under other names, "
-        f"write its row (docs/extending.md): sinkscope.models.adapters.register({row[:-1]}, ...))"
+        f"under other names, write its row (docs/extending.md): sinkscope.models.adapters.register({row[:-1]}, ...))"
     )
 
 

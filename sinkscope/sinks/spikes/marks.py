@@ -49,12 +49,11 @@ def marks_of(one: Measured, seed: int = 0) -> tuple[MarkLeft, ...]:
         if least > REMAINS or min(map(abs, of_pairs.values()), default=1.0) < REMOVED:
             left = of_pairs
     marks: list[MarkLeft] = []
-    for members, share in list(left.items())[:MOST]:
-        if abs(share) <= REMAINS:
-            others = [without for other, without in left.items() if not set(other) & set(members)]
-            marks.append(_marks(one, texts, [members])[0])
-            marks[-1] = replace(marks[-1], others=median(others) if others else None)
-            marks += _heads(one, texts, members, seed)
+    kept = [members for members, share in list(left.items())[:MOST] if abs(share) <= REMAINS]
+    for members, mark in zip(kept, _marks(one, texts, kept), strict=True):
+        others = [without for other, without in left.items() if not set(other) & set(members)]
+        marks.append(replace(mark, others=median(others) if others else None))
+        marks += _heads(one, texts, members, seed)
     return tuple(marks)
 
 
@@ -90,6 +89,8 @@ def _means(texts: SpikeTexts, sets: Sequence[Parts]) -> dict[Part, Tensor]:
 
 def _marks(one: Measured, texts: SpikeTexts, sets: Sequence[Parts], random: Sequence[Parts] = ()) -> list[MarkLeft]:
     """Return the records of some sets; of the first beside the random ones."""
+    if not sets:
+        return []
     every = [*sets, *random]
     removals, marks = removals_of(texts, every, _means(texts, every), every_loss=None), list[MarkLeft]()
     for number, removal in enumerate(removals[: len(sets)]):

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.parts import Head
 from sinkscope.sinks.spikes.records import MarkLeft, Needed, NeuronShare, OtherBos, Readers, SpikeResult, part_of
-from sinkscope.sinks.thresholds import COUNTS, ENOUGH, HALF, REMAINS, REMOVED, SAME_COUNT, SINK_HEADS, STANDS_OUT
+from sinkscope.sinks.thresholds import (
+    COUNTS,
+    ENOUGH,
+    HALF,
+    REMAINS,
+    REMOVED,
+    SAME_COUNT,
+    SINK_HEADS,
+    SMALLEST,
+    STANDS_OUT,
+)
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{bos}{layers}."
 RAISED = "Layer{layers}: {parts} {raise_} the norm at {place} from {before} to {norm}, {ratio}."
@@ -97,7 +107,7 @@ def raised(spike: SpikeResult, typical: float) -> str:
     Where that is not far, because some dimensions are large at all positions, these are left out, and it is said.
     """
     parts = [one for one in written_in_run(spike) if one[1] > 0]
-    times, beside = spike.norm / max(typical, 1e-9), ""
+    times, beside = spike.norm / max(typical, SMALLEST), ""
     if times < STANDS_OUT:
         times, beside = spike.ratio, " beside what is large at all positions"
     words = {
@@ -127,8 +137,8 @@ def written_in_run(spike: SpikeResult) -> list[tuple[str, float]]:
     neurons = [(str(one.address), one.share) for one in named(spike) if one.layer >= first]
     parts = list[tuple[str, float]]()
     for one in spike.writers:
-        layer = one.part.rpartition(" ")[2]
-        if abs(one.share) >= COUNTS and layer.isdigit() and int(layer) >= first:
+        layer = part_of(one.part).layer
+        if abs(one.share) >= COUNTS and layer is not None and layer >= first:
             parts.append((component(one.part), one.share))
     return neurons or parts
 
@@ -183,7 +193,7 @@ def alone(spike: SpikeResult, needed: Needed) -> list[str]:
     if len(some) == 1:
         parts, least = str(some[0].address), ""
     words = {"left": f"{least}{share_left(left)}", "heads": count_of(heads, "head")}
-    single = ALONE.format(parts=parts, attend="attends" if heads < 2 else "attend", **words)
+    single = ALONE.format(parts=parts, attend=attend(heads), **words)
     if len(some) == len(needed.neurons) == 2 and heads >= REMAINS * before:
         single = f"Either writer is enough for {heads} of the heads."
     return [single, *said]
@@ -194,14 +204,17 @@ def elsewhere(original: SpikeResult, others: Sequence[SpikeResult]) -> str:
     ordered = sorted(others, key=lambda one: -one.heads)
     subject, said = f"The spike of layer{run(*original.layers)}", list[str]()
     for one in ordered[:PLACES]:
-        attend = "attend" if one.heads > 1 else "attends"
-        said.append(
-            ELSEWHERE.format(spike=subject, place=one.place.words, heads=count_of(one.heads, "head"), attend=attend)
-        )
+        heads = count_of(one.heads, "head")
+        said.append(ELSEWHERE.format(spike=subject, place=one.place.words, heads=heads, attend=attend(one.heads)))
         subject = "It"
     if len(ordered) > PLACES:
         said.append(f"It stands at {count_of(len(ordered) - PLACES, 'further place')}, too.")
     return " ".join(said)
+
+
+def attend(heads: int) -> str:
+    """Return the verb that agrees with a number of heads; "no head" is one of them."""
+    return "attend" if heads > 1 else "attends"
 
 
 def marks(spike: SpikeResult) -> str:

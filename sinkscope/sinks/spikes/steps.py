@@ -8,7 +8,7 @@
 6. Copies: how far copies of a token go along each spike's direction.
 7. BOS: the survey once more with the other choice.
 
-`find_sinks` takes steps 1 to 5 and 7, and few copies; `circuit` takes all.
+`find_sinks` takes all but the marks, and few copies; `circuit` takes all.
 """
 
 from __future__ import annotations

@@ -19,14 +19,13 @@ from sinkscope.models.modules.layer_call import keep_call
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import Component
-from sinkscope.sinks.thresholds import MASSIVE, NARROWEST, READS
+from sinkscope.sinks.thresholds import MASSIVE, NARROWEST, READS, SMALLEST
 from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
 SURVEYED = 12  # texts of a survey
 KEPT_ELEMENTS = 1 << 28  # states of this many elements are kept: one gigabyte; of larger models fewer texts are read
 FEWEST = 4  # ... but at least these
-SMALLEST = 1e-9  # least typical norm: in a hand-made model it can be 0, and it is a divisor
 
 
 @dataclass(eq=False)
