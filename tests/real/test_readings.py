@@ -14,12 +14,16 @@ RECORDED = earlier(FIGURES / "real_readings.json")
 
 def same(made, recorded):
     """Numbers within 1e-3, everything else equal."""
-    assert made.keys() == recorded.keys()
-    for name, value in made.items():
-        if isinstance(value, dict):
+    if isinstance(made, dict):
+        assert made.keys() == recorded.keys()
+        for name, value in made.items():
             same(value, recorded[name])
-        else:
-            assert value == pytest.approx(recorded[name], rel=1e-3, abs=1e-6), name
+    elif isinstance(made, list | tuple):
+        assert len(made) == len(recorded)
+        for value, other in zip(made, recorded, strict=True):
+            same(value, other)
+    else:
+        assert made == pytest.approx(recorded, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize(
