@@ -89,12 +89,6 @@ def test_beams_are_refused(model):
         run(model, *prompts([6, 6]), LoopReporter(2, TAIL), num_beams=4)
 
 
-@pytest.mark.parametrize("ends", [None, []])
-def test_a_reporter_is_told_what_ends_a_row(ends):
-    with refused("no eos_token_id"):
-        LoopReporter(ends, stop=True)
-
-
 def test_what_was_taken_back_never_arrived_and_what_stayed_did():
     """After 30 tokens of a loop, 10 others come and go; the alarm then comes where it comes without these."""
 
