@@ -143,11 +143,11 @@ def test_scores_of_a_text_from_which_a_loop_was_removed_are_not_those_of_its_end
 
     def scores(act: str):
         chat = Conversation(o.model, LoopGuard(act=act, monitor={"tail_beyond": 0}), tokenizer=o.tokenizer)
-        return chat.ask(prompt, max_new_tokens=40, return_dict_in_generate=True, output_scores=True).output.scores
+        return chat.ask(prompt, max_new_tokens=REWOUND, return_dict_in_generate=True, output_scores=True).output.scores
 
     with pytest.warns(SinkscopeWarning, match="no scores of it: ask for them with act='cut'"):
         assert scores("rewind") is None
-    assert len(scores("cut")) == 40
+    assert len(scores("cut")) == REWOUND
 
 
 def test_a_row_that_is_taken_back_reads_its_own_last_token_again():
