@@ -7,9 +7,9 @@ Rows:
   depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
   everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
   keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the forward passes that its four steps cannot do
-  without, and reads nothing: typical text with BOS and without it, the needed neurons, three random sets and each neuron
-  alone in four texts each, all of these through every layer, and the copies up to the sink. The notebook's time over
-  that of arm C, `bound`, is the most that any program with these steps can reach.
+  without, and reads nothing: typical text with BOS and without it, the needed neurons, three random sets and each
+  neuron alone in four texts each, all of these through every layer, and the copies up to the sink. The notebook's time
+  over that of arm C, `bound`, is the most that any program with these steps can reach.
   Each arm is a process of its own on one thread; time runs from load to result, imports are excluded; memory is the
   growth of resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, all of whose layers are read.
