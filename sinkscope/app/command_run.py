@@ -75,7 +75,8 @@ OUTPUTS = (
 def outline_of(function: Any) -> dict[str, Any]:
     """Return what the command line knows of a function before it is imported, as JSON without what is empty."""
     inner = getattr(function, "function", function)
-    doc, returned = inspect.getdoc(inner) or "", get_type_hints(inner).get("return")
+    doc = inspect.getdoc(inner) or ""
+    returned: Any = get_type_hints(inner).get("return")
     kinds = [one.kind for one in get_args(returned) or [returned] if hasattr(one, "kind")]
     options: list[dict[str, Any]] = []
     for one in function.all_parameters:
