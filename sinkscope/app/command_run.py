@@ -212,7 +212,9 @@ def click_parameter(one: Mapping[str, Any]) -> click.Parameter:
     """Return the option or argument of a parameter. None stands for its default, which the function knows."""
     words, many, metavar = one["type"], "many" in one, one.get("metavar")
     kind: Any = click.Choice(words) if isinstance(words, list) else TYPES[words]
-    settings: dict[str, Any] = {"type": kind, "required": "required" in one, "default": None}
+    settings: dict[str, Any] = (
+        {"type": kind, "required": True} if "required" in one else {"type": kind, "default": None}
+    )
     if "argument" in one:
         if metavar is not None and "required" not in one:
             metavar = f"[{metavar}]"
