@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,13 +99,10 @@ def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[..., 
 
 def numbers_of(tokenizer: Any) -> Callable[[int], bool]:
     """Return a function that says whether a token is a number or a part of one."""
-    known: dict[int, bool] = {}
 
+    @cache
     def is_number(token: int) -> bool:
-        found = known.get(token)
-        if found is None:
-            found = known[token] = tokenizer.decode([token]).strip().isdigit()
-        return found
+        return tokenizer.decode([token]).strip().isdigit()
 
     return is_number
 
