@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_kit import Drawn
@@ -10,7 +11,8 @@ from refusals import refused
 
 import sinkscope as ss
 from sinkscope.kv import H2O, make_policy
-from sinkscope.lines.shapes import shape_at
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.shapes import AShape
 
 REFUSED = {
     "ss.kv.StreamingLLM(budget=0)": "budget=0: expected a number of tokens from 1, or a fraction",
@@ -53,8 +55,9 @@ def test_a_share_of_a_prompt_is_the_same_number_everywhere(percent, prompt):
     share = percent / 100
     assert ss.kv.StreamingLLM(share).budgets_in_tokens([prompt]) == [want]
     assert ss.LoopGuard(share).retention(prompt).budget == want
-    shape = shape_at(share, prompt)
-    assert shape.first + shape.local == want
+    empty = Scores(torch.zeros(1, prompt, 1), torch.zeros(1, prompt, 1), 1.0)
+    shape = AShape(budget=share).lines(empty, 0)
+    assert shape.vertical.sum() + shape.slash.sum() == want
 
 
 @given(st.sampled_from([ss.kv.SnapKV, ss.kv.AdaKV, ss.kv.Pyramid]), st.integers(2, 400), st.integers(0, 9))
