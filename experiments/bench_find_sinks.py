@@ -8,8 +8,8 @@ Rows:
   everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
   keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the forward passes that its four steps cannot do
   without, and reads nothing: typical text with BOS and without it, the needed neurons, three random sets and each
-  neuron alone in four texts each, all of these through every layer, and the copies up to the sink. The notebook's time
-  over that of arm C, `bound`, is the most that any program with these steps can reach.
+  neuron alone in four texts each, from the layer of the sink on, and the copies up to it. The notebook's time over that
+  of arm C, `bound`, is the most that any program with these steps can reach.
   Each arm is a process of its own on one thread; time runs from load to result, imports are excluded; memory is the
   growth of resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, all of whose layers are read.
@@ -130,6 +130,7 @@ def plain_arm(folder: str) -> Row:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
+    from sinkscope.models.target import LayerInput
     from sinkscope.opening.open import open_target
     from sinkscope.sinks.spikes.controls import RANDOM_SETS
     from sinkscope.sinks.spikes.find_sinks import OTHER_TEXTS
@@ -142,15 +143,17 @@ def plain_arm(folder: str) -> Row:
     def run() -> Row:
         target: Any = open_target(Path(folder))
 
-        def forward(rows: int, tokens: int, last: int) -> None:
-            ids = torch.randint(target.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
-            target.forward(ids, last_layer=last)
+        def forward(rows: int, tokens: int, first: int, last: int) -> None:
+            ids, start = torch.zeros(rows, tokens, dtype=torch.long), None
+            if first:
+                start = LayerInput(first, torch.ones(rows, tokens, target.d_model), wrapped=False)
+            target.forward(ids, last_layer=last, start=start)
 
-        whole = target.n_layers - 1
-        forward(SURVEYED, PIECE, whole)
-        forward(OTHER_TEXTS, PIECE, whole)
-        forward(EDITED * (1 + RANDOM_SETS + len(neurons)), PIECE, whole)
-        forward(1, REPEATS + 1, int(neurons[0]["layer"]))
+        sink, whole = int(neurons[0]["layer"]), target.n_layers - 1
+        forward(SURVEYED, PIECE, 0, whole)
+        forward(OTHER_TEXTS, PIECE, 0, whole)
+        forward(EDITED * (1 + RANDOM_SETS + len(neurons)), PIECE, sink, whole)
+        forward(1, REPEATS + 1, 0, sink)
         return {"layers_read": target.n_layers}
 
     return measured(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_kit import Drawn, shallow_of
@@ -13,11 +14,11 @@ from refusals import refused
 import sinkscope as ss
 from sinkscope.kv import H2O, make_policy
 from sinkscope.kv.cache import CacheLayer
+from sinkscope.lines.attention import Scores
 from sinkscope.lines.serve.conversation import Conversation
-from sinkscope.lines.shapes import shape_at
-from sinkscope.loops.guard import LoopReporter
+from sinkscope.lines.shapes import AShape
 
-CALLED = {one.__name__: one for one in (Drawn, make_policy, CacheLayer, Conversation, LoopReporter)}
+CALLED = {one.__name__: one for one in (Drawn, make_policy, CacheLayer, Conversation)}
 CALLED |= {"ss": ss, "llama": partial(shallow_of, "llama")}
 REFUSED = {
     "ss.kv.StreamingLLM(budget=0)": "budget=0: expected a number of tokens from 1, or a fraction",
@@ -38,8 +39,6 @@ REFUSED = {
     "ss.kv.PerLayer(ss.kv.H2O(), [9] * 3).on(llama()).__enter__()": "budgets has 3 numbers, and ",
     "ss.kv.H2O(budget=0.2, first=4).check_prompt(19)": "budget=0.2 of a prompt of 19 tokens, 3, is below the 4",
     "CacheLayer().crop(2)": "give minus the number of tokens to remove",
-    "LoopReporter(None, stop=True)": "no eos_token_id",
-    "LoopReporter([], stop=True)": "no eos_token_id",
     "ss.kv.Observe(fn=print, last=0)": "last=0",
     "ss.LoopServe(alpha=0)": "alpha=0: expected a share above 0 and up to 1",
     'ss.LoopServe(variant="best")': "LoopServe: variant='best': expected 'bands' or 'faithful'",
@@ -77,8 +76,9 @@ def test_a_share_of_a_prompt_is_the_same_number_everywhere(percent, prompt):
     share = percent / 100
     assert ss.kv.StreamingLLM(share).budgets_in_tokens([prompt]) == [want]
     assert ss.LoopGuard(share).retention(prompt).budget == want
-    shape = shape_at(share, prompt)
-    assert shape.first + shape.local == want
+    empty = Scores(torch.zeros(1, prompt, 1), torch.zeros(1, prompt, 1), 1.0)
+    shape = AShape(budget=share).lines(empty, 0)
+    assert shape.vertical.sum() + shape.slash.sum() == want
 
 
 @given(st.sampled_from([ss.kv.SnapKV, ss.kv.AdaKV, ss.kv.Pyramid]), st.integers(2, 400), st.integers(0, 9))
