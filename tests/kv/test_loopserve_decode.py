@@ -75,14 +75,7 @@ def test_a_loop_guard_cuts_the_whole_cache(model):
     cache, lengths = DynamicCache(config=model.config), []
     whole = torch.cat([prompts([40])[0], loop], 1)
     with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run:
-        decode(
-            model,
-            whole,
-            torch.ones_like(whole),
-            40,
-            cache,
-            after=lambda _: lengths.append(cache.layers[0].keys.shape[2]),
-        )
+        decode(model, whole, torch.ones_like(whole), 40, cache, after=lambda _: lengths.append(cache.layers[0].slots))
     cut = [event for event in run.events if event.kind == "guard"][-1]
     kept = {p for start, stop in cut.data["kept"] for p in range(start, stop)}
     for layer in cache.layers:
