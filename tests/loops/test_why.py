@@ -80,18 +80,11 @@ def test_removed_tokens_are_those_that_a_mask_hides(family: str):
         close(found[row], logits_of(model, ids[row], sees)[19:])
 
 
-def cached(edit) -> DynamicCache:
-    """The cache of a model that read 20 tokens and two more under an edit."""
-    cache = DynamicCache()
-    with edit.on(shallow_of("llama")) as run:
-        decode(run.target.hf, *prompts([20], 2), 20, cache)
-    return cache
-
-
 def test_a_policy_and_a_removal_act_together():
-    removed = torch.zeros(1, 20, dtype=torch.bool)
+    model, cache, removed = shallow_of("llama"), DynamicCache(), torch.zeros(1, 20, dtype=torch.bool)
     removed[0, [0, 15, 5]] = True
-    cache = cached(StreamingLLM(budget=8) | RemoveTokens(removed))
+    with (StreamingLLM(budget=8) | RemoveTokens(removed)).on(model):
+        decode(model, *prompts([20], 2), 20, cache)
     assert [layer.pos[0, 0].tolist() for layer in cache.layers] == [[1, 2, 3, *range(16, 22)]] * 2
 
 
