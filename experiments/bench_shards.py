@@ -103,7 +103,7 @@ def calls() -> dict[str, Callable[[Any], Any]]:
         "find_sinks": ss.find_sinks,
         "heads": partial(ss.heads, n_tokens=6),
         "circuit": ss.circuit,
-        "repeat": partial(ss.repeat, max_repeats=64),
+        "repeat": partial(ss.repeat, max_repeats=64, quantity="attention"),
         "lines": partial(ss.lines, count=4, length=128),
         "trace, all sites": partial(ss.trace, tokens=IDS, sites="*"),
         "generate, plain": generated,

@@ -1,4 +1,4 @@
-"""`repeat` of norms: against planted truth and against the long way; what is refused."""
+"""`repeat` of norms and of attention: against planted truth and against the long way; what is refused."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import pytest
 import torch
 from attack_kit import setup_of, text_file
 from organisms import Organism, hard, organism
-from raw_kit import residuals
+from raw_kit import attention, residuals
 from refusals import refused
 
+from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_tokens import spike_of
+from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import Sweep, sweep_of
@@ -77,6 +79,8 @@ def test_where_no_spike_is_at_the_first_token_nothing_is_said_of_copies(tmp_path
     delimiter = m.tokenizer.decode([m.truth.delimiters[0]])
     result = repeat(m.model, tokens=[delimiter], **options)
     assert result.conclusion().startswith("No norm spike was found at the first token") and result.values is None
+    attended = repeat(m.model, quantity="attention", **options)
+    assert f"{delimiter!r} wherever it stands" in attended.tokens[0]
 
 
 def test_a_single_position_that_stands_out_is_not_made_by_repetition():
@@ -84,10 +88,43 @@ def test_a_single_position_that_stands_out_is_not_made_by_repetition():
     assert [half_reached(shares[:end]) for end in (4, 6, 7)] == [None, 5, 5]
 
 
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
 def test_every_special_token_of_a_text_stands_before_the_repetitions():
     m = hard("all_specials", "qwen3")
     sweep = sweep_of(setup_of(m), None, None, 4)
     assert sweep.rows[0, : sweep.before].tolist() == list(m.truth.before) and sweep.count == 4
+
+
+def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
+    """In natural text, with copies, and with one copy; and what the copies get together."""
+    count, text = 60, text_file(llama, tmp_path, 1, length=900)
+    result = measured(llama, quantity="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
+    bos = llama.tokenizer.bos_token_id
+    natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
+    copies = torch.tensor([[bos, *[result.ids[0]] * count]])
+    single, _ = Sweep(setup_of(llama, text=text), 1, copies).contrasts()
+    ids = torch.cat([torch.cat([natural[:, :-TAIL], copies, single]), natural[:, -TAIL:].expand(3, -1)], 1)
+    every = attention(llama.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
+    fair = float((1 / torch.arange(count + 2, ids.shape[1] + 1)).mean())
+    there = every[..., 1 : count + 1].sum(-1).mean(-1)
+    assert result.values[:, 0] == pytest.approx(every[..., 0].mean(-1).T.numpy() / fair, rel=1e-3, abs=1e-5)
+    assert result.values[:, 1] == pytest.approx(there.T.numpy() / count / fair, rel=1e-3, abs=1e-5)
+    layer = llama.truth.sink_layer + 1
+    assert [row["attention"] for row in result.rows()[1::2]] == result.values[:, 1, layer].tolist()
+    (claim,) = result.claims
+    values = [claim.contrasts[1].value, claim.value, claim.contrasts[0].value]
+    assert values == pytest.approx(there[layer].tolist(), abs=1e-4)
+
+
+def test_layers_without_attention_are_left_out():
+    """A hybrid whose attention layers are 0, 2, ..."""
+    hybrid = hard("plain", "lfm2")
+    kinds = hybrid.model.config.layer_types
+    attended = repeat(hybrid.model, quantity="attention", tokenizer=hybrid.tokenizer, prefix="a", max_repeats=4)
+    layers = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+    assert np.flatnonzero(np.isfinite(attended.values[0, 1])).tolist() == layers
 
 
 # --- errors --------------------------------------------------------------------------------------------------------
@@ -105,7 +142,7 @@ def test_every_special_token_of_a_text_stands_before_the_repetitions():
             {"tokens": ["all"], "prefix": "a poem"},
             "--tokens all belongs to --quantity norm without --prefix: leave it out, or ask for that",
         ),
-        ({"sample": 3}, "--sample belongs to --tokens all"),
+        ({"resume": "parts"}, "--sample and --resume belong to --tokens all"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(llama, options, message):

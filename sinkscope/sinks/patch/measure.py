@@ -30,13 +30,12 @@ from sinkscope.models.text import text_rows
 from sinkscope.sinks.held_out import held_out, logits_of
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.patch.proof import CASES, AfterCopies, OrdinaryText, PatchProof, Perplexity
+from sinkscope.sinks.repetition.attention import attention_from
 from sinkscope.sinks.repetition.sweep import append_copy
 from sinkscope.sinks.spikes.copies import FIRST_LENGTH, along_spikes, half_reached
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, token_texts
-from sinkscope.tap.observers import attention_rows
 
-SEQUENCES = 4  # copies of as many words in one pass
 AFTER = 16  # tokens of ordinary text after the copies
 PIECES = 8  # of held-out text in one pass
 COMPARED = 4  # pieces of which every logit is compared
@@ -132,27 +131,23 @@ def read_copies(
     target, end = setup.target, rows.shape[1]
     ordinary = text_rows(setup.tokenizer, setup.text, 1, AFTER, None)
     texts = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
+    copies = torch.zeros(*texts.shape, 1)
+    copies[:, before:end] = 1
     along: list[list[Tensor]] = [[] for _ in spikes]
-    attention: dict[int, list[Tensor]] = {layer: [] for layer in target.attending}
     chances = list[Tensor]()
 
     def keep(number: int, output: Any) -> None:
         along[number].append(spikes[number].along(first_tensor(output)[:, end - 1].float().cpu()))
 
-    def attend(layer: int, _first: int, probs: Tensor) -> None:
-        given = target.shards.gather(probs[..., before:end].sum((2, 3)), target.n_heads, 1)
-        attention[layer].append(given.mean(1).cpu() / AFTER)
+    def run(some: TokenRows) -> None:
+        chances.append(target.logits_at(some, torch.tensor([end - 1]))[:, 0].float().softmax(-1).cpu())
 
     hooks = [(target.layers[one.peak], "post", on_output(partial(keep, n))) for n, one in enumerate(spikes)]
-    with under(edit, target), target.hooks(*hooks), attention_rows(target, attend, whole=False, begin=end):
-        for some in texts.split(SEQUENCES):
-            chances.append(target.logits_at(some, torch.tensor([end - 1]))[:, 0].float().softmax(-1).cpu())
-    received = torch.full((target.n_layers, len(texts)), torch.nan)
-    for layer, given in attention.items():
-        received[layer] = torch.cat(given)
-    of_spikes = torch.stack([received[spike.first + 1 : spike.last + 2].nanmean(0) for spike in spikes])
+    with under(edit, target), target.hooks(*hooks):
+        received = attention_from(target, texts, copies, end, run)[:, 0] / AFTER  # word layer
+    attention = [received[:, spike.first + 1 : spike.last + 2].nanmean(1) for spike in spikes]
     one_more = torch.cat(chances).gather(1, rows[:, -1:])[:, 0]
-    return CopiesRead(torch.stack([*map(torch.cat, along)]), of_spikes, one_more)
+    return CopiesRead(torch.stack([*map(torch.cat, along)]), torch.stack(attention), one_more)
 
 
 @torch.no_grad()

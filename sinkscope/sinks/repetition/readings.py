@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.files.store import Folder, Keyed
 from sinkscope.hooks.trace.run import trace
-from sinkscope.measure import Setup
+from sinkscope.measure import Option, Setup
+from sinkscope.models.origin import fingerprint_of
 from sinkscope.opening.open import open_target
 from sinkscope.results.claims import Outcome
 from sinkscope.sinks.repetition.result import Quantity, Repeat
@@ -21,7 +26,10 @@ from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import TokenRows, hold_layers, prefix_of, sample_tokens, token_texts, vocabulary
 
-TOKENS = 64  # tokens of a vocabulary in one pass
+TOKENS = 64  # tokens of a vocabulary in one part
+
+Resume = Annotated[str | Path | None, Option(metavar="DIR", writes=True)]
+"""The folder that keeps finished parts."""
 
 Read = Callable[[TokenRows], Float[Tensor, "condition token n"]]
 Turn = Callable[[Float[Tensor, " n"]], int | None]
@@ -101,21 +109,53 @@ def _read(
     )
 
 
-def read_vocabulary(setup: Setup, spikes: Sequence[Spike], limit: int, sample: int | None) -> Repeat:
-    """Find the number of repetitions with which every token reaches half of the first token in each spike."""
+@dataclass(frozen=True)
+class VocabularyPart(Keyed):
+    """Of some tokens of a vocabulary the number of repetitions, by spike."""
+
+    identity: ClassVar[tuple[str, ...]] = ("part",)
+
+    part: int
+    repeats: list[list[int | None]]
+
+
+def read_vocabulary(setup: Setup, spikes: Sequence[Spike], limit: int, sample: int | None, resume: Resume) -> Repeat:
+    """Find the number of repetitions with which every token reaches half of the first token in each spike.
+
+    Args:
+        setup: The model and its text.
+        spikes: The spikes of the first token.
+        limit: Largest number of repetitions.
+        sample: Number of tokens, drawn at random. None: all.
+        resume: Folder that keeps finished parts; one made with other settings is refused.
+    """
     target, ids = setup.target, vocabulary(setup.target, None)
     if sample is not None:
         ids = sample_tokens(ids, sample, setup.seed)
     hold_layers(target, max(spike.peak for spike in spikes))
-    repeats: list[list[int | None]] = [[] for _ in spikes]
-    for start in range(0, len(ids), TOKENS):
-        some = ids[start : start + TOKENS]
-        for row, found in zip(repeats, copies_of(target, spikes, some, prefix_of(setup, some), limit), strict=True):
-            row += [one.half for one in found]
-        setup.progress("vocabulary", start + len(some), len(ids))
-    names = tuple(spike.name for spike in spikes)
-    array = np.array(repeats, dtype=float)
-    return Repeat(quantity="norm", conditions=names, ids=tuple(ids), tokens=token_texts(target, ids), repeats=array)
+    decisive = {
+        "model": fingerprint_of(target),
+        "dtype": str(target.dtype),
+        "seed": setup.seed,
+        "max_repeats": limit,
+        "texts": sha256(f"{setup.ids.tolist()} {ids}".encode()).hexdigest()[:16],
+    }
+    folder, starts = None if resume is None else Path(resume) / "vocabulary", range(0, len(ids), TOKENS)
+    with Folder(folder, decisive, VocabularyPart, option="--resume") as kept:
+        for part, start in enumerate(starts):
+            if part not in kept.records:
+                some = ids[start : start + TOKENS]
+                each = copies_of(target, spikes, some, prefix_of(setup, some), limit)
+                kept.append([VocabularyPart(part, [[one.half for one in found] for found in each])])
+            setup.progress("vocabulary", part + 1, len(starts))
+        repeats = [np.array(kept.records[part].repeats, dtype=float) for part in range(len(starts))]
+    return Repeat(
+        quantity="norm",
+        conditions=tuple(spike.name for spike in spikes),
+        ids=tuple(ids),
+        tokens=token_texts(target, ids),
+        repeats=np.concatenate(repeats, 1),
+    )
 
 
 def stopped_after(probability: Float[Tensor, " n"]) -> int | None:

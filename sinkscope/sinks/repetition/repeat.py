@@ -10,7 +10,8 @@ from pydantic import Field
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
 from sinkscope.measure import Option, Setup, measurement
-from sinkscope.sinks.repetition.readings import read_norms, read_probabilities, read_vocabulary
+from sinkscope.sinks.repetition.attention import TAIL, read_attention
+from sinkscope.sinks.repetition.readings import Resume, read_norms, read_probabilities, read_vocabulary
 from sinkscope.sinks.repetition.result import Quantity, Repeat
 from sinkscope.sinks.repetition.sweep import sweep_of
 from sinkscope.sinks.spikes.steps import sinks_of
@@ -26,15 +27,15 @@ def refuse_unused(*, quantity: str, tokens: Sequence[str] | None, **options: Any
         SinkscopeError: An option belongs to another reading.
     """
     every = list(tokens or ()) == EVERY_TOKEN
-    if options["sample"] and not every:
-        raise SinkscopeError("--sample belongs to --tokens all: leave it out, or ask for that")
+    if (options["sample"] or options["resume"]) and not every:
+        raise SinkscopeError("--sample and --resume belong to --tokens all: leave them out, or ask for that")
     if every and (quantity != "norm" or options["prefix"]):
         raise SinkscopeError("--tokens all belongs to --quantity norm without --prefix: leave it out, or ask for that")
 
 
 @measurement(
     group="Repetition",
-    help="Measure what repeated tokens do to their norm or to the next token.",
+    help="Measure what repeated tokens do to norm, attention or the next token.",
     check=refuse_unused,
 )
 def repeat(
@@ -45,32 +46,36 @@ def repeat(
     prefix: str | None = None,
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
     sample: Natural | None = None,
+    resume: Resume = None,
 ) -> Repeat:
-    """Measure what n repetitions of a token do to its norm or to the next token's probability.
+    """Measure what n repetitions of a token do to its norm, its attention or the next token's probability.
 
     One causal pass per token contains every number of repetitions. A sequence is BOS, the prefix and the repetitions;
-    without BOS and prefix, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 2, 6 and
-    section 5). What zeroed or patched neurons change of it, and the attention that copies get, say `patch make` and
-    `patch eval`.
+    without BOS and prefix, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 1, 2, 6
+    and section 5). What a patch changes of it, `patch make` and `patch eval` say.
 
     Args:
-        quantity: What is read. "norm": projection of the repeated token on each spike of the first token; "probability"
-            that the token comes once more.
+        quantity: What is read. "norm": projection of the repeated token on each spike of the first token; "attention"
+            that copies and the sink receive; "probability" that the token comes once more.
         tokens: Words to repeat, each one token; all is the whole vocabulary. By default five words of the text.
         prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
         sample: With all tokens: only this many, drawn at random.
+        resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope repeat --model llama-2-7b --max-repeats 500
     """
     every = list(tokens or ()) == EVERY_TOKEN
-    sweep = sweep_of(setup, None if every else tokens, prefix, max_repeats)
+    sweep = sweep_of(setup, None if every else tokens, prefix, max_repeats, TAIL if quantity == "attention" else 0)
     if quantity == "probability":
         return read_probabilities(sweep)
-    spikes = [one.spike for one in sinks_of(setup).at_first]
+    sinks = sinks_of(setup)
+    if quantity == "attention" and sinks.spikes:
+        return read_attention(sweep, sinks.spikes[0].spike)
+    spikes = [one.spike for one in sinks.at_first]
     if not spikes:
         return Repeat(quantity=quantity, instead=NO_SPIKE)
     if every:
-        return read_vocabulary(setup, spikes, sweep.count, sample)
+        return read_vocabulary(setup, spikes, sweep.count, sample, resume)
     return read_norms(sweep, spikes)

@@ -1,4 +1,4 @@
-"""What `repeat` returns: one number after each count of repetitions, and its drawing."""
+"""What `repeat` returns: one number after each count of repetitions, or in each layer, and its drawing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sinkscope.results.tables import Table
 from sinkscope.sinks.thresholds import HALF
 
 TURNS = {"norm": "reach half of the first token's projection", "probability": "stop being repeated"}
-Quantity = Literal["norm", "probability"]
+Quantity = Literal["norm", "attention", "probability"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +27,16 @@ class Repeat(Result):
 
     Attributes:
         quantity: What was read. "norm": projection on the direction of each spike, as a share of the first token's;
-            "probability": probability that the token comes once more.
+            "attention": attention that the last 64 tokens, which are natural text, give to places, over what each place
+            would get if all tokens got the same; "probability": probability that the token comes once more.
         instead: What there is instead of a finding.
         claims: What copies do.
         ids: Ids of the repeated tokens.
-        conditions: The spikes; of probabilities "intact".
-        tokens: The repeated tokens.
-        at: Numbers of repetitions. None for a vocabulary, of which no curve is kept.
-        values: What was read. None for a vocabulary.
+        conditions: The spikes; of attention the sequences; of probabilities "intact".
+        tokens: The repeated tokens; with "attention" the places.
+        at: Numbers of repetitions; with "attention" layers. None for a vocabulary, of which no curve is kept.
+        values: What was read. NaN where there is nothing to read; None for a vocabulary.
+        shown: Which of `at` the table and the claims are about.
         repeats: First number of repetitions that reaches half of the first token's projection; with "probability" the
             first from which on the probability stays below a half. NaN if never.
     """
@@ -42,8 +44,9 @@ class Repeat(Result):
     kind = "repeat"  # read and drawn without the command, which stands in another module
     drawing: ClassVar = "sinkscope.sinks.repetition.result:draw"
     glossary: ClassVar = {
-        "condition": "the spike; of probabilities the model as it is",
+        "condition": "the spike, or the sequence that was read",
         "projection": "on the spike's direction after the last repetition, over that of the first token",
+        "attention": "what a place gets in the layer after the peak of the spike, over what uniform attention gives it",
         "probability": "of the token to come once more after the last repetition",
     }
 
@@ -55,6 +58,7 @@ class Repeat(Result):
     tokens: tuple[str, ...] = ()
     at: Int[np.ndarray, " n"] | None = None
     values: Float[np.ndarray, "condition token n"] | None = None
+    shown: int = -1
     repeats: Float[np.ndarray, "condition token"] | None = None
 
     def conclusion(self) -> str:
@@ -94,7 +98,7 @@ class Repeat(Result):
         """Return a row per condition and token."""
         columns: dict[str, Any] = {"repeats": self.repeats}
         if self.values is not None:
-            columns = {self.column: self.values[:, :, -1], **columns}
+            columns = {self.column: self.values[:, :, self.shown], **columns}
         return long_table(columns, condition=self.conditions, token=self.tokens)
 
 
@@ -109,16 +113,14 @@ def draw(result: Repeat) -> go.Figure:
     """Draw a line per token and a panel per condition; of a vocabulary a histogram."""
     fig: Any = go.Figure()
     if result.at is not None and result.values is not None:
-        axes: dict[str, Any] = {
-            "condition": result.conditions,
-            "token": result.tokens,
-            "repetitions": result.at.tolist(),
-        }
+        x = "layer" if result.quantity == "attention" else "repetitions"
+        axes: dict[str, Any] = {"condition": result.conditions, "token": result.tokens, x: result.at.tolist()}
         rows = long_table({result.column: result.values}, **axes)
-        shown: dict[str, Any] = {"x": "repetitions", "y": result.column, "color": "token", "facet_col": "condition"}
-        fig = px.line(rows, render_mode="svg", **shown, log_x=True, log_y=True)
+        shown: dict[str, Any] = {"x": x, "y": result.column, "color": "token", "facet_col": "condition"}
+        fig = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=True)
         fig.update_yaxes(exponentformat="power")
-        fig.add_hline(HALF, line={"color": GREY, "dash": "dot"})
+        if result.repeats is not None:
+            fig.add_hline(HALF, line={"color": GREY, "dash": "dot"})
     elif result.repeats is not None:
         words = "log2 of the repetitions until a sink"
         fig = px.histogram(x=np.log2(result.repeats[0]), nbins=48, labels={"x": words})

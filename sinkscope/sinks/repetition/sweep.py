@@ -63,7 +63,9 @@ class Sweep:
         return append_copy(others, self.rows), others
 
 
-def sweep_of(setup: Setup, tokens: Sequence[str] | None, prefix: str | None, max_repeats: int | None) -> Sweep:
+def sweep_of(
+    setup: Setup, tokens: Sequence[str] | None, prefix: str | None, max_repeats: int | None, after: int = 0
+) -> Sweep:
     """Choose the tokens of a reading and build its sequences.
 
     What stands before a text (BOS, or several special tokens) and the prefix stand first; if neither, a word of the
@@ -74,6 +76,7 @@ def sweep_of(setup: Setup, tokens: Sequence[str] | None, prefix: str | None, max
         tokens: The words to repeat. None: words of the text.
         prefix: Text before the repetitions.
         max_repeats: Number of repetitions. None: 1,024, or what the context holds.
+        after: Positions of the context that are kept free for what follows.
 
     Raises:
         SinkscopeError: A word is not one token, or occurs in the prefix, or the context is too short.
@@ -84,7 +87,7 @@ def sweep_of(setup: Setup, tokens: Sequence[str] | None, prefix: str | None, max
         raise SinkscopeError(f"--prefix {prefix!r} contains a repeated token, which would be one more repetition")
     # Any token in first place is marked, so it must not be a repeated one.
     before = [*beginning(setup.tokenizer, setup.bos), *leading] or prefix_of(setup, words)
-    count = repetition_limit(setup.target, max_repeats, len(before))
+    count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count)
     return Sweep(setup, len(before), repeated(before, words, count), named=tokens is not None)
 
