@@ -109,7 +109,9 @@ def test_a_choice_holds_alpha_of_the_sample(lengths, alpha, sharp, begin, seed):
     assert chosen.bands[:, :NEAR].all() and (alpha == 1 or chosen.columns[:, :begin].all())
 
 
-def test_the_threshold_is_the_highest_to_four_percent():
+@pytest.mark.parametrize("thresholds", [32, 512])  # as on a GPU, in two rounds, and as on a CPU, in one
+def test_the_threshold_is_the_highest_to_four_percent(thresholds, monkeypatch):
+    monkeypatch.setattr(StoredRows, "thresholds", thresholds)
     scores = drawn_scores(4, 400, 400, 3, 1.0)
     sample = StoredRows(scores, torch.arange(0, 400, 7))
     grid = BlockGrid(400, 400)
