@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -15,7 +14,7 @@ from report_kit import files_shown, made_report
 from scan_kit import PARTS, few_parts, results
 
 from sinkscope.app import scan as scanning
-from sinkscope.app.card import CardPart, SinkCard, part_file, read_card
+from sinkscope.app.card import CardPart, SinkCard, read_card
 from sinkscope.app.scan import demo, scan
 from sinkscope.measure import Setup
 from sinkscope.results.claims import percent_pair
@@ -156,14 +155,6 @@ def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
     page = made_report(folder.parent, tmp_path / "report.html")
     assert {f"{folder.name}/{name}" for name in ("card.json", "find-sinks.json")} <= set(files_shown(page))
     assert f"<b>{folder.name}" not in page.read_text()
-
-
-def test_the_contents_of_a_card_name_its_commands_beside_each_other(folder):
-    """The model, which is the title of the page, is not said again in each line."""
-    listed = re.search(r'<nav aria-label="Contents" class="short">.*?</nav>', (folder / "card.html").read_text())
-    assert listed is not None
-    measured = [part.command for part in read_card(folder).parts if (folder / part_file(part.name)).is_file()]
-    assert re.findall(r'<a href="#r\d+">(.*?)</a>', listed.group()) == ["All parts", *measured]
 
 
 @pytest.mark.parametrize(("by", "moved"), [(0.5, False), (1.3, False), (1.5, True)])

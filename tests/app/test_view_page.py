@@ -20,7 +20,7 @@ from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import serve
 from sinkscope.app.view.switches import RANDOM_SWITCH, switches_of
 from sinkscope.app.view.texts import ids_of
-from sinkscope.results.notation import percent, word_list
+from sinkscope.results.notation import percent
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
 from sinkscope.sinks.spikes.records import PartShare
@@ -177,9 +177,6 @@ def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, o
         assert (zero in chrome.texts(".neuron p")) == (switch.name == "sink neurons zeroed")
         chrome.press("Escape")
         chrome.wait("!document.querySelector('.neuron')")
-    meanings = {switch.name: switch.meaning for switch in switches_of(bundled.sink)}
-    assert meanings["marking heads replaced"].endswith(f": {word_list(bundled.sink.marks)}.")
-    assert all("L1.N338" in meaning for name, meaning in meanings.items() if not name.startswith("marking"))
     assert set(seen["sink neurons zeroed"]) == {0.0} and seen[RANDOM_SWITCH] == intact
     assert seen["patched"][0] == intact[0] and len({*seen["patched"][1:]}) == 1
 
@@ -226,14 +223,6 @@ def test_markup_in_tokens_is_text_on_the_page(view, opened):
     assert chrome.text(".spike h3").startswith(evil)
 
 
-def test_a_neuron_is_read_at_390_pixels(opened):
-    chrome = opened(390, phone=True)
-    chrome.run("localStorage.clear()")
-    chrome.click(".circuit .part")
-    assert chrome.run("document.querySelector('.neuron').scrollWidth <= document.querySelector('.neuron').clientWidth")
-    assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
-
-
 def test_pointing_at_a_token_shows_its_links_and_every_head(view, opened):
     chrome = opened()
     text = view.texts[0]
@@ -273,7 +262,10 @@ def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_pat
 def test_the_page_in_a_browser(view, opened):
     for how in ({"width": 390, "phone": True}, {"width": 390, "dark": True}, {"width": 1400}):
         chrome = opened(**how)
-        assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), how
+        chrome.click(".circuit .part")
+        for part in ("document.documentElement", "document.querySelector('.neuron')"):
+            assert chrome.run(f"{part}.scrollWidth <= {part}.clientWidth"), (how, part)
+        chrome.press("Escape")
     text = view.texts[0]
     assert len(chrome.texts(".token")) == len(text.tokens)
 
@@ -361,20 +353,6 @@ def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, ope
         assert f": norm {norm:,g} after" in chrome.text("#readout")
         chrome.reopen()
         chrome.wait(LOADED)
-
-
-def test_the_first_screen_says_what_a_sink_is_and_shows_a_head_that_reads_it(view, opened):
-    chrome = opened()
-    assert chrome.text("#about").startswith("The attention of a head adds up to 100%.")
-    text = view.texts[0]
-    received = text.variants[0].received.array()[..., text.spikes[0]]
-    layer, head = headed(chrome.text("#rows-title"))
-    assert received[layer, head] == received.max() > 0.9
-    words = "[...document.querySelectorAll('#read-words span')].map((one) => [one.textContent, one.title])"
-    rows = text.variants[0].rows[text.heads.index((layer, head))].array()[-1]
-    assert chrome.run(words) == [
-        [token, f"{round(100 * share)}%"] for token, share in zip(text.tokens, rows, strict=True)
-    ]
 
 
 def headed(title: str) -> tuple[int, int]:
