@@ -77,7 +77,7 @@ def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened)
 
 
 def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bundled, view, opened):
-    (found,), (measured,) = bundled.sink.circuit.spikes, bundled.sink.sinks.spikes
+    (found,), (measured,) = bundled.circuit.spikes, bundled.sinks.spikes
     chrome = opened()
     said = f"{found.ratio:.3g} times the typical norm; {found.heads} heads read it"
     assert chrome.text("#spike-0 summary").endswith(said)
@@ -85,7 +85,7 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     written = tuple(PartShare(part, share, None) for part, share in parts.items())
     hidden = replace(view.circuit[0], found=replace(found, ratio=2 * found.ratio, writers=written))
     chrome = opened(shown=replace(view, circuit=(hidden,)))
-    plain_ratio = found.norm / bundled.sink.typical_norm[found.peak]
+    plain_ratio = found.norm / bundled.typical_norm[found.peak]
     said = f"{plain_ratio:.3g} times the typical norm, or {2 * found.ratio:.3g} times without dimensions that are large"
     assert said in chrome.text("#spike-0 summary")
     components = ["the MLP of layer 160%", "the attention of layer 0-12%"]
@@ -99,7 +99,7 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     marks.append(f"{found.marks[1].part}{found.marks[1].left:.0%} remains")
     assert chrome.texts("#spike-0 .parts li") == [*writers, *marks]
     assert view.circuit[0].sentence in chrome.texts("#spike-0 > p")
-    model, ids = bundled.sink.setup.target.hf, measured.survey.ids[:4]
+    model, ids = bundled.setup.target.hf, measured.survey.ids[:4]
     given = attention(model, ids)[..., 1:, 0].mean((1, 3))  # layer head
     assert np.array(view.circuit[0].attention) == pytest.approx(given[found.layers[0] + 1 :].numpy(), abs=1e-4)
     titles = [f"L{n}.H{head}: {given[n, head]:.0%}" for n in range(2, 6) for head in range(8)]
@@ -123,15 +123,14 @@ def outcome(sink, neuron: Neuron) -> list[str]:
 
 
 def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened):
-    chrome, setup, survey = opened(), bundled.sink.setup, bundled.sink.sinks.survey
+    chrome, setup, survey = opened(), bundled.setup, bundled.sinks.survey
     (page,) = view.neuron_pages
     assert page.name == "L1.N338"
     chrome.run("document.querySelector('.circuit .part').focus()")
     chrome.press("Enter")
     assert chrome.text(".neuron h2") == "Neuron L1.N338"
-    assert (
-        f"it writes {bundled.sink.circuit.spike.neurons[0].share:.0%} of the spike at the first token"
-        in chrome.text(".neuron > p")
+    assert f"it writes {bundled.circuit.spike.neurons[0].share:.0%} of the spike at the first token" in chrome.text(
+        ".neuron > p"
     )
 
     ids = torch.tensor([ids_of(setup, TEXT)])
@@ -153,18 +152,18 @@ def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened)
     cells = each(chrome, ".outcomes tbody td", "textContent")
     (control,) = view.circuit[0].random
     random = Neuron(control.layer, control.expert, control.neuron)
-    assert cells[:4] == ["it alone", *outcome(bundled.sink, Neuron(1, None, 338))]
-    assert cells[4:] == [f"random: {random}", *outcome(bundled.sink, random)]
+    assert cells[:4] == ["it alone", *outcome(bundled, Neuron(1, None, 338))]
+    assert cells[4:] == [f"random: {random}", *outcome(bundled, random)]
     assert cells[1:3] == ["0%", "2"] and cells[5:7] == ["100%", "20"]
 
 
 def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, opened):
     """Beside the intact ones stand those after the edit, as a plain hook inside it reads them."""
-    chrome, setup, neuron = opened(), bundled.sink.setup, Neuron(1, None, 338)
+    chrome, setup, neuron = opened(), bundled.setup, Neuron(1, None, 338)
     ids = torch.tensor([ids_of(setup, TEXT)])
     intact = fired(setup, ids, neuron)[0].tolist()
     seen: dict[str, list[float]] = {}
-    for number, switch in enumerate(switches_of(bundled.sink), 1):
+    for number, switch in enumerate(switches_of(bundled), 1):
         with switch.edit.on(setup.target):
             seen[switch.name] = fired(setup, ids, neuron)[0].tolist()
         chrome.run(f"document.querySelector('#variant-{number}').click()")
@@ -395,7 +394,7 @@ def test_the_live_page_in_a_browser(bundled, chrome):
         chrome.wait(f"document.querySelector('#sentence').textContent.startsWith({json.dumps(beginning)})")
 
     chrome.click("#off-L1\\.N338")
-    said(f"Without L1.N338: after layer {bundled.sink.layer}, the norm changes most at token 0")
+    said(f"Without L1.N338: after layer {bundled.layer}, the norm changes most at token 0")
     chrome.click("#off-L1\\.N338")
     said(intact)
     chrome.click(".circuit .part")  # the page of the neuron, too
