@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from sinkscope.models.shards import Shards, check_no_gradient, split_of
 Hook = tuple[nn.Module, str, Any]
 """A module, a moment, and a function with the signature of torch's hooks. Moments are "pre", "first" (before all others
 that are "pre"), "post", and "always" (after an error, too)."""
+AroundCall = Generator[tuple[Args, Kwargs], Any]
+"""Yields once: gives the arguments with which a module is to run, and takes its output."""
 
 
 def hidden_of(args: Args, kwargs: Kwargs) -> Tensor:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from organisms import organism
@@ -19,7 +16,7 @@ from scan_kit import PARTS, few_parts, results
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, part_file, read_card
-from sinkscope.app.scan import card_part, demo, scan
+from sinkscope.app.scan import demo, scan
 from sinkscope.measure import Setup
 from sinkscope.results.claims import percent_pair
 from sinkscope.results.notation import neuron_name
@@ -76,34 +73,6 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
     one = numbers[f"attention lost without {neuron}"]
     value, control = percent_pair(one.value, one.control)
     assert f"<b>{value}</b> {one.label} <small>({one.contrast}: {control})</small>" in tiles[0]
-
-
-def table_of(rows, keys, contrast) -> Any:
-    """What a part of a scan needs of a table of runs."""
-    numbers = [Number(key, "loops text, x: y", 0.5, 0.25, contrast=contrast) for key in keys]
-    return SimpleNamespace(rows=lambda: rows, numbers=lambda: numbers, conclusion=lambda: "x has 0% (0%-66%) in text")
-
-
-def test_a_card_says_loops_and_cache_policies_in_plain_sentences():
-    parts = {part.name: part for part in scanning.PARTS}
-    rows = [
-        {"method": "full", "loop": 0.75, "answers": 4, "length": 64.0},
-        {"method": "loopguard:1024", "loop": 0.25, "answers": 4, "length": 60.0},
-    ]
-    keys = ("text.loopguard:1024.loop", "text.full.loop")
-    loops = card_part(parts["loops"], table_of(rows, keys, "full"))
-    assert loops.conclusion == "Of 4 greedy continuations of 64 tokens, 3 loop without the guard and 1 with it."
-    assert [one.label for one in loops.numbers] == ["of continuations loop with the guard", "loop without it"]
-    assert {one.contrast for one in loops.numbers} == {"loop without it"}
-    nats = {"full": 0.0, "random": 1.94, "streaming": 0.029, "h2o": 0.1, "snapkv": 0.09, "tova": 0.02}
-    rows = [{"method": name if name == "full" else f"{name}:0.25", "kl": value} for name, value in nats.items()]
-    cache = card_part(parts["policies"], table_of(rows, ("text.tova:0.25.kl", "text.random:0.25.kl"), "random:0.25"))
-    assert cache.conclusion == (
-        "With a quarter of the prompt in the cache, policies diverge from full attention by 0.02 (tova) to 0.1 nats "
-        "(h2o), random tokens by 1.9."
-    )
-    assert [one.label for one in cache.numbers] == ["nats from full attention with tova", "nats with random tokens"]
-    assert {one.contrast for one in cache.numbers} == {"nats with random tokens"}
 
 
 def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
@@ -195,22 +164,6 @@ def test_the_contents_of_a_card_name_its_commands_beside_each_other(folder):
     assert listed is not None
     measured = [part.command for part in read_card(folder).parts if (folder / part_file(part.name)).is_file()]
     assert re.findall(r'<a href="#r\d+">(.*?)</a>', listed.group()) == ["All parts", *measured]
-
-
-def test_a_report_repeats_the_card_of_a_scan(folder, tmp_path):
-    """The sentence of a part on the card, not that of its file; each once, and the card above its parts."""
-    copied = Path(shutil.copytree(folder, tmp_path / "results/scan"))
-    card = SinkCard.load(copied / "card.json")
-    there = [part for part in reversed(card.parts) if (copied / part_file(part.name)).is_file()]
-    parts = tuple(replace(part, conclusion=f"Sentence {part.name}.") for part in there)
-    replace(card, parts=parts).save(copied / "card.json")
-    page = made_report(copied.parent)
-    listed = re.search(r"<nav.*?</nav>", page.read_text(), re.DOTALL)
-    assert listed is not None and len(parts) > 1
-    assert re.findall(r"</a>: Sentence (\S+)\.</li>", listed.group()) == [part.name for part in parts]
-    files = ["card.json", *(part_file(part.name) for part in parts)]
-    assert files_shown(page)[: len(files)] == [f"scan/{name}" for name in files]
-    assert "All numbers of the parts below" in listed.group()
 
 
 @pytest.mark.parametrize(("by", "moved"), [(0.5, False), (1.3, False), (1.5, True)])

@@ -112,12 +112,17 @@ def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without():
     assert (lines.attended()[:2] == 1).all() and (lines.attended()[2:] < 1).all()
 
 
-def test_the_page_names_a_function_for_lines_of_each_algorithm():
-    text = (ROOT / "docs/papers/loopserve.md").read_text()
-    rows = re.findall(r"^\| ([456]), [^|]+ \| `([\w.]+)` \|$", text, re.MULTILINE)
-    assert {number for number, _ in rows} == {"4", "5", "6"}
-    for _, name in rows:
-        assert resolve_name(name) is not None
+@pytest.mark.parametrize(
+    ("page", "numbers"),
+    [("loopguard", {"section 5.3", *(f"Eq. {number}" for number in range(5, 12))}), ("loopserve", {"4", "5", "6"})],
+)
+def test_the_table_of_a_paper_names_a_function_for_each_equation(page, numbers):
+    text = (ROOT / f"docs/papers/{page}.md").read_text()
+    rows = re.findall(r"^\| (Eq\. \d+|section 5\.3|[456]), [^|]+ \| `([\w.]+)` \|$", text, re.MULTILINE)
+    assert {number for number, _ in rows} == numbers
+    for number, name in rows:
+        source = inspect.getsource(resolve_name(name))
+        assert page == "loopserve" or number.rpartition(" ")[2] in source, f"{name} does not say {number}"
 
 
 def test_comments_name_lines_5_to_18_of_the_algorithm():

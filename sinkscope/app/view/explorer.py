@@ -13,18 +13,16 @@ import torch
 from jaxtyping import Float
 from pydantic import BaseModel
 
-from sinkscope.app.view.column import column_of
 from sinkscope.app.view.model_sink import ModelSink
-from sinkscope.app.view.neurons import activations, named_neurons, pages_of
+from sinkscope.app.view.neurons import activations, circuit_of, named_neurons, pages_of
 from sinkscope.app.view.packed import Packed, codes_of
-from sinkscope.app.view.readings import TextReading, heads_that_fit, norms_at, read_tokens, spikes_of
+from sinkscope.app.view.readings import TextReading, four_digits, heads_that_fit, norms_at, read_tokens, spikes_of
 from sinkscope.app.view.result import CircuitSpike, ModelView, NeuronPage, Variant, ViewedText
 from sinkscope.app.view.switches import RANDOM_SWITCH, Switch, switch_named, switch_without, switches_of
 from sinkscope.app.view.texts import STORY, ids_of
-from sinkscope.app.view.writing import writings
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
-from sinkscope.hooks.edit.base import Intervention, under
+from sinkscope.hooks.edit.base import under
 from sinkscope.results.notation import word_form
 
 PAGE_VALUES = 24 << 20  # values of attention in a page
@@ -36,7 +34,6 @@ class Request(BaseModel, extra="forbid"):
     text: str | None = None
     switch: str | None = None
     off: tuple[str, ...] = ()
-    generation: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Explorer:
     @cached_property
     def circuit(self) -> tuple[CircuitSpike, ...]:
         """The circuit of each spike."""
-        return column_of(self.sink)
+        return circuit_of(self.sink)
 
     @cached_property
     def neuron_pages(self) -> tuple[NeuronPage, ...]:
@@ -98,7 +95,6 @@ class Explorer:
                 heads=heads,
                 variants=(),
                 spikes=spikes_of(self.sink, intact),
-                activations=self.activations(ids),
             )
             self.latest = ((text, variants), OpenText(ids, intact, shown))
         return self.latest[1]
@@ -134,11 +130,9 @@ class Explorer:
         variants: list[Variant] = []
         for switch in switches:
             name, reading, sentence = "intact", text.intact, self.intact_sentence(text)
-            changed: tuple[tuple[float, ...], ...] = ()
             if switch is not None:
                 name, reading = switch.name, read_tokens(self.sink, text.ids, switch.edit)
                 sentence = self.change(switch, text, reading)
-                changed = self.changed_activations(text, switch)
             variant = Variant(
                 name=name,
                 sentence=sentence,
@@ -146,28 +140,23 @@ class Explorer:
                 received=Packed.of(codes_of(reading.received)),
                 rows=tuple(Packed.of(reading.rows[head]) for head in text.shown.heads),
                 following=reading.following,
-                activations=changed,
+                activations=self.activations(text.ids, switch),
             )
             variants.append(variant)
         return replace(text.shown, variants=tuple(variants))
 
-    def activations(self, ids: list[int], edit: Intervention | None = None) -> tuple[tuple[float, ...], ...]:
-        """Return the activation of each named neuron at each token of a text, after an edit or intact (None)."""
-        target = self.sink.setup.target
-        with under(edit, target):
-            fired = activations(target, torch.tensor([ids]), named_neurons(self.sink))
-        return tuple(map(tuple, _rounded(fired[:, 0].numpy()).tolist()))
-
-    def changed_activations(self, text: OpenText, switch: Switch) -> tuple[tuple[float, ...], ...]:
-        """Return the activations under a switch: nothing of a neuron that keeps its intact ones, and none of experts.
+    def activations(self, ids: list[int], switch: Switch | None) -> tuple[tuple[float, ...], ...]:
+        """Return the activation of each named neuron at each token of a text; none of experts under an edit.
 
         What an edit of an expert writes is added to the output of all experts, so that no hook sees its activation.
         """
-        target = self.sink.setup.target
-        if any(target.is_mixture(neuron.layer) for neuron in named_neurons(self.sink)):
+        target, neurons = self.sink.setup.target, named_neurons(self.sink)
+        edit = None if switch is None else switch.edit
+        if edit is not None and any(target.is_mixture(neuron.layer) for neuron in neurons):
             return ()
-        pairs = zip(self.activations(text.ids, switch.edit), text.shown.activations, strict=True)
-        return tuple(() if now == before else now for now, before in pairs)
+        with under(edit, target):
+            fired = activations(target, torch.tensor([ids]), neurons)
+        return tuple(map(tuple, _rounded(fired[:, 0].numpy()).tolist()))
 
     def intact_sentence(self, text: OpenText) -> str:
         """Return how many tokens have a norm spike, and the largest norm beside typical text."""
@@ -202,8 +191,7 @@ class Explorer:
 
         Args:
             request: An object. `text` is the text (None: that of the explorer). Without more, its intact variant is
-                measured. `switch` (a name) or `off` (names of neurons and heads) asks for this variant of the text;
-                true `generation` also for what the model writes in it.
+                measured. `switch` (a name) or `off` (names of neurons and heads) asks for this variant of the text.
         """
         try:
             asked = checked_value(Request, request, "the request")
@@ -214,20 +202,16 @@ class Explorer:
                     switch = switch_named(self.sink, asked.switch)
                 elif asked.off:
                     switch = switch_without(self.sink, asked.off)
-                result = self.result(self.viewed(text, [switch]))
-                if asked.generation:
-                    edit = None if switch is None else switch.edit
-                    result = replace(result, generation=writings(self.sink.setup, edit))
-                return result.to_dict()
+                return self.result(self.viewed(text, [switch])).to_dict()
         except SinkscopeError as error:
             return {"error": str(error)}
 
 
 def short(value: float) -> str:
     """Return a number with four significant digits and without a power of ten: 25,100."""
-    return f"{float(f'{value:.4g}'):,.12g}"
+    return f"{four_digits(value):,.12g}"
 
 
 def _rounded(values: Float[np.ndarray, "*axes"]) -> Float[np.ndarray, "*axes"]:
-    """Four significant digits: more only make a file larger."""
-    return np.vectorize(lambda value: float(f"{value:.4g}"), otypes=[float])(values)
+    """Return an array with four significant digits."""
+    return np.vectorize(four_digits, otypes=[float])(values)

@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -16,8 +16,7 @@ from torch import nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.positions import Call, Tracker
 from sinkscope.models.call_cache import bridge_hooks, by_name, cache_in
-from sinkscope.models.following import AroundCall, following
-from sinkscope.models.hooks import Args, Hook, Kwargs
+from sinkscope.models.hooks import Args, AroundCall, Hook, Kwargs
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
@@ -166,15 +165,41 @@ class Run:
             )
 
     def follow_calls(self) -> None:
-        """Follow the forward calls of the model: `call` is set while one runs."""
+        """Follow the forward calls of the model with a generator for each: `call` is set while one runs.
+
+        After an error or an interruption the generator is closed: at once, or where torch runs no hook, as after
+        Ctrl-C, before the next call or at the end.
+        """
         if self.target.kind == "bridge":
             self.hook(*bridge_hooks(self.target.hf))
-        self.stack.enter_context(following([self.target.base], self._follow))
+        self.stack.callback(self._leave_call)
+        self.hook((self.target.base, "pre", self._begin_call), (self.target.base, "always", self._end_call))
+
+    def _leave_call(self) -> None:
+        """Close the generator of a call that has ended or broken off."""
+        following: AroundCall | None = vars(self._local).pop("following", None)
+        if following is not None:
+            following.close()
+
+    def _begin_call(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        """Run a generator up to its `yield`; the arguments for the module, or None if the run does not act."""
+        self._leave_call()
+        if not _acts(self):
+            return None
+        following = self._follow(module, args, kwargs)
+        given = next(following)
+        self._local.following = following
+        return given
+
+    def _end_call(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        """Let the generator go on with the output, if there is one."""
+        if output is not None and hasattr(self._local, "following"):
+            with suppress(StopIteration):
+                self._local.following.send(output)
+        self._leave_call()
 
     def _follow(self, module: nn.Module, args: Args, kwargs: Kwargs) -> AroundCall:
-        """Follow a forward call: `call` is set while it runs, and a session acts on its cache."""
-        if not _acts(self):
-            return
+        """Yield the arguments of a forward call and take its output; a session acts on its cache."""
         given = by_name(module, args, kwargs)
         call = self.tracker.begin(
             given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask"), cache_in(given)

@@ -413,7 +413,7 @@ class GuardRun:
             columns[number] = torch.where(columns[number] < row.length, columns[number], -1)
         used = int((columns >= 0).any(0).nonzero().max()) + 1
         dropped = columns.shape[1] - used
-        sequence.columns = TokenPositions.of(columns[:, :used])
+        sequence.columns = TokenPositions(columns[:, :used])
         for kv in moment.layers:
             kv.crop(-dropped)
         rows.seen -= dropped
