@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.hooks.edit.positions import TokenPositions
 from sinkscope.kv.cache import check_order
 from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.rewind import Rewinder
@@ -150,12 +149,6 @@ class LoopGuard(Intervention):
             settings.setdefault("cooldown", self.window)
         if self.variant == "repeats":  # a loop that goes on after the cut is met with more than a cut: no need to wait
             settings.setdefault("cooldown", 8)
-        unknown = sorted(set(settings) - set(MonitorSettings.__dataclass_fields__))
-        if unknown:
-            names = ", ".join(MonitorSettings.__dataclass_fields__)
-            raise SinkscopeError(
-                f"LoopGuard: monitor has {unknown[0]!r}, no field of MonitorSettings: expected {names}"
-            )
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
 
     def summary(self, run: Run) -> str:
@@ -191,6 +184,11 @@ class LoopGuard(Intervention):
         """Number of anchors, of which a fraction of a prompt that is not known yet leaves room for all."""
         return self.first_tokens(self.budget if isinstance(self.budget, int) else 4 * ANCHORS)
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether loops leave the output; without penalty and draws they would be written again."""
+        return self.act == "rewind" and (self.penalty > 0 or self.temperature > 0)
+
     def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
         """Return the range [begin, end) of positions to remove for a repetition that reaches the last token.
 
@@ -214,7 +212,7 @@ class LoopGuard(Intervention):
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         session.before_decode(lambda moment: check_order(moment.layers, "LoopGuard"))
-        if self.act == "rewind" and (self.penalty or self.temperature):  # else the loop would be written again
+        if self.rewinds:
             session.rewinder = Rewinder()
         guarding = GuardRun(self, self.settings, run, session)
         session.after_call(guarding.note)
@@ -269,7 +267,7 @@ class GuardRun:
         if moment is None or ids is None:
             return
         rewinder, rows = self.rewinder, None
-        if rewinder is None or rewinder.kept_mask is None:  # else this piece of the generation has ended
+        if rewinder is None or rewinder.kept_tokens is None:  # else this piece of the generation has ended
             rows = self._rows_of(moment, ids)
         if rows is None:
             return
@@ -278,28 +276,13 @@ class GuardRun:
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         largest = None if self.settings.rule == "repeats" else largest_probability(logits)
         alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
-        if rewinder is not None and rewinder.end_lengths:  # a full row goes on as padding
-            alarms = [number for number in alarms if rows.seen < rewinder.end_lengths[number]]
-        if alarms and self.guard.act in ("report", "stop"):
-            self._report(moment, rows, alarms)
-            if self.guard.act == "stop":
-                logits[alarms] = -torch.inf
-                logits[alarms, rows.stops[0]] = 0
-        elif alarms:
-            self._cut(moment, rows, alarms)
+        if alarms:
+            self._respond(moment, rows, alarms)
+        if alarms and self.guard.act == "stop":
+            logits[alarms] = -torch.inf
+            logits[alarms, rows.stops[0]] = 0
         if self.guard.penalty or self.guard.temperature:
             self._steer(rows, logits)
-
-    def _report(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
-        """Log the alarms of rows of which nothing is removed."""
-        events: list[Event] = []
-        for number in alarms:
-            row = rows.rows[number]
-            begin, period = find_repetition(row, self.guard.retention(row.prompt, self.session.anchors))
-            cached = cached_positions(moment.layers, number)
-            data = event_data(row, period, range(begin, row.length), cached, cached)
-            events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
-        self.run.log(lambda: events)
 
     def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
         """Lower the logits of tokens that would prolong a repetition of rows that looped, in place."""
@@ -348,7 +331,7 @@ class GuardRun:
     def _spare_states(self, moment: Moment) -> None:
         """Take nothing back where layers keep a state, such as those of linear attention."""
         if self.rewinder is not None:
-            self.rewinder.allowance = None
+            self.rewinder.allowance = 0
         states = len(moment.cache.layers) - len(moment.layers)
         warn(
             f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
@@ -372,79 +355,66 @@ class GuardRun:
             raise UnsupportedError(f"LoopGuard(act='stop'): {self.run.target.name} has no end token; use act='report'")
         return GuardedRows(rows, seen, ends, stops)
 
-    def _cut(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
-        """Cut the cache of the rows that loop, and do what else is set."""
-        for kv in moment.layers:
-            kv.settle()
+    def _respond(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
+        """Log the alarms of rows, and cut the cache of those that loop unless alarms are only told."""
+        cuts = self.guard.act in ("cut", "rewind")
+        if cuts:
+            for kv in moment.layers:
+                kv.settle()
         kept: dict[int, list[int]] = {}
-        taken_back: dict[int, int] = {}
+        taken_back = 0
         events: list[Event] = []
         for number in alarms:
-            row = rows.rows[number]
-            taken_back[number] = self._count_to_take_back(row, number)
-            cached = cached_positions(moment.layers, number)
-            data, kept[number] = self._respond(row, cached, taken_back[number], rows.count)
+            row, cached = rows.rows[number], cached_positions(moment.layers, number)
+            retention = self.guard.retention(row.prompt, self.session.anchors)
+            begin, period = find_repetition(row, retention)
+            if cuts:
+                taken_back = self._count_to_take_back(row)
+                bad, level = self._bad_tokens(row, begin, period, taken_back, rows.count)
+                kept[number] = tokens_to_keep(cached, row.length, bad, retention, level)
+                data = event_data(row, period, bad, cached, kept[number], level, taken_back)
+            else:
+                data = event_data(row, period, range(begin, row.length), cached, cached)
             events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
-        evict_rows(moment.layers, kept)
-        if any(taken_back.values()):
+        if cuts:
+            evict_rows(moment.layers, kept)
+        if taken_back:
             self._rewind(moment, rows, taken_back)
         self.run.log(lambda: events)
 
-    def _rewind(self, moment: Moment, rows: GuardedRows, taken_back: dict[int, int]) -> None:
-        """Take tokens of some rows back, and the token before them, which is read again; the piece ends here."""
-        rewinder, sequence = self.rewinder, moment.call.sequence
-        assert rewinder is not None  # because it has an allowance
-        columns = sequence.columns.pos.clone()
-        rewinder.reread_tokens = {}
-        for number, count in taken_back.items():
-            if not count:
-                continue
-            row = rows.rows[number]
-            rewinder.reread_tokens[number] = row.ids[-count - 1]
-            row.take_back(count + 1)
-            columns[number] = torch.where(columns[number] < row.length, columns[number], -1)
-        used = int((columns >= 0).any(0).nonzero().max()) + 1
-        dropped = columns.shape[1] - used
-        sequence.columns = TokenPositions(columns[:, :used])
-        for kv in moment.layers:
-            kv.crop(-dropped)
-        rows.seen -= dropped
-        rewinder.ended = [row.monitor.ended for row in rows.rows]
-        rewinder.kept_mask = columns[:, :used] >= 0
-
-    def _respond(
-        self, row: WatchedRow, cached: list[int], taken_back: int, now: int
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Choose what is kept of a row, and what else is done; the data of the event, and what is kept."""
-        retention = self.guard.retention(row.prompt, self.session.anchors)
-        ids, length = row.ids, row.length
-        begin, period = find_repetition(row, retention)
+    def _bad_tokens(
+        self, row: WatchedRow, begin: int, period: int | None, taken_back: int, now: int
+    ) -> tuple[range, int]:
+        """The positions of a row to remove, and the level; from here on the row is steered."""
         if row.steering is None:
-            row.steering = Steering(self.guard.penalty, self.guard.window, length - taken_back)
+            row.steering = Steering(self.guard.penalty, self.guard.window, row.length - taken_back)
         found = row.monitor.last.tail
         if found is not None and not found.exact:
             row.steering.is_number = row.monitor.is_number
         row.monitor.looped = True
-        level = row.steering.act(ids, taken_back, now)
-        end = length
+        level = row.steering.act(row.ids, taken_back, now)
         if taken_back:
-            begin = length - taken_back
-        else:
-            begin, end = self.guard.to_cut(begin, length, period)
-        kept = tokens_to_keep(cached, length, range(begin, end), retention, level)
-        data = event_data(row, period, range(begin, end), cached, kept) | {"level": level, "taken_back": taken_back}
-        if taken_back:  # the last token that stays is read again
-            kept = [position for position in kept if position < length - taken_back - 1]
-        return data, kept
+            return range(row.length - taken_back, row.length), level
+        return range(*self.guard.to_cut(begin, row.length, period)), level
 
-    def _count_to_take_back(self, row: WatchedRow, number: int) -> int:
+    def _rewind(self, moment: Moment, rows: GuardedRows, count: int) -> None:
+        """Take tokens of the only row back, and the token before them, which is read again; the piece ends here."""
+        rewinder, sequence = self.rewinder, moment.call.sequence
+        assert rewinder is not None  # because it has an allowance
+        rows.rows[0].take_back(count + 1)
+        rows.seen -= count + 1
+        sequence.columns = sequence.columns.first(rows.seen)
+        for kv in moment.layers:
+            kv.crop(-count - 1)
+        rewinder.kept_tokens = rows.seen
+
+    def _count_to_take_back(self, row: WatchedRow) -> int:
         """Number of tokens to remove from the output, all copies of the loop but the first; 0 if that cannot be."""
         rewinder, tail = self.rewinder, row.monitor.last.tail
-        if rewinder is None or rewinder.allowance is None or tail is None:
+        if rewinder is None or tail is None:
             return 0
-        ids, stay = row.tokens, tail.start + tail.period
-        count = len(ids) - stay
-        if not 0 < count <= rewinder.allowance[number]:
+        count = row.written - tail.start - tail.period
+        if not 0 < count <= rewinder.allowance:
             return 0
-        rewinder.allowance[number] -= count
+        rewinder.allowance -= count
         return count
