@@ -201,9 +201,10 @@ class Run:
     def _follow(self, module: nn.Module, args: Args, kwargs: Kwargs) -> AroundCall:
         """Yield the arguments of a forward call and take its output; a session acts on its cache."""
         given = by_name(module, args, kwargs)
-        call = self.tracker.begin(
-            given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask"), cache_in(given)
-        )
+        tokens = given.get("input_ids")
+        if tokens is None:
+            tokens = given["inputs_embeds"]
+        call = self.tracker.begin(tokens, given.get("attention_mask"), cache_in(given))
         if is_checkpointing(self.target.layers[0]):
             raise UnsupportedError(
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
