@@ -15,7 +15,7 @@ from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.positions import Call, Tracker
-from sinkscope.models.call_cache import bridge_hooks, by_name, cache_in
+from sinkscope.models.call_cache import CACHE_NAMES, bridge_hooks, by_name, cache_in, tokens_in
 from sinkscope.models.hooks import Args, AroundCall, Hook, Kwargs
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -219,8 +219,15 @@ class Run:
         finally:
             self._local.call = None
         self.passes += 1
-        if call.past == 0:  # else the cache was given, and is bound
-            self.tracker.bind(call.sequence, cache_in(output))
+        cache = cache_in(output)
+        if call.past == 0 and cache is not None:  # else the cache was given, and is bound
+            self.tracker.bind(call.sequence, cache)
+            if tokens_in(cache) > call.new:
+                raise UnsupportedError(
+                    f"positions cannot be counted in {self.target.name}, because its cache does not come as "
+                    f"{' or '.join(CACHE_NAMES)}, or does not hold what earlier calls have read; rename that argument, "
+                    "or install the versions in constraints.txt"
+                )
 
 
 def _no_packed_rows(target: Target) -> UnsupportedError:

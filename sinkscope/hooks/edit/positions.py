@@ -193,7 +193,7 @@ class Tracker:
 
     def bind(self, sequence: GrowingBatch, cache: Any) -> None:
         """Associate a cache with its sequence, so that a later call finds it."""
-        if cache is not None and cache not in self._sequences:
+        if cache not in self._sequences:
             self._sequences[cache] = sequence
 
     def _sequence(self, cache: Any, batch: int, past: int, device: torch.device) -> GrowingBatch:
