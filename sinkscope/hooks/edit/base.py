@@ -59,7 +59,7 @@ class Run:
         self.parts = parts  # what acts, in order
         self.stack = ExitStack()
         self.tracker = Tracker()
-        self.thread = threading.get_ident()
+        self.thread: int | None = None  # the one that entered it
         self._local = threading.local()
         self._lock = threading.Lock()
         self._events: list[Event] = []
@@ -68,6 +68,25 @@ class Run:
         self._ran: dict[nn.Module, bool] = {}  # whether edited modules did
         self.passes = 0  # whole ones on which the run acted
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
+
+    def __enter__(self) -> Run:
+        """Begin to act on the model."""
+        if self.thread is not None:
+            raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
+        self.thread = threading.get_ident()
+        with ExitStack() as self.stack:
+            self.stack.enter_context(_registered(self))
+            self.stack.enter_context(without_continuous_batching(self.target.hf, _no_packed_rows(self.target)))
+            self._follow_calls()
+            for key, part in enumerate(self.parts):
+                part.enter(self, key)
+            self.stack.push(self._check_edited)
+            self.stack = self.stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        """Restore the model."""
+        return self.stack.__exit__(*error)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copying and pickling: a copied model would stay edited by this run, a pickled one be unreadable."""
@@ -149,22 +168,22 @@ class Run:
         if module in self._names:
             self._ran[module] = ran
 
-    def check_edited(self) -> None:
-        """Refuse a run in which an edit was lost, although the model ran.
+    def _check_edited(self, error: object, *_: object) -> None:
+        """Refuse a run that ends without an error and in which an edit was lost, although the model ran.
 
         Raises:
             UnsupportedError: Another module has taken the place of an edited one, or an edited module never ran.
         """
         present = set(self.target.hf.modules())
         lost = [self._names[module] for module, ran in self._ran.items() if not ran or module not in present]
-        if lost:
+        if lost and self.passes and error is None:
             raise UnsupportedError(
                 f"{min(lost)} of {self.target.name} was replaced inside the `with`, or never ran while the model did, "
                 "so that the edit there was lost: replace modules (or add an adapter) before the `with`, and switch "
                 "off what does their work in another way (a fused kernel, a captured graph, a skipped layer)"
             )
 
-    def follow_calls(self) -> None:
+    def _follow_calls(self) -> None:
         """Follow the forward calls of the model with a generator for each: `call` is set while one runs.
 
         After an error or an interruption the generator is closed: at once, or where torch runs no hook, as after
@@ -314,7 +333,7 @@ class Intervention(ABC):
             return NotImplemented
         return Composed((*self.parts, *other.parts))
 
-    def on(self, model: object) -> AbstractContextManager[Run]:
+    def on(self, model: object) -> Run:
         """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`. What is returned is used once.
 
         Everything that calls the model there is edited: forward, `generate` and its variants, nnsight's `trace` and
@@ -325,37 +344,9 @@ class Intervention(ABC):
             SinkscopeError: The model has no such layer or neuron.
             UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
         """
-        return _Once(self._entered(target_of(model)))
-
-    @contextmanager
-    def _entered(self, target: Target) -> Iterator[Run]:
+        target = target_of(model)
         target.check_loaded()
-        run = Run(target, self.parts)
-        with run.stack:
-            run.stack.enter_context(_registered(run))
-            run.stack.enter_context(without_continuous_batching(target.hf, _no_packed_rows(target)))
-            run.follow_calls()
-            for key, part in enumerate(self.parts):
-                part.enter(run, key)
-            yield run
-            if run.passes:
-                run.check_edited()
-
-
-class _Once(AbstractContextManager[Run]):
-    """A context manager that says so when it is entered a second time."""
-
-    def __init__(self, context: AbstractContextManager[Run]) -> None:
-        self._context, self._entered = context, False
-
-    def __enter__(self) -> Run:
-        if self._entered:
-            raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
-        self._entered = True
-        return self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
+        return Run(target, self.parts)
 
 
 @dataclass(frozen=True)
