@@ -14,7 +14,7 @@ LARGEST_PAGE = 2_800_000  # characters
 @pytest.mark.slow
 def test_the_neurons_of_smollm2_have_the_numbers_of_plain_hooks(smollm2):
     explorer = Explorer.open(smollm2.model, tokenizer=smollm2.tokenizer)
-    ids, view = explorer.sink.sinks.survey.ids, explorer.view()
+    ids, view = explorer.sinks.survey.ids, explorer.view()
     assert len(view_page(view, "smollm2")) <= LARGEST_PAGE
     assert {page.name for page in view.neuron_pages} == {"L11.N1229", "L11.N1487", "L2.N90", "L2.N430", "L1.N83"}
     seen = plain.run(smollm2.model, ids)
