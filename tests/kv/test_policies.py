@@ -54,8 +54,9 @@ def test_keeps_what_the_dense_reference_keeps(name, family):
     check(policy, choose, model, 3, edits)
 
 
-def test_scores_that_the_model_scales_by_layer():
+def test_scores_that_the_model_scales_by_layer_and_keys_that_are_latent_vectors():
     check(H2O(budget=12), dense.h2o, model_of("gpt2", scale_attn_by_inverse_layer_idx=True), 4)
+    check(CASES["snapkv"][0], SNAP, decoder("deepseek_v2"), 4)
 
 
 def test_attention_that_a_module_computes_twice_counts_once(monkeypatch):
