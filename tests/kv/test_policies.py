@@ -111,5 +111,4 @@ def test_a_window_takes_half_of_a_budget_without_room_for_it(policy, model):
     ids, mask = prompts(LENGTHS, 3)
     both, alone = (run_policy(policy, model, ids[n:, 7 * n :], mask[n:, 7 * n :], PROMPT - 7 * n)[0] for n in (0, 1))
     assert_close(both[1:], alone, atol=5e-5, rtol=0)
-    assert SnapKV(budget=64).window_at(64) == 32 and SnapKV(budget=32, first=4).window_at(32) == 14
     assert [StreamingLLM().always_kept(budget) for budget in (1, 4, 5)] == [(0, 0), (2, 0), (4, 0)]
