@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import refused
 
 import sinkscope as ss
 
@@ -52,12 +50,3 @@ def test_dry_in_generate_ends_a_loop():
     plain = model.generate(**ask)[0].tolist()
     with_dry = model.generate(**ask, logits_processor=[ss.DRY()])[0].tolist()
     assert ss.loops.tail_period(plain, shortest=48) and not ss.loops.tail_period(with_dry, shortest=24)
-
-
-@pytest.mark.parametrize(
-    ("given_", "said"),
-    [({"multiplier": 0.0}, "multiplier"), ({"base": 0.5}, "base"), ({"allowed_length": 0}, "allowed_length")],
-)
-def test_dry_refuses_numbers_out_of_range(given_, said):
-    with refused(said):
-        ss.DRY(**given_)

@@ -106,23 +106,6 @@ def test_bos_stands_before_a_prompt_unless_it_is_refused():
         generate(model, "the dog", tokenizer=without, bos=True)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "settings", "words"),
-    [
-        (["the dog", " \n"], {}, ["prompt 2 is empty"]),
-        ("the " * 1024, {}, ["1025 tokens", "1024", "shorten"]),
-        ("the " * 1000, {"max_new_tokens": 50}, ["1001 tokens and 50 more", "context", "1024", "at most 23"]),
-        ("the", {"temperature": -0.5}, ["temperature=-0.5"]),
-        ("the", {"batch_size": 2, "on_text": print}, ["batch_size=1"]),
-        ("the", {"tokenizer": None}, ["no tokenizer"]),
-    ],
-)
-def test_impossible_generation_is_refused_with_its_remedy(prompts, settings, words):
-    model, tokenizer = tiny_model("llama")
-    with refused(words=words):
-        generate(model, prompts, **{"tokenizer": tokenizer, **settings})
-
-
 @pytest.mark.parametrize("guard", [False, True])
 def test_a_model_with_nan_weights_is_refused_by_the_name_of_the_tensor(guard):
     model, tokenizer = tiny_model("llama")
