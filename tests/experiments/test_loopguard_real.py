@@ -79,7 +79,7 @@ def test_halves_share_no_opening_and_have_as_many_of_each_kind():
 
 def test_outputs_without_an_alarm_need_not_be_made_again(tmp_path):
     """What is taken from the model alone is what the guard would have written; the others are written."""
-    setting = {"model": str(ROOT / "sinkscope/models/bundled"), "halves": ["choose"], "count": 2, "new": 130}
+    setting = {"model": str(ROOT / "sinkscope/models/bundled"), "halves": ["choose"], "count": 2, "new": 100}
     real.main(tmp_path / "taken", **setting, only=["full", "rewind"], alarmed=True)
     real.main(tmp_path / "made", **setting, only=["rewind"])
     rows = {}
