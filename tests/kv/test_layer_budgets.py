@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kv_kit import model_of, prompts, run_policy, shallow_of
 from refusals import refused
 from torch import Tensor
 
-from sinkscope.kv import H2O, TOVA, AdaKV, KeptPerRow, LayerMoment, PerLayer, Policy, Pyramid, SnapKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, AdaKV, LayerMoment, PerLayer, Policy, Pyramid, SnapKV, StreamingLLM
 from sinkscope.lines.serve import Progressive
 
 
@@ -80,5 +77,3 @@ def test_per_layer_keeps_in_each_layer_what_its_budget_says(policy):
     first = run(replace(policy, budget=12))[1][0][0]  # before anything that another layer kept is read
     assert torch.equal(kept[0][0], first) and not torch.equal(kept[0][0], alone[1][0][0])
     assert kept[0][1].sum(-1).float().mean(1).tolist() == alone[1][0][1].sum(-1).float().mean(1).tolist()
-
-
