@@ -108,8 +108,7 @@ class SinkPatch(NeuronEdit):
             raise SinkscopeError(
                 "no neurons were found that a spike of the first token needs, so there is nothing to patch"
             )
-        needed = chosen[0].needed
-        calibrated = dict(zip(needed.neurons, needed.neutral, strict=True))
+        calibrated = chosen[0].needed.calibrated
         return cls(sites=tuple(calibrated), calibrated=calibrated, model=asdict(result.model))
 
     def save(self, path: str | PathLike[str]) -> None:

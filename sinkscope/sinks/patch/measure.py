@@ -30,7 +30,7 @@ from sinkscope.models.text import text_rows
 from sinkscope.sinks.held_out import held_out, logits_of
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.patch.proof import CASES, AfterCopies, OrdinaryText, PatchProof, Perplexity
-from sinkscope.sinks.repetition.attention import attention_from
+from sinkscope.sinks.repetition.readings import attention_from
 from sinkscope.sinks.repetition.sweep import append_copy
 from sinkscope.sinks.spikes.copies import along_spikes, copies_of
 from sinkscope.sinks.spikes.spike import Spike
