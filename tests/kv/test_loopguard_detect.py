@@ -59,6 +59,7 @@ def test_a_report_changes_nothing_and_has_what_the_monitor_says(sample, model):
     expected = triggers(new[:-1], P1, probs)
     assert expected and [event.data["generated"] for event in run.events] == expected
     assert [event.position for event in run.events] == [8 + step - 1 for step in expected]
+    assert {event.data["cached_before"] - event.data["kept_count"] for event in run.events} == {0}
 
 
 def test_the_looping_row_ends_after_the_trigger_and_no_other():
