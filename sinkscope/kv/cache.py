@@ -162,7 +162,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             pos = changed(pos)
         self.numbers = self.moved_numbers(changed)
         self.hold(changed(self.keys), changed(self.values), pos, self.gapless)
-        self.columns = self.columns.moved(changed)
+        self.columns = TokenPositions(changed(self.columns.pos))
 
 
 def check_order(layers: Sequence[CacheLayer], name: str) -> None:
@@ -188,5 +188,5 @@ def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_he
         )
     earlier = layer.columns
     if earlier is None:
-        earlier = TokenPositions.of(torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device))
-    return earlier.read(keys.shape[-2], None)
+        earlier = TokenPositions(torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device))
+    return earlier.read(torch.ones(len(keys), keys.shape[-2], dtype=torch.bool, device=keys.device))

@@ -26,8 +26,7 @@ from sinkscope.kv.rewind import Rewinder
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_attention, check_servable
 from sinkscope.models.call_cache import with_cache
-from sinkscope.models.following import AroundCall
-from sinkscope.models.hooks import Kwargs
+from sinkscope.models.hooks import AroundCall, Kwargs
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import following_generate
 from sinkscope.tap.tap import tapped

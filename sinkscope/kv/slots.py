@@ -78,7 +78,7 @@ class Slots:
             if not new:
                 return known
         assert self.columns is not None
-        latest = self.columns.latest(new).to(self.keys.device)
+        latest = self.columns.pos[:, self.seen - new :].to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
         pos = latest[:, None].expand(-1, self.keys.shape[1], -1)
         if known is not None:

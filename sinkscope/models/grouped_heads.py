@@ -8,7 +8,6 @@ from einops import rearrange, repeat
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from sinkscope.models.modules.down_projections import input_columns
 from sinkscope.models.target import Target
 
 
@@ -26,13 +25,6 @@ def head_projection(which: str, target: Target, tensor: Float[Tensor, "*n width"
     if which == "q":
         count = target.n_heads
     return rearrange(tensor, "... (head d_head) -> ... head d_head", head=count)
-
-
-def output_weights(target: Target, layer: int) -> Float[Tensor, "head d_head d_model"]:
-    """Return W_O of every head of a layer, float32."""
-    with target.loaded(layer):
-        columns = input_columns(target, target.sub(layer, "o")).float().cpu()
-        return rearrange(columns, "(head d_head) d_model -> head d_head d_model", head=target.n_heads)
 
 
 HeadNumber = TypeVar("HeadNumber", int, Tensor)

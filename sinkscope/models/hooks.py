@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from sinkscope.models.shards import Shards, check_no_gradient, split_of
 Hook = tuple[nn.Module, str, Any]
 """A module, a moment, and a function with the signature of torch's hooks. Moments are "pre", "first" (before all others
 that are "pre"), "post", and "always" (after an error, too)."""
+AroundCall = Generator[tuple[Args, Kwargs], Any]
+"""Yields once: gives the arguments with which a module is to run, and takes its output."""
 
 
 def hidden_of(args: Args, kwargs: Kwargs) -> Tensor:
@@ -101,7 +103,7 @@ def _change_part(fn: Callable[[Any], Any], part: Tensor, columns: list[int] | No
     check_no_gradient(part)
     if columns is None:
         return shards.part(new, part.shape[-1])
-    places, here = shards.axis(size).here(columns)
+    places, here = shards.here(columns, size)
     changed = part.clone()
     changed[..., here] = new[..., places].to(part.dtype)
     return changed

@@ -72,27 +72,26 @@ def read_inputs(
             mask = given.get("attention_mask")
     if tokens is None:
         raise SinkscopeError(f"no tokens are given: {_EXPECTED}")
-    texts: Any = None
-    if isinstance(given, Mapping) and target.available_tokenizer is not None:  # tokenized with BOS by a template, too
-        for number, row in enumerate(_rows_of_ids(tokens), 1):
-            note_second_bos(row, resolve_bos(target.available_tokenizer, target.config, None), f"row {number}")
     if isinstance(tokens, str):
-        texts = (tokens,)
-    elif isinstance(tokens, list | tuple) and len(tokens) > 0 and all(isinstance(text, str) for text in tokens):
-        texts = tuple(tokens)
-    if texts is not None:
-        rows = _encode(target, texts, bos, special)
+        tokens = [tokens]
+    if isinstance(tokens, list | tuple) and len(tokens) > 0 and all(isinstance(text, str) for text in tokens):
+        rows = _encode(target, tokens, bos, special)
     elif bos is None:
         rows = _rows_of_ids(tokens)
     else:
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
-    ids, padding = _pad(rows)
+    if isinstance(given, Mapping) and target.available_tokenizer is not None:  # tokenized with BOS by a template, too
+        for number, row in enumerate(rows, 1):
+            note_second_bos(row, resolve_bos(target.available_tokenizer, target.config, None), f"row {number}")
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     _check_ids(target, ids)
-    if mask is None:
-        return Inputs(ids, padding)
-    if padding is not None:
-        raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
-    return Inputs(ids, _checked_mask(mask, ids))
+    lengths = torch.tensor([len(row) for row in rows])
+    if mask is not None:
+        if bool((lengths < ids.shape[1]).any()):
+            raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
+        return Inputs(ids, _checked_mask(mask, ids))
+    padding = torch.arange(ids.shape[1]) < lengths[:, None]
+    return Inputs(ids, None if bool(padding.all()) else padding.long())
 
 
 def read_row(target: Target, given: Any, what: str = "the input", *, special: bool = True) -> list[int]:
@@ -178,14 +177,6 @@ def _as_lists(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_lists(item) for item in value]
     return value
-
-
-def _pad(rows: Sequence[list[int]]) -> tuple[Ids, Ids | None]:
-    """Return rows of ids as a tensor, and a mask if they had to be padded."""
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(ids.shape[1]) < lengths[:, None]
-    return ids, None if bool(mask.all()) else mask.long()
 
 
 def _check_ids(target: Target, ids: Ids) -> None:

@@ -46,7 +46,7 @@ QUICK = {  # arguments with which a measurement takes about a second
     "patch_eval": {"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16, "max_repeats": 8},
     "patch_make": {"max_repeats": 300, "pieces": 2, "length": 16},
     "precision": {"schemes": ["a8-tensor"], "pieces": 3, "length": 16},
-    "repeat": {"max_repeats": 24, "ablate": True},
+    "repeat": {"max_repeats": 24},
     "why": {"max_new_tokens": 48, "cuts": 3},
 }
 

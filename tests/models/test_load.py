@@ -146,21 +146,6 @@ def test_a_gguf_file_is_parsed_once_and_the_parser_is_left_as_it_was(gguf, monke
         assert type(mapped.data) is np.ndarray, "a slice of a memory map takes four times as long"
 
 
-def test_a_folder_with_a_gguf_file_is_that_file(gguf, tmp_path, monkeypatch):
-    """Also where a model has the name of the folder; of two files one has to be named."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2/tiny.gguf").symlink_to(gguf)
-    expected = logits(load(gguf), IDS)
-    for folder in (gguf.parent, "gpt2"):
-        model = load(folder)
-        assert_close(logits(model, IDS), expected, atol=0, rtol=0)
-        assert target_of(model).name == "tiny.gguf"
-    (tmp_path / "gpt2/other.gguf").symlink_to(gguf)
-    with refused(r"gpt2 holds 2 \.gguf files: give one of them, such as gpt2/other\.gguf"):
-        load("gpt2")
-
-
 # -- names and hubs ------------------------------------------------------------------------------------------------
 
 

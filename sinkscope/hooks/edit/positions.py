@@ -7,7 +7,7 @@ by the cache object that the calls share, so interleaved generations do not mix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -42,67 +42,38 @@ class Memory(dict[str, Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class TokenPositions:
-    """True positions of the tokens of a batch, computed where they are asked for: most generated tokens need none.
+    """True positions of the tokens of a batch.
 
     Attributes:
-        known: True position of the first tokens; -1 at padding. All later ones are real.
-        real: Number of real tokens among the known ones.
-        seen: Number of all tokens.
+        pos: True position of every token; -1 at padding.
     """
 
-    known: Int[Tensor, "batch known"]
-    real: Int[Tensor, "batch 1"]
-    seen: int
+    pos: Int[Tensor, "batch seen"]
 
-    @classmethod
-    def of(cls, pos: Int[Tensor, "batch seen"]) -> TokenPositions:
-        """Return tokens at these positions."""
-        return cls(pos, (pos >= 0).sum(1, keepdim=True), pos.shape[1])
-
-    def read(self, new: int, real: Bool[Tensor, "batch new"] | None) -> TokenPositions:
-        """Return these tokens and `new` others, all of them real if `real` is None."""
-        if real is None:
-            return TokenPositions(self.known, self.real, self.seen + new)
-        later = torch.where(real, self.length[:, None] + real.cumsum(1) - 1, -1)
-        return TokenPositions.of(torch.cat([self.pos, later], 1))
-
-    def first(self, count: int) -> TokenPositions:
-        """Return the first tokens alone."""
-        if count >= self.known.shape[1]:
-            return TokenPositions(self.known, self.real, count)
-        return TokenPositions.of(self.known[:, :count])
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> TokenPositions:
-        """Return the tokens of other rows, as a function takes rows."""
-        return TokenPositions(move(self.known), move(self.real), self.seen)
-
-    @cached_property
-    def pos(self) -> Int[Tensor, "batch seen"]:
-        """True position of every token; -1 at padding."""
-        later = self.seen - self.known.shape[1]
-        if not later:
-            return self.known
-        return torch.cat([self.known, self.real + torch.arange(later, device=self.real.device)], 1)
-
-    @cached_property
-    def padded(self) -> int:
-        """Number of the first tokens among which all padding is; whoever asks first waits for the device."""
-        columns = (self.known < 0).any(0).nonzero()
-        return int(columns[-1]) + 1 if len(columns) else 0
-
-    def latest(self, count: int) -> Int[Tensor, "batch count"]:
-        """Return true positions of the latest tokens."""
-        first = self.seen - count - self.known.shape[1]
-        if first <= 0:
-            return self.pos[:, self.seen - count :]
-        if count == 1:  # a generated token
-            return self.real + first
-        return self.real + torch.arange(first, first + count, device=self.real.device)
+    @property
+    def seen(self) -> int:
+        """Number of all tokens."""
+        return self.pos.shape[1]
 
     @cached_property
     def length(self) -> Int[Tensor, " batch"]:
         """Number of real tokens in each row."""
-        return (self.real + (self.seen - self.known.shape[1]))[:, 0]
+        return (self.pos >= 0).sum(1)
+
+    @cached_property
+    def padded(self) -> int:
+        """Number of the first tokens among which all padding is; whoever asks first waits for the device."""
+        columns = (self.pos < 0).any(0).nonzero()
+        return int(columns[-1]) + 1 if len(columns) else 0
+
+    def read(self, real: Bool[Tensor, "batch new"]) -> TokenPositions:
+        """Return these tokens and others, of which some are real."""
+        later = torch.where(real, self.length[:, None] + real.cumsum(1) - 1, -1)
+        return TokenPositions(torch.cat([self.pos, later], 1))
+
+    def first(self, count: int) -> TokenPositions:
+        """Return the first tokens alone."""
+        return TokenPositions(self.pos[:, :count])
 
 
 @dataclass(eq=False)
@@ -130,7 +101,7 @@ class GrowingBatch:
         def taken(of_rows: Tensor) -> Tensor:
             return of_rows[rows.to(of_rows.device)]
 
-        self.columns = self.columns.moved(taken)
+        self.columns = TokenPositions(taken(self.columns.pos))
         for memory in self.memory.values():
             for name, values in memory.items():
                 memory[name] = taken(values)
@@ -145,7 +116,6 @@ class Call:
         rows: Number of rows.
         past: Number of tokens (with padding) in the cache before the call.
         new: Number of tokens of a row that the call reads.
-        earlier: The tokens before the call.
         tokens: All tokens so far.
         sequence: What is known about these rows from earlier calls.
     """
@@ -154,19 +124,23 @@ class Call:
     rows: int
     past: int
     new: int
-    earlier: TokenPositions
     tokens: TokenPositions
     sequence: GrowingBatch
 
     @cached_property
     def index(self) -> Int[Tensor, "batch pos"]:
         """True position of each new token among the real tokens of its row; -1 at padding."""
-        return self.tokens.latest(self.new)
+        return self.tokens.pos[:, self.past :]
 
     @property
     def columns(self) -> Int[Tensor, "batch seen"]:
         """The same for every token so far, the new ones last."""
         return self.tokens.pos
+
+    @cached_property
+    def earlier(self) -> TokenPositions:
+        """The tokens before the call."""
+        return self.tokens.first(self.past)
 
     @property
     def before(self) -> Int[Tensor, " batch"]:
@@ -189,47 +163,37 @@ class Tracker:
 
     def begin(
         self,
-        ids: Int[Tensor, "batch pos"] | None,
-        embeds: Shaped[Tensor, "batch pos d_model"] | None = None,
+        tokens: Shaped[Tensor, "batch pos *d_model"],
         mask: Any = None,
         cache: Any = None,
     ) -> Call:
         """Begin a forward call.
 
         Args:
-            ids: Token ids, or None with `embeds`.
-            embeds: Input embeddings.
+            tokens: Token ids or input embeddings.
             mask: Attention mask as transformers passes it: 2-D (1 = real), 4-D (bool or additive), a dict of these by
                 layer type, or None. Tokens read in an earlier call keep the mask of that call.
             cache: The cache that the call continues, if any.
         """
-        tokens = embeds
-        if ids is not None:
-            tokens = ids
-        assert tokens is not None, "transformers refuses a call with neither ids nor embeddings"
         batch, new = int(tokens.shape[0]), int(tokens.shape[1])
-        past = 0
-        if cache is not None:
-            past = tokens_in(cache)
+        past = 0 if cache is None else tokens_in(cache)
         sequence = self._sequence(cache, batch, past, tokens.device)
-        earlier = sequence.columns
-        if earlier.seen > past:  # tokens were taken back
-            earlier = earlier.first(past)
-        missed = past - earlier.seen  # in calls that this run did not act on
-        real = _real(mask, batch, earlier.seen, past, new)
-        if missed:
-            of_missed = None
-            if real is not None:
-                of_missed, real = real[:, :missed], real[:, missed:]
-            earlier = earlier.read(missed, of_missed)
-        sequence.columns = earlier.read(new, real)
-        call = Call(self._steps, batch, past, new, earlier, sequence.columns, sequence)
+        earlier = sequence.columns.first(past)  # tokens may have been taken back
+        # Some may have been read in calls that this run did not act on; they come first.
+        if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
+            mask = mask.get("full_attention", next(iter(mask.values()), None))
+        if mask is None:
+            real = tokens.new_ones(batch, past + new - earlier.seen, dtype=torch.bool)
+        else:
+            real = _real(mask, batch, earlier.seen, past, new).to(tokens.device)
+        sequence.columns = earlier.read(real)
+        call = Call(self._steps, batch, past, new, sequence.columns, sequence)
         self._steps += 1
         return call
 
     def bind(self, sequence: GrowingBatch, cache: Any) -> None:
         """Associate a cache with its sequence, so that a later call finds it."""
-        if cache is not None and cache not in self._sequences:
+        if cache not in self._sequences:
             self._sequences[cache] = sequence
 
     def _sequence(self, cache: Any, batch: int, past: int, device: torch.device) -> GrowingBatch:
@@ -241,25 +205,21 @@ class Tracker:
             moved = rows_moved(cache)
             if moved is not None:
                 sequence.take(moved)
-            times, rest = divmod(batch, sequence.columns.known.shape[0])  # `len` of a tensor takes three times as long
+            times, rest = divmod(batch, sequence.columns.pos.shape[0])  # `len` of a tensor takes three times as long
             if times > 1 and rest == 0:
                 sequence.take(torch.arange(batch // times).repeat_interleave(times))
             if rest == 0:
                 return sequence
         columns = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-        sequence = GrowingBatch(TokenPositions.of(columns), past > 0)
+        sequence = GrowingBatch(TokenPositions(columns), past > 0)
         if cache is not None:
             self._sequences[cache] = sequence
         return sequence
 
 
-def _real(mask: Any, batch: int, read: int, past: int, new: int) -> Bool[Tensor, "batch more"] | None:
-    """Which tokens from index `read` on are real, None if all are; earlier ones are not checked again."""
-    if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
-        mask = mask.get("full_attention", next(iter(mask.values()), None))
+def _real(mask: Any, batch: int, read: int, past: int, new: int) -> Bool[Tensor, "batch more"]:
+    """Which tokens from index `read` on are real; earlier ones are not checked again."""
     total = past + new
-    if mask is None:
-        return None
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
         return mask[:, read:total].bool()
     if isinstance(mask, Tensor) and mask.ndim == 4:

@@ -14,7 +14,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import Found
 from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
@@ -29,7 +28,7 @@ class Site:
     """One place in the model: `cut` maps the module's input or output to `[batch pos ...]`.
 
     After the last layer, `layer` is the number of layers. Where a layer adds what the module gives, it multiplies it by
-    `factor`, and `cut` does so, too.
+    `factor`.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Site:
 
     def shown(self, value: Any, shape: torch.Size) -> Tensor:
         """Return what the site shows of its module's input or output, in a pass over ids of this shape."""
-        tensor = self.cut(value)
+        tensor = self.cut(first_tensor(value)) * self.factor
         if tensor.shape[:2] != shape:  # OPT runs batch and position together
             tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
         return tensor
@@ -64,15 +63,15 @@ class _Place:
 
     parts: tuple[str, ...]  # none: the layer itself
     when: str = "post"
-    cut: Callable[[Target, Tensor], Tensor] = lambda _target, tensor: tensor
-    factor: Callable[[Found], float] = lambda _adapter: 1.0
+    cut: Callable[[Target, Tensor], Tensor] | None = None
+    factor: str | None = None  # field of the adapter
 
 
 _PLACES = {
     "hook_resid_pre": _Place((), "pre"),
-    "hook_attn_out": _Place(("attn_out", "attn"), factor=lambda a: a.attn_factor),
+    "hook_attn_out": _Place(("attn_out", "attn"), factor="attn_factor"),
     "hook_resid_mid": _Place(("mid",), "pre"),
-    "hook_mlp_out": _Place(("post_mlp_norm", "mlp"), factor=lambda a: a.write_factor),
+    "hook_mlp_out": _Place(("post_mlp_norm", "mlp"), factor="write_factor"),
     "hook_resid_post": _Place(()),
     "mlp.hook_pre": _Place(("gate", "up"), cut=partial(_half, 0)),
     "mlp.hook_pre_linear": _Place(("up",), cut=partial(_half, 1)),
@@ -134,10 +133,10 @@ def _in_layers(target: Target, names: Sequence[str]) -> dict[str, Site]:
             found[name] = _site(target, name)
         except NoSiteError as error:
             absent.setdefault(name.split(".", 2)[-1], error)
-    for part in {name.split(".", 2)[-1] for name in found}:
-        absent.pop(part, None)
-    for error in absent.values():
-        raise error
+    there = {name.split(".", 2)[-1] for name in found}
+    for part, error in absent.items():
+        if part not in there:
+            raise error
     return found
 
 
@@ -163,22 +162,14 @@ def _site(target: Target, name: str) -> Site:
     if part == "attn.hook_pattern":
         return Site(name, layer, None)
     place = _PLACES[part]
-    module = _module(target, layer, part)
-    factor = place.factor(target.adapter)
-
-    def cut(value: Any) -> Tensor:
-        part = place.cut(target, first_tensor(value))
-        if factor == 1:
-            return part
-        return part * factor
-
-    return Site(name, layer, module, place.when, cut, factor)
+    cut = first_tensor if place.cut is None else partial(place.cut, target)
+    factor = 1.0 if place.factor is None else getattr(target.adapter, place.factor)
+    return Site(name, layer, _module(target, layer, part), place.when, cut, factor)
 
 
 def _module(target: Target, layer: int, part: str) -> nn.Module:
     """The module of a site of a layer."""
     adapter, parts = target.adapter, _PLACES[part].parts
-    is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
     unproved = dict(adapter.unproved)
     reason = unproved.get(f"blocks.{layer}.{part}", unproved.get("*"))
     if reason is not None:
@@ -189,7 +180,7 @@ def _module(target: Target, layer: int, part: str) -> nn.Module:
     problem = ""
     if part.startswith("mlp.") and target.is_mixture(layer):
         problem = f"layer {layer} is a mixture, so it is per expert: use find_sinks for its neurons, or hook_mlp_out"
-    elif is_projection and adapter.fused_qkv is not None and adapter.qkv_layout is None:
+    elif "fused_qkv" in parts and adapter.fused_qkv is not None and adapter.qkv_layout is None:
         problem = "the layout of q, k and v in one module varies"
     elif not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
         problem = "layers do more than add their parts"

@@ -35,17 +35,24 @@ class ModelSource:
     planted: str = ""
 
 
+_HERE = Path(__file__).parents[1]
+_IN_PACKAGE = {name: ModelSource("folder", _HERE / name, name) for name in (BUNDLED, RECALL, ORGANISM)}
+_IN_PACKAGE[TWO_HOPS] = ModelSource("folder", _HERE / RECALL, TWO_HOPS, planted="two_hops.npz")
+
+
 def locate(model: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
     """Resolve `model`: None is the bundled model; otherwise it is a short name, hub id, folder or `.gguf` file.
 
-    A folder may be a checkpoint, or hold one `.gguf` file and no config.json. No weights are read. An existing folder
-    or file takes precedence over a hub id or short name of the same spelling.
+    No weights are read. An existing folder or file takes precedence over a hub id or short name of the same spelling.
 
     Raises:
         SinkscopeError: `model` cannot be resolved, or `revision` is given for something that has no revisions.
     """
     try:
-        source = _in_package(model) or _outside(model or "", revision)
+        if model is None or model in _IN_PACKAGE:
+            source = _IN_PACKAGE[str(model or BUNDLED)]
+        else:
+            source = _outside(model, revision)
     except OSError as error:
         raise SinkscopeError(f"cannot read {model}: {reason_of(error)}; give another model") from None
     if revision is not None and source.kind != "hub":
@@ -53,15 +60,6 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
             f"revision {revision!r} means nothing for the {source.kind} {source.name}; revisions belong to hub ids"
         )
     return source
-
-
-def _in_package(model: str | os.PathLike[str] | None) -> ModelSource | None:
-    name = BUNDLED if model is None else model
-    if not isinstance(name, str) or name not in (BUNDLED, RECALL, TWO_HOPS, ORGANISM):
-        return None
-    if name == TWO_HOPS:
-        return ModelSource("folder", Path(__file__).parents[1] / RECALL, name, planted="two_hops.npz")
-    return ModelSource("folder", Path(__file__).parents[1] / name, name)
 
 
 def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource:
@@ -75,37 +73,18 @@ def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource
                 f"{path.name} is not a model: expected a .gguf file or a folder, such as {path.parent}"
             )
         return ModelSource("gguf", path, path.name)
-    file = _gguf_in(path)
     is_hub_id = _HUB_ID.fullmatch(text) is not None
     is_short_name = "/" not in text and find(text) is not None
     is_path = not isinstance(model, str) or text.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
     # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
-    holds_model = file is not None or any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    holds_model = any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     is_meant = is_path or not (is_hub_id or is_short_name) or holds_model
     if path.is_dir() and is_meant:
         if (path / ADAPTER_CONFIG).is_file():
             raise refuse_adapter(text)
-        if file is not None:
-            return ModelSource("gguf", file, file.name)
         return ModelSource("folder", path, path.resolve().name)
     if is_path:
         raise SinkscopeError(
             f"there is no file or folder {text!r}; give an existing one, a hub id org/name or a short name"
         )
     return ModelSource("hub", text if is_hub_id else hub_id_of(text), text, revision)
-
-
-def _gguf_in(folder: Path) -> Path | None:
-    """The GGUF file of a folder that holds no other weights.
-
-    Raises:
-        SinkscopeError: There are several.
-    """
-    files = sorted(folder.glob("*.gguf"))
-    if not files or (folder / "config.json").is_file():
-        return None
-    if len(files) > 1:
-        raise SinkscopeError(
-            f"{folder} holds {len(files)} .gguf files: give one of them, such as {folder / files[0].name}"
-        )
-    return files[0]

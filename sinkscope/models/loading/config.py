@@ -115,7 +115,7 @@ def causal_class(config: Any) -> Any:
     if reads_images(config.model_type):
         return AutoModelForImageTextToText
     home = type(config).__module__
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and ".configuration_" in home:
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         with suppress(ImportError):
             for name, cls in vars(import_module(home.replace(".configuration_", ".modeling_"))).items():
                 if name.endswith("ForCausalLM") and getattr(cls, "config_class", None) is type(config):
@@ -143,6 +143,7 @@ def check_kind(name: str, raw: Any) -> None:
         UnsupportedError: It is another kind of model, or transformers does not know its type.
     """
     from transformers import CONFIG_MAPPING, __version__
+    from transformers.models.auto import modeling_auto as auto
 
     model_type = None
     if isinstance(raw, dict):
@@ -152,20 +153,24 @@ def check_kind(name: str, raw: Any) -> None:
             f"the config.json of {name} has no model_type, so it is no transformers model; give one that has"
         )
     classes: list[str] = raw.get("architectures") or []
-    if _is_causal(model_type, raw, classes):
-        if model_type not in CONFIG_MAPPING:
-            raise UnsupportedError(
-                f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
-                "version that does; a model whose code is beside the weights is given as a live model, if you trust it"
-            )
-        return
-    what = f"model type {model_type}"
-    if classes:
-        what = f"architectures {', '.join(classes)}"
-    raise UnsupportedError(
-        f"{name} is another kind of model ({what}); expected a decoder-only causal language model, such as llama-2-7b "
-        "or gpt2"
-    )
+    texts = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+    if model_type in texts or reads_images(model_type):
+        is_causal = not classes or any(class_name.endswith(_CAUSAL) for class_name in classes)
+    else:
+        is_causal = model_type not in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and "vision_config" not in raw
+    if raw.get("is_encoder_decoder") or not is_causal:
+        what = f"model type {model_type}"
+        if classes:
+            what = f"architectures {', '.join(classes)}"
+        raise UnsupportedError(
+            f"{name} is another kind of model ({what}); expected a decoder-only causal language model, such as "
+            "llama-2-7b or gpt2"
+        )
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
+            "version that does; a model whose code is beside the weights is given as a live model, if you trust it"
+        )
 
 
 def reads_images(model_type: str) -> bool:
@@ -174,18 +179,6 @@ def reads_images(model_type: str) -> bool:
 
     is_listed = model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return is_listed and model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-
-def _is_causal(model_type: str, raw: dict[str, Any], classes: list[str]) -> bool:
-    """Whether a model is a causal language model, or of a type that transformers does not know."""
-    from transformers.models.auto import modeling_auto as auto
-
-    if raw.get("is_encoder_decoder"):
-        return False
-    texts = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
-    if model_type in texts or reads_images(model_type):
-        return not classes or any(class_name.endswith(_CAUSAL) for class_name in classes)
-    return model_type not in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and "vision_config" not in raw
 
 
 def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int | None = None) -> Any:

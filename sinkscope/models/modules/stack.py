@@ -6,15 +6,12 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Found, row_of, shown_row
-from sinkscope.models.hooks import Hook
 from sinkscope.models.target import Target
 
-_LENGTH = 9  # tokens of a pass
 DRAFT = Found("")
 """What a `Target` has until its adapter is known."""
 
@@ -49,26 +46,19 @@ def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
 
 
 def _stack_path(model: Any) -> str:
-    """Path of the list of decoder layers: of the lists with the configured length that run, the largest.
+    """Path of the list of decoder layers: a list of the configured length in a module with the text configuration.
 
     Raises:
         NotInferredError: There is none.
     """
-    names = {module: name for name, module in model.named_modules()}
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    sizes = dict[nn.ModuleList, int]()
-    for module in names:
-        if isinstance(module, nn.ModuleList) and len(module) and depth in (None, len(module)):
-            sizes[module] = sum(parameter.numel() for parameter in module.parameters())
-    if len(sizes) > 1 and not any(parameter.is_meta for parameter in model.parameters()):
-        running = list[nn.Module]()  # image towers do not
-        hooks: list[Hook] = [(stack[0], "pre", lambda module, *_: running.append(module)) for stack in sizes]
-        with Target(model, model, "hf", DRAFT).hooks(*hooks):
-            model(input_ids=torch.arange(16, 16 + _LENGTH, device=model.device)[None], use_cache=False)
-        sizes = {stack: size for stack, size in sizes.items() if stack[0] in running}
-    if not sizes:
-        raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
-    return names[max(sizes, key=lambda stack: sizes[stack])]
+    text = model.config.get_text_config()
+    depth = getattr(text, "num_hidden_layers", None)
+    for path, module in model.named_modules():
+        if type(getattr(module, "config", None)) is type(text):  # towers for images have another one
+            for name, stack in module.named_children():
+                if isinstance(stack, nn.ModuleList) and len(stack) > 0 and depth in (None, len(stack)):
+                    return f"{path}.{name}".strip(".")
+    raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
 
 
 def base_path(model: Any, stack: str) -> str:
