@@ -72,7 +72,7 @@ def find_clusters(setup: Setup, measured: Measured, ids: list[int]) -> TokenClus
 
     parts: list[torch.Tensor] = []
     for tokens in torch.tensor(ids).split(TOKENS):
-        parts.append(first.along(tokens, edits).double().round(decimals=4))  # threads may change what is beyond
+        parts.append(first.along(tokens, edits).cpu().double().round(decimals=4))  # threads may change what is beyond
         setup.progress("clusters", TOKENS * (len(parts) - 1) + len(tokens), len(ids))
     intact, none, alone = np.split(torch.cat(parts, 1).T.numpy(), [1, 2], 1)
     has, unneeded = intact[:, 0] >= HALF, none[:, 0] >= HALF
