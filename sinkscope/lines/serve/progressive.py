@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Whole
 from sinkscope.hooks.edit.base import Run
-from sinkscope.kv.cache import CacheLayer, check_order
+from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
@@ -74,7 +74,6 @@ class Progressive(Policy):
 
     def act(self, moment: Moment, session: Session) -> None:
         """Choose what is read of every layer, if it is time to."""
-        check_order(moment.layers, self.shown_name)
         state = moment.state
         if moment.prefill_ended:
             state.works_on_copies = False
