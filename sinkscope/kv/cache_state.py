@@ -20,7 +20,6 @@ class CacheState:
         prefilling: Whether the last call read a prompt or part of one.
         prompt: Number of real tokens in each row at the end of the last prefill; empty before it.
         decoded: Number of single-token calls since then.
-        works_on_copies: Whether layers work on copies of slots that a policy chose.
         queries: The latest queries of each layer, if requested.
         meter: Counter of tokens and bytes.
     """
@@ -28,7 +27,6 @@ class CacheState:
     prefilling: bool = False
     prompt: tuple[int, ...] = ()
     decoded: int = 0
-    works_on_copies: bool = False
     queries: dict[int, LatestQueries] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
 

@@ -137,6 +137,12 @@ class Slots:
             pos = torch.where(keep, pos, -1)
         self.hold(keys, values, pos, gapless=not ragged)
 
+    def evict_others(self, kept: Bool[Tensor, "row pos"]) -> None:
+        """Free every slot, in all heads, whose true position is not among those that are kept of its row."""
+        pos = self.pos
+        here = kept.to(pos.device)[:, None].expand(-1, pos.shape[1], -1)
+        self.evict((pos >= 0) & here.gather(2, pos.clamp(min=0)))
+
     def hold(
         self,
         keys: Float[Tensor, "batch kv_head slot d_head"],
