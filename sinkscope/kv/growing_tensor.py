@@ -45,7 +45,8 @@ class SpareRoom:
         """
         if torch.is_grad_enabled() or self.keys.is_inference() != torch.is_inference_mode_enabled():
             return False
-        return self.filled == keys.shape[-2] <= self.allocated - more
+        is_same = self.filled == keys.shape[-2] and keys.data_ptr() == self.keys.data_ptr()
+        return is_same and self.filled + more <= self.allocated
 
     def append(self, keys: KeyTensor, values: ValueTensor) -> tuple[KeyTensor, ValueTensor]:
         """Return everything in it, with new keys and values at the end."""
