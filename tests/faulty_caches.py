@@ -17,7 +17,7 @@ from right_caches import (
     keeper,
     stock,
 )
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -68,16 +68,6 @@ def streaming(budget):
 
 
 # Positions
-
-
-@fault("with_room_for_everything_logits_are_the_plain_models", stock)
-def only_16_tokens_are_handed_out(config):
-    class Cut(DynamicLayer):
-        def update(self, key_states, value_states, *args, **kwargs):
-            keys, values = super().update(key_states, value_states)
-            return keys[..., -16:, :], values[..., -16:, :]
-
-    return stock_with(config, Cut)
 
 
 @fault("the_cache_knows_its_length", keeper)  # VeloxQuant-MLX#137
@@ -252,35 +242,7 @@ def a_view_keeps_everything_alive(config, budget):
     return cache_of(config, lambda: View(budget))
 
 
-@fault("the_budget_holds_at_every_step_in_bytes", keeper)
-def what_is_evicted_is_only_hidden(config, budget):
-    class Hidden(Keeper):
-        def update(self, key_states, value_states, *args, **kwargs):
-            keys, values = DynamicLayer.update(self, key_states, value_states)
-            self.seen += key_states.shape[2]
-            new = key_states.shape[2]
-            old = self.kept(keys[:, :, :-new]), self.kept(values[:, :, :-new])
-            return torch.cat([old[0], key_states], 2), torch.cat([old[1], value_states], 2)
-
-        def get_mask_sizes(self, query_length):
-            held = min(self.seen, self.budget)
-            return held + query_length, self.seen - held
-
-    return cache_of(config, lambda: Hidden(budget))
-
-
 # Prompts, rows and turns
-
-
-@fault("a_prompt_in_chunks_is_the_whole_prompt", stock)
-def a_chunk_replaces_the_last_one(config):
-    class Replaced(DynamicLayer):
-        def update(self, key_states, value_states, *args, **kwargs):
-            if self.is_initialized and key_states.shape[2] > 1:
-                self.keys, self.values = torch.zeros_like(self.keys), torch.zeros_like(self.values)
-            return super().update(key_states, value_states)
-
-    return stock_with(config, Replaced)
 
 
 @fault("a_second_turn_continues_the_first", stock)
@@ -310,17 +272,6 @@ def padding_takes_the_place_of_first_tokens(budget):
     return Slots(budget=budget)
 
 
-@fault("rows_of_a_batch_are_what_they_are_alone", streaming)
-def the_first_row_chooses_for_all(budget):
-    class First(Policy):
-        def scores(self, at: LayerMoment):
-            worth = at.kv.values.norm(dim=-1)[:1]
-            worth[:, :, :FIRST] = torch.inf
-            return worth.expand(at.kv.pos.shape)
-
-    return First(budget=budget)
-
-
 @fault("rows_of_a_batch_are_what_they_are_alone", stock)
 def the_values_of_the_first_row_are_read_by_all(config):
     class Broadcast(DynamicLayer):
@@ -339,17 +290,6 @@ def reset_does_nothing(config):
             pass
 
     return stock_with(config, Stuck)
-
-
-_SHARED: dict[int, list[Any]] = {}
-
-
-@fault("the_cache_knows_its_length", stock)
-def all_caches_share_their_layers(config):
-    if config.model_type != "llama":
-        return DynamicCache(config=config)
-    layers = _SHARED.setdefault(id(config), [DynamicLayer() for _ in range(config.num_hidden_layers)])
-    return Cache(layers=layers)
 
 
 @fault("a_cropped_draft_leaves_no_trace", stock)
@@ -410,18 +350,6 @@ def values_are_chosen_by_the_first_head(config, budget):
     return cache_of(config, lambda: Split(budget))
 
 
-@fault("each_kv_head_reads_its_own_choice", head_keeper)
-def heads_swap_when_they_evict(config, budget):
-    class Swapped(HeadKeeper):
-        def evict(self):
-            full = self.keys.shape[2] > self.budget
-            super().evict()
-            if full:
-                self.keys, self.values = self.keys.flip(1), self.values.flip(1)
-
-    return cache_of(config, lambda: Swapped(budget))
-
-
 # Numbers
 
 
@@ -446,28 +374,6 @@ def everything_is_kept_in_bfloat16(config):
 @fault("half_precision_is_as_exact_as_the_plain_model", stock)
 def float16_is_kept_in_bfloat16(config):
     return kept_in(config, torch.bfloat16, torch.float16)
-
-
-@fault("half_precision_is_as_exact_as_the_plain_model", stock)
-def bfloat16_is_kept_in_8_bits(config):
-    return kept_in(config, torch.float8_e5m2, torch.bfloat16)
-
-
-# Written after the order of the checks was settled
-
-
-@fault("a_second_turn_continues_the_first", stock)
-def a_second_turn_raises_an_error(config):
-    class Single(DynamicLayer):
-        turns: tuple[int, ...] = ()
-
-        def update(self, key_states, value_states, *args, **kwargs):
-            self.turns = (*self.turns, key_states.shape[2])
-            if self.turns[-1] > 1 and 1 in self.turns:
-                raise KeyError("turn 2")
-            return super().update(key_states, value_states)
-
-    return stock_with(config, Single)
 
 
 @fault("with_room_for_everything_logits_are_the_plain_models", stock)

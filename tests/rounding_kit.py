@@ -41,15 +41,9 @@ def rounded(x: Tensor, bits: int, scale: str, tokens: Tensor, channels: Sequence
     return out
 
 
-def _of_heads(x: Tensor, heads: int, how: ByHand) -> Tensor:
-    parts = [rounded(part, how.kv or 0, how.scale, how.tokens) for part in x.chunk(heads, -1)]
-    return torch.cat(parts, -1)
-
-
 @torch.no_grad()
 def logs_by_hand(model: Any, ids: Tensor, how: ByHand) -> Tensor:
     """Logarithms of the next token's probabilities `[text pos vocab]`."""
-    heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
     with ExitStack() as stack:
         for layer, block in enumerate(blocks(model)):
             for name, module in block.named_modules():
@@ -60,22 +54,13 @@ def logs_by_hand(model: Any, ids: Tensor, how: ByHand) -> Tensor:
                         return (rounded(args[0], how.activations or 0, how.scale, how.tokens, channels),)
 
                     stack.callback(module.register_forward_pre_hook(before).remove)
-                if how.kv and layer not in how.layers:
+                if name.endswith(("k_proj", "v_proj")) and how.kv and layer not in how.layers:
 
-                    def after(_module, _args, out, name=name):
-                        if name.endswith(("k_proj", "v_proj")):
-                            return _of_heads(out, heads, how)
-                        if name.endswith("c_attn"):  # q, k and v beside each other
-                            query, *rest = out.chunk(3, -1)
-                            return torch.cat([query, *(_of_heads(one, heads, how) for one in rest)], -1)
-                        parts = list(out.chunk(3 * heads, -1))  # q, k and v of each head beside each other
-                        for number in range(len(parts)):
-                            if number % 3:
-                                parts[number] = _of_heads(parts[number], 1, how)
-                        return torch.cat(parts, -1)
+                    def after(_module, _args, out):
+                        heads = out.chunk(model.config.num_key_value_heads, -1)
+                        return torch.cat([rounded(one, how.kv or 0, how.scale, how.tokens) for one in heads], -1)
 
-                    if name.endswith(("k_proj", "v_proj", "c_attn", "query_key_value")):
-                        stack.callback(module.register_forward_hook(after).remove)
+                    stack.callback(module.register_forward_hook(after).remove)
         return model(ids, use_cache=False).logits.log_softmax(-1)
 
 

@@ -171,7 +171,7 @@ def main(
         model: A name, hub id, folder or file.
         halves: Openings for choosing, and those that are reported.
         new: Number of new tokens.
-        batch: Prompts at once; one under a guard that rewinds.
+        batch: Prompts at once.
         count: Openings of each kind in each half.
         device: Where the model runs.
         only: Arms.
@@ -203,11 +203,8 @@ def main(
                     missing.remove(place)
                     with file.open("a") as out:
                         out.write(json.dumps({**one, "arm": name, "largest": [], "taken": True}) + "\n")
-        together = batch
-        if make is not None and make().rewinds:
-            together = 1
-        for begin in range(0, len(missing), together):
-            part = missing[begin : begin + together]
+        for begin in range(0, len(missing), batch):
+            part = missing[begin : begin + batch]
             rows = [live.tokenizer(text, verbose=False)["input_ids"] for *_, text in part]
             started = time.perf_counter()
             outputs = continued(live, rows, ARMS[name], new)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,6 @@ from sinkscope.results.notation import count_of
 from sinkscope.results.options import command
 from sinkscope.results.result import Result
 from sinkscope.sinks.attack.attack import attack
-from sinkscope.sinks.chunks import digest_of
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.precision.precision import precision
@@ -83,14 +83,7 @@ PARTS = (
     ScanPart("find_sinks", "find-sinks", find_sinks.on, streams=True, seconds=70),
     ScanPart("circuit", "circuit", circuit.on, quick={"max_repeats": 300}, seconds=30),
     ScanPart("heads", "heads", heads.on, quick={"n_tokens": 8}, streams=True),
-    ScanPart(
-        "repeat",
-        "repeat --ablate",
-        repeat.on,
-        {"ablate": True},
-        {"ablate": True, "max_repeats": 300},
-        streams=True,
-    ),
+    ScanPart("repeat", "repeat", repeat.on, quick={"max_repeats": 300}, streams=True),
     ScanPart("attack", "attack", attack.on, quick={"sequences": 8, "n_tokens": 96}),
     ScanPart("patch_make", "patch make", patch_make.on, quick=None),
     ScanPart("barcode", "barcode", barcode.on, quick={"max_new_tokens": 64}),
@@ -261,7 +254,7 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
         "device": setup.target.device.type,
         "dtype": str(setup.target.dtype).removeprefix("torch."),
         "bos": setup.bos is not None,
-        "text": digest_of(setup.text),
+        "text": sha256(setup.text.encode()).hexdigest()[:16],
         "seed": setup.seed,
         "sinkscope": __version__,
     }

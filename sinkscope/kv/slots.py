@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
@@ -167,6 +166,5 @@ def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
         return torch.nonzero_static(keep.flatten(), size=batch * kv_heads * most).view(batch, kv_heads, most)
     # A stable sort keeps the order of kept slots and moves them to the right, after the others.
     order = torch.argsort(keep.to(torch.int8), dim=-1, stable=True)[..., slots - most :]
-    head_starts = torch.arange(batch * kv_heads, device=order.device) * slots
-    starts = rearrange(head_starts, "(batch kv_head) -> batch kv_head 1", batch=batch)
-    return order + starts
+    starts = torch.arange(batch * kv_heads, device=order.device) * slots
+    return order + starts.view(batch, kv_heads, 1)

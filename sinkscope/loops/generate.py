@@ -93,7 +93,7 @@ def generate(
         bos: Whether prompts begin with the BOS token. By default the tokenizer, or the chat template, decides.
         chat: Whether each text becomes a message in the tokenizer's chat template. "auto" does so if there is a
             template, `bos` is not given, and the text does not begin with a special token, and says so once.
-        batch_size: Number of prompts that run together, padded on the left; 1 under a guard that rewinds.
+        batch_size: Number of prompts that run together, padded on the left.
         on_text: Called with (index of the prompt, piece of text) during generation; needs batch_size 1. Under a guard
             that rewinds it is called once with the whole text, because pieces may be removed again.
 
@@ -114,9 +114,6 @@ def generate(
     rows = _rows(target, prompts, bos, chat)
     edit = edit_from_options(patch=patch, policy=policy, guard=guard, interventions=interventions)
     _check_lengths(target, rows, max_new_tokens, edit)
-    rewinds = edit is not None and any(isinstance(part, LoopGuard) and part.rewinds for part in edit.parts)
-    if rewinds:
-        batch_size = 1
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature}
@@ -130,6 +127,7 @@ def generate(
             torch.manual_seed(seed_of(seed, f"prompts from {start}"))
             batch = rows[start : start + batch_size]
             with under(edit, target) as run:
+                rewinds = run is not None and run.session is not None and run.session.rewinder is not None
                 options["streamer"] = None
                 if on_text is not None and not rewinds:
                     options["streamer"] = _Streamer(tok, start, on_text)

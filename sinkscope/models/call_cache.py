@@ -64,14 +64,9 @@ def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
 
 def with_cache(model: nn.Module, arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     """Return arguments by name, with another cache in place of theirs; without any if it is None."""
-    if cache_in(arguments) is cache:
-        return dict(arguments)
     kept = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
     if cache is None:
         return kept
-    for name in CACHE_NAMES:
-        if name in arguments:
-            return {**kept, name: cache}
     return {**kept, **cache_argument(model, cache)}
 
 

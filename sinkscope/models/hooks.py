@@ -103,7 +103,7 @@ def _change_part(fn: Callable[[Any], Any], part: Tensor, columns: list[int] | No
     check_no_gradient(part)
     if columns is None:
         return shards.part(new, part.shape[-1])
-    places, here = shards.axis(size).here(columns)
+    places, here = shards.here(columns, size)
     changed = part.clone()
     changed[..., here] = new[..., places].to(part.dtype)
     return changed

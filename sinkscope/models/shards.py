@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,6 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-
-
-class Axis(NamedTuple):
-    """What this process holds of one dimension of a tensor: from `low` up to `high`."""
-
-    low: int
-    high: int
-
-    def here(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the numbers that are here: their places in `numbers`, and where they are in the part."""
-        places = [place for place, number in enumerate(numbers) if self.low <= number < self.high]
-        return places, [numbers[place] - self.low for place in places]
 
 
 class Shards:
@@ -48,10 +36,16 @@ class Shards:
     def _group(self) -> Any:
         return self._mesh.get_group()
 
-    def axis(self, size: int) -> Axis:
+    def axis(self, size: int) -> range:
         """Return the part of a dimension that is here, as `torch.chunk` cuts it: the last parts may be shorter."""
         each = -(-size // self.size)
-        return Axis(min(self.rank * each, size), min((self.rank + 1) * each, size))
+        return range(min(self.rank * each, size), min((self.rank + 1) * each, size))
+
+    def here(self, numbers: Sequence[int], size: int) -> tuple[list[int], list[int]]:
+        """Return the numbers that are here: their places in `numbers`, and where they are in the part."""
+        part = self.axis(size)
+        places = [place for place, number in enumerate(numbers) if number in part]
+        return places, [part.index(numbers[place]) for place in places]
 
     def is_part(self, width: int, size: int) -> bool:
         """Return whether a dimension of this width is the part that is here, and not the whole.
@@ -61,10 +55,10 @@ class Shards:
         """
         if width == size:
             return False
-        low, high = self.axis(size)
-        if self.size == 1 or width != high - low:
+        expected = len(self.axis(size))
+        if self.size == 1 or width != expected:
             raise UnsupportedError(
-                f"a process of {self.size} holds {width} of {size} columns, where {high - low} were expected: this "
+                f"a process of {self.size} holds {width} of {size} columns, where {expected} were expected: this "
                 "split is not served; load the model with device_map"
             )
         return True
@@ -86,13 +80,13 @@ class Shards:
         size = whole.shape[-1]
         if not self.is_part(width, size):
             return whole
-        return whole.narrow(-1, self.axis(size).low, width)
+        return whole.narrow(-1, self.axis(size).start, width)
 
     def columns(self, part: Shaped[Tensor, "*n _"], numbers: Sequence[int], size: int) -> Shaped[Tensor, "*n column"]:
         """Return columns of a tensor of which every process holds some: one sum brings them to all."""
         if not self.is_part(part.shape[-1], size):
             return part[..., list(numbers)]
-        places, local = self.axis(size).here(numbers)
+        places, local = self.here(numbers, size)
         found = part.new_zeros(*part.shape[:-1], len(numbers))
         found[..., places] = part.detach()[..., local]
         dist.all_reduce(found, group=self._group)

@@ -116,11 +116,6 @@ class Attention:
         """Whether the model's own attention does what SDPA does not."""
         return self.softcap is not None or self.sinks is not None
 
-    @property
-    def is_eager(self) -> bool:
-        """Whether the model's own attention builds the whole matrix of rows."""
-        return stock_name(self.module.config) == "eager"
-
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"] | None:
         """Return the keys that the model's mask shows to the last query in every head; None if there is no mask."""
         if self.mask is None and not self._masks_itself:
@@ -186,7 +181,7 @@ class Attention:
         if self.view is None:
             return self.stock(None)[0]
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
-        is_eager = self.is_eager or self._needs_eager
+        is_eager = self._needs_eager or stock_name(self.module.config) == "eager"
         own = eager_attention(self.module) if is_eager else sdpa_attention()
         outputs = list[Tensor]()
         for start in range(0, self.queries, _MASKED_CHUNK):
@@ -210,7 +205,7 @@ class Attention:
         return output, weights
 
     def _attended(self) -> AttentionOutput:
-        """Output and weights; where rows are needed for it, they are shown at once."""
+        """Output and weights; the rows of a single query, of which the output is made, are shown at once."""
         by_view = [rows_range for rows_range in self._listeners if not rows_range.needs_mask]
         if by_view and self.queries == 1:  # the rows are built anyway: the output comes from them
             rows = self._rows(slice(0, 1), False)
@@ -225,15 +220,8 @@ class Attention:
             return self.stock(self.mask)
         if not self._needs_eager:
             return self._by(sdpa_attention(), self.query, self.mask)[0], None
-        from_first = [rows_range for rows_range in self._listeners if rows_range.first == 0 and rows_range.needs_mask]
-        whole = next(iter(from_first), _RowRange(0, None, True))
-        listeners = self._listeners.pop(whole, [])
-        outputs = list[Tensor]()
-        for part in self._parts(whole):
-            rows = self._rows(part, True)
-            _tell(listeners, part.start, rows)
-            outputs.append(self._weighted(rows))
-        return torch.cat(outputs, 1), None
+        parts = self._parts(_RowRange(0, None, True))
+        return torch.cat([self._weighted(self._rows(part, True)) for part in parts], 1), None
 
     def _parts(self, rows: _RowRange) -> list[slice]:
         """The queries whose rows are built at a time."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,11 +43,9 @@ def attention_error(target: Target) -> float:
     Raises:
         UnsupportedError: They cannot be compared; the message says why.
     """
-    errors = [0.0]
-    adapter = target.adapter
-    layers = target.attending[:_ATTENTION_LAYERS]
+    adapter, layers = target.adapter, target.attending[:_ATTENTION_LAYERS]
     chunks: dict[int, list[Tensor]] = {}
-    values, weights, heads = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
+    values, outputs, heads = dict[int, Tensor](), dict[int, Any](), dict[int, Tensor]()
 
     def keep_rows(layer: int, _first: int, rows: Tensor) -> None:
         chunks.setdefault(layer, []).append(rows)
@@ -55,35 +53,32 @@ def attention_error(target: Target) -> float:
     def keep_values(call: Attention) -> None:
         values[call.layer] = call.value.float()
 
-    def keep_given(layer: int, given: Tensor) -> None:
+    def keep_projected(layer: int, given: Tensor) -> None:
         value = head_projection("v", target, given).transpose(1, 2).float()
         most = getattr(target.sub(layer, "attn"), "clip_qkv", None) or torch.inf  # MPT
         values[layer] = value.clamp(-most, most)
 
-    def keep_weights(layer: int, output: Any) -> None:
-        weights[layer] = output[1].float()
-
-    def keep_heads(layer: int, entering: Tensor) -> None:
-        heads[layer] = entering.float().reshape(1, _LONG, -1)
-
-    hooks: list[Hook] = [
-        (target.sub(layer, "attn"), "post", on_output(partial(keep_weights, layer))) for layer in layers
-    ]
-    if adapter.learned_sinks or not adapter.attention_interface:
-        for layer in layers:
-            hooks += target.part_hooks(layer, "o", "pre", on_input(partial(keep_heads, layer)))
+    hooks, projected = list[Hook](), list[Hook]()
+    for layer in layers:
+        hooks.append((target.sub(layer, "attn"), "post", on_output(partial(outputs.__setitem__, layer))))
+        if adapter.learned_sinks or not adapter.attention_interface:
+            hooks += target.part_hooks(layer, "o", "pre", on_input(partial(heads.__setitem__, layer)))
+        part = "v"
+        if adapter.qkv_layout is not None and not target.has_part(layer, part):
+            part = "fused_qkv"
+        projected += target.part_hooks(layer, part, "post", on_output(partial(keep_projected, layer)))
     ids = token_ids(target, _LONG)
     with _narrowed(target):
-        tap = listening(target, keep_values) if adapter.attention_interface else _given(target, layers, keep_given)
+        tap = listening(target, keep_values) if adapter.attention_interface else target.hooks(*projected)
         with tap, attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
             target.forward(ids, last_layer=layers[-1])
         with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
             target.forward(ids, last_layer=layers[-1])
+    errors = [0.0]
     for layer in layers:
         if layer not in chunks:
             raise UnsupportedError(f"no attention was recomputed in layer {layer}")
-        rows = torch.cat(chunks[layer], 2)
-        own = weights[layer]
+        rows, own = torch.cat(chunks[layer], 2), outputs[layer][1].float()
         if rows.shape[1] != target.n_heads:
             raise UnsupportedError(f"layer {layer} has {rows.shape[1]} heads, and the configuration {target.n_heads}")
         if rows.shape != own.shape:
@@ -93,7 +88,7 @@ def attention_error(target: Target) -> float:
         if layer in heads and layer in values:
             value = per_query_head(values[layer], rows.shape[1])
             weighted = rearrange(rows @ value, "row head query d_head -> row query (head d_head)")
-            errors.append(relative_error(weighted, heads[layer]))
+            errors.append(relative_error(weighted, heads[layer].float().reshape(1, _LONG, -1)))
         if not adapter.attention_interface:
             errors.append(float((rows.sum(-1) - 1).abs().max()))
         if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
@@ -101,17 +96,6 @@ def attention_error(target: Target) -> float:
             own = own / own.sum(-1, keepdim=True)
         errors.append(float((rows - own).abs().max()))
     return float(torch.tensor(errors).max())  # NaN if one is
-
-
-def _given(target: Target, layers: list[int], keep: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-    """Context manager: `keep` is called with what gives the values of each layer, where it is known how."""
-    hooks = list[Hook]()
-    for layer in layers:
-        part = "v"
-        if target.adapter.qkv_layout is not None and not target.has_part(layer, part):
-            part = "fused_qkv"
-        hooks += target.part_hooks(layer, part, "post", on_output(partial(keep, layer)))
-    return target.hooks(*hooks)
 
 
 @contextmanager

@@ -55,10 +55,10 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
 
 def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
     text = bundled.view("A class is a block. A block is").texts[0]
-    setup = bundled.sink.setup
+    setup = bundled.setup
     ids = [setup.bos, *setup.tokenizer("A class is a block. A block is", add_special_tokens=False).input_ids]
     variants = {variant.name: variant for variant in text.variants}
-    for name, sites in (("intact", ()), ("sink neurons zeroed", tuple(one.site for one in bundled.sink.neurons))):
+    for name, sites in (("intact", ()), ("sink neurons zeroed", tuple(one.site for one in bundled.neurons))):
         with torch.no_grad(), zeroed(setup.target.hf, sites):
             best = setup.target.hf(torch.tensor([ids], device=setup.target.device)).logits[0, -1].softmax(-1).topk(5)
         words, shares = zip(*variants[name].following, strict=True)
@@ -73,7 +73,7 @@ def test_the_page_of_the_docs_quotes_what_the_view_says(bundled):
 
 def test_the_terminal_has_the_spikes_and_what_each_switch_changes(bundled):
     view = bundled.view()
-    (spike,) = bundled.sink.circuit.spikes
+    (spike,) = bundled.circuit.spikes
     (row,) = view.rows()
     assert row == {
         "place": "the first token",
@@ -137,7 +137,7 @@ def test_the_live_page_answers_only_under_its_address(bundled, client):
     assert client.get("/secret/", headers={"Host": "evil.example"}).status_code == 400
     assert client.get("/secret/view").status_code == 405
     passes = []
-    inner = bundled.sink.setup.target.base.register_forward_pre_hook(lambda *_: passes.append(1))
+    inner = bundled.setup.target.base.register_forward_pre_hook(lambda *_: passes.append(1))
     client.post("/secret/view", json={"text": "a block"})
     passes.clear()
     off = client.post("/secret/view", json={"text": "a block", "off": ["L1.N338"]}).json()["result"]

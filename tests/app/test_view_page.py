@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from dataclasses import replace
-from urllib.parse import unquote
 
 import numpy as np
 import plain_spikes as plain
@@ -20,7 +19,7 @@ from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import serve
 from sinkscope.app.view.switches import RANDOM_SWITCH, switches_of
 from sinkscope.app.view.texts import ids_of
-from sinkscope.results.notation import percent, word_list
+from sinkscope.results.notation import percent
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
 from sinkscope.sinks.spikes.records import PartShare
@@ -77,7 +76,7 @@ def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened)
 
 
 def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bundled, view, opened):
-    (found,), (measured,) = bundled.sink.circuit.spikes, bundled.sink.sinks.spikes
+    (found,), (measured,) = bundled.circuit.spikes, bundled.sinks.spikes
     chrome = opened()
     said = f"{found.ratio:.3g} times the typical norm; {found.heads} heads read it"
     assert chrome.text("#spike-0 summary").endswith(said)
@@ -85,7 +84,7 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     written = tuple(PartShare(part, share, None) for part, share in parts.items())
     hidden = replace(view.circuit[0], found=replace(found, ratio=2 * found.ratio, writers=written))
     chrome = opened(shown=replace(view, circuit=(hidden,)))
-    plain_ratio = found.norm / bundled.sink.typical_norm[found.peak]
+    plain_ratio = found.norm / bundled.typical_norm[found.peak]
     said = f"{plain_ratio:.3g} times the typical norm, or {2 * found.ratio:.3g} times without dimensions that are large"
     assert said in chrome.text("#spike-0 summary")
     components = ["the MLP of layer 160%", "the attention of layer 0-12%"]
@@ -99,7 +98,7 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     marks.append(f"{found.marks[1].part}{found.marks[1].left:.0%} remains")
     assert chrome.texts("#spike-0 .parts li") == [*writers, *marks]
     assert view.circuit[0].sentence in chrome.texts("#spike-0 > p")
-    model, ids = bundled.sink.setup.target.hf, measured.survey.ids[:4]
+    model, ids = bundled.setup.target.hf, measured.survey.ids[:4]
     given = attention(model, ids)[..., 1:, 0].mean((1, 3))  # layer head
     assert np.array(view.circuit[0].attention) == pytest.approx(given[found.layers[0] + 1 :].numpy(), abs=1e-4)
     titles = [f"L{n}.H{head}: {given[n, head]:.0%}" for n in range(2, 6) for head in range(8)]
@@ -123,15 +122,14 @@ def outcome(sink, neuron: Neuron) -> list[str]:
 
 
 def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened):
-    chrome, setup, survey = opened(), bundled.sink.setup, bundled.sink.sinks.survey
+    chrome, setup, survey = opened(), bundled.setup, bundled.sinks.survey
     (page,) = view.neuron_pages
     assert page.name == "L1.N338"
     chrome.run("document.querySelector('.circuit .part').focus()")
     chrome.press("Enter")
     assert chrome.text(".neuron h2") == "Neuron L1.N338"
-    assert (
-        f"it writes {bundled.sink.circuit.spike.neurons[0].share:.0%} of the spike at the first token"
-        in chrome.text(".neuron > p")
+    assert f"it writes {bundled.circuit.spike.neurons[0].share:.0%} of the spike at the first token" in chrome.text(
+        ".neuron > p"
     )
 
     ids = torch.tensor([ids_of(setup, TEXT)])
@@ -153,18 +151,18 @@ def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened)
     cells = each(chrome, ".outcomes tbody td", "textContent")
     (control,) = view.circuit[0].random
     random = Neuron(control.layer, control.expert, control.neuron)
-    assert cells[:4] == ["it alone", *outcome(bundled.sink, Neuron(1, None, 338))]
-    assert cells[4:] == [f"random: {random}", *outcome(bundled.sink, random)]
+    assert cells[:4] == ["it alone", *outcome(bundled, Neuron(1, None, 338))]
+    assert cells[4:] == [f"random: {random}", *outcome(bundled, random)]
     assert cells[1:3] == ["0%", "2"] and cells[5:7] == ["100%", "20"]
 
 
 def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, opened):
     """Beside the intact ones stand those after the edit, as a plain hook inside it reads them."""
-    chrome, setup, neuron = opened(), bundled.sink.setup, Neuron(1, None, 338)
+    chrome, setup, neuron = opened(), bundled.setup, Neuron(1, None, 338)
     ids = torch.tensor([ids_of(setup, TEXT)])
     intact = fired(setup, ids, neuron)[0].tolist()
     seen: dict[str, list[float]] = {}
-    for number, switch in enumerate(switches_of(bundled.sink), 1):
+    for number, switch in enumerate(switches_of(bundled), 1):
         with switch.edit.on(setup.target):
             seen[switch.name] = fired(setup, ids, neuron)[0].tolist()
         chrome.run(f"document.querySelector('#variant-{number}').click()")
@@ -177,9 +175,6 @@ def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, o
         assert (zero in chrome.texts(".neuron p")) == (switch.name == "sink neurons zeroed")
         chrome.press("Escape")
         chrome.wait("!document.querySelector('.neuron')")
-    meanings = {switch.name: switch.meaning for switch in switches_of(bundled.sink)}
-    assert meanings["marking heads replaced"].endswith(f": {word_list(bundled.sink.marks)}.")
-    assert all("L1.N338" in meaning for name, meaning in meanings.items() if not name.startswith("marking"))
     assert set(seen["sink neurons zeroed"]) == {0.0} and seen[RANDOM_SWITCH] == intact
     assert seen["patched"][0] == intact[0] and len({*seen["patched"][1:]}) == 1
 
@@ -226,14 +221,6 @@ def test_markup_in_tokens_is_text_on_the_page(view, opened):
     assert chrome.text(".spike h3").startswith(evil)
 
 
-def test_a_neuron_is_read_at_390_pixels(opened):
-    chrome = opened(390, phone=True)
-    chrome.run("localStorage.clear()")
-    chrome.click(".circuit .part")
-    assert chrome.run("document.querySelector('.neuron').scrollWidth <= document.querySelector('.neuron').clientWidth")
-    assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
-
-
 def test_pointing_at_a_token_shows_its_links_and_every_head(view, opened):
     chrome = opened()
     text = view.texts[0]
@@ -242,9 +229,7 @@ def test_pointing_at_a_token_shows_its_links_and_every_head(view, opened):
     rows = text.variants[0].rows[text.heads.index((1, 7))].array()
     assert len(chrome.texts("#read-words span")) == 6 and chrome.text("#rows-text").startswith("Token 5, ")
     assert f"gives {rows[5].max():.0%} to {rows[5].argmax()}" in chrome.text("#rows-text")
-    cell = 200 / len(text.tokens)
-    across, down = (each(chrome, "#rows .pointer", f"{axis}.baseVal.value") for axis in "xy")
-    assert across == pytest.approx([44, 44 + 5 * cell], abs=0.01) and down == pytest.approx([6 + 5 * cell, 6], abs=0.01)
+    assert len(chrome.texts("#rows .pointer")) == 2
     chrome.run("document.querySelector('.strip').dispatchEvent(new Event('pointerleave'))")
     assert chrome.texts(".pointer") == [] and len(chrome.texts("#read-words span")) == len(text.tokens)
 
@@ -273,7 +258,10 @@ def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_pat
 def test_the_page_in_a_browser(view, opened):
     for how in ({"width": 390, "phone": True}, {"width": 390, "dark": True}, {"width": 1400}):
         chrome = opened(**how)
-        assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), how
+        chrome.click(".circuit .part")
+        for part in ("document.documentElement", "document.querySelector('.neuron')"):
+            assert chrome.run(f"{part}.scrollWidth <= {part}.clientWidth"), (how, part)
+        chrome.press("Escape")
     text = view.texts[0]
     assert len(chrome.texts(".token")) == len(text.tokens)
 
@@ -319,16 +307,6 @@ def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, open
     assert "the likeliest next token" in said and f"{after} ({random.name}: {beside})." in said
     assert chrome.text("#rows-title") == f"Rows of L{layer}.H{head}"
     assert chrome.texts(CAPTIONS) == ["intact", zeroed.name]
-    rows, last = intact.rows[-1].array()[:, 0], len(text.tokens) - 1
-    chrome.run("document.querySelector('#rows-before').focus()")  # the keys read cells
-    chrome.press("ArrowUp")
-    cell = chrome.text("#cell")
-    assert cell.startswith(f"token {last - 1}, ") and f"gives {rows[-2]:.0%} to token 0" in cell
-    chrome.run("HTMLAnchorElement.prototype.click = function () { window.saved = this.href; }")
-    chrome.click("#save-svg")
-    chrome.wait("window.saved")
-    picture = unquote(chrome.run("window.saved").removeprefix("data:image/svg+xml,"))
-    assert picture.startswith("<svg") and all(f">{word}</text>" in picture for word in ("intact", zeroed.name))
 
 
 def test_the_rows_are_drawn_cell_by_cell(view, opened):
@@ -361,20 +339,6 @@ def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, ope
         assert f": norm {norm:,g} after" in chrome.text("#readout")
         chrome.reopen()
         chrome.wait(LOADED)
-
-
-def test_the_first_screen_says_what_a_sink_is_and_shows_a_head_that_reads_it(view, opened):
-    chrome = opened()
-    assert chrome.text("#about").startswith("The attention of a head adds up to 100%.")
-    text = view.texts[0]
-    received = text.variants[0].received.array()[..., text.spikes[0]]
-    layer, head = headed(chrome.text("#rows-title"))
-    assert received[layer, head] == received.max() > 0.9
-    words = "[...document.querySelectorAll('#read-words span')].map((one) => [one.textContent, one.title])"
-    rows = text.variants[0].rows[text.heads.index((layer, head))].array()[-1]
-    assert chrome.run(words) == [
-        [token, f"{round(100 * share)}%"] for token, share in zip(text.tokens, rows, strict=True)
-    ]
 
 
 def headed(title: str) -> tuple[int, int]:
@@ -417,7 +381,7 @@ def test_the_live_page_in_a_browser(bundled, chrome):
         chrome.wait(f"document.querySelector('#sentence').textContent.startsWith({json.dumps(beginning)})")
 
     chrome.click("#off-L1\\.N338")
-    said(f"Without L1.N338: after layer {bundled.sink.layer}, the norm changes most at token 0")
+    said(f"Without L1.N338: after layer {bundled.layer}, the norm changes most at token 0")
     chrome.click("#off-L1\\.N338")
     said(intact)
     chrome.click(".circuit .part")  # the page of the neuron, too

@@ -12,7 +12,7 @@ from sinkscope.conformance.checks import CHECKS
 from sinkscope.conformance.kit import TOLERANCE, Kit
 
 LIMITS = {  # of caches that are right otherwise: they raise, or nothing in them could do it
-    "dynamic_cache_without_config": ["states_of_a_hybrid_are_kept"],
+    "dynamic_cache_without_config": ["states_of_a_hybrid_are_kept", "a_cropped_draft_leaves_no_trace_in_states"],
     "quantized_cache": ["a_cropped_draft_leaves_no_trace"],
 }
 
@@ -44,13 +44,19 @@ def test_right_caches_pass(factory):
 
 
 def test_every_check_has_a_fault_that_it_names_and_a_place_in_the_order():
-    assert {fault.check for fault in FAULTS.values()} == set(CHECKS) and len(FAULTS) >= 29
+    assert {fault.check for fault in FAULTS.values()} == set(CHECKS) and len(FAULTS) >= 22
 
 
 def test_an_error_of_a_cache_is_a_failure():
-    fault = FAULTS["a_second_turn_raises_an_error"]
-    turn = Kit(fault.factory).checked(CHECKS[fault.check])
-    assert (turn.verdict, turn.seen) == ("fails", "KeyError: 'turn 2'")
+    class Broken(Keeper):
+        def update(self, *states, **more):
+            raise KeyError("turn 2")
+
+    def broken(config):
+        return cache_of(config, lambda: Broken(8))
+
+    found = Kit(broken).checked(CHECKS["a_second_turn_continues_the_first"])
+    assert (found.verdict, found.seen) == ("fails", "KeyError: 'turn 2'")
 
 
 def test_bytes_count_at_every_call_and_not_at_the_last_alone():

@@ -143,14 +143,12 @@ def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
         stop = min(width, start + size)
         if stop == start:
             break
-        call = tracker.begin(
-            torch.full((len(lengths), stop - start), 7), None, shape_mask(real, start, stop, masked), held
-        )
+        call = tracker.begin(torch.full((len(lengths), stop - start), 7), shape_mask(real, start, stop, masked), held)
         got.append(call.index)
         held.seen = start = stop
     assert torch.equal(torch.cat(got, 1), want)
     # A token without mask comes after all real ones.
-    call = tracker.begin(torch.full((len(lengths), 1), 7), None, None, held)
+    call = tracker.begin(torch.full((len(lengths), 1), 7), None, held)
     assert call.index.flatten().tolist() == lengths
 
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from sinkscope.hooks.edit.positions import TokenPositions
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.usage import allocated_slots
+from sinkscope.kv.usage import HeldTokens, TokenCount, allocated_slots
 from sinkscope.lines.serve.progressive import work_on_copy
 
 HEADS = 2
@@ -222,10 +222,9 @@ def test_a_cache_that_was_filled_before(model):
         want = decode(model, ids, mask, 15)
     cache = DynamicCache()
     stock = decode(model, ids[:, :15], mask[:, :15], 15, cache)
-    copied = copy.deepcopy(cache)
-    for one, chunks in ((cache, []), (copied, [])):  # no piece of the prompt is read inside
+    for one in (copy.deepcopy(cache), cache):  # no piece of the prompt is read inside
         with policy.on(model):
-            close(torch.cat([stock, decode(model, ids, mask, 15, one, chunks)], 1), want)
+            close(torch.cat([stock, decode(model, ids, mask, 15, one, [])], 1), want)
 
 
 def test_caches_that_cannot_be_taken_over():
@@ -294,3 +293,11 @@ def test_the_models_own_cache_is_counted_as_it_is(family):
     with Full().on(model) as run:
         decode(model, ids, mask, 40)
     assert run.usage[0].stock_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
+
+
+def test_tokens_are_counted_since_the_number_of_rows_changed():
+    """By `batch_repeat_interleave`, say: nobody knows which row became which."""
+    count = TokenCount()
+    for held in ([5.0], [6.0, 8.0], [8.0, 8.0]):
+        count.add(HeldTokens(2, torch.tensor(held), torch.tensor(held)), 0)
+    assert (count.calls, (count.held / count.calls).tolist(), count.peak.tolist()) == (2, [3.5, 4.0], [4.0, 4.0])

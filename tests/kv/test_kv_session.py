@@ -284,16 +284,3 @@ def test_a_policy_that_never_acts_warns_at_the_end(model):
         (AShape(), [read]),
     ):
         assert not warned(policy, *calls)
-
-
-def test_tokens_are_counted_since_the_number_of_rows_changed(model):
-    with torch.no_grad(), Full().on(model) as run:
-        cache = DynamicCache(config=model.config)
-        model(IDS[:, :4], past_key_values=cache, use_cache=True)
-        model(IDS[:, 4:5], past_key_values=cache, use_cache=True)
-        cache.batch_repeat_interleave(2)
-        model(IDS[:, 5:6].repeat_interleave(2, 0), past_key_values=cache, use_cache=True)
-        assert run.usage[0].mean_tokens == [6.0] * 4
-        cache.batch_select_indices(torch.tensor([0, 1]))
-        model(IDS[:, 6:7], past_key_values=cache, use_cache=True)
-    assert run.usage[0].mean_tokens == [7.0] * 2 and run.usage[0].calls == 4

@@ -226,24 +226,6 @@ def test_a_hybrid_model_keeps_its_state_when_attention_is_cut(family):
     assert_close(cut_states, states, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("act", ["report", "stop"])
-def test_an_alarm_that_is_told_changes_no_cache_and_may_end_the_row(act):
-    """Token 33 leads at every step; the row that ends is padded, and the other tokens are those of the model alone."""
-    model = stubborn(8.0)
-    model.generation_config.eos_token_id = 2
-    prompt, mask = prompts([10])
-    ask = {"attention_mask": mask, "max_new_tokens": 40, "pad_token_id": 0}
-    alone = model.generate(prompt, **ask)[0, 10:].tolist()
-    with eager_guard(act=act).on(model) as run:
-        new = model.generate(prompt, **ask)[0, 10:].tolist()
-    first = run.events[0].data
-    assert first["kept_count"] == first["cached_before"] == 10 + 12 and first["taken_back"] == 0
-    if act == "report":
-        assert new == alone
-    else:
-        assert new == [*alone[:12], 2] and len(run.events) == 1
-
-
 def test_a_row_without_an_end_cannot_be_stopped():
     model = stubborn(8.0)
     model.generation_config.eos_token_id = None

@@ -11,6 +11,7 @@ from repository import ROOT
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from sinkscope.kv.rewind import Rewinder
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.guard.detect import WatchedRow, monitors, push
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
@@ -58,6 +59,7 @@ def test_a_report_changes_nothing_and_has_what_the_monitor_says(sample, model):
     expected = triggers(new[:-1], P1, probs)
     assert expected and [event.data["generated"] for event in run.events] == expected
     assert [event.position for event in run.events] == [8 + step - 1 for step in expected]
+    assert {event.data["cached_before"] - event.data["kept_count"] for event in run.events} == {0}
 
 
 def test_the_looping_row_ends_after_the_trigger_and_no_other():
@@ -99,3 +101,11 @@ def test_what_was_taken_back_never_arrived_and_what_stayed_did():
         return -1
 
     assert alarm([*LOOPS[:30], *range(20, 30)], 40) == alarm(LOOPS, 30) >= 0
+
+
+def test_a_row_that_has_ended_is_full_and_the_others_have_what_is_left():
+    rewinder = Rewinder()
+    rewinder.ended = [True, False, False]
+    rewinder.limit([3, 5, 0], 40)
+    assert rewinder.end_lengths == [0, 35, 40]
+    assert rewinder(torch.zeros(3, 36, dtype=torch.long), None).tolist() == [True, True, False]

@@ -169,12 +169,11 @@ def test_the_part_of_a_process_is_what_chunk_gives_it(size, count):
     for rank in range(count):
         shards = Shards()
         shards.size, shards.rank = count, rank
-        low, high = shards.axis(size)
-        expected = chunks[rank].tolist() if rank < len(chunks) else []
-        assert list(range(low, high)) == expected
+        part = shards.axis(size)
+        assert list(part) == (chunks[rank].tolist() if rank < len(chunks) else [])
         numbers = list(range(0, size, 3))
-        places, local = shards.axis(size).here(numbers)
-        assert [numbers[place] for place in places] == [low + one for one in local]
+        places, local = shards.here(numbers, size)
+        assert [numbers[place] for place in places] == [part[one] for one in local]
 
 
 def test_one_process_holds_whole_tensors():

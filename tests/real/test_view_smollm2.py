@@ -30,7 +30,7 @@ def site_of(name: str) -> tuple[int, int]:
 @pytest.mark.slow
 def test_the_neurons_of_smollm2_have_the_numbers_of_plain_hooks(smollm2):
     explorer = Explorer.open(smollm2.model, tokenizer=smollm2.tokenizer)
-    setup, ids = explorer.sink.setup, explorer.sink.sinks.survey.ids
+    setup, ids = explorer.setup, explorer.sinks.survey.ids
     view = explorer.view()
     assert len(view_page(view, "smollm2")) <= LARGEST_PAGE
     assert {page.name for page in view.neuron_pages} == {"L11.N1229", "L11.N1487", "L2.N90", "L2.N430", "L1.N83"}

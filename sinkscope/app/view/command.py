@@ -57,7 +57,7 @@ def view_model(
     explorer.text = given
 
     def ready(address: str) -> None:
-        print(f"{explorer.sink.setup.target.name} is at {address} until Ctrl-C.", flush=True)
+        print(f"{explorer.setup.target.name} is at {address} until Ctrl-C.", flush=True)
 
     end_bar(settings.get("progress"))
     serve(explorer, port, ready)

@@ -15,7 +15,7 @@ from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.edit.positions import Call, Tracker
-from sinkscope.models.call_cache import bridge_hooks, by_name, cache_in
+from sinkscope.models.call_cache import CACHE_NAMES, bridge_hooks, by_name, cache_in, tokens_in
 from sinkscope.models.hooks import Args, AroundCall, Hook, Kwargs
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
@@ -59,7 +59,7 @@ class Run:
         self.parts = parts  # what acts, in order
         self.stack = ExitStack()
         self.tracker = Tracker()
-        self.thread = threading.get_ident()
+        self.thread: int | None = None  # the one that entered it
         self._local = threading.local()
         self._lock = threading.Lock()
         self._events: list[Event] = []
@@ -68,6 +68,25 @@ class Run:
         self._ran: dict[nn.Module, bool] = {}  # whether edited modules did
         self.passes = 0  # whole ones on which the run acted
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
+
+    def __enter__(self) -> Run:
+        """Begin to act on the model."""
+        if self.thread is not None:
+            raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
+        self.thread = threading.get_ident()
+        with ExitStack() as self.stack:
+            self.stack.enter_context(_registered(self))
+            self.stack.enter_context(without_continuous_batching(self.target.hf, _no_packed_rows(self.target)))
+            self._follow_calls()
+            for key, part in enumerate(self.parts):
+                part.enter(self, key)
+            self.stack.push(self._check_edited)
+            self.stack = self.stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        """Restore the model."""
+        return self.stack.__exit__(*error)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copying and pickling: a copied model would stay edited by this run, a pickled one be unreadable."""
@@ -149,22 +168,22 @@ class Run:
         if module in self._names:
             self._ran[module] = ran
 
-    def check_edited(self) -> None:
-        """Refuse a run in which an edit was lost, although the model ran.
+    def _check_edited(self, error: object, *_: object) -> None:
+        """Refuse a run that ends without an error and in which an edit was lost, although the model ran.
 
         Raises:
             UnsupportedError: Another module has taken the place of an edited one, or an edited module never ran.
         """
         present = set(self.target.hf.modules())
         lost = [self._names[module] for module, ran in self._ran.items() if not ran or module not in present]
-        if lost:
+        if lost and self.passes and error is None:
             raise UnsupportedError(
                 f"{min(lost)} of {self.target.name} was replaced inside the `with`, or never ran while the model did, "
                 "so that the edit there was lost: replace modules (or add an adapter) before the `with`, and switch "
                 "off what does their work in another way (a fused kernel, a captured graph, a skipped layer)"
             )
 
-    def follow_calls(self) -> None:
+    def _follow_calls(self) -> None:
         """Follow the forward calls of the model with a generator for each: `call` is set while one runs.
 
         After an error or an interruption the generator is closed: at once, or where torch runs no hook, as after
@@ -201,9 +220,10 @@ class Run:
     def _follow(self, module: nn.Module, args: Args, kwargs: Kwargs) -> AroundCall:
         """Yield the arguments of a forward call and take its output; a session acts on its cache."""
         given = by_name(module, args, kwargs)
-        call = self.tracker.begin(
-            given.get("input_ids"), given.get("inputs_embeds"), given.get("attention_mask"), cache_in(given)
-        )
+        tokens = given.get("input_ids")
+        if tokens is None:
+            tokens = given["inputs_embeds"]
+        call = self.tracker.begin(tokens, given.get("attention_mask"), cache_in(given))
         if is_checkpointing(self.target.layers[0]):
             raise UnsupportedError(
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
@@ -218,8 +238,15 @@ class Run:
         finally:
             self._local.call = None
         self.passes += 1
-        if call.past == 0:  # else the cache was given, and is bound
-            self.tracker.bind(call.sequence, cache_in(output))
+        cache = cache_in(output)
+        if call.past == 0 and cache is not None:  # else the cache was given, and is bound
+            self.tracker.bind(call.sequence, cache)
+            if tokens_in(cache) > call.new:
+                raise UnsupportedError(
+                    f"positions cannot be counted in {self.target.name}, because its cache does not come as "
+                    f"{' or '.join(CACHE_NAMES)}, or does not hold what earlier calls have read; rename that argument, "
+                    "or install the versions in constraints.txt"
+                )
 
 
 def _no_packed_rows(target: Target) -> UnsupportedError:
@@ -306,7 +333,7 @@ class Intervention(ABC):
             return NotImplemented
         return Composed((*self.parts, *other.parts))
 
-    def on(self, model: object) -> AbstractContextManager[Run]:
+    def on(self, model: object) -> Run:
         """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`. What is returned is used once.
 
         Everything that calls the model there is edited: forward, `generate` and its variants, nnsight's `trace` and
@@ -317,37 +344,9 @@ class Intervention(ABC):
             SinkscopeError: The model has no such layer or neuron.
             UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
         """
-        return _Once(self._entered(target_of(model)))
-
-    @contextmanager
-    def _entered(self, target: Target) -> Iterator[Run]:
+        target = target_of(model)
         target.check_loaded()
-        run = Run(target, self.parts)
-        with run.stack:
-            run.stack.enter_context(_registered(run))
-            run.stack.enter_context(without_continuous_batching(target.hf, _no_packed_rows(target)))
-            run.follow_calls()
-            for key, part in enumerate(self.parts):
-                part.enter(run, key)
-            yield run
-            if run.passes:
-                run.check_edited()
-
-
-class _Once(AbstractContextManager[Run]):
-    """A context manager that says so when it is entered a second time."""
-
-    def __init__(self, context: AbstractContextManager[Run]) -> None:
-        self._context, self._entered = context, False
-
-    def __enter__(self) -> Run:
-        if self._entered:
-            raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
-        self._entered = True
-        return self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
+        return Run(target, self.parts)
 
 
 @dataclass(frozen=True)

@@ -163,40 +163,37 @@ class Tracker:
 
     def begin(
         self,
-        ids: Int[Tensor, "batch pos"] | None,
-        embeds: Shaped[Tensor, "batch pos d_model"] | None = None,
+        tokens: Shaped[Tensor, "batch pos *d_model"],
         mask: Any = None,
         cache: Any = None,
     ) -> Call:
         """Begin a forward call.
 
         Args:
-            ids: Token ids, or None with `embeds`.
-            embeds: Input embeddings.
+            tokens: Token ids or input embeddings.
             mask: Attention mask as transformers passes it: 2-D (1 = real), 4-D (bool or additive), a dict of these by
                 layer type, or None. Tokens read in an earlier call keep the mask of that call.
             cache: The cache that the call continues, if any.
         """
-        tokens = embeds
-        if ids is not None:
-            tokens = ids
-        assert tokens is not None, "transformers refuses a call with neither ids nor embeddings"
         batch, new = int(tokens.shape[0]), int(tokens.shape[1])
-        past = 0
-        if cache is not None:
-            past = tokens_in(cache)
+        past = 0 if cache is None else tokens_in(cache)
         sequence = self._sequence(cache, batch, past, tokens.device)
         earlier = sequence.columns.first(past)  # tokens may have been taken back
         # Some may have been read in calls that this run did not act on; they come first.
-        real = _real(mask, batch, earlier.seen, past, new)
-        sequence.columns = earlier.read(real.to(tokens.device))
+        if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
+            mask = mask.get("full_attention", next(iter(mask.values()), None))
+        if mask is None:
+            real = tokens.new_ones(batch, past + new - earlier.seen, dtype=torch.bool)
+        else:
+            real = _real(mask, batch, earlier.seen, past, new).to(tokens.device)
+        sequence.columns = earlier.read(real)
         call = Call(self._steps, batch, past, new, sequence.columns, sequence)
         self._steps += 1
         return call
 
     def bind(self, sequence: GrowingBatch, cache: Any) -> None:
         """Associate a cache with its sequence, so that a later call finds it."""
-        if cache is not None and cache not in self._sequences:
+        if cache not in self._sequences:
             self._sequences[cache] = sequence
 
     def _sequence(self, cache: Any, batch: int, past: int, device: torch.device) -> GrowingBatch:
@@ -219,11 +216,7 @@ class Tracker:
 
 def _real(mask: Any, batch: int, read: int, past: int, new: int) -> Bool[Tensor, "batch more"]:
     """Which tokens from index `read` on are real; earlier ones are not checked again."""
-    if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
-        mask = mask.get("full_attention", next(iter(mask.values()), None))
     total = past + new
-    if mask is None:
-        return torch.ones(batch, total - read, dtype=torch.bool)
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
         return mask[:, read:total].bool()
     if isinstance(mask, Tensor) and mask.ndim == 4:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Natural
 from sinkscope.hooks.trace.sites import Pattern, Site, resolve
-from sinkscope.models.hooks import on_input, on_output
+from sinkscope.models.hooks import Hook, on_input, on_output
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.norms import norms_of
 from sinkscope.models.target import Target
@@ -142,32 +142,25 @@ def _run(
     keep: Callable[[str, Tensor], None],
 ) -> None:
     """Run the model to the deepest site; what passes each is kept by its name."""
-    hooks: list[tuple[nn.Module, str, Any]] = []
+    hooks: list[Hook] = []
     of_rows: dict[int, str] = {}
-    layers = [-1]
+    deepest = -1
     for site in sites:
         if site.layer is not None:
-            layers.append(site.layer)
-        if site.module is not None:
-            hooks.append((site.module, site.when, _hook(site, keep, ids.shape)))
-        else:
-            of_rows[layers[-1]] = site.name
+            deepest = site.layer
+        if site.module is None:
+            of_rows[deepest] = site.name
+            continue
+
+        def read(value: Any, site: Site = site) -> None:
+            keep(site.name, site.shown(value, ids.shape))
+
+        hooks.append((site.module, site.when, on_input(read) if site.when == "pre" else on_output(read)))
 
     def show(layer: int, _first: int, rows: Tensor) -> None:
         keep(of_rows[layer], rows)
 
-    last_layer = None
-    if 0 <= max(layers) < target.n_layers:
-        last_layer = max(layers)
+    last_layer = deepest if 0 <= deepest < target.n_layers else None
     unembed = any(module is target.hf for module, _, _ in hooks)
     with attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext(), target.hooks(*hooks):
         target.forward(ids, mask, unembed=unembed, last_layer=last_layer)
-
-
-def _hook(site: Site, keep: Callable[[str, Tensor], None], shape: torch.Size) -> Any:
-    def read(value: Any) -> None:
-        keep(site.name, site.shown(value, shape))
-
-    if site.when == "pre":
-        return on_input(read)
-    return on_output(read)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.positions import TokenPositions
 from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.rewind import Rewinder
 from sinkscope.kv.session import Session
@@ -183,11 +184,6 @@ class LoopGuard(Intervention):
         """Number of anchors, of which a fraction of a prompt that is not known yet leaves room for all."""
         return self.first_tokens(self.budget if isinstance(self.budget, int) else 4 * ANCHORS)
 
-    @property
-    def rewinds(self) -> bool:
-        """Whether loops leave the output; without penalty and draws they would be written again."""
-        return self.act == "rewind" and (self.penalty > 0 or self.temperature > 0)
-
     def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
         """Return the range [begin, end) of positions to remove for a repetition that reaches the last token.
 
@@ -211,7 +207,7 @@ class LoopGuard(Intervention):
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         session.before_decode(lambda moment: None)  # so that tokens come one by one, in rows that keep their places
-        if self.rewinds:
+        if self.act == "rewind" and (self.penalty or self.temperature):  # else the loop would be written again
             session.rewinder = Rewinder()
         guarding = GuardRun(self, self.settings, run, session)
         session.after_call(guarding.note)
@@ -266,7 +262,7 @@ class GuardRun:
         if moment is None or ids is None:
             return
         rewinder, rows = self.rewinder, None
-        if rewinder is None or rewinder.kept_tokens is None:  # else this piece of the generation has ended
+        if rewinder is None or rewinder.kept_mask is None:  # else this piece of the generation has ended
             rows = self._rows_of(moment, ids)
         if rows is None:
             return
@@ -275,6 +271,8 @@ class GuardRun:
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         largest = None if self.settings.rule == "repeats" else largest_probability(logits)
         alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
+        if rewinder is not None and rewinder.end_lengths:  # a full row goes on as padding
+            alarms = [number for number in alarms if rows.seen < rewinder.end_lengths[number]]
         if alarms:
             self._respond(moment, rows, alarms)
         if alarms and self.guard.act == "stop":
@@ -330,7 +328,7 @@ class GuardRun:
     def _spare_states(self, moment: Moment) -> None:
         """Take nothing back where layers keep a state, such as those of linear attention."""
         if self.rewinder is not None:
-            self.rewinder.allowance = 0
+            self.rewinder.allowance = None
         states = len(moment.cache.layers) - len(moment.layers)
         warn(
             f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
@@ -361,23 +359,26 @@ class GuardRun:
             for kv in moment.layers:
                 kv.settle()
         kept: dict[int, list[int]] = {}
-        taken_back = 0
+        taken_back: dict[int, int] = {}
         events: list[Event] = []
         for number in alarms:
             row, cached = rows.rows[number], cached_positions(moment.layers, number)
             retention = self.guard.retention(row.prompt, self.session.anchors)
             begin, period = find_repetition(row, retention)
             if cuts:
-                taken_back = self._count_to_take_back(row)
-                bad, level = self._bad_tokens(row, begin, period, taken_back, rows.count)
-                kept[number] = tokens_to_keep(cached, row.length, bad, retention, level)
-                data = event_data(row, period, bad, cached, kept[number], level, taken_back)
+                taken_back[number] = self._count_to_take_back(row, number)
+                bad, level = self._bad_tokens(row, begin, period, taken_back[number], rows.count)
+                stay = tokens_to_keep(cached, row.length, bad, retention, level)
+                data = event_data(row, period, bad, cached, stay, level, taken_back[number])
+                if taken_back[number]:  # the last token that stays is read again
+                    stay = [position for position in stay if position < row.length - taken_back[number] - 1]
+                kept[number] = stay
             else:
                 data = event_data(row, period, range(begin, row.length), cached, cached)
             events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
         if cuts:
             evict_rows(moment.layers, kept)
-        if taken_back:
+        if any(taken_back.values()):
             self._rewind(moment, rows, taken_back)
         self.run.log(lambda: events)
 
@@ -396,24 +397,36 @@ class GuardRun:
             return range(row.length - taken_back, row.length), level
         return range(*self.guard.to_cut(begin, row.length, period)), level
 
-    def _rewind(self, moment: Moment, rows: GuardedRows, count: int) -> None:
-        """Take tokens of the only row back, and the token before them, which is read again; the piece ends here."""
+    def _rewind(self, moment: Moment, rows: GuardedRows, taken_back: dict[int, int]) -> None:
+        """Take tokens of some rows back, and the token before them, which is read again; the piece ends here."""
         rewinder, sequence = self.rewinder, moment.call.sequence
         assert rewinder is not None  # because it has an allowance
-        rows.rows[0].take_back(count + 1)
-        rows.seen -= count + 1
-        sequence.columns = sequence.columns.first(rows.seen)
+        columns = sequence.columns.pos.clone()
+        rewinder.reread_tokens = {}
+        for number, count in taken_back.items():
+            if not count:
+                continue
+            row = rows.rows[number]
+            rewinder.reread_tokens[number] = row.ids[-count - 1]
+            row.take_back(count + 1)
+            columns[number] = torch.where(columns[number] < row.length, columns[number], -1)
+        used = int((columns >= 0).any(0).nonzero().max()) + 1
+        dropped = columns.shape[1] - used
+        sequence.columns = TokenPositions(columns[:, :used])
         for kv in moment.layers:
-            kv.crop(-count - 1)
-        rewinder.kept_tokens = rows.seen
+            kv.crop(-dropped)
+        rows.seen -= dropped
+        rewinder.ended = [row.monitor.ended for row in rows.rows]
+        rewinder.kept_mask = columns[:, :used] >= 0
 
-    def _count_to_take_back(self, row: WatchedRow) -> int:
+    def _count_to_take_back(self, row: WatchedRow, number: int) -> int:
         """Number of tokens to remove from the output, all copies of the loop but the first; 0 if that cannot be."""
         rewinder, tail = self.rewinder, row.monitor.last.tail
-        if rewinder is None or tail is None:
+        if rewinder is None or rewinder.allowance is None or tail is None:
             return 0
-        count = row.written - tail.start - tail.period
-        if not 0 < count <= rewinder.allowance:
+        ids, stay = row.tokens, tail.start + tail.period
+        count = len(ids) - stay
+        if not 0 < count <= rewinder.allowance[number]:
             return 0
-        rewinder.allowance -= count
+        rewinder.allowance[number] -= count
         return count

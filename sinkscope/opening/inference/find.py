@@ -15,7 +15,6 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
 from sinkscope.models.loading.config import cpu_by_default, cut_depth, new_model
 from sinkscope.models.modules.stack import DRAFT, first_of_kinds, layer_kinds, stack_of
-from sinkscope.models.passes.positions import check_positions
 from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
@@ -60,7 +59,6 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
         numbers = layer_kinds(Target(hf, hf, "hf", adapter))
         adapter = replace(adapter, rows=tuple(adapter.rows[number] for number in numbers if adapter.rows))
         target = replace(target, adapter=adapter)
-        check_positions(target)
         firsts = layer_kinds(target)  # of the sample, which may have fewer kinds of layers than a quantised model
         report = probe(target, every_layer=False)
     if proves and row is None and report.problem is not None:
