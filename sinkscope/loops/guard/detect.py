@@ -48,17 +48,12 @@ class WatchedRow:
         """Number of its tokens."""
         return self.prompt + self.written
 
-    @property
-    def tokens(self) -> list[int]:
-        """Its generated tokens that the monitor has seen."""
-        return self.ids[self._prompt_ids :]
-
     def take_back(self, count: int) -> None:
         """Forget the last `count` tokens, as if they had never arrived."""
         del self.ids[len(self.ids) - count :]
         looped = self.monitor.looped
         self.monitor = self._new_monitor()
-        for token in self.tokens:
+        for token in self.ids[self._prompt_ids :]:
             self.monitor.update(token, 0.0)
         self.monitor.looped = looped
 

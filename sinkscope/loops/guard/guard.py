@@ -424,8 +424,7 @@ class GuardRun:
         rewinder, tail = self.rewinder, row.monitor.last.tail
         if rewinder is None or rewinder.allowance is None or tail is None:
             return 0
-        ids, stay = row.tokens, tail.start + tail.period
-        count = len(ids) - stay
+        count = row.written - tail.start - tail.period
         if not 0 < count <= rewinder.allowance[number]:
             return 0
         rewinder.allowance[number] -= count
