@@ -89,17 +89,12 @@ def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[..., 
     """Return a function that makes monitors, which tell numbers and signs from words if there is a tokenizer."""
     if tokenizer is None:
         return partial(Monitor, settings)
-    return partial(Monitor, settings, lambda ids: is_tabular(split(tokenizer.decode(ids))), numbers_of(tokenizer))
-
-
-def numbers_of(tokenizer: Any) -> Callable[[int], bool]:
-    """Return a function that says whether a token is a number or a part of one."""
 
     @cache
     def is_number(token: int) -> bool:
         return tokenizer.decode([token]).strip().isdigit()
 
-    return is_number
+    return partial(Monitor, settings, lambda ids: is_tabular(split(tokenizer.decode(ids))), is_number)
 
 
 def push(
