@@ -56,25 +56,6 @@ def with_room_for_everything_logits_are_the_plain_models(kit: Kit) -> str:
 
 
 @check
-def each_kv_head_reads_its_own_choice(kit: Kit) -> str:
-    """Keys and values of a slot belong to one token, and each kv head has its own."""
-    flow = _tight(Flow())
-    outcome = kit.outcome(flow)
-    heads = kit_model(flow.model).config.num_key_value_heads
-    differ = 0 < len(outcome.mixed) < heads
-    for sees in outcome.sees.values():
-        differ = differ or not torch.equal(sees[:, 0, flow.prompt :], sees[:, 1, flow.prompt :])
-    if not differ:
-        raise ApartError("all kv heads keep the same tokens")
-    if outcome.mixed:
-        expected = "each key beside the values of its own token"
-        raise FaultError(expected, "keys of other tokens", flow, "outcome.mixed")
-    if outcome.rotated_again:
-        raise ApartError(ROTATED)
-    return kit.right(replace(flow, lengths=(24, 24)), budget=False)
-
-
-@check
 def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
     """Tokens on both sides of a hole are as far from new ones as they were."""
     worst = 0.0
