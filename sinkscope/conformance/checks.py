@@ -263,6 +263,4 @@ def a_cropped_draft_leaves_no_trace_in_states(kit: Kit) -> str:
 @check
 def half_precision_is_as_exact_as_the_plain_model(kit: Kit) -> str:
     """In bfloat16 and float16, the logits are those of the plain model in this type, but for its rounding."""
-    return kit.right(
-        Flow(dtype="bfloat16", lengths=(24, 24)), Flow(dtype="float16", lengths=(24, 24)), budget=False
-    )
+    return kit.right(Flow(dtype="bfloat16", lengths=(24, 24)), Flow(dtype="float16", lengths=(24, 24)), budget=False)

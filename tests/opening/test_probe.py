@@ -25,11 +25,6 @@ from sinkscope.opening.load import load
 SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
 
 
-@pytest.mark.parametrize(("seed", "model_type"), enumerate(MODEL_TYPES))
-def test_sound_models_pass(seed, model_type):
-    assert probe(target_of(tiny_model(model_type, seed=seed)[0])).problem is None
-
-
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
     each_other(["llama", "gpt2", "gemma2", "gpt_oss", "falcon"], [torch.bfloat16, torch.float16]),
