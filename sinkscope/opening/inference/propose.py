@@ -69,9 +69,7 @@ def propose(hf: nn.Module, row: Adapter | None = None) -> Found:
         if row is not None:
             draft = Found(**vars(row))
         stack = stack_of(model)
-        paths = {module: path for path, module in model.named_modules()}
-        embed = paths[model.get_input_embeddings()]
-        draft = replace(draft, base=base_path(model, stack), layers=stack, embed=embed)
+        draft = replace(draft, base=base_path(model, stack), layers=stack)
         with torch.no_grad():
             found = _proposed(Target(model, model, "hf", draft), row)
         return found if row is None else replace(found, **vars(row))

@@ -214,7 +214,7 @@ class _Reading:
         survey.wrapped = isinstance(output, tuple)
         self._keep(survey.entered, layer + 1, hidden)
         if self._calls:
-            self._keep(survey.mlp, layer, self._calls.pop().added(hidden))
+            self._keep(survey.mlp, layer, self._calls.pop()(hidden))
         else:
             survey.mlp[layer] *= self.target.adapter.write_factor
         if not bool(hidden.isfinite().all()):
