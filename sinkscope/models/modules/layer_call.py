@@ -12,7 +12,6 @@ from torch import Tensor
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, hidden_of, on_hidden, with_hidden
 from sinkscope.models.target import Target
 
-
 Added = Callable[[Float[Tensor, "row pos d_model"]], Float[Tensor, "row pos d_model"]]
 """Gives how much of the residual stream after a layer is not there if the MLP gives zero."""
 
