@@ -112,9 +112,9 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
     ],
 )
 def test_wrong_attention_is_found(model_type, change, says, monkeypatch):
-    real = attention.attention_probs
+    real, target = attention.attention_probs, target_of(tiny_model(model_type)[0])
     monkeypatch.setattr(attention, "attention_probs", lambda *args, **kwargs: change(real, args, kwargs))
-    assert re.search(says, probe(target_of(tiny_model(model_type)[0])).problem or "")
+    assert re.search(says, probe(target).problem or "")
 
 
 # -- what it leaves behind -----------------------------------------------------------------------------------------
