@@ -14,7 +14,7 @@ from mkdocs.structure.files import File
 from plotly.io import from_json
 from plotly.offline import get_plotlyjs
 
-from sinkscope.app.command_run import EXPLAIN_HELP, OUTPUTS, CommandRun
+from sinkscope.app.command_run import EXPLAIN_HELP, OUTPUTS
 from sinkscope.files.catalog import Command, commands
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement
 from sinkscope.results.options import Parameter, introduction
@@ -131,10 +131,8 @@ def command_lists() -> str:
             function = command.load()
             summary = introduction(inspect.getdoc(function) or "").split("\n\n")[0]
             lines.append(f"### sinkscope {command.words}\n\n{summary}\n")
-            if isinstance(function, Measurement):
-                lines += _options(function.parameters)
-            else:
-                lines += _options(CommandRun.of(command).parameters.values())
+            own = function.parameters if isinstance(function, Measurement) else function.all_parameters
+            lines += _options(own)
     lines.append("## Options of every measurement\n")
     lines += _options(SETUP_PARAMETERS.values())
     lines.append("Measurements that can run under interventions also take:\n")

@@ -6,9 +6,10 @@ Rows:
 - `shallow`, `deep`: an organism of 24 layers x 1,024 (d_mlp 2,816) with the sink in layer 1 or at two thirds of the
   depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
   everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
-  keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the plain forward passes up to the sink that
-  the paper's verdict needs: typical text, the copies, one copy after other tokens, and 22 short rows under edits;
-  `find_sinks` also surveys all heads and layers, with BOS and without it, and measures the perplexity of each edit.
+  keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the forward passes that its four steps cannot do
+  without, and reads nothing: typical text with BOS and without it, the needed neurons, three random sets and each
+  neuron alone in four texts each, from the layer of the sink on, and the copies up to it. The notebook's time over that
+  of arm C, `bound`, is the most that any program with these steps can reach.
   Each arm is a process of its own on one thread; time runs from load to result, imports are excluded; memory is the
   growth of resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, all of whose layers are read.
@@ -37,6 +38,7 @@ from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run as run_script
 from experiments.timing import child, memory, pairs_of
 from sinkscope.files.output import write_atomic
+from sinkscope.measure import PIECE
 
 REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
 ROWS = ("shallow", "deep", "seven_b", "cold_start")
@@ -124,29 +126,35 @@ def sinkscope_arm(folder: str) -> Row:
 
 
 def plain_arm(folder: str) -> Row:
-    """Nothing but the forward passes that the verdict needs, layers streamed as `find_sinks` streams them."""
+    """Nothing but the forward passes that the steps need, through layers that are read as `find_sinks` reads them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
+    from sinkscope.models.target import LayerInput
     from sinkscope.opening.open import open_target
+    from sinkscope.sinks.spikes.controls import RANDOM_SETS
+    from sinkscope.sinks.spikes.find_sinks import OTHER_TEXTS
+    from sinkscope.sinks.spikes.survey import SURVEYED
+    from sinkscope.sinks.spikes.texts import EDITED
 
     truth = json.loads((Path(folder) / "truth.json").read_text())
-    layer = int(truth["neurons"][0]["layer"])
+    neurons = truth["neurons"]
 
     def run() -> Row:
         target: Any = open_target(Path(folder))
-        last = min(target.n_layers - 1, layer + max(3, -(-target.n_layers // 3)))  # where the spike has stayed flat
 
-        def forward(rows: int, tokens: int, last: int) -> None:
-            ids = torch.randint(target.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
-            with target.hooks((target.layers[last], "post", lambda *_: target.stop())):
-                target.forward(ids)
+        def forward(rows: int, tokens: int, first: int, last: int) -> None:
+            ids, start = torch.zeros(rows, tokens, dtype=torch.long), None
+            if first:
+                start = LayerInput(first, torch.ones(rows, tokens, target.d_model), wrapped=False)
+            target.forward(ids, last_layer=last, start=start)
 
-        forward(4, 64, last)  # typical text
-        forward(1, REPEATS + 1, layer)  # repetitions
-        forward(1, 3 * REPEATS // 4 + 1, layer)  # the contrasts: other tokens, and one copy behind them
-        forward(22, 32, last)  # the ablated text, 20 random sets, and all candidates
-        return {"layers_read": last + 1}
+        sink, whole = int(neurons[0]["layer"]), target.n_layers - 1
+        forward(SURVEYED, PIECE, 0, whole)
+        forward(OTHER_TEXTS, PIECE, 0, whole)
+        forward(EDITED * (1 + RANDOM_SETS + len(neurons)), PIECE, sink, whole)
+        forward(1, REPEATS + 1, 0, sink)
+        return {"layers_read": target.n_layers}
 
     return measured(run)
 
@@ -186,6 +194,7 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> Row:
         "planted": right[1],
         "same_answer_and_right": all(answer == right for answer in answers),
         "time_ratio": statistics.median(a["seconds"] / b["seconds"] for a, b, _ in runs),
+        "bound": statistics.median(a["seconds"] / c["seconds"] for a, _, c in runs),
         "over_plain_passes": statistics.median(b["seconds"] / c["seconds"] for _, b, c in runs),
         "rss_growth_ratio": statistics.median(b["rss_growth_bytes"] / a["rss_growth_bytes"] for a, b, _ in runs),
         **{arm: [run[i] for run in runs] for i, arm in enumerate(arms)},

@@ -18,7 +18,7 @@ MEASURED: dict[str, Callable[..., Any]] = {
     "find_sinks": partial(ss.find_sinks, max_repeats=64),
     "heads": partial(ss.heads, count=2),
     "circuit": partial(ss.circuit, max_repeats=64),
-    "repeat": partial(ss.repeat, max_repeats=24, ablate=True),
+    "repeat": partial(ss.repeat, max_repeats=24),
     "probability": partial(ss.repeat, max_repeats=24, quantity="probability"),
     "attack": partial(ss.attack, lengths=[4], sequences=4),
     "patch make": partial(ss.patch_make, max_repeats=300, pieces=2, length=16),

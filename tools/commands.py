@@ -8,21 +8,18 @@ line for each measurement to `sinkscope/__init__.pyi`.
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import sinkscope
-from sinkscope.app.command_run import CommandRun
+from sinkscope.app.command_run import outline_of
 from sinkscope.files.catalog import COMMANDS_FILE, Command
 from sinkscope.files.envelope import Envelope
-from sinkscope.files.plain import plain
-from sinkscope.results.options import TYPES, Option, Parameter
 
 STUB = Path(sinkscope.__path__[0]) / "__init__.pyi"
 GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
@@ -45,7 +42,7 @@ def written() -> str:
         for name, value in vars(sys.modules[module]).items():
             command = getattr(value, "command", None)
             if isinstance(command, Command) and command.target == f"{module}:{name}":
-                rows.append({**vars(command), "outline": outline_data(CommandRun.of(command))})
+                rows.append({**vars(command), "outline": outline_of(value)})
     rows.sort(key=_place)
     return json.dumps({"commands": rows, "kinds": dict(sorted(_kinds(Envelope)))}, indent=1) + "\n"
 
@@ -54,27 +51,6 @@ def _place(row: dict[str, Any]) -> tuple[int, int, str]:
     """The place of a command in the help."""
     group, words = row["group"], row["words"]
     return [*GROUPS, group].index(group), [*ORDER, words].index(words), words
-
-
-def outline_data(run: CommandRun) -> dict[str, Any]:
-    """What the command line knows of a function before it is imported, as JSON; `CommandRun.from_data` reads it."""
-    parameters = [parameter_data(one) for one in run.parameters.values()]
-    return {"text": run.text, "examples": run.examples, "parameters": parameters, "kinds": run.kinds}
-
-
-def parameter_data(one: Parameter) -> dict[str, Any]:
-    """A parameter as JSON, without what is empty."""
-    data: dict[str, Any] = {"name": one.name, "help": one.help, "type": "text"}
-    for name, kind in TYPES.items():
-        if kind is one.type:
-            data["type"] = name
-    if get_origin(one.type) is Literal:
-        data["type"] = list(get_args(one.type))
-    if one.default is not inspect.Parameter.empty:
-        data["default"] = plain(one.default)
-    data["option"] = {name: value for name, value in vars(one.option).items() if value != getattr(Option, name)}
-    data["many"] = one.many
-    return {name: value for name, value in data.items() if value not in ({}, False) or name == "default"}
 
 
 def _kinds(base: type[Envelope]) -> list[tuple[str, str]]:

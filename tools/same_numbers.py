@@ -40,7 +40,6 @@ COMMANDS = {
     "find-sinks": "find-sinks --max-repeats 256 {all}",
     "find-sinks-all-layers": "find-sinks --all-layers --max-repeats 256 {all}",
     "repeat": "repeat --max-repeats 256 {all}",
-    "repeat-ablate": "repeat --ablate --max-repeats 256 {all}",
     "repeat-attention": "repeat --quantity attention --max-repeats 256 {all}",
     "repeat-probability": "repeat --quantity probability --max-repeats 256 {all}",
     "repeat-all": "repeat --tokens all --sample 64 --max-repeats 256 {all}",

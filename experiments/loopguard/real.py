@@ -72,8 +72,12 @@ def printed(**settings: Any) -> Arm:
 
 
 def dry_with_breakers(tokenizer: Any, pad: int) -> list[LogitsProcessor]:
-    """DRY with its usual numbers and breakers."""
-    return [DRY(breakers=("\n", ":", '"', "*"), tokenizer=tokenizer, ignore=[pad])]
+    """DRY with its usual numbers and breakers: a token that contains one is part of no repetition."""
+    ignored = {pad}
+    for token in range(len(tokenizer)):
+        if not {"\n", ":", '"', "*"}.isdisjoint(tokenizer.decode([token])):
+            ignored.add(token)
+    return [DRY(ignore=ignored)]
 
 
 FULL = "full"

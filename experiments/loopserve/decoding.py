@@ -151,7 +151,8 @@ def figure(data: Row) -> Any:
     for (label, text), colour in zip(BY_TURN.items(), COLOURS, strict=False):
         points = [drawn(data["result"], "", spec(text), "kl", turn) for turn in range(TURNS)]
         y, margins = zip(*points, strict=True)
-        error = {"array": margins, "thickness": 1}
+        below = [min(value, margin or 0) for value, margin in points]  # a divergence is never below 0
+        error = {"array": margins, "arrayminus": below, "symmetric": False, "thickness": 1}
         fig.add_scatter(x=list(range(1, TURNS + 1)), y=y, error_y=error, line={"color": colour}, name=label)
     fig.update_xaxes(type="category", title_text="turn")
     fig.update_yaxes(rangemode="tozero", title_text="KL to the full cache, nats a token")

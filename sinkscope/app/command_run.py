@@ -19,12 +19,20 @@ from sinkscope.files.plain import visible
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import ProgressBar, note, print_result
-from sinkscope.results.options import Parameter, example_lines, introduction
+from sinkscope.results.options import example_lines, introduction
 
 if TYPE_CHECKING:
     from sinkscope.results.result import Result
 
 EXPLAIN_HELP = "Print all rows and details, and the meaning of the columns."
+TYPES = {
+    "text": click.STRING,
+    "bool": click.BOOL,
+    "int": click.INT,
+    "float": click.FLOAT,
+    "path": click.Path(path_type=Path),
+}
+"""What click makes of the words of an option."""
 MODEL_WORD = "model_word"
 """Name of the model where it is typed without an option, as in `sinkscope find-sinks llama-2-7b`."""
 
@@ -64,20 +72,40 @@ OUTPUTS = (
 )
 
 
+def outline_of(function: Any) -> dict[str, Any]:
+    """Return what the command line knows of a function before it is imported, as JSON without what is empty."""
+    inner = getattr(function, "function", function)
+    doc = inspect.getdoc(inner) or ""
+    returned: Any = get_type_hints(inner).get("return")
+    kinds = [one.kind for one in get_args(returned) or [returned] if hasattr(one, "kind")]
+    options: list[dict[str, Any]] = []
+    for one in function.all_parameters:
+        kind: Any = "text"
+        if isinstance(one.default, bool) or one.type is bool:
+            kind = "bool"
+        elif get_origin(one.type) is Literal and one.option.reads is None:
+            kind = list(get_args(one.type))
+        elif one.type in (int, float, Path):
+            kind = one.type.__name__.lower()
+        row = {**vars(one.option), "name": one.name, "flag": one.flag, "help": one.help, "type": kind, "many": one.many}
+        row |= {"required": one.required, "negated": kind == "bool" and one.default is not False}
+        options.append({name: value for name, value in row.items() if value})
+    return {"text": introduction(doc), "examples": example_lines(doc), "options": options, "kinds": kinds}
+
+
 def click_command(command: Command) -> click.Command:
     """Return the click command of a line of the table. Only the function of another package is imported for it."""
-    run = CommandRun.from_data(command)
-    end = ["\b"]
-    if run.examples:
+    run = CommandRun(command, command.outline or outline_of(command.load()))
+    end, text = ["\b"], run.outline["text"]
+    if run.outline["examples"]:
         end.append("Examples:")
-    end += [f"  {line}" for line in run.examples]
+    end += [f"  {line}" for line in run.outline["examples"]]
     if command.outline is not None:  # our pages do not describe the commands of other packages
         place = f"sinkscope-{command.words.replace(' ', '-')}"
         end.append(f"Documentation: {documented_at('cli', place)}")
-    text = run.text
-    for one in run.parameters.values():
-        if one.option.argument:
-            text += f"\n\n{one.option.metavar}: {one.help}"
+    for one in run.options.values():
+        if "argument" in one:
+            text += f"\n\n{one['metavar']}: {one['help']}"
     name = command.words.split()[-1]
     return click.Command(name, params=run.click_parameters(), callback=run, help=text, epilog="\n".join(end))
 
@@ -88,40 +116,25 @@ class CommandRun:
 
     Attributes:
         command: The line of the table.
-        text: The docstring of its function, without sections.
-        examples: Commands to type.
-        parameters: What the function takes, by name.
-        kinds: Kinds of the results that it may return; none if it prints what it finds.
+        outline: What `outline_of` says of its function.
     """
 
     command: Command
-    text: str
-    examples: Sequence[str]
-    parameters: Mapping[str, Parameter]
-    kinds: Sequence[str]
+    outline: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, command: Command) -> CommandRun:
-        """Return what the function of a command says, which this imports."""
-        function = command.load()
-        doc = inspect.getdoc(getattr(function, "function", function)) or ""
-        parameters = function.all_parameters
-        returned: Any = get_type_hints(getattr(function, "function", function)).get("return")
-        kinds: list[str] = [one.kind for one in get_args(returned) or [returned] if hasattr(one, "kind")]
-        return cls(command, introduction(doc), example_lines(doc), {one.name: one for one in parameters}, kinds)
+    @property
+    def options(self) -> dict[str, Mapping[str, Any]]:
+        """What the function takes, by name."""
+        return {one["name"]: one for one in self.outline["options"]}
 
-    @classmethod
-    def from_data(cls, command: Command) -> CommandRun:
-        """Return what `tools.commands` wrote of it; a function of another package is imported."""
-        data = command.outline
-        if data is None:
-            return cls.of(command)
-        parameters = map(Parameter.from_data, data["parameters"])
-        return cls(command, data["text"], data["examples"], {one.name: one for one in parameters}, data["kinds"])
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Kinds of the results that it may return; none if it prints what it finds."""
+        return self.outline["kinds"]
 
     def click_parameters(self) -> list[click.Parameter]:
         """Return the options of the command: those of the function, and files."""
-        params = [click_parameter(one) for one in self.parameters.values() if not one.option.hidden]
+        params = [click_parameter(one) for one in self.options.values() if "hidden" not in one]
         if self.command.measures:
             params.append(click.Argument([MODEL_WORD], required=False, metavar="[MODEL]"))
         if self.kinds:
@@ -145,14 +158,15 @@ class CommandRun:
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
         if world_size() > 1 and not self.command.measures and self.command.words != "generate":
             raise SinkscopeError(f"sinkscope {self.command.words} is for one process: run it without torchrun")
+        options = self.options
         with ProgressBar() as progress:
-            if "model" in self.parameters:
+            if "model" in options:
                 progress(f"Loading {arguments.get('model', 'bundled')} ...", 0, 0)
             self._check_files(files, arguments)
             for name, words in arguments.items():
-                arguments[name] = read_words(self.parameters[name], words)
+                arguments[name] = read_words(options[name], words)
             own = {"to_files": bool(files), "progress": progress}
-            arguments |= {name: value for name, value in own.items() if name in self.parameters}
+            arguments |= {name: value for name, value in own.items() if name in options}
             result = self._result(arguments)
         if result is not None and self.kinds:
             self._deliver(result, files if is_first() else {}, explain)
@@ -164,9 +178,9 @@ class CommandRun:
         targets: list[Path] = []
         for path in files.values():
             targets.append(Path(path) if path == "-" else check_output(path, self.kinds))
-        for one in self.parameters.values():
-            if one.option.writes and one.name in arguments:
-                targets.append(check_writable(str(arguments[one.name]), folder=True))
+        for name, one in self.options.items():
+            if "writes" in one and name in arguments:
+                targets.append(check_writable(str(arguments[name]), folder=True))
         for target in targets:
             if targets.count(target) > 1 and not is_device(target):
                 raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
@@ -194,54 +208,40 @@ class CommandRun:
                     note(f"{one.word}: {path}")
 
 
-def click_parameter(one: Parameter) -> click.Parameter:
+def click_parameter(one: Mapping[str, Any]) -> click.Parameter:
     """Return the option or argument of a parameter. None stands for its default, which the function knows."""
-    kind = click_type(one)
-    if one.option.argument:
-        number = -1 if one.many else 1
-        metavar = one.option.metavar
-        if metavar is not None and not one.required:
+    words, many, metavar = one["type"], "many" in one, one.get("metavar")
+    kind: Any = click.Choice(words) if isinstance(words, list) else TYPES[words]
+    settings: dict[str, Any] = (
+        {"type": kind, "required": True} if "required" in one else {"type": kind, "default": None}
+    )
+    if "argument" in one:
+        if metavar is not None and "required" not in one:
             metavar = f"[{metavar}]"
-        return click.Argument([one.name], type=kind, required=one.required, nargs=number, metavar=metavar)
-    text = one.help
-    if one.many:
+        return click.Argument([one["name"]], nargs=-1 if many else 1, metavar=metavar, **settings)
+    text, flags = one.get("help", ""), one["flag"]
+    if many:
         text += " It may be given several times."
-    flags = one.flag
-    if kind is click.BOOL and one.default is not False:
-        flags = f"{one.flag}/--no-{one.flag[2:]}"
-    metavar = one.option.metavar or {click.INT: "INT", click.FLOAT: "NUMBER"}.get(kind)  # None: that of click
-    settings: dict[str, Any] = {"type": kind, "multiple": one.many, "metavar": metavar, "help": text}
-    if one.required:
-        settings["required"] = True
-    else:
-        settings["default"] = None
-    return click.Option([one.name, flags], is_flag=kind is click.BOOL, **settings)
+    if "negated" in one:
+        flags = f"{flags}/--no-{flags[2:]}"
+    metavar = metavar or {click.INT: "INT", click.FLOAT: "NUMBER"}.get(kind)  # None: that of click
+    flag = kind is click.BOOL
+    return click.Option([one["name"], flags], is_flag=flag, multiple=many, metavar=metavar, help=text, **settings)
 
 
-def click_type(one: Parameter) -> Any:
-    """Return the type to which click converts a parameter: text by default."""
-    if isinstance(one.default, bool) or one.type is bool:
-        return click.BOOL
-    if one.option.reads == "commas":
-        return click.STRING
-    if get_origin(one.type) is Literal:
-        return click.Choice(get_args(one.type))
-    types = {int: click.INT, float: click.FLOAT, Path: click.Path(path_type=Path)}
-    return types.get(one.type, click.STRING)
-
-
-def read_words(one: Parameter, words: Any) -> Any:
+def read_words(one: Mapping[str, Any], words: Any) -> Any:
     """Return what the words of an option mean: the text of a file, or a list with commas."""
-    if one.option.reads == "text":
+    reads = one.get("reads")
+    if reads == "text":
         return _prompt(words)
-    if one.option.reads == "commas":
+    if reads == "commas":
         names = [name.strip() for name in ",".join(words).split(",") if name.strip()]
         if not names:
             raise SinkscopeError(
-                f"{one.flag} {','.join(words)!r}: no name stands between the commas; give at least one"
+                f"{one['flag']} {','.join(words)!r}: no name stands between the commas; give at least one"
             )
         return names
-    if one.many:
+    if "many" in one:
         return list(words)
     return words
 

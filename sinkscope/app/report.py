@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated
 
-from sinkscope.app.card import CARD, SinkCard, part_file
+from sinkscope.app.card import CARD
 from sinkscope.app.pages import Section, document, folded, result_section, text
 from sinkscope.errors import SinkscopeError, one_line
 from sinkscope.files.output import check_output, read_json, write_output
@@ -46,8 +45,7 @@ def report(
         raise SinkscopeError(f"{folder} is no folder: give the folder that holds the JSON files of your results")
     page = out or root / "report.html"
     target = check_output(page, ["report"])
-    results: dict[str, Result] = {}
-    sections: dict[str, Section] = {}
+    sections: list[Section] = []
     left_out: list[str] = []
     for path in _listed(root):
         name = visible(path.relative_to(root).as_posix())
@@ -60,20 +58,20 @@ def report(
                 from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
 
                 result = bench_table([path])
-            sections[name] = _section(result, name)
-            results[name] = result
+            sections.append(_section(result, name))
         except SinkscopeError as error:
             left_out.append(f"{name}: {error}")
         except Exception as error:  # a damaged result can have the right types and fail anywhere
             left_out.append(one_line(f"{name}: {type(error).__name__}: {error}"))
     if not sections:
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
-    shown = in_order(sections, said_of_scans(results))
-    count = count_of(len(shown), "result")
+    count = count_of(len(sections), "result")
+    models = [section.about for section in sections]
+    sections.sort(key=lambda section: models.index(section.about))  # those of one model stand together
     if left_out:
         rows = "".join(f"<li>{text(line)}</li>" for line in left_out)
-        shown.append(Section(f"{count_of(len(left_out), 'file')} left out", f"<ul>{rows}</ul>"))
-    write_output(target, document(visible(root.resolve().name), shown, count))
+        sections.append(Section(f"{count_of(len(left_out), 'file')} left out", f"<ul>{rows}</ul>"))
+    write_output(target, document(visible(root.resolve().name), sections, count))
     print(visible(f"{page}: {count}, {len(left_out)} left out"))
 
 
@@ -81,35 +79,6 @@ def _section(result: Result, file: str) -> Section:
     """The section of a result, closed, because the contents say what it concludes."""
     section = folded(result_section(result, file), "Summary, figure, table, settings and provenance")
     return replace(section, about=result.model.name, conclusion=result.conclusion())
-
-
-def said_of_scans(results: Mapping[str, Result]) -> dict[str, str]:
-    """Return what cards say of the files beside them, in the order of each card; a table alone names only its best row.
-
-    Args:
-        results: The results, by the names of their files.
-    """
-    said: dict[str, str] = {}
-    for name, card in results.items():
-        if isinstance(card, SinkCard):
-            compared = card.conclusion() if card.against else ""
-            said[name] = compared or "All numbers of the parts below, each with its control."
-            for part in card.parts:
-                said[str(PurePosixPath(name).parent / part_file(part.name))] = part.conclusion
-    return said
-
-
-def in_order(sections: Mapping[str, Section], said: Mapping[str, str]) -> list[Section]:
-    """Return the sections of one model together, those of a scan first and with the sentences of its card.
-
-    Args:
-        sections: The sections, by the names of their files.
-        said: The sentences of cards, likewise.
-    """
-    models = list(dict.fromkeys(section.about for section in sections.values()))
-    names = [name for name in said if name in sections] + [name for name in sections if name not in said]
-    names.sort(key=lambda name: models.index(sections[name].about))
-    return [replace(sections[name], conclusion=said.get(name, sections[name].conclusion)) for name in names]
 
 
 def _listed(root: Path) -> list[Path]:

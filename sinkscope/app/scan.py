@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,11 +29,10 @@ from sinkscope.loops.why import why
 from sinkscope.measure import Hidden, Option, Setup
 from sinkscope.models.target import Target
 from sinkscope.results.console import note
-from sinkscope.results.notation import count_of, word_form
+from sinkscope.results.notation import count_of
 from sinkscope.results.options import command
-from sinkscope.results.result import Number, Result
+from sinkscope.results.result import Result
 from sinkscope.sinks.attack.attack import attack
-from sinkscope.sinks.chunks import digest_of
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.precision.precision import precision
@@ -55,8 +55,6 @@ class ScanPart:
         quick: Its arguments with --quick. None: it is then left out.
         streams: Whether it can run on a model that is read layer by layer.
         seconds: What it may take with --quick on a model of 135 million parameters; more on larger ones, in proportion.
-        says: What the card says of its result. None: the conclusion.
-        labels: What the card calls the numbers of a method, and the method as a control.
     """
 
     name: str
@@ -66,8 +64,6 @@ class ScanPart:
     quick: Mapping[str, Any] | None = field(default_factory=dict)
     streams: bool = False
     seconds: float = 20
-    says: Callable[[Any], str] | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def file(self) -> str:
@@ -75,60 +71,19 @@ class ScanPart:
         return part_file(self.name)
 
 
-GUARDED = ("full", "loopguard")
-
-
-def measure_loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
-    """Return how often greedy text loops, without a guard and with it."""
-    task = f"loops:source=text:count={count}"
-    run = run_bench(setup.target, task, GUARDED, max_new_tokens=max_new_tokens, seed=setup.seed)
+def measure_bench(setup: Setup, *, task: str, methods: Sequence[str], max_new_tokens: int | None = None) -> BenchTable:
+    """Return the table of a benchmark on an open model."""
+    run = run_bench(setup.target, task, methods, max_new_tokens=max_new_tokens, seed=setup.seed)
     return tabulate_records([run])
 
 
-POLICIES = ("random", "streaming", "h2o", "snapkv", "tova")
-
-
-def measure_policies(setup: Setup, *, count: int, prompt: int, answer: int) -> BenchTable:
-    """Return how far each cache policy diverges from full attention at a quarter of the prompt."""
-    methods = ["full", *(f"{name}:0.25" for name in POLICIES)]
-    task = f"text:count={count}:prompt={prompt}:answer={answer}"
-    return tabulate_records([run_bench(setup.target, task, methods, seed=setup.seed)])
-
-
-def said_of_loops(table: BenchTable) -> str:
-    """Return how many continuations loop without the guard and with it, in a sentence."""
-    rows = {row["method"].partition(":")[0]: row for row in table.rows()}
-    without, guarded = (rows[name] for name in GUARDED)
-    count = [round(row["loop"] * row["answers"]) for row in (without, guarded)]
-    return (
-        f"Of {without['answers']} greedy continuations of {without['length']:.0f} tokens, {count[0]} "
-        f"{word_form(count[0], 'loops', 'loop')} without the guard and {count[1]} with it."
-    )
-
-
-def said_of_policies(table: BenchTable) -> str:
-    """Return how far policies diverge from full attention, beside random tokens, in a sentence."""
-    nats = {row["method"].partition(":")[0]: row["kl"] for row in table.rows()}
-    compared = sorted((nats[name], name) for name in nats if name not in ("full", "random"))
-    (least, best), *_, (most, worst) = compared
-    return (
-        f"With a quarter of the prompt in the cache, policies diverge from full attention by {least:.2g} ({best}) to "
-        f"{most:.2g} nats ({worst}), random tokens by {nats['random']:.2g}."
-    )
-
-
+GUARDED = ("full", "loopguard")
+POLICIES = ("full", "random:0.25", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25")
 PARTS = (
     ScanPart("find_sinks", "find-sinks", find_sinks.on, streams=True, seconds=70),
     ScanPart("circuit", "circuit", circuit.on, quick={"max_repeats": 300}, seconds=30),
     ScanPart("heads", "heads", heads.on, quick={"n_tokens": 8}, streams=True),
-    ScanPart(
-        "repeat",
-        "repeat --ablate",
-        repeat.on,
-        {"ablate": True},
-        {"ablate": True, "max_repeats": 300},
-        streams=True,
-    ),
+    ScanPart("repeat", "repeat", repeat.on, quick={"max_repeats": 300}, streams=True),
     ScanPart("attack", "attack", attack.on, quick={"sequences": 8, "n_tokens": 96}),
     ScanPart("patch_make", "patch make", patch_make.on, quick=None),
     ScanPart("barcode", "barcode", barcode.on, quick={"max_new_tokens": 64}),
@@ -137,23 +92,19 @@ PARTS = (
     ScanPart(
         "loops",
         "bench --task loops:source=text",
-        measure_loops,
-        {"count": 16, "max_new_tokens": 384},
-        {"count": 2, "max_new_tokens": 112},  # the guard acts 64 tokens beyond two copies
+        measure_bench,
+        {"task": "loops:source=text:count=16", "methods": GUARDED, "max_new_tokens": 384},
+        # the guard acts 64 tokens beyond two copies
+        {"task": "loops:source=text:count=2", "methods": GUARDED, "max_new_tokens": 112},
         seconds=60,
-        says=said_of_loops,
-        labels={"loopguard": "of continuations loop with the guard", "full": "loop without it"},
     ),
     ScanPart(
         "policies",
         "bench --task text",
-        measure_policies,
-        {"count": 4, "prompt": 768, "answer": 32},
+        measure_bench,
+        {"task": "text:count=4:prompt=768:answer=32", "methods": POLICIES},
         # a quarter of the prompt is more than the 64 tokens that SnapKV always keeps
-        {"count": 1, "prompt": 320, "answer": 12},
-        says=said_of_policies,
-        labels={name: f"nats from full attention with {name}" for name in POLICIES}
-        | {"random": "nats with random tokens"},
+        {"task": "text:count=1:prompt=320:answer=12", "methods": POLICIES},
     ),
     ScanPart(
         "precision", "precision", precision.on, quick={"pieces": 3, "length": 16, "schemes": ["a8-tensor"]}, seconds=40
@@ -303,7 +254,7 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
         "device": setup.target.device.type,
         "dtype": str(setup.target.dtype).removeprefix("torch."),
         "bos": setup.bos is not None,
-        "text": digest_of(setup.text),
+        "text": sha256(setup.text.encode()).hexdigest()[:16],
         "seed": setup.seed,
         "sinkscope": __version__,
     }
@@ -334,14 +285,8 @@ def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
     if isinstance(outcome, str):
         missing = f"not measured, because {outcome.rstrip('.')}."
         return CardPart(part.name, part.command, missing)
-    numbers: list[Number] = []
-    for number in outcome.numbers():
-        label = next((label for method, label in part.labels.items() if f".{method}" in number.key), number.label)
-        contrast = part.labels.get(number.contrast.partition(":")[0], number.contrast)
-        if number.value is not None:
-            numbers.append(replace(number, label=label, contrast=contrast))
-    conclusion = outcome.conclusion() if part.says is None else part.says(outcome)
-    return CardPart(part.name, part.command, conclusion, tuple(numbers))
+    numbers = tuple(number for number in outcome.numbers() if number.value is not None)
+    return CardPart(part.name, part.command, outcome.conclusion(), numbers)
 
 
 def weight_bytes(target: Target) -> int:

@@ -204,8 +204,8 @@ def answer_rows(
         read: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
         cached: Sequence[float] = read
         if run is not None:
-            read = [call.read_by_row()[row] for call in held[1:length]]
-            cached = [call.held_by_row()[row] for call in held[1:length]]
+            read = [float(call.read_by_row()[row]) for call in held[1:length]]
+            cached = [float(call.held_by_row()[row]) for call in held[1:length]]
         costs: Metrics = {
             "prompt_tokens": prompt,
             "length": length,

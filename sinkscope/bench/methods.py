@@ -24,7 +24,7 @@ from sinkscope.kv.registry import policies, policy_named
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.progressive import Progressive
 from sinkscope.lines.serve.serve import DENSE_ABOVE
-from sinkscope.lines.shapes import AShape, MInference, Shape, ShapeShare, TriShape
+from sinkscope.lines.shapes import AShape, MInference, Shape, TriShape
 from sinkscope.loops.guard import LoopGuard
 
 FULL = "full"
@@ -134,13 +134,10 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
     types = setting_types(cls)
     _, fixed = NAMED_VARIANTS.get(name, (cls, {}))
     takes_budget = "budget" in types and fixed.get("decode", True)
-    shape = issubclass(cls, Shape)
-    if shape:
-        types["budget"] = Budget
     settings = [part if "=" in part else f"budget={part}" for part in parts]
     options = read_settings(settings, types, f"method {spec!r}")
     own = options.pop("budget", None)
-    if own is None and (takes_budget or (shape and isinstance(budget, float) and not options)):
+    if own is None and takes_budget and not (issubclass(cls, Shape) and (options or isinstance(budget, int))):
         own = budget
     if own is not None:
         written.append(str(own))
@@ -148,7 +145,7 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
         written.append(f"{key}={str(value).lower() if isinstance(value, bool | None) else value}")
     make = partial(build, **{**fixed, **options})
     if own is not None:
-        make = partial(ShapeShare, cls.__name__, own) if shape else partial(make, budget=own)
+        make = partial(make, budget=own)
     return Method(name, ":".join(written), make)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -52,16 +53,14 @@ class HeldTokens(NamedTuple):
     """The tokens that a cache holds after a call.
 
     Attributes:
-        rows: Number of rows.
         layers: Number of layers.
-        held: Tokens of each row, summed over layers: a plain number if it is the same for all rows.
+        held: Tokens of each row, summed over layers.
         read: Those of them to which a query of the call could attend.
     """
 
-    rows: int
     layers: int
-    held: Float[Tensor, " row"] | int
-    read: Float[Tensor, " row"] | int
+    held: Float[Tensor, " row"]
+    read: Float[Tensor, " row"]
 
     @classmethod
     def by(cls, layers: Sequence[CacheLayer]) -> HeldTokens:
@@ -75,26 +74,26 @@ class HeldTokens(NamedTuple):
             if kv.whole_layer is not None:  # the layer is a copy of a part
                 here = _held(kv.whole_layer, first) + kv.seen - kv.whole_layer.seen
             held = held + here
-        return cls(first.keys.shape[0], len(layers), held, read)
+        rows = first.keys.shape[:1]
+        return cls(len(layers), torch.as_tensor(held).expand(rows), torch.as_tensor(read).expand(rows))
 
-    def held_by_row(self) -> list[float]:
+    def held_by_row(self) -> Float[Tensor, " row"]:
         """Return tokens of each row, the mean over layers."""
-        return self._means(self.held)
+        return self.held.cpu().double() / self.layers
 
-    def read_by_row(self) -> list[float]:
+    def read_by_row(self) -> Float[Tensor, " row"]:
         """Return tokens of each row to which a query could attend, the mean over layers."""
-        return self._means(self.read)
-
-    def _means(self, tokens: Tensor | int) -> list[float]:
-        if isinstance(tokens, int):
-            return [tokens / self.layers] * self.rows
-        return [count / self.layers for count in tokens.tolist()]
+        return self.read.cpu().double() / self.layers
 
 
 class _Call(NamedTuple):
     tokens: HeldTokens
     bytes: int
     decodes: bool
+
+
+def _no_rows() -> Tensor:
+    return torch.zeros(0, dtype=torch.double)
 
 
 @dataclass
@@ -111,29 +110,28 @@ class TokenCount:
     """
 
     calls: int = 0
-    held: list[float] = field(default_factory=list)
-    read: list[float] = field(default_factory=list)
-    peak: list[float] = field(default_factory=list)
+    held: Float[Tensor, " row"] = field(default_factory=_no_rows)
+    read: Float[Tensor, " row"] = field(default_factory=_no_rows)
+    peak: Float[Tensor, " row"] = field(default_factory=_no_rows)
     most: float = 0.0
     bytes: int = 0
 
     def add(self, tokens: HeldTokens, used: int) -> None:
         """Count the tokens of each row after a call, and the bytes in use."""
-        held, read = tokens.held_by_row(), tokens.read_by_row()
+        held = tokens.held_by_row()
         if len(self.held) != len(held):  # nobody knows which row became which
             self.calls = 0
-            self.held, self.read, self.peak = [[0.0] * len(held) for _ in range(3)]
+            self.held = self.read = self.peak = torch.zeros_like(held)
         self.calls += 1
-        for row, number in enumerate(held):
-            self.held[row] += number
-            self.read[row] += read[row]
-            self.peak[row] = max(self.peak[row], number)
-        self.most = max(self.most, sum(held))
+        self.held = self.held + held
+        self.read = self.read + tokens.read_by_row()
+        self.peak = self.peak.maximum(held)
+        self.most = max(self.most, float(held.sum()))
         self.bytes = max(self.bytes, used)
 
-    def means(self, totals: Sequence[float]) -> list[float]:
+    def means(self, totals: Float[Tensor, " row"]) -> list[float]:
         """Return the mean of each row over calls."""
-        return [total / self.calls for total in totals]
+        return (totals / self.calls).tolist()
 
 
 _WAITING = 64
@@ -202,11 +200,11 @@ class Meter:
         every, decoding = self._all, self._decoding
         return Usage(
             calls=self.calls,
-            decoding_tokens=list(decoding.peak),
+            decoding_tokens=decoding.peak.tolist(),
             decoding_bytes=decoding.bytes * processes,
             stock_bytes=self._rows * stock * processes,
             mean_tokens=every.means(every.held),
-            peak_tokens=list(every.peak),
+            peak_tokens=every.peak.tolist(),
             logical_bytes=round(every.most * sum(self._slot_bytes.values())) * processes,
             physical_bytes=every.bytes * processes,
             read_tokens=self._most_seen,

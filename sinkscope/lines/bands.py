@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
 
 import torch
 from einops import rearrange, repeat
@@ -213,33 +212,14 @@ class Bands:
         return (self.columns[:, None] | in_band) & (at[:, None] >= torch.arange(grid.keys, device=at.device))
 
 
-@runtime_checkable
-class SampleSums(Protocol):
-    """Attention of some queries, of which only sums are asked.
+class StoredRows:
+    """Attention of some queries, in memory, of which only sums are asked.
 
     Attributes:
         scores: The scores of the layer.
         grid: Its blocks.
         rows: Number of these queries.
         thresholds: Number of thresholds that are tried at a time.
-    """
-
-    scores: Scores
-    grid: BlockGrid
-    rows: int
-    thresholds: int
-
-    def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
-        """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
-        ...
-
-    def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
-        """Weight on the lines whose densities reach each of the ascending thresholds; every cell counts once."""
-        ...
-
-
-class StoredRows:
-    """Attention of some queries, in memory.
 
     Args:
         scores: The scores of a layer.
@@ -269,7 +249,7 @@ class StoredRows:
         return by_column[:, self.grid.lead : self.grid.lead + self.grid.keys], by_band
 
     def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
-        """Weight on the lines whose densities reach each threshold; every cell counts once."""
+        """Weight on the lines whose densities reach each of the ascending thresholds; every cell counts once."""
         # A cell reaches as many of the ascending thresholds as the denser one of its lines: one sum over cells for all.
         by_column = self.grid.blocked(torch.searchsorted(least, columns, right=True).short())
         by_band = torch.searchsorted(least, bands, right=True).short()[:, self._back]
@@ -283,7 +263,7 @@ class StoredRows:
 
 
 def choose_bands(
-    sample: SampleSums, alpha: float, always: Bool[Tensor, "head key"], dense_above: float, dense_rows: int
+    sample: StoredRows, alpha: float, always: Bool[Tensor, "head key"], dense_above: float, dense_rows: int
 ) -> Bands:
     """Choose columns and bands that hold `alpha` of the sample; all bands where these fill more than `dense_above`.
 
@@ -318,7 +298,7 @@ def choose_bands(
 
 
 def _threshold(
-    sample: SampleSums, columns: ByColumn, bands: ByBand, alpha: float
+    sample: StoredRows, columns: ByColumn, bands: ByBand, alpha: float
 ) -> tuple[Float[Tensor, "head 1"], Bool[Tensor, "head 1"]]:
     """The highest density, to 4 %, from which on lines hold `alpha` of the sample; and whether one does."""
     least = math.log2(sample.rows / sample.grid.cells) - _BELOW

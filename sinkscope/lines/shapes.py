@@ -4,9 +4,9 @@ They change only how prompts are read; decoding reads the whole cache, as in the
 plain attention would be faster. Layers that need the model's own attention keep it, and an event of kind "prefill"
 reports this, as under `LoopServe`.
 
-`ShapeShare` makes a shape for a given share of the context, so that it can be compared with policies at the same share.
-For a policy, the share is the fraction of tokens that a decoding step reads. For a shape, which only concerns prompts,
-it is defined as follows:
+With `budget`, a share of the context takes the place of the sizes, so that a shape can be compared with policies at the
+same share. For a policy, the share is the fraction of tokens that a decoding step reads. For a shape, which only
+concerns prompts, it is defined as follows:
 
 - A-shape, Tri-shape: first and local tokens together are that share of the context, in the proportion of LoopServe's
   table 7 (128 to 4,096; at least 4 first tokens, as in StreamingLLM). As in that table, Tri-shape has as many dense
@@ -27,11 +27,14 @@ from sinkscope.files.records import Natural, PositiveShare, Whole, share_of
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines, near_lines
 from sinkscope.lines.serve.sparse_prompts import SparsePrompts
-from sinkscope.lines.votes import heaviest, last_votes, minference_lines
+from sinkscope.lines.votes import EARLIEST, NEAREST, SLASH, VERTICAL, heaviest, last_votes, minference_lines
+
+FIRST, LOCAL = 128, 4096  # LoopServe's table 7
+_LEAST_FIRST = 4
 
 
 class Shape(SparsePrompts):
-    """Base of the fixed attention shapes for prompts: a frozen dataclass of sizes."""
+    """Base of the fixed attention shapes for prompts: a frozen dataclass of sizes, and `budget` in place of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,40 +44,41 @@ class AShape(Shape):
     Attributes:
         first: Number of first tokens that all queries see.
         local: Number of latest tokens that a query sees, including itself.
+        dense_rows: Number of last queries that see everything.
+        budget: Share of the context that gives these numbers. None: they are as given.
 
     Raises:
-        SinkscopeError: `first` is negative, or `local` is below 1.
+        SinkscopeError: `first` is negative, `local` is below 1, or the share is outside (0, 1].
 
     Example:
         >>> AShape().first, AShape().local
         (128, 4096)
     """
 
-    first: Whole = 128
-    local: Natural = 4096
+    first: Whole = FIRST
+    local: Natural = LOCAL
+    dense_rows: Whole = 0
+    budget: PositiveShare | None = None
 
     def lines(self, scores: Scores, layer: int) -> HeadLines:
-        """Return the first columns and the nearest offsets."""
-        return near_lines(scores, self.first, self.local)
+        """Return the first columns and the nearest offsets, and the last rows."""
+        if self.budget is None:
+            return near_lines(scores, self.first, self.local, self.dense_rows)
+        tokens = max(1, share_of(self.budget, scores.keys))
+        first = max(tokens * FIRST // (FIRST + LOCAL), min(_LEAST_FIRST, tokens - 1))
+        return near_lines(scores, first, tokens - first, first if self.dense_rows else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TriShape(AShape):
     """`AShape`, except that the last queries of a prompt see everything (SCBench, Li et al. 2025; LoopServe's table 7).
 
-    Attributes:
-        dense_rows: Number of last queries that see everything.
-
     Example:
         >>> TriShape().dense_rows
         128
     """
 
-    dense_rows: Whole = 128
-
-    def lines(self, scores: Scores, layer: int) -> HeadLines:
-        """Return the first columns and the nearest offsets, and the last rows."""
-        return near_lines(scores, self.first, self.local, self.dense_rows)
+    dense_rows: Whole = FIRST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +93,20 @@ class MInference(Shape):
         vertical: Number of vertical lines.
         slash: Number of slash lines.
         last: Number of last queries that vote.
+        budget: Share of the causal cells that gives the numbers of lines. None: they are as given.
 
     Raises:
-        SinkscopeError: A number is below 1.
+        SinkscopeError: A number is below 1, or the share is outside (0, 1].
 
     Example:
         >>> MInference().vertical
         1000
     """
 
-    vertical: Natural = 1000
-    slash: Natural = 6096
+    vertical: Natural = VERTICAL
+    slash: Natural = SLASH
     last: Natural = 64
+    budget: PositiveShare | None = None
 
     @property
     def choice_rows(self) -> int:
@@ -109,51 +115,12 @@ class MInference(Shape):
 
     def lines(self, scores: Scores, layer: int) -> HeadLines:
         """Return the heaviest lines of each head, as many of each kind as given."""
-        return minference_lines(scores, self.vertical, self.slash, last=self.last)
+        if self.budget is None:
+            return minference_lines(scores, self.vertical, self.slash, last=self.last)
+        return share_lines(scores, self.budget, self.last)
 
 
-_LEAST_FIRST = 4
-_TABLE_7 = TriShape()  # LoopServe's table 7
-_USUAL_LINES = MInference()
-
-
-@dataclass(frozen=True)
-class ShapeShare(Shape):
-    """A shape whose sizes are computed from the length of each prompt.
-
-    Attributes:
-        name: "AShape", "TriShape" or "MInference".
-        budget: Share of the context, as defined in the module's docstring.
-
-    Raises:
-        SinkscopeError: The share is outside (0, 1].
-    """
-
-    name: str
-    budget: PositiveShare
-
-    @property
-    def choice_rows(self) -> int:
-        """The queries that vote for lines."""
-        return _USUAL_LINES.last if self.name == "MInference" else 0
-
-    def lines(self, scores: Scores, layer: int) -> HeadLines:
-        """Return lines of the shape at its size for these keys."""
-        if self.name == "MInference":
-            return share_lines(scores, self.budget)
-        shape = shape_at(self.budget, scores.keys)
-        return near_lines(scores, shape.first, shape.local, shape.first if self.name == "TriShape" else 0)
-
-
-def shape_at(share: float, keys: int) -> AShape:
-    """Compute the numbers of first and local tokens for a share of a context."""
-    tokens = max(1, share_of(share, keys))
-    first = tokens * _TABLE_7.first // (_TABLE_7.first + _TABLE_7.local)
-    first = max(first, min(_LEAST_FIRST, tokens - 1))
-    return AShape(first=first, local=tokens - first)
-
-
-def share_lines(scores: Scores, share: float) -> HeadLines:
+def share_lines(scores: Scores, share: float, last: int) -> HeadLines:
     """Choose lines like `minference_lines`, both numbers scaled so that their cells take up the given share.
 
     As many of the first positions and nearest offsets are always among them: 30 of 1,000 and 100 of 6,096.
@@ -161,17 +128,14 @@ def share_lines(scores: Scores, share: float) -> HeadLines:
     Args:
         scores: As for `select_lines`.
         share: Share of the causal cells; each head gets the largest number of lines that does not exceed it.
+        last: Number of last queries that vote.
     """
-    column_votes, offset_votes = last_votes(scores, _USUAL_LINES.last)
+    column_votes, offset_votes = last_votes(scores, last)
 
     def lines(slash: Int[Tensor, "head 1"]) -> HeadLines:
-        vertical = slash * _USUAL_LINES.vertical // _USUAL_LINES.slash
-        nearest = (slash * 100 // _USUAL_LINES.slash).clamp(min=1)
-        return HeadLines.of(
-            heaviest(column_votes, vertical.clamp(min=1), vertical * 30 // _USUAL_LINES.vertical),
-            heaviest(offset_votes, slash, nearest),
-            scores.queries,
-        )
+        vertical, nearest = slash * VERTICAL // SLASH, (slash * NEAREST // SLASH).clamp(min=1)
+        columns = heaviest(column_votes, vertical.clamp(min=1), vertical * EARLIEST // VERTICAL)
+        return HeadLines.of(columns, heaviest(offset_votes, slash, nearest), scores.queries)
 
     fits = torch.ones(scores.heads, 1, dtype=torch.long, device=scores.key.device)
     too_many = torch.full_like(fits, scores.keys + 1)  # all slash lines and one

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BAND, Bands, BlockGrid, ByBand, ByColumn, ByThreshold
+from sinkscope.lines.bands import BAND, Bands, BlockGrid, ByBand, ByColumn, ByThreshold, StoredRows
 from sinkscope.lines.triton import LOG2_E, fitting, launch
 
 SIZE = 64
@@ -31,8 +31,8 @@ CHUNK = 16
 _SIZE, _CHUNK, _BAND = tl.constexpr(SIZE), tl.constexpr(CHUNK), tl.constexpr(BAND)
 
 
-class ComputedRows:
-    """Attention of some queries, computed anew for each sum. As `bands.StoredRows`.
+class ComputedRows(StoredRows):
+    """Attention of some queries, computed anew for each sum.
 
     Args:
         scores: The scores of a layer.

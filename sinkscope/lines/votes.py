@@ -14,6 +14,9 @@ from sinkscope.lines.attention import Scores
 from sinkscope.lines.head_lines import HeadLines
 from sinkscope.lines.sums import line_sums
 
+# MInference's numbers of lines, and how many of them are always the first columns and the nearest offsets.
+VERTICAL, SLASH, EARLIEST, NEAREST = 1000, 6096, 30, 100
+
 
 def top_lines(weights: Float[Tensor, "head kind key"], etas: Sequence[float], length: int | None = None) -> HeadLines:
     """Choose the heaviest `eta * 2 * length` lines of both kinds together, at least one, but none without weight.
@@ -38,12 +41,12 @@ def last_votes(scores: Scores, last: int) -> tuple[Tensor, ...]:
 @torch.no_grad()
 def minference_lines(
     scores: Scores,
-    vertical: int = 1000,
-    slash: int = 6096,
+    vertical: int = VERTICAL,
+    slash: int = SLASH,
     *,
     last: int = 64,
-    first: int = 30,
-    local: int = 100,
+    first: int = EARLIEST,
+    local: int = NEAREST,
 ) -> HeadLines:
     """Choose fixed numbers of lines by the votes of the last queries: MInference's pattern (Jiang et al. 2024).
 

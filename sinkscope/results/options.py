@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from sinkscope.errors import SinkscopeError
@@ -97,8 +96,6 @@ def checks_arguments(function: C, parameters: Mapping[str, Parameter] | None = N
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Example in Python|Raises|Returns):\n")
 LARGEST = (1 << 31) - 1
 """A number above it is too large for any work."""
-TYPES = {"bool": bool, "int": int, "float": float, "path": Path}
-"""Types that the command line knows by name; anything else is text to it."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +134,6 @@ class Parameter:
         if self.many:
             stem = stem.removesuffix("s")
         return "--" + stem.replace("_", "-")
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Parameter:
-        """Return the parameter as `tools.commands` wrote it, without the range of a number."""
-        kind = data["type"]
-        kind = Literal[tuple(kind)] if isinstance(kind, list) else TYPES.get(kind, Any)
-        option, default = Option(**data.get("option", {})), data.get("default", inspect.Parameter.empty)
-        return cls(data["name"], kind, option, default, data["help"], data.get("many", False))
 
     def check(self, value: Any, *, in_python: bool = False) -> None:
         """Refuse a value that the annotation excludes, and a number that is too large for any work.

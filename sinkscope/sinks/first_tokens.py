@@ -17,7 +17,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.results.notation import percent
 from sinkscope.results.parts import Head
-from sinkscope.sinks.spikes.edited import Reading, Written, run_edits
+from sinkscope.sinks.spikes.edited import EditedTexts, Written
 from sinkscope.sinks.spikes.spike import Measured, Parts
 from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.spikes.texts import left_of, means_of
@@ -55,8 +55,8 @@ class FirstTokens:
         """
         ids = tokens[:, None]
         place = torch.ones_like(ids, dtype=torch.bool)
-        reading = Reading(ids, place, self.measured.spike, [(), *edits], self._means)
-        return run_edits(self.measured.survey.target, reading).along
+        spike, target = self.measured.spike, self.measured.survey.target
+        return EditedTexts(target, ids, place, spike, [(), *edits], self._means).run().along
 
     def left(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "edit token"]:
         """Measure what is left of the tokens' projection under each edit."""

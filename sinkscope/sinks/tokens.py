@@ -83,6 +83,23 @@ def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int
     return list(range(min(len(target.tokenizer), int(target.config.vocab_size))))
 
 
+def token_texts(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
+    """Decode each token, or spell it as the tokenizer does if it is no text by itself (part of a character)."""
+    texts = []
+    for token in ids:
+        text = str(target.tokenizer.decode([token]))
+        if not text or "\ufffd" in text:
+            text = str(target.tokenizer.convert_ids_to_tokens(token))
+        texts.append(text)
+    return tuple(texts)
+
+
+def hold_layers(target: Target, layer: int) -> None:
+    """Keep every layer up to `layer` of a streamed model in memory, because many passes go through all of them."""
+    if target.store is not None:
+        target.store.resident = layer + 1
+
+
 def prefix_of(setup: Setup, tokens: Sequence[int]) -> list[int]:
     """Return what stands before repeated tokens: BOS or, without BOS, a token of the text that is not repeated."""
     if setup.bos is not None:

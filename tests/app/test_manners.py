@@ -1,9 +1,8 @@
-"""Nothing is overwritten, nothing happens silently: outputs, decoding, patches, chat templates, copies."""
+"""Nothing happens silently: decoding, patches, chat templates, copies."""
 
 from __future__ import annotations
 
 import copy
-import json
 import os
 import warnings
 from types import SimpleNamespace
@@ -26,22 +25,6 @@ from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.text.chat import chat_text
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.live import target_of
-from sinkscope.results.result import Result
-
-# --- Outputs ---------------------------------------------------------------------------------------------------------
-
-
-def test_saving_from_python_spares_foreign_files(tmp_path):
-    found = ss.loops.check("a b c " * 20)
-    for content in ('{"mine": 1}', "words", "<html></html>"):
-        (tmp_path / "x").write_text(content)
-        for save in (found.save, ss.SinkPatch(layer=1, neurons=[2]).save):
-            with refused("give another name"):
-                save(tmp_path / "x")
-        assert (tmp_path / "x").read_text() == content
-    (tmp_path / "empty").write_text("")  # as a temporary file is made
-    assert Result.load(found.save(found.save(tmp_path / "empty"))).to_dict() == found.to_dict()
-
 
 # --- Decoding --------------------------------------------------------------------------------------------------------
 
@@ -87,31 +70,6 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing():
     with ss.Ablate(layer=1, neurons=[3]).on(model):  # the user's own call is the user's
         own = model.generate(torch.arange(5, 15)[None], max_new_tokens=4, prompt_lookup_num_tokens=None)
     assert own.sequences.shape[0] == 2 and own.scores
-
-
-def test_a_measurement_and_its_command_state_the_decoding(tmp_path, typed):
-    folder = organism("llama", 3).save(tmp_path / "m")
-    words = [
-        "barcode",
-        "--model",
-        str(folder),
-        "--head",
-        "L0.H0",
-        "--max-new-tokens",
-        "4",
-        "--json",
-        "-",
-    ]
-    results = []
-    for settings in ({}, {"repetition_penalty": 1.7, "num_beams": 3}):
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **settings}))
-        out, err = typed(words)
-        results.append(json.loads(out))
-        assert ("note: sinkscope decodes with its own settings" in err) == bool(settings)
-        assert err.count("\n") == bool(settings)
-    assert results[0]["result"] == results[1]["result"]
-    assert results[1]["settings"]["decoding"]["not_used_of_checkpoint"] == {"repetition_penalty": 1.7, "num_beams": 3}
-    assert results[0]["settings"]["decoding"]["not_used_of_checkpoint"] == {}
 
 
 # --- Patches of other models -----------------------------------------------------------------------------------------

@@ -68,22 +68,10 @@ def test_a_scan_that_is_broken_off_says_how_it_goes_on(tmp_path, monkeypatch, ty
         raise KeyboardInterrupt
 
     monkeypatch.setattr(scanning, "PARTS", [whole[0], replace(whole[1], measure=stopped)])
-    printed = typed("scan --quick --out s", 130)
+    printed = typed("scan --quick --out all/s", 130)
     assert "s keeps 1 finished part: the same command goes on from there\n" in printed.err
-    monkeypatch.setattr(scanning, "PARTS", [replace(whole[0], measure=stopped), whole[1]])  # it is not measured again
-    assert typed("scan --quick --out s").err.endswith("Card: s/card.html\n")
-
-
-def test_the_report_of_a_scan_that_has_not_ended_says_so(tmp_path, monkeypatch, typed):
-    few_parts(monkeypatch, ("heads", "lines"))
-    monkeypatch.chdir(tmp_path)
-
-    def stopped(*_, **__):
-        raise KeyboardInterrupt
-
-    whole = scanning.PARTS
-    monkeypatch.setattr(scanning, "PARTS", [whole[0], replace(whole[1], measure=stopped)])
-    typed("scan --quick --out all/s", 130)
-    typed("report all")
-    page = Path("all/report.html").read_text()
+    typed("report all --out report.html")
+    page = Path("report.html").read_text()
     assert "s: a scan that has not ended; its command goes on with it" in page and "no folder of bench" not in page
+    monkeypatch.setattr(scanning, "PARTS", [replace(whole[0], measure=stopped), whole[1]])  # it is not measured again
+    assert typed("scan --quick --out all/s").err.endswith("Card: all/s/card.html\n")

@@ -19,11 +19,10 @@ from starlette.testclient import TestClient
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.app.view import notebook, server, writing
+from sinkscope.app.view import notebook, server
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ViewedText
 from sinkscope.app.view.server import application
-from sinkscope.app.view.texts import ids_of
 from sinkscope.results.notation import neuron_name
 
 
@@ -56,10 +55,10 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
 
 def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):
     text = bundled.view("A class is a block. A block is").texts[0]
-    setup = bundled.sink.setup
+    setup = bundled.setup
     ids = [setup.bos, *setup.tokenizer("A class is a block. A block is", add_special_tokens=False).input_ids]
     variants = {variant.name: variant for variant in text.variants}
-    for name, sites in (("intact", ()), ("sink neurons zeroed", tuple(one.site for one in bundled.sink.neurons))):
+    for name, sites in (("intact", ()), ("sink neurons zeroed", tuple(one.site for one in bundled.neurons))):
         with torch.no_grad(), zeroed(setup.target.hf, sites):
             best = setup.target.hf(torch.tensor([ids], device=setup.target.device)).logits[0, -1].softmax(-1).topk(5)
         words, shares = zip(*variants[name].following, strict=True)
@@ -74,7 +73,7 @@ def test_the_page_of_the_docs_quotes_what_the_view_says(bundled):
 
 def test_the_terminal_has_the_spikes_and_what_each_switch_changes(bundled):
     view = bundled.view()
-    (spike,) = bundled.sink.circuit.spikes
+    (spike,) = bundled.circuit.spikes
     (row,) = view.rows()
     assert row == {
         "place": "the first token",
@@ -110,31 +109,12 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     assert found.conclusion().startswith("0 of 12 tokens have a norm spike") and found.texts[0].spikes == ()
 
 
-def test_the_model_writes_a_story_without_the_guard_and_with_it(bundled, monkeypatch):
-    plain, guarded = bundled.answer({"generation": True})["result"]["generation"]
-    prompt = ids_of(bundled.sink.setup, plain["prompt"])
-    for one, guard in ((plain, False), (guarded, True)):
-        (answer,) = ss.generate(bundled.sink.setup.target, [prompt], guard=guard, max_new_tokens=writing.STORY_TOKENS)
-        assert "".join(one["pieces"]) == answer.text and one["summary"] == answer.summary
-    (text,), (kept, rest) = plain["pieces"], guarded["pieces"]
-    assert text.startswith(kept) and not text[len(kept) :].startswith(rest)
-    monkeypatch.setattr(writing, "STORY_TOKENS", 24)
-    written = bundled.answer({"off": ["L1.N338"], "generation": True})["result"]["generation"][0]  # as it is edited
-    (answer,) = ss.generate(
-        bundled.sink.setup.target, [prompt], interventions=ss.Ablate(sites=["L1.N338"]), max_new_tokens=24
-    )
-    assert "".join(written["pieces"]) == answer.text and not text.startswith(answer.text)
-
-
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed, refusal):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
-    monkeypatch.setattr(writing, "STORY_TOKENS", 4)
     text = tmp_path / "text.txt"
     text.write_text("a block is a piece of text")
     data = json.loads(typed(f"view --text {text} --html {tmp_path}/a.html --json -").out)
-    assert data["kind"] == "view" and data["model"]["name"] == "bundled" and len(data["result"]["generation"]) == 2
-    data = json.loads(typed(f"view --text {text} --no-generation --json -").out)
-    assert data["result"]["generation"] == []
+    assert data["kind"] == "view" and data["model"]["name"] == "bundled"
     assert '" text"' in (tmp_path / "a.html").read_text()
     text.write_text(" \n")
     assert "no word that this tokenizer knows" in refusal(f"view --text {text} --json -")
@@ -157,7 +137,7 @@ def test_the_live_page_answers_only_under_its_address(bundled, client):
     assert client.get("/secret/", headers={"Host": "evil.example"}).status_code == 400
     assert client.get("/secret/view").status_code == 405
     passes = []
-    inner = bundled.sink.setup.target.base.register_forward_pre_hook(lambda *_: passes.append(1))
+    inner = bundled.setup.target.base.register_forward_pre_hook(lambda *_: passes.append(1))
     client.post("/secret/view", json={"text": "a block"})
     passes.clear()
     off = client.post("/secret/view", json={"text": "a block", "off": ["L1.N338"]}).json()["result"]

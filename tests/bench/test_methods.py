@@ -8,7 +8,7 @@ from refusals import refused
 from sinkscope.bench.methods import ANYWHERE, RandomSlots, method_classes, read_method, read_methods
 from sinkscope.kv import H2O, SnapKV
 from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.shapes import ShapeShare
+from sinkscope.lines.shapes import AShape
 from sinkscope.loops.guard import LoopGuard
 
 
@@ -29,7 +29,7 @@ from sinkscope.loops.guard import LoopGuard
             "loopserve-0:64:shortest=9",
             LoopServe(budget=64, first=0, **{**ANYWHERE, "shortest": 9}),
         ),
-        ("a-shape:0.5", "a-shape:0.5", ShapeShare("AShape", 0.5)),
+        ("a-shape:0.5", "a-shape:0.5", AShape(budget=0.5)),
         ("sampling", "sampling", None),
         ("sinkscope.bench.methods:RandomSlots", "sinkscope.bench.methods:RandomSlots:64", RandomSlots(budget=64)),
         ("sinkscope.kv:SnapKV:0.5:window=2", "sinkscope.kv:SnapKV:0.5:window=2", SnapKV(budget=0.5, window=2)),

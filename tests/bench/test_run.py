@@ -13,7 +13,6 @@ from refusals import refused
 from sinkscope.bench.prompt import Prompt, Turn
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
-from sinkscope.bench.table import bench_table, tabulate_records
 from sinkscope.files.store import json_lines
 from sinkscope.kv import H2O
 
@@ -99,16 +98,6 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     assert len(read_run(tmp_path / "r")) == 8
     more = run(["tova:16"], given, out=tmp_path / "r")
     assert {r.method for r in more} == {"tova:16"} and len(read_run(tmp_path / "r")) == 12
-
-
-def test_the_tables_of_two_jobs_are_that_of_the_whole_run(tmp_path):
-    whole = run(["full", "random:16"], temperature=1.0)
-    first = run(["full"], temperature=1.0, out=tmp_path / "1")
-    second = run(["random:16"], temperature=1.0, out=tmp_path / "2")
-    assert untimed([*first, *second]) == untimed(whole)
-    groups = bench_table([tmp_path / "1", tmp_path / "2"]).groups
-    for share, before in zip(groups, tabulate_records([whole]).groups, strict=True):
-        assert (share.method, share.score, share.answers) == (before.method, before.score, before.answers)
 
 
 @pytest.mark.parametrize(

@@ -147,26 +147,11 @@ def test_a_comparison_fits_one_sentence_of_30_words(task: str):
     assert len(said.split()) <= 30, said
 
 
-def test_every_method_that_is_compared_is_printed():
-    """Also where a command prints little: a conclusion may name the last of them."""
-    names = [f"h2o:{budget}" for budget in range(10, 90, 10)]
-    result = table(*[record for name in names for record in scored("file", f"{name} 0.5*9")], *FULL)
-    shown = result.text(brief=True)
-    assert all(f"{name} " in shown for name in [*names, "full"])
-
-
 def test_each_set_of_prompts_is_compared_alone():
     sets = [("full 1*10 set=a", "h2o:4 1*10 set=a"), ("full 1*10 set=b", "h2o:4 0*10 set=b")]
     found = table(*[record for answers in sets for some in answers for record in scored("file", some)])
     assert "100%" in found.conclusion() and "in file a (score), too close to full" in found.conclusion()
     assert [line.partition(" in ")[2].partition(";")[0] for line in found.details()] == ["file b (score)"]
-
-
-def test_a_printed_table_breaks_no_cell_and_names_the_columns_that_are_left_out():
-    (grid,) = table(*scored("loops", "full 1 1 0"), *scored("loops", "loopguard:1024 0*3")).grids()
-    lines = grid.text(50).splitlines()
-    assert [line.split()[:2] for line in lines if line.startswith("s ")] == [["s", "full"], ["s", "loopguard:1024"]]
-    assert "Not shown: " in grid.text(50) and max(map(len, lines)) <= 50
 
 
 def test_the_best_method_stands_first_beside_the_control():

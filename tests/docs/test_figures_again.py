@@ -15,9 +15,9 @@ from experiments import drawn
 from experiments.script import run
 from sinkscope.app.cli import main
 
-QUICKEST = ("repeat-ablate",)  # run by default
+QUICKEST = ("repeat",)  # run by default
 QUICK = ("barcode", "circuit", "clusters", "find_sinks", "heads", "patch-eval")
-QUICK += ("lines", "patch-make", "repeat", "repeat-attention", "separate")
+QUICK += ("lines", "patch-make", "repeat-attention", "separate")
 OUTPUTS = ("--json", "--html", "--png")
 
 

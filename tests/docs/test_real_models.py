@@ -27,13 +27,6 @@ def test_every_command_of_the_command_line_is_in_the_table():
     assert {*commands()} - shown == {"demo"}  # which is about the model in the package
 
 
-def test_what_a_command_says_is_its_conclusion_or_its_first_line():
-    assert table.first_said("a\nConclusion: b.\nc", "d") == "b."
-    assert table.first_said("\n a\nb", "d") == "a"
-    assert table.first_said("", "\nd\n") == "d"
-    assert table.first_said("", "") == ""
-
-
 def pip(monkeypatch, parts: dict[str, bytes], code: int = 0, said: str = "") -> None:
     """Let pip write these files, or fail."""
 
@@ -75,12 +68,6 @@ def test_what_cannot_be_fetched_is_said_in_a_line_and_leaves_nothing(tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
-def test_another_file_of_that_name_is_not_used(tmp_path):
-    (tmp_path / "x.gguf").write_bytes(b"abc")
-    with refused(r"x\.gguf \(3 bytes\) is another file, or not whole: .* delete it"):
-        models.fetch(MODEL, tmp_path)
-
-
 def test_a_command_is_measured_in_a_process_of_its_own(tmp_path):
     row = table.measured(table.Command("--version"), tmp_path, ROOT)
     assert (row["exit_code"], row["cut"]) == (0, False) and "0." in row["said"]
@@ -92,18 +79,3 @@ def test_a_command_that_takes_too_long_is_cut(tmp_path):
     row = table.measured(table.Command("check-cache snapkv", bound=1), tmp_path, ROOT)
     assert row["cut"] and 0.8 <= row["cpu_seconds"] < 7  # about 1 second, by two clocks, at the latest 5 later
     assert re.search(r"cut after [1-6] CPU seconds", page.row_of("x", row, ""))
-
-
-def test_the_table_goes_on_where_it_stopped_and_has_a_column_for_each_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(table, "prepared", lambda *_: tmp_path)
-    monkeypatch.setattr(table, "COMMANDS", {"x": table.Command("--version"), "y": table.Command("nothing")})
-    out, real = tmp_path / "x.json", tmp_path / "real"
-    table.main(real=real, out=out, models=["gemma3"], column="before")
-    before = earlier(out)
-    table.main(real=real, out=out, models=["gemma3"], column="before")
-    assert earlier(out) == before and before["y"]["gemma3"]["before"]["exit_code"] == 2
-    table.main(real=real, out=out, models=["gemma3"], commands=["x"])
-    assert {*earlier(out)["x"]["gemma3"]} == {"command", "before", "after"}
-    assert {*earlier(out)["y"]["gemma3"]} == {"command", "before"}
-    with refused("--commands 'z': expected one of x, y"):
-        table.main(real=real, out=out, commands=["z"])

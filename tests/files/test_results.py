@@ -13,8 +13,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from refusals import refused
 
 from sinkscope.files.plain import pathless, plain
@@ -52,26 +50,6 @@ class Bare(Result):
     value: Any
 
 
-finite = st.floats(allow_nan=False, allow_infinity=False)
-small = st.integers(-(2**40), 2**40)
-parts = st.builds(Part, share=finite)
-json_like = st.recursive(
-    st.none() | st.booleans() | small | finite | st.text(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)
-samples = st.builds(  # what is not named here is drawn by its annotation
-    Sample,
-    model=st.builds(ModelInfo),
-    settings=st.dictionaries(st.text(), json_like),
-    provenance=st.builds(Provenance, seconds=finite),
-    parts=st.lists(parts).map(tuple),
-    best=st.none() | parts,
-    values=st.lists(finite),
-    bands=st.dictionaries(st.text(), st.lists(finite).map(tuple)),
-)
-
-
 def example(**changes) -> Sample:
     origin = Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5)
     sample = Sample(
@@ -86,15 +64,6 @@ def example(**changes) -> Sample:
         bands={"median": (1.0, 2.0)},
     )
     return replace(sample, **changes)
-
-
-@settings(max_examples=12)
-@given(samples)
-def test_what_is_written_comes_back_equal(sample):
-    again = Result.from_dict(json.loads(sample.to_json()))
-    assert type(again) is Sample
-    assert again == sample
-    assert again.to_json() == sample.to_json()
 
 
 def test_a_saved_result_is_loaded_as_its_own_class(tmp_path):
@@ -215,16 +184,9 @@ def test_provenance_names_no_folder_and_no_machine(tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, lambda: "machine-of-mine")
     words = [f"{HOME}/bin/sinkscope", "find-sinks", "--model", str(tmp_path / "model"), f"--text={HOME}/t.txt"]
     monkeypatch.setattr(sys, "argv", words)
-    made = provenance(
-        started=time.perf_counter() - 2,
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        attention="sdpa",
-        bos=True,
-        seed=3,
-    )
+    made = provenance(started=time.perf_counter() - 2, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert made.argv == ("sinkscope", "find-sinks", "--model", "model", "--text=t.txt")
-    assert (made.device, made.dtype, made.bos, made.seed) == ("cpu", "bfloat16", True, 3)
+    assert (made.device, made.dtype) == ("cpu", "bfloat16")
     assert 2 <= made.seconds < 3
     result = Bare(model=example().model, settings={"text": tmp_path / "t.txt"}, provenance=made, value=1)
     text = result.to_json()

@@ -192,34 +192,3 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes():
         logits(chat.ask(said(1), max_new_tokens=6, output_logits=True, return_dict_in_generate=True)),
         one_prompt("llama")[1][1],
     )
-
-
-@pytest.mark.parametrize(
-    ("prompt", "more", "words"),
-    [
-        ([5, 96], {}, "turn 1, the prompt: token id 96 is none of"),
-        (None, {}, "turn 1, the prompt: no tokens are given: expected a text, a list of texts, token ids"),
-        (5, {}, "expected a text, a list of texts, token ids"),
-        ([5], {"max_new_tokens": 0}, "max_new_tokens=0"),
-        ([5], {"use_cache": False}, "use_cache=False: a conversation has a cache of its own"),
-        ([5], {"num_beams": 2}, "num_beams=2: a conversation"),
-        ([5], {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3: a conversation"),
-    ],
-)
-def test_impossible_questions_are_refused(prompt, more, words):
-    chat = Conversation(model_of("llama"))
-    with refused(words=[words]):
-        chat.ask(prompt, **more)
-    assert not chat.turns
-
-
-def test_wrong_answers_and_edits_are_refused(model):
-    for edit, answers, words in (
-        (None, "none", "answers='none'"),
-        ("loopserve", "keep", "edit='loopserve': expected LoopServe(...), a policy, patch or guard, or"),
-        (LoopServe, "keep", "expected LoopServe(...), a policy, patch or guard, or"),
-    ):
-        with refused(words=[words]):
-            Conversation(model, edit, answers=answers)
-    with refused("turn 1, the answer: there is no token id in a row"):
-        Conversation(model).say([5], [])

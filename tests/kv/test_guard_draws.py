@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from kv_kit import prompts
 from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.models.draws import draws, gumbel
 
 MONITOR = {"warmup": 0, "tail_shortest": 12, "tail_beyond": 0, "cooldown": 20}
 LOOP = [11, 12, 13]
@@ -17,15 +15,6 @@ LOOP = [11, 12, 13]
 
 def guard(**fields) -> LoopGuard:
     return LoopGuard(**{"budget": 64, "anchors": 4, "act": "cut", "monitor": MONITOR, **fields})
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_the_largest_of_logits_and_noise_is_a_draw_of_their_softmax(temperature):
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    counts = torch.zeros(4)
-    for number in range(4000):
-        counts[int((logits + temperature * gumbel(4, torch.float32, draws(0, f"test {number}"))).argmax())] += 1
-    assert_close(counts / 4000, (logits / temperature).softmax(0), atol=0.03, rtol=0)
 
 
 def logits_under(model, edit: LoopGuard, rows: list[int], do_sample: bool = False) -> tuple[Tensor, list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from random import Random
 from unittest import mock
 
@@ -15,12 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kv_kit import Drawn, close, decode, model_of, prompts
 from refusals import refused
 from repository import ROOT
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from sinkscope.hooks.edit.positions import TokenPositions
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.usage import Meter, allocated_slots
+from sinkscope.kv.usage import HeldTokens, TokenCount, allocated_slots
 from sinkscope.lines.serve.progressive import work_on_copy
 
 HEADS = 2
@@ -216,16 +215,6 @@ def test_fixed_orders_of_cache_operations(seed: int, names: list[str]):
     layers.teardown()
 
 
-def test_crop_takes_negative_numbers_and_can_empty_a_layer():
-    layer = CacheLayer()
-    layer.update(torch.zeros(2, 2, 4, 3), torch.zeros(2, 2, 4, 3))
-    with refused("minus the number"):
-        layer.crop(2)
-    layer.evict(torch.tensor([True, False, True, True]).expand(2, 2, 4))
-    layer.crop(-4)
-    assert state_of(layer) == "empty" and layer.slots == 0
-
-
 def test_a_cache_that_was_filled_before(model):
     ids, mask = prompts([15, 9], 6)
     policy = Drawn(budget=7)
@@ -233,30 +222,23 @@ def test_a_cache_that_was_filled_before(model):
         want = decode(model, ids, mask, 15)
     cache = DynamicCache()
     stock = decode(model, ids[:, :15], mask[:, :15], 15, cache)
-    copied = copy.deepcopy(cache)
-    for one, chunks in ((cache, []), (copied, [])):  # no piece of the prompt is read inside
+    for one in (copy.deepcopy(cache), cache):  # no piece of the prompt is read inside
         with policy.on(model):
-            close(torch.cat([stock, decode(model, ids, mask, 15, one, chunks)], 1), want)
+            close(torch.cat([stock, decode(model, ids, mask, 15, one, [])], 1), want)
 
 
 def test_caches_that_cannot_be_taken_over():
     model, window = model_of("llama"), model_of("mistral")
     ids, mask = prompts([20])
     policy = StreamingLLM(budget=6)
-    static = StaticCache(config=model.config, max_cache_len=40)
     slid = DynamicCache(config=window.config)
     decode(window, ids, mask, 20, slid)
     for cache, inside, said in (
-        (static, model, "StaticCache"),
         (slid, window, "DynamicSlidingWindowLayer"),
         (EncoderDecoderCache(DynamicCache(), DynamicCache()), model, "EncoderDecoderCache: a cache policy"),
     ):
         with policy.on(inside), refused(said):
-            model_of_base(inside)(input_ids=ids[:, :1], past_key_values=cache)
-
-
-def model_of_base(model):
-    return model.get_decoder() if hasattr(model, "get_decoder") else model
+            inside(input_ids=ids[:, :1], past_key_values=cache)
 
 
 def test_an_edited_cache_is_refused_outside(model):
@@ -280,8 +262,10 @@ def test_an_untouched_cache_goes_on_outside():
     close(torch.cat([first, decode(model, ids, mask, 22, cache, [])], 1), want)
 
 
-def test_usage_is_counted_by_hand(model):
+@pytest.mark.parametrize("waiting", [1, 3, 64])
+def test_usage_is_counted_by_hand(waiting, model, monkeypatch):
     """Two layers hold the whole prompt in its own call, and 8 tokens and the new one in each of the six after it."""
+    monkeypatch.setattr("sinkscope.kv.usage._WAITING", waiting)
     ids, mask = prompts([20, 13], 6)
     with Drawn(budget=8).on(model) as run:
         decode(model, ids, mask, 20)
@@ -311,12 +295,9 @@ def test_the_models_own_cache_is_counted_as_it_is(family):
     assert run.usage[0].stock_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
 
 
-def test_counting_takes_no_more_memory_with_every_call():
-    layer = CacheLayer()
-    layer.update(*torch.zeros(2, 1, 1, 4, 2))
-    meter, sizes = Meter(), []
-    for call in range(1, 1001):
-        meter.note([layer], decodes=True)
-        if call % 500 == 0:
-            sizes.append(len(pickle.dumps(meter)))
-    assert sizes[1] - sizes[0] < 100 and meter.usage().calls == 1000
+def test_tokens_are_counted_since_the_number_of_rows_changed():
+    """By `batch_repeat_interleave`, say: nobody knows which row became which."""
+    count = TokenCount()
+    for held in ([5.0], [6.0, 8.0], [8.0, 8.0]):
+        count.add(HeldTokens(2, torch.tensor(held), torch.tensor(held)), 0)
+    assert (count.calls, count.means(count.held), count.peak.tolist()) == (2, [3.5, 4.0], [4.0, 4.0])

@@ -180,6 +180,8 @@ STREAMING = StreamingLLM(budget=9)
         ("llama", STREAMING | Drawn(budget=9), "StreamingLLM and Drawn would both"),
         ("llama", STREAMING | LoopServe(budget=8, first=0), "LoopServe"),
         ("llama", LoopGuard() | LoopGuard(anchors=4), "two guards"),
+        ("llama", AShape() | TriShape(), "AShape and TriShape would both decide how prompts are read"),
+        ("llama", LoopServe() | MInference(), "LoopServe and MInference would both decide how prompts are read"),
         ("llama", Observe(ignore, layers=[2]), "layer 2 is not in .*: give one from 0 to 1"),
         ("alibi", Full(), "adds ALiBi to its masks"),
         ("bridge", LoopServe(), "a TransformerBridge computes its own attention.*plain Hugging Face"),
@@ -194,16 +196,6 @@ def test_unsupported_models_are_refused_at_the_with(name, edit, said):
 def test_a_model_inside_a_with_takes_no_other_policy(model):
     with unchanged(model), refused("already inside a `with`"), Full().on(model), STREAMING.on(model):
         pass
-
-
-SHAPES = [AShape(), TriShape(), MInference(), LoopServe(decode=False), LoopServe()]
-
-
-@pytest.mark.parametrize(("first", "second"), zip(SHAPES, SHAPES[1:] + SHAPES[:1], strict=True))
-def test_a_prompt_is_read_in_one_shape(first, second, model):
-    said = f"{type(first).__name__} and {type(second).__name__} would both decide how prompts are read"
-    with unchanged(model), refused(said):
-        (first | second).on(model).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -291,16 +283,3 @@ def test_a_policy_that_never_acts_warns_at_the_end(model):
         (AShape(), [read]),
     ):
         assert not warned(policy, *calls)
-
-
-def test_tokens_are_counted_since_the_number_of_rows_changed(model):
-    with torch.no_grad(), Full().on(model) as run:
-        cache = DynamicCache(config=model.config)
-        model(IDS[:, :4], past_key_values=cache, use_cache=True)
-        model(IDS[:, 4:5], past_key_values=cache, use_cache=True)
-        cache.batch_repeat_interleave(2)
-        model(IDS[:, 5:6].repeat_interleave(2, 0), past_key_values=cache, use_cache=True)
-        assert run.usage[0].mean_tokens == [6.0] * 4
-        cache.batch_select_indices(torch.tensor([0, 1]))
-        model(IDS[:, 6:7], past_key_values=cache, use_cache=True)
-    assert run.usage[0].mean_tokens == [7.0] * 2 and run.usage[0].calls == 4

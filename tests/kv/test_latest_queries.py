@@ -56,44 +56,30 @@ def test_only_the_latest_queries_stay_and_they_are_counted(name, family):
         assert run.usage[0].decoding_bytes >= held + sum(latest.query.nbytes for latest in queries)
 
 
-REORDERED = [
-    SnapKV(every=2, **SMALL),
-    AdaKV(every=2, **SMALL),
-    Pyramid(every=2, **SMALL),
-    SnapKV(every=2, budget=0.5, kernel=1),  # rows with budgets and windows of their own
-    H2O(budget=0.4),
-    StreamingLLM(budget=0.4),
-]
-
-
-@pytest.mark.parametrize("policy", REORDERED, ids=repr)
-def test_queries_follow_the_rows_of_the_cache(policy):
-    """As in beam search: rows that change places are what they would have been in the other order."""
-    model = model_of("llama")
+@pytest.mark.parametrize(
+    ("policy", "turn", "read"),
+    [
+        (SnapKV(every=2, **SMALL), [2, 0, 1], 3),
+        (AdaKV(every=2, **SMALL), [2, 0, 1], 3),
+        (SnapKV(every=2, budget=0.5, kernel=1), [2, 0, 1], 3),  # rows with budgets and windows of their own
+        (H2O(budget=0.4), [2, 0, 1], 3),
+        (StreamingLLM(budget=0.4), [2, 0, 1], 3),
+        (SnapKV(**SMALL), [0, 0, 1, 1, 2, 2], 0),
+        (Pyramid(every=2, **SMALL), [0, 0, 1, 1, 2, 2], 0),
+    ],
+    ids=repr,
+)
+def test_queries_follow_the_rows_of_the_cache(policy, turn, read, model):
+    """Rows change places, as in beam search, or are multiplied, as for several answers to one prompt."""
     ids, mask = prompts([PROMPT, PROMPT - 7, PROMPT - 3], STEPS)
-    turn = torch.tensor([2, 0, 1])
     with policy.on(model):
         want = decode(model, ids, mask, PROMPT)[turn]
-    cache = DynamicCache()
+    cache, part = DynamicCache(), slice(0, PROMPT + read)
     with policy.on(model):
-        part = slice(0, PROMPT + 3)
         first = decode(model, ids[:, part], mask[:, part], PROMPT, cache)[turn]
-        for layer in cache.layers:
-            layer.reorder_cache(turn)
-        rest = decode(model, ids[turn], mask[turn], PROMPT + 3, cache, [])
+        if read:
+            cache.reorder_cache(torch.tensor(turn))
+        else:
+            cache.batch_repeat_interleave(2)
+        rest = decode(model, ids[turn], mask[turn], PROMPT + read, cache, [])
     assert_close(torch.cat([first, rest], 1), want, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("policy", [SnapKV(**SMALL), Pyramid(every=2, **SMALL), AdaKV(**SMALL)], ids=repr)
-def test_rows_that_are_multiplied_after_the_prompt(policy):
-    """As for several answers to one prompt, which is read once."""
-    model = model_of("llama")
-    ids, mask = prompts([PROMPT, PROMPT - 7], STEPS)
-    with policy.on(model):
-        want = decode(model, ids, mask, PROMPT)
-    cache, twice = DynamicCache(), torch.tensor([0, 0, 1, 1])
-    with policy.on(model):
-        first = decode(model, ids[:, :PROMPT], mask[:, :PROMPT], PROMPT, cache)
-        cache.batch_repeat_interleave(2)
-        rest = decode(model, ids[twice], mask[twice], PROMPT, cache, [])
-    assert_close(torch.cat([first[twice], rest], 1), want[twice], atol=1e-4, rtol=1e-4)

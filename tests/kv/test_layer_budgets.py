@@ -82,16 +82,6 @@ def test_per_layer_keeps_in_each_layer_what_its_budget_says(policy):
     assert kept[0][1].sum(-1).float().mean(1).tolist() == alone[1][0][1].sum(-1).float().mean(1).tolist()
 
 
-def test_per_layer_needs_a_budget_for_each_layer():
-    with (
-        refused(r"budgets has 3 numbers, and .* has 2 layers: give one for each"),
-        PerLayer(H2O(), [9] * 3).on(shallow_of("llama")),
-    ):
-        pass
-    with refused("0.1 of a prompt of 20 tokens, 2, is below the 4"):
-        PerLayer(H2O(first=4), [0.5, 0.1]).check_prompt(20)
-
-
 @settings(max_examples=60)
 @given(
     total=st.integers(1, 80),

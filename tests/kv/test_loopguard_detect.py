@@ -1,4 +1,4 @@
-"""Detection alone: what is reported and stopped is what the monitor says, and generation is otherwise the stock one."""
+"""Detection: what is reported and stopped is what the monitor says, and generation is otherwise the stock one."""
 
 from __future__ import annotations
 
@@ -7,30 +7,20 @@ import torch
 from kv_kit import prompts
 from loop_texts import TABLES
 from organisms import tiny_model
-from refusals import refused
 from repository import ROOT
 from torch import Tensor
-from transformers import AutoTokenizer, LogitsProcessorList
+from transformers import AutoTokenizer
 
 from sinkscope.kv.rewind import Rewinder
-from sinkscope.loops.guard import LoopReporter
+from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.guard.detect import WatchedRow, monitors, push
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 
 BUNDLED = ROOT / "sinkscope/models/bundled"
 TAIL = MonitorSettings.variant("tail", warmup=0, window=16, tail_shortest=6)
-P1 = MonitorSettings.variant("p1", warmup=0, theta_conf=0.05, streak=3, cooldown=4)
+CHANGED = {"warmup": 0, "theta_conf": 0.05, "streak": 3, "cooldown": 4}
+P1 = MonitorSettings.variant("p1", **CHANGED)
 LOOPS = [11, 12, 13] * 20
-
-
-def run(model, ids: Tensor, mask: Tensor, *processors, **settings) -> Tensor:
-    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **settings}
-    return model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        logits_processor=LogitsProcessorList(processors),
-        **settings,
-    )
 
 
 def triggers(tokens: list[int], settings: MonitorSettings, probs: list[float] | None = None) -> list[int]:
@@ -51,48 +41,50 @@ def test_tables_whose_rows_follow_a_rule_do_not_call_the_guard(name):
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample, model):
+def test_a_report_changes_nothing_and_has_what_the_monitor_says(sample, model):
     ids, mask = prompts([8])
-    settings = {"output_scores": True, "return_dict_in_generate": True, "do_sample": sample}
-    settings |= {"top_k": 0} if sample else {}  # scores come after the warpers, and the reporter reads before them
+    model.generation_config.eos_token_id = None
+    settings = {"output_logits": True, "return_dict_in_generate": True, "do_sample": sample, "top_k": 0}
+    settings |= {"max_new_tokens": 40, "pad_token_id": None, "attention_mask": mask}
     torch.manual_seed(3)
-    want = run(model, ids, mask, **settings)
-    reporter = LoopReporter(-1, P1)  # no row ends
+    want = model.generate(ids, **settings)
+    guard = LoopGuard(variant="p1", act="report", monitor=CHANGED)
     torch.manual_seed(3)
-    got = run(model, ids, mask, reporter, **settings)
+    with guard.on(model) as run:
+        got = model.generate(ids, **settings)
     assert torch.equal(got.sequences, want.sequences)
-    assert all(torch.equal(a, b) for a, b in zip(got.scores, want.scores, strict=True))
     new = got.sequences[0, 8:].tolist()
     # p_max(t) belongs to what follows token t.
-    probs = [float(s.softmax(-1).max()) for s in got.scores[1:]]
+    probs = [float(s.softmax(-1).max()) for s in got.logits[1:]]
     expected = triggers(new[:-1], P1, probs)
-    assert expected and [e.step for e in reporter.events] == expected
-    assert [e.position for e in reporter.events] == [8 + step - 1 for step in expected]
-    assert {e.kind for e in reporter.events} == {"loop"} and reporter.events[0].data == {"period": None}
+    assert expected and [event.data["generated"] for event in run.events] == expected
+    assert [event.position for event in run.events] == [8 + step - 1 for step in expected]
+    assert {event.data["cached_before"] - event.data["kept_count"] for event in run.events} == {0}
 
 
 def test_the_looping_row_ends_after_the_trigger_and_no_other():
     model, _ = tiny_model("llama", num_hidden_layers=2)
+    model.generation_config.eos_token_id = [2, 3]
     ids, mask = prompts([5, 9, 7])
     rows = [LOOPS, [*range(20, 40), *LOOPS], [4, 2, *LOOPS]]  # 2 ends a row
-    reporter = LoopReporter([2, 3], TAIL, stop=True)
+    guard = LoopGuard(variant="tail", window=16, act="stop", monitor={"warmup": 0, "tail_shortest": 6})
     first, second = (triggers(row, TAIL)[0] for row in rows[:2])
-    out = run(model, ids, mask, reporter, prefix_allowed_tokens_fn=lambda row, ids: [rows[row][len(ids) - 9]])
-    out = out[:, 9:].tolist()
+
+    def write(ids: Tensor, scores: Tensor) -> Tensor:
+        told = torch.full_like(scores, -torch.inf)
+        for row, tokens in enumerate(rows):
+            if scores[row, 2] != 0 or not scores[row, 3].isneginf():  # else the guard has ended it
+                told[row, tokens[ids.shape[1] - 9]] = 0.0
+            else:
+                told[row, 2] = 0.0
+        return told
+
+    with guard.on(model) as run:
+        options = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+        out = model.generate(ids, logits_processor=[write], **options)[:, 9:].tolist()
     assert first < second < 40 and len(out[0]) == second + 1
     assert out[:2] == [[*rows[0][:first], 2, *[0] * (second - first)], [*rows[1][:second], 2]]
-    assert {event.row for event in reporter.events} == {0, 1}
-
-
-def test_beams_are_refused(model):
-    with refused("num_beams=1"):
-        run(model, *prompts([6, 6]), LoopReporter(2, TAIL), num_beams=4)
-
-
-@pytest.mark.parametrize("ends", [None, []])
-def test_a_reporter_is_told_what_ends_a_row(ends):
-    with refused("no eos_token_id"):
-        LoopReporter(ends, stop=True)
+    assert {event.row for event in run.events} == {0, 1}
 
 
 def test_what_was_taken_back_never_arrived_and_what_stayed_did():

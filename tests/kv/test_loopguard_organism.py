@@ -30,12 +30,10 @@ def made(reach: int | None) -> LoopOrganism:
 def guarded(
     o: LoopOrganism, prompts: list[torch.Tensor], guard: LoopGuard, steps: int = STEPS
 ) -> tuple[list[list[int]], list[Event]]:
-    width = max(p.shape[1] for p in prompts)
-    ids = torch.cat([torch.nn.functional.pad(p, (width - p.shape[1], 0)) for p in prompts])
-    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(p), (width - p.shape[1], 0)) for p in prompts])
+    ids, mask = padded([prompt[0].tolist() for prompt in prompts], 0, torch.device("cpu"))
     with guard.on(o.model) as run:
         out = o.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False)
-    return out[:, width:].tolist(), run.events
+    return out[:, ids.shape[1] :].tolist(), run.events
 
 
 def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
@@ -55,8 +53,7 @@ def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
         assert tokens[row][found + 1 :] == o.walk(tokens[row][found], STEPS - found - 1), "the base rule goes on"
         begin, end = mine[0].data["bad"][-1]
         whole, period = [*prompt.ids[0].tolist(), *tokens[row]], prompt.period
-        assert end == mine[0].position + 1 and begin <= prompt.ids.shape[1] + prompt.onset, "the tail is the loop"
-        assert all(whole[i] == whole[i + period] for i in range(begin, end - period))
+        assert end == mine[0].position + 1 and whole[begin : end - period] == whole[begin + period : end]
         assert begin == end - 256 or whole[begin - 1] != whole[begin - 1 + period], "with the copies in the prompt"
     assert tokens[-1] == o.walk(int(healthy[0, -1]), STEPS) and {e.row for e in events} == {0, 1, 2}
 
@@ -142,15 +139,15 @@ def test_what_was_taken_back_is_not_seen_by_penalties():
 
 def test_scores_of_a_text_from_which_a_loop_was_removed_are_not_those_of_its_end():
     o = made(64)
-    ask = {"max_new_tokens": REWOUND, "return_dict_in_generate": True, "output_scores": True}
-    early = {"tail_beyond": 0}
-    chat = Conversation(o.model, LoopGuard(monitor=early), tokenizer=o.tokenizer)
+    prompt = o.looping_prompt(12, delay=30, start=250).ids[0].tolist()
+
+    def scores(act: str):
+        chat = Conversation(o.model, LoopGuard(act=act, monitor={"tail_beyond": 0}), tokenizer=o.tokenizer)
+        return chat.ask(prompt, max_new_tokens=REWOUND, return_dict_in_generate=True, output_scores=True).output.scores
+
     with pytest.warns(SinkscopeWarning, match="no scores of it: ask for them with act='cut'"):
-        turn = chat.ask(o.looping_prompt(12, delay=30, start=250).ids[0].tolist(), **ask)
-    assert turn.output.scores is None and len(turn.ids) == REWOUND
-    chat = Conversation(o.model, LoopGuard(act="cut", monitor=early), tokenizer=o.tokenizer)
-    turn = chat.ask(o.looping_prompt(12, delay=30, start=250).ids[0].tolist(), **ask)
-    assert len(turn.output.scores) == REWOUND
+        assert scores("rewind") is None
+    assert len(scores("cut")) == REWOUND
 
 
 def test_a_row_that_is_taken_back_reads_its_own_last_token_again():

@@ -64,7 +64,6 @@ def test_a_uniform_choice_leaves_no_gap_longer_than_needed(total, count):
 
 def test_retention_has_the_papers_sizes():
     retention = Retention(recent=256)
-    assert (retention.budget, retention.anchors, retention.recent) == (1024, 32, 256)
     assert [retention.recent_tokens(level) for level in range(5)] == [128, 64, 32, 16, 16]
     made = tokens_to_keep(range(5000), 5000, range(4900, 5000), retention)
     assert len(made) == 32 + 864 + 128 and ranges_of(made)[0] == (0, 32)

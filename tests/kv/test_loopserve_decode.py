@@ -6,7 +6,7 @@ import pytest
 import torch
 from covering import each_other
 from guard_kit import EAGER, SMALL
-from kv_kit import attended, close, masks_of_run, prompts, run_policy
+from kv_kit import attended, close, decode, masks_of_run, prompts, run_policy
 from kv_kit import shallow_of as model_of
 from lines_kit import dense
 from torch import Tensor
@@ -70,22 +70,15 @@ def test_steps_hold_the_copy_and_turns_see_everything(model):
 
 def test_a_loop_guard_cuts_the_whole_cache(model):
     """What the guard takes out never comes back, and the selection goes on at once from what it left."""
-    ids = torch.cat([torch.randint(5, 96, (1, 40)), torch.randint(5, 96, (1, 4)).repeat(1, 12)], 1)
+    loop = torch.randint(5, 96, (1, 4)).repeat(1, 12)
     guard = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
-    cache = DynamicCache(config=model.config)
-    lengths = []
-    with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run, torch.no_grad():
-        model(input_ids=ids[:, :40], past_key_values=cache, use_cache=True)
-        for at in range(40, 88):
-            model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
-            lengths.append(cache.layers[0].keys.shape[2])
-        cuts = [event for event in run.events if event.kind == "guard"]
-    assert cuts
-    kept = {p for start, stop in cuts[-1].data["kept"] for p in range(start, stop)}
-    last = cuts[-1].position
+    cache, lengths = DynamicCache(config=model.config), []
+    whole = torch.cat([prompts([40])[0], loop], 1)
+    with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run:
+        decode(model, whole, torch.ones_like(whole), 40, cache, after=lambda _: lengths.append(cache.layers[0].slots))
+    cut = [event for event in run.events if event.kind == "guard"][-1]
+    kept = {p for start, stop in cut.data["kept"] for p in range(start, stop)}
     for layer in cache.layers:
-        held = set(layer.pos[0, 0].tolist())
-        assert {p for p in held if p <= last} == kept
+        assert {p for p in layer.pos[0, 0].tolist() if p <= cut.position} == kept
     # Right after a cut all that is left is held; one step later it is a copy of 8 again, and the new token.
-    step = last - 40
-    assert lengths[step] == len(kept) and lengths[step + 1] == 9
+    assert lengths[cut.position - 39 :][:2] == [len(kept), 9]

@@ -122,6 +122,12 @@ def test_the_printed_algorithm_can_be_had():
     assert LoopServe.paper(64, alpha=0.9) == printed and LoopServe.paper().alpha == 0.955
 
 
+def test_eight_new_tokens_for_each_sampled_query_pay_for_a_choice():
+    serve, cpu = LoopServe(shortest=1, sample=2), torch.device("cpu")
+    assert serve.too_short(15, 66, cpu) == "15 new tokens are too few to pay for a choice of lines"
+    assert serve.too_short(16, 66, cpu) is None
+
+
 @pytest.mark.parametrize(
     ("family", "why"), [("mistral", "sliding window"), ("gemma2", "soft cap"), ("gpt_oss", "learned sinks")]
 )
@@ -132,20 +138,3 @@ def test_layers_that_need_their_own_attention_keep_it_and_say_so(family, why):
     with LoopServe(**SPARSE, decode=False).on(model) as run:
         close(decode(model, ids, mask, 40), plain)
     assert why in {event.data["dense"] for event in run.events}
-
-
-def test_a_short_turn_is_read_by_the_model_itself(model):
-    """Eight new tokens for each of two sampled queries pay for a choice, six do not."""
-    ids, _ = prompts([66], 0)
-    serve = LoopServe(shortest=1, dense_rows=0, sample=2, decode=False)
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
-    with torch.no_grad():
-        for cache in caches:
-            model(input_ids=ids[:, :60], past_key_values=cache)
-        alone = model(input_ids=ids[:, 60:], past_key_values=caches[0]).logits
-        with serve.on(model) as run:
-            model(input_ids=ids[:, :60])
-            ours = model(input_ids=ids[:, 60:], past_key_values=caches[1]).logits
-    assert torch.equal(ours, alone)
-    first, turn = (event.data for event in run.events if event.layer == 0)
-    assert turn["dense"] == "6 new tokens are too few to pay for a choice of lines" and "attended" in first

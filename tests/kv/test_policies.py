@@ -13,7 +13,6 @@ from covering import each_other
 from kv_kit import prompts, run_policy
 from kv_kit import shallow_of as model_of
 from organisms.decoders import decoder
-from refusals import refused
 from torch.testing import assert_close
 
 from sinkscope.hooks.edit import Ablate, SinkPatch
@@ -103,12 +102,6 @@ def test_attention_that_a_model_returns_is_returned_of_every_token(policy, model
     assert len(found.attentions) == 4
     assert all(len(of_token) == model.config.num_hidden_layers for of_token in found.attentions)
     assert all(rows is not None and rows.shape[2] == 1 for of_token in found.attentions[1:] for rows in of_token)
-
-
-def test_too_small_a_fraction():
-    ids, mask = prompts(LENGTHS, 1)
-    with refused(r"budget=0\.2 of a prompt of 19 tokens, 3, is below the 4"):
-        run_policy(H2O(budget=0.2, first=4), model_of("llama"), ids, mask, PROMPT)
 
 
 @pytest.mark.parametrize("policy", [SnapKV(budget=0.5), StreamingLLM(budget=0.2)], ids=str)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_kit import Drawn
+from kv_kit import Drawn, shallow_of
 from refusals import refused
 
 import sinkscope as ss
 from sinkscope.kv import H2O, make_policy
-from sinkscope.lines.shapes import shape_at
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.lines.attention import Scores
+from sinkscope.lines.serve.conversation import Conversation
+from sinkscope.lines.shapes import AShape
 
+CALLED = {one.__name__: one for one in (Drawn, make_policy, CacheLayer, Conversation)}
+CALLED |= {"ss": ss, "llama": partial(shallow_of, "llama")}
 REFUSED = {
     "ss.kv.StreamingLLM(budget=0)": "budget=0: expected a number of tokens from 1, or a fraction",
     "ss.kv.StreamingLLM(budget=1.5)": "up to 1.0",
@@ -27,6 +35,10 @@ REFUSED = {
     "ss.kv.PerLayer(ss.kv.H2O(), [16, 0])": "budgets[1]=0: expected a number of tokens from 1",
     "ss.kv.PerLayer(ss.kv.H2O(first=4), [16, 3])": "budget=3 is below the 4 tokens",
     "ss.kv.PerLayer(print, [16])": "PerLayer: policy=",
+    "ss.kv.PerLayer(ss.kv.H2O(first=4), [0.5, 0.1]).check_prompt(20)": "0.1 of a prompt of 20 tokens, 2, is below",
+    "ss.kv.PerLayer(ss.kv.H2O(), [9] * 3).on(llama()).__enter__()": "budgets has 3 numbers, and ",
+    "ss.kv.H2O(budget=0.2, first=4).check_prompt(19)": "budget=0.2 of a prompt of 19 tokens, 3, is below the 4",
+    "CacheLayer().crop(2)": "give minus the number of tokens to remove",
     "ss.kv.Observe(fn=print, last=0)": "last=0",
     "ss.LoopServe(alpha=0)": "alpha=0: expected a share above 0 and up to 1",
     'ss.LoopServe(variant="best")': "LoopServe: variant='best': expected 'bands' or 'faithful'",
@@ -37,13 +49,24 @@ REFUSED = {
     'ss.LoopGuard(variant="p2")': "'p2'",
     'ss.LoopGuard(monitor={"theta_ttr": 1.5})': "theta_ttr",
     'ss.LoopGuard(monitor={"window": 9})': "window=...",
+    'Conversation(llama(), None, answers="none")': "answers='none'",
+    'Conversation(llama(), "loopserve")': "edit='loopserve': expected LoopServe(...), a policy, patch or guard, or",
+    "Conversation(llama(), ss.LoopServe)": "expected LoopServe(...), a policy, patch or guard, or",
+    "Conversation(llama()).say([5], [])": "turn 1, the answer: there is no token id in a row",
+    "Conversation(llama()).ask([5, 96])": "turn 1, the prompt: token id 96 is none of",
+    "Conversation(llama()).ask(None)": "turn 1, the prompt: no tokens are given: expected a text, a list of",
+    "Conversation(llama()).ask(5)": "expected a text, a list of texts, token ids",
+    "Conversation(llama()).ask([5], max_new_tokens=0)": "max_new_tokens=0",
+    "Conversation(llama()).ask([5], use_cache=False)": "use_cache=False: a conversation has a cache of its own",
+    "Conversation(llama()).ask([5], num_beams=2)": "num_beams=2: a conversation",
+    "Conversation(llama()).ask([5], prompt_lookup_num_tokens=3)": "prompt_lookup_num_tokens=3: a conversation",
 }
 
 
 @pytest.mark.parametrize(("call", "says"), REFUSED.items())
 def test_wrong_policy_settings_are_refused(call, says):
     with refused(words=[says]):
-        eval(call, {"ss": ss, "Drawn": Drawn, "make_policy": make_policy})
+        eval(call, CALLED)
 
 
 @given(st.integers(10, 100), st.integers(100, 5000))
@@ -53,8 +76,9 @@ def test_a_share_of_a_prompt_is_the_same_number_everywhere(percent, prompt):
     share = percent / 100
     assert ss.kv.StreamingLLM(share).budgets_in_tokens([prompt]) == [want]
     assert ss.LoopGuard(share).retention(prompt).budget == want
-    shape = shape_at(share, prompt)
-    assert shape.first + shape.local == want
+    empty = Scores(torch.zeros(1, prompt, 1), torch.zeros(1, prompt, 1), 1.0)
+    shape = AShape(budget=share).lines(empty, 0)
+    assert shape.vertical.sum() + shape.slash.sum() == want
 
 
 @given(st.sampled_from([ss.kv.SnapKV, ss.kv.AdaKV, ss.kv.Pyramid]), st.integers(2, 400), st.integers(0, 9))

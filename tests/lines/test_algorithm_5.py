@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope.lines import recovered
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.choice import select_lines
+from sinkscope.lines.choice import select_bands, select_lines
 from sinkscope.lines.faithful import faithful_lines
 from sinkscope.lines.sample import sample_queries
 from sinkscope.lines.votes import minference_lines
@@ -39,7 +39,6 @@ def test_a_choice_holds_alpha_of_the_sample(queries, past, alpha, sample, sharp,
     assert lines.vertical[:, 0].all() and lines.slash[:, 0].all()
     found = on_lines(lines)
     assert torch.equal(found.sum((1, 2)), lines.cells())  # no cell twice
-    assert torch.equal(found, lines.rows(past + torch.arange(queries)))
     held = (dense(scores) * found).sum(2)
     assert (held[:, rows].sum(1) >= alpha * len(rows) - 1e-4).all()
     torch.testing.assert_close(recovered(scores, lines).double(), held.mean(1), atol=1e-5, rtol=0)
@@ -105,19 +104,25 @@ def test_minference_by_the_last_queries():
         assert set(lines.slash[head].nonzero().flatten().tolist()) == set(offsets.topk(9).indices.tolist())
 
 
-def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without():
-    scores = drawn_scores(4, 40, 60, 7, sharp=9.0)
+@pytest.mark.parametrize("select", [select_lines, select_bands])
+def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(select):
+    scores = drawn_scores(4, 140, 160, 7, sharp=9.0)
     scores.key[0, 3] = torch.nan
-    lines = select_lines(scores, 0.3)
-    assert (lines.attended()[:2] == 1).all() and (lines.attended()[2:] < 1).all()
+    attended = select(scores, 0.3).attended()
+    assert (attended[:2] == 1).all() and (attended[2:] < 1).all()
 
 
-def test_the_page_names_a_function_for_lines_of_each_algorithm():
-    text = (ROOT / "docs/papers/loopserve.md").read_text()
-    rows = re.findall(r"^\| ([456]), [^|]+ \| `([\w.]+)` \|$", text, re.MULTILINE)
-    assert {number for number, _ in rows} == {"4", "5", "6"}
-    for _, name in rows:
-        assert resolve_name(name) is not None
+@pytest.mark.parametrize(
+    ("page", "numbers"),
+    [("loopguard", {"section 5.3", *(f"Eq. {number}" for number in range(5, 12))}), ("loopserve", {"4", "5", "6"})],
+)
+def test_the_table_of_a_paper_names_a_function_for_each_equation(page, numbers):
+    text = (ROOT / f"docs/papers/{page}.md").read_text()
+    rows = re.findall(r"^\| (Eq\. \d+|section 5\.3|[456]), [^|]+ \| `([\w.]+)` \|$", text, re.MULTILINE)
+    assert {number for number, _ in rows} == numbers
+    for number, name in rows:
+        found = resolve_name(name)
+        assert page == "loopserve" or number.rpartition(" ")[2] in inspect.getsource(found), f"{name}: no {number}"
 
 
 def test_comments_name_lines_5_to_18_of_the_algorithm():

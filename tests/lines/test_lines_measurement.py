@@ -113,11 +113,7 @@ def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_neve
     assert int(top_lines(weights, [0.29]).chosen.sum()) == 29
     lines = top_lines(torch.tensor([[[3.0, 0.0, 1.0], [0.0, 4.0, 0.0]]]), [1 / 6, 0.5, 1.0])
     assert lines.chosen.sum((2, 3)).flatten().tolist() == [1, 3, 3]
-    assert lines.slash[0, 0].tolist() == [
-        False,
-        True,
-        False,
-    ]
+    assert lines.slash[0, 0].tolist() == [False, True, False]
     assert lines.vertical[1, 0].tolist() == [True, False, True]
 
 
@@ -147,13 +143,9 @@ def test_bad_input_is_one_line(argv, words, refusal):
 
 def test_short_texts_and_other_models_are_refused():
     model, tokenizer = tiny_model("llama")
-    cases = [
-        ({"texts": ["ab"]}, r"a text has \d tokens, at least 16"),
-        ({"texts": []}, "there are 0 texts: give more"),
-    ]
-    for options, message in cases:
+    for texts, message in ((["ab"], r"a text has \d tokens, at least 16"), ([], "there are 0 texts: give more")):
         with refused(message):
-            lines(model, tokenizer=tokenizer, **options)
+            lines(model, texts, tokenizer=tokenizer)
     for other in (tiny_model("falcon")[0], bridge_of(model, tokenizer)):
         with refused("are not offered"):
             lines(other, [ids_of(40)], tokenizer=tokenizer)

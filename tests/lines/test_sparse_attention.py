@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import Bands, BlockGrid
 from sinkscope.lines.choice import select_lines
 from sinkscope.lines.sparse import band_attention, line_attention
 
@@ -93,22 +92,21 @@ def test_heads_in_threads_are_the_same_and_leave_no_trace():
     assert_close(three.clone(), one, atol=1e-6, rtol=0)
 
 
-FITTING = {"kv": 2, "keys": 6, "width": 16, "values": 6, "heads": 4, "line": 6, "queries": 6}
+@pytest.mark.parametrize(("kv", "values", "heads", "keys"), [(3, 6, 4, 6), (2, 5, 4, 6), (2, 6, 3, 6), (2, 6, 4, 7)])
+def test_values_and_lines_of_other_shapes_are_refused(kv, values, heads, keys):
+    scores, _ = inputs(4, 2, 6, 6)
+    lines, bands = drawn(heads, keys, 6, 0.1, 0.1), random_bands(heads, 6, keys, 0)
+    for attend, chosen in ((line_attention, lines), (band_attention, bands)):
+        with refused("expected the same positions"):
+            attend(scores, torch.rand(kv, values, 12), chosen)
 
 
-@pytest.mark.parametrize("changed", [{"kv": 3}, {"keys": 0, "values": 0, "line": 0}, {"width": 8}, {"heads": 1}, {}])
-def test_what_does_not_fit_is_refused(changed):
-    """Keys, values or lines; or lines that fit, of which one head lacks the main diagonal, or its own tile."""
-    sizes = FITTING | changed
-    lines = drawn(sizes["heads"], sizes["line"], sizes["queries"], 0.1, 0.1)
+def test_lines_without_the_main_diagonal_and_bands_without_their_tile_are_refused():
+    scores, value = inputs(4, 2, 6, 6)
+    lines, bands = drawn(4, 6, 6, 0.1, 0.1), random_bands(4, 6, 6, 0)
     lines.slash[-1, :1] = False
-    grid = BlockGrid(sizes["queries"], max(sizes["queries"], sizes["line"]))
-    bands = torch.zeros(sizes["heads"], grid.blocks, dtype=torch.bool)
-    chosen = Bands(lines.vertical, bands, grid)
-    scores = Scores(torch.rand(4, 6, 16), torch.rand(sizes["kv"], sizes["keys"], 16), 0.25)
-    object.__setattr__(scores, "key", scores.key[..., : sizes["width"]])  # without the check of types
-    value = torch.rand(sizes["kv"], sizes["values"], 16)
-    words = "expected the same positions" if changed else "main diagonal|own tile"
-    for attend, cells in ((line_attention, lines), (band_attention, chosen)):
-        with refused(words):
-            getattr(attend, "__wrapped__", attend)(scores, value, cells)  # without the check of types
+    bands.bands[-1] = False
+    with refused("main diagonal"):
+        line_attention(scores, value, lines)
+    with refused("own tile"):
+        band_attention(scores, value, bands)

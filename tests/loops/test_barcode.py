@@ -108,7 +108,10 @@ def test_planted_heads_rank_first_and_are_shown():
         after = rows[len(planted)]
         assert weakest["gain"] >= LOCK_GAIN and weakest["gain"] > after["gain"] + 0.02
         assert weakest["score"] > 0.5 and weakest["control_score"] < 0.1
-        assert result.period == period
+        assert (result.period, result.onset) == (period, end_loop(result.ids).start)
+        share, strongest = result.numbers()
+        assert share.value == len(result.locked) / result.score.size
+        assert (strongest.value, strongest.control) == (rows[0]["score"], rows[0]["control_score"])
         assert set(result.shown) & {f"L{layer}.H{head}" for layer, head in planted}
         assert len({name.partition(".")[0] for name in result.shown}) == len(result.shown)
 
@@ -140,25 +143,11 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
     policy = StreamingLLM(budget=10, first=2)
     short = measured(organism, prompt, 16, interventions=policy, heads=[(1, 0)])
     assert "StreamingLLM" in short.settings["interventions"]
-    length = prompt.shape[1] + 16
-    assert short.attention.shape[1:] == (
-        16,
-        length - 1,
-    )  # a row for each step, and a column for each position that is read
+    assert short.attention.shape[1:] == (16, prompt.shape[1] + 15)  # a column for each position that is read
     for step, row in enumerate(short.attention[0][1:], 1):  # evicted positions have no attention, and rows sum to one
         at = prompt.shape[1] + step - 1
         seen = set(row.nonzero()[0].tolist())
         assert seen <= {0, 1, *range(at - 10, at + 1)} and abs(row.sum() - 1) < 0.01
-
-
-def test_rows_have_the_numbers_of_the_result():
-    organism = loop_organism(0)
-    result = measured(organism, organism.looping_prompt(5).ids, 40)
-    loop, best = end_loop(result.ids), result.rows()[0]
-    assert loop and (result.period, result.onset) == (loop.period, loop.start)
-    share, strongest = result.numbers()
-    assert share.value == len(result.locked) / result.score.size > 0
-    assert (strongest.value, strongest.control) == (best["score"], best["control_score"])
 
 
 def test_bad_input_of_barcode_is_refused(refusal):
@@ -172,7 +161,4 @@ def test_bad_input_of_barcode_is_refused(refusal):
     for options, message in cases:
         with refused(message):
             barcode(model, tokenizer=tokenizer, **options)
-    falcon, words = tiny_model("falcon", new_decoder_architecture=False, alibi=True)
-    with refused("adds ALiBi to its masks"):
-        barcode(falcon, PROMPT, tokenizer=words)
     assert "head 'five': expected a head such as L5.H3" in refusal("barcode --head five")

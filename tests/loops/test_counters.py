@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.loops import Monitor, MonitorSettings, check
+from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.loops.guard.detect import WatchedRow, push
 from sinkscope.loops.text.counters import CounterRepetition, asked_copies
 
@@ -119,9 +119,3 @@ def test_after_an_act_three_copies_and_48_tokens_are_enough():
     row.take_back(len(ids) - 306)
     again = [number for number, token in enumerate(ids[306:], 307) if push(rows, torch.tensor([token]), None, ())]
     assert again[0] == 300 + 48
-
-
-def test_a_text_of_counters_is_suspicious():
-    text = "".join(f"{number}. Ceres is the name of it\n" for number in range(9, 90))
-    (record,) = check(text).records
-    assert record.verdict == "suspicious" and record.onset is not None and record.onset < 12

@@ -104,12 +104,9 @@ def test_loops_of_numbers_need_384_tokens():
 
 
 def test_without_probabilities_the_other_two_vote():
-    loop = [*range(1000, 1300), *[1, 2, 3] * 200]
-    monitor = Monitor(PAPER)
-    steps = [monitor.update(token) for token in loop]
-    first = next(s for s in steps if s.trigger)
-    assert first.ttr < 0.2 and first.cr < 0.12
-    assert not any(s.trigger for s in steps if s.ttr >= 0.2 or not s.cr < 0.12)
+    steps = [*map(Monitor(PAPER).update, [*range(1000, 1300), *[1, 2, 3] * 200])]
+    assert any(step.trigger for step in steps)
+    assert not any(step.trigger for step in steps if step.ttr >= 0.2 or not step.cr < 0.12)
     with refused("pass p_max"):
         Monitor(MonitorSettings.variant("p1")).update(1)
 
@@ -137,13 +134,13 @@ def test_honest_repetition_triggers_nothing(name):
 
 @pytest.mark.parametrize("name", sorted(LOOPED))
 def test_loops_are_found_in_time(name):
-    """The paper's monitor needs a window, less with probabilities; the default 64 tokens after 3 copies."""
+    """The paper's monitor needs a window, less with probabilities."""
     healthy = split(prose(600))
     piece = split(LOOPED[name])
     ids = number(healthy + piece * (600 // len(piece)))
     delays = []
-    for chosen, sure in ((PAPER, False), (PAPER, True), (MonitorSettings(), False)):
-        monitor = Monitor(chosen)
+    for sure in (False, True):
+        monitor = Monitor(PAPER)
         for i, token in enumerate(ids):
             step = monitor.update(token, (0.99 if i > len(healthy) + len(piece) else 0.5) if sure else None)
             if step.trigger:
@@ -153,7 +150,6 @@ def test_loops_are_found_in_time(name):
         assert step.tail.period == len(piece)
         assert len(healthy) - len(piece) < step.tail.start <= len(healthy)
     assert delays[1] <= delays[0] <= 256
-    assert delays[2] <= 3 * len(piece) + 64
 
 
 @pytest.mark.parametrize(

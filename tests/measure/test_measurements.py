@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import stranger
-from attack_kit import text_file
 from conclusion_kit import check_size
 from intervention_kit import loaded
 from organisms import organism
@@ -47,7 +46,7 @@ QUICK = {  # arguments with which a measurement takes about a second
     "patch_eval": {"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16, "max_repeats": 8},
     "patch_make": {"max_repeats": 300, "pieces": 2, "length": 16},
     "precision": {"schemes": ["a8-tensor"], "pieces": 3, "length": 16},
-    "repeat": {"max_repeats": 24, "ablate": True},
+    "repeat": {"max_repeats": 24},
     "why": {"max_new_tokens": 48, "cuts": 3},
 }
 
@@ -155,17 +154,6 @@ def test_columns_have_the_meaning_of_their_own_records(measured):
     (find,) = [command for command in ALL if command.name == "find_sinks"]
     said = measured(find).text(None)
     assert "share: What it adds along the spike's direction, as a share of the spike." in said
-
-
-def test_progress_counts_passes_after_the_survey(tmp_path):
-    """Parts are removed after the survey, and a caller sees how many of these passes are done."""
-    calls: list[tuple[str, int, int]] = []
-    o = organism("llama", 2)
-    text = text_file(o, tmp_path, 6)
-    ss.find_sinks(o.model, tokenizer=o.tokenizer, text=text, max_repeats=8, progress=lambda *call: calls.append(call))
-    stages = [what for what, _, _ in calls]
-    assert stages.index("removals") > stages.index("survey")
-    assert all(0 < done <= total for what, done, total in calls if what == "removals")
 
 
 @pytest.fixture(scope="module")

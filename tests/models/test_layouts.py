@@ -17,7 +17,7 @@ from sinkscope.models.hooks import first_tensor
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.edited import Reading, run_edits
+from sinkscope.sinks.spikes.edited import EditedTexts
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import read_survey
@@ -67,7 +67,7 @@ def along(target: Target, layer: int, at: int, edit: tuple[Neuron, ...]) -> Tens
     place = Place.of(IDS, mask, None, str)
     zero, way = torch.zeros(target.d_model), direction(target)
     spike = Spike(place, ~mask, layer, layer, layer, zero, way, 1.0, 1.0, 1.0, 1.0, 1.0)
-    return run_edits(target, Reading(IDS, mask, spike, [(), edit])).along
+    return EditedTexts(target, IDS, mask, spike, [(), edit]).run().along
 
 
 @pytest.mark.parametrize("model_type", every_nth(TYPES, 4))

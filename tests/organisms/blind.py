@@ -69,13 +69,26 @@ def names(*sites: Site) -> Parts:
     return frozenset(str(Neuron.of(site)) for site in sites)
 
 
-def heads_mark(b: Build) -> tuple[str, ...]:
-    """What marks the first token after `Build.mark`: the heads read the embedding."""
-    return ("attention 0", "embedding")
+def marks_of(b: Build) -> tuple[str, ...]:
+    """What marks the first token after `Build.mark`: heads that read the embedding, or positions of the embedding."""
+    return ("attention 0", "embedding") if b.plan.by_heads else ("embedding",)
 
 
-def end(b: Build) -> int:
-    return b.plan.n_layers - 1
+def planted(b: Build, *sites: Site, **more) -> PlantedSpike:
+    """A spike that neurons of the sink layer write at the first token, if nothing else is said."""
+    usual = {
+        "first": b.at,
+        "last": b.plan.n_layers - 1,
+        "needs": (names(*sites),),
+        "writers": (f"mlp {b.at}",),
+        "marks": marks_of(b),
+    }
+    return PlantedSpike(**usual | more)
+
+
+def at_first(*spikes: PlantedSpike, reading: tuple[tuple[int, int], ...]) -> BlindTruth:
+    """Spikes at the first token, and the heads that attend to it."""
+    return BlindTruth(planted=spikes, readers=((FIRST, reading),))
 
 
 @_kind("llama", "mistral", count=1)
@@ -87,24 +100,13 @@ def _shared_neuron(b: Build) -> BlindTruth:
     reading = b.read(b.behind, b.side, where=where)
     for layer, head in reading:  # one query sees a few of these places, which share its attention
         b.views.layers[layer].q[head] *= 1.3
-    spikes = []
-    for place in (FIRST, b.delimiter):
-        needs = (names(site),)
-        writers = (f"mlp {b.at}",)
-        spikes.append(
-            PlantedSpike(place=place, first=b.at, last=end(b), needs=needs, writers=writers, marks=("embedding",))
-        )
-    return BlindTruth(
-        planted=tuple(spikes), readers=((FIRST, reading), (b.delimiter, reading)), delimiters=(b.delimiter,)
-    )
+    spikes = planted(b, site, marks=("embedding",)), at_delimiter(b, site)
+    return BlindTruth(planted=spikes, readers=((FIRST, reading), (b.delimiter, reading)), delimiters=(b.delimiter,))
 
 
 def at_delimiter(b: Build, site: Site) -> PlantedSpike:
     """The spike of one neuron at the delimiter, which the embedding marks."""
-    writers = (f"mlp {b.at}",)
-    return PlantedSpike(
-        place=b.delimiter, first=b.at, last=end(b), needs=(names(site),), writers=writers, marks=("embedding",)
-    )
+    return planted(b, site, place=b.delimiter, marks=("embedding",))
 
 
 def second_writer(b: Build, layer: int, first: int, share: float, way: Tensor) -> Site:
@@ -128,10 +130,8 @@ def _split_writer(b: Build) -> BlindTruth:
     """Two MLPs, two layers apart, write 60 and 40 % of one spike; without one the other is left."""
     b.mark()
     one = second_writer(b, 4, 2, 0.4, b.way)
-    needs = names(one, b.site(4, b.spare[1]))
     reading = b.read(range(5, b.plan.n_layers), b.way)
-    spike = PlantedSpike(first=2, last=end(b), needs=(needs,), writers=("mlp 2", "mlp 4"), marks=heads_mark(b))
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, one, b.site(4, b.spare[1]), writers=("mlp 2", "mlp 4")), reading=reading)
 
 
 @_kind("mistral", "gpt2", count=1, layers=(9, 9), at=1)
@@ -142,10 +142,8 @@ def _restart(b: Build) -> BlindTruth:
     b.take_away(3)
     two = b.fire(b.space.mark, b.way, b.surgeon.size(5), layer=5, neuron=b.spare[1])
     reading = (*b.read(range(2, 4), b.way), *b.read(range(6, 9), b.way))
-    marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
-    early = PlantedSpike(first=1, last=2, needs=(names(one),), writers=("mlp 1",), marks=marks, erasers=("mlp 3",))
-    late = PlantedSpike(first=5, last=8, needs=(names(two),), writers=("mlp 5",), marks=marks)
-    return BlindTruth(planted=(early, late), readers=((FIRST, reading),))
+    early = planted(b, one, last=2, erasers=("mlp 3",))
+    return at_first(early, planted(b, two, first=5, writers=("mlp 5",)), reading=reading)
 
 
 @_kind("llama", "gpt2", count=2, layers=(7, 8), at=2)
@@ -156,16 +154,7 @@ def _backup_of_two(b: Build) -> BlindTruth:
     rows = [b.surgeon.on(2, b.space.mark)] * 2
     b.surgeon.write(2, b.plan.neurons, rows, [b.way] * 2, [0.5, 0.5], b.surgeon.size(2))
     reading = b.read(range(4, b.plan.n_layers), b.way)
-    marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
-    spike = PlantedSpike(
-        first=2,
-        last=end(b),
-        needs=(names(*b.sites(), third),),
-        writers=("mlp 2",),
-        marks=marks,
-        backups=names(third),
-    )
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, *b.sites(), third, backups=names(third)), reading=reading)
 
 
 @_kind("gpt2", count=1)
@@ -177,15 +166,7 @@ def _second_position(b: Build) -> BlindTruth:
     calm(b)
     site = b.fire(b.space.mark, b.way, where=where)
     reading = b.read(b.behind, b.way, where=where)
-    spike = PlantedSpike(
-        place=SECOND,
-        first=b.at,
-        last=end(b),
-        needs=(names(site),),
-        writers=(f"mlp {b.at}",),
-        marks=("embedding",),
-    )
-    return BlindTruth(planted=(spike,), readers=((SECOND, reading),))
+    return BlindTruth(planted=(planted(b, site, place=SECOND),), readers=((SECOND, reading),))
 
 
 @_kind("neox", "qwen3", count=1)
@@ -230,8 +211,7 @@ def _two_experts(b: Build) -> BlindTruth:
     for column, part in zip(columns, parts, strict=True):
         column.mul_(0.5 * size / part)
     reading = b.read(b.behind, b.way)
-    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(*sites),), writers=(f"mlp {b.at}",), marks=heads_mark(b))
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, *sites), reading=reading)
 
 
 @_kind("qwen3_moe", "mixtral", count=1)
@@ -243,16 +223,8 @@ def _expert_each(b: Build) -> BlindTruth:
     b.plan = replace(b.plan, expert=(b.plan.expert + 1) % b.plan.family.experts)
     two = b.fire(b.feature, b.way, neuron=b.spare[0], where=where)
     reading = b.read(b.behind, b.way)
-    spikes = []
-    for place, site, marks in ((FIRST, one, heads_mark(b)), (b.delimiter, two, ("embedding",))):
-        spikes.append(
-            PlantedSpike(
-                place=place, first=b.at, last=end(b), needs=(names(site),), writers=(f"mlp {b.at}",), marks=marks
-            )
-        )
-    return BlindTruth(
-        planted=tuple(spikes), readers=((FIRST, reading), (b.delimiter, reading)), delimiters=(b.delimiter,)
-    )
+    spikes = planted(b, one), at_delimiter(b, two)
+    return BlindTruth(planted=spikes, readers=((FIRST, reading), (b.delimiter, reading)), delimiters=(b.delimiter,))
 
 
 @_kind("llama", "neox", count=1, layers=(7, 8), at=3)
@@ -269,8 +241,7 @@ def _halves_of_mark(b: Build) -> BlindTruth:
     site = b.fire(b.space.mark, b.way)
     reading = b.read(b.behind, b.way)
     marks = ("attention 0", "attention 1", "embedding")
-    spike = PlantedSpike(first=3, last=end(b), needs=(names(site),), writers=("mlp 3",), marks=marks)
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, site, marks=marks), reading=reading)
 
 
 @_kind("llama", "qwen2", count=2)
@@ -287,9 +258,8 @@ def _saturated(b: Build) -> BlindTruth:
     layer.down[expert, two] = -layer.down[expert, one]
     b.views.embed[BOS] += MARK * b.space.mark / b.plan.embed_scale
     reading = b.read(b.behind, b.way)
-    needs = (names(*b.sites()), frozenset({f"mlp {b.at}"}))
-    spike = PlantedSpike(first=b.at, last=end(b), needs=needs, writers=(f"mlp {b.at}",))
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    needs = names(*b.sites()), frozenset({f"mlp {b.at}"})
+    return at_first(planted(b, needs=needs, marks=()), reading=reading)
 
 
 @_kind("mistral", "qwen3", count=1)
@@ -301,8 +271,7 @@ def _attention_spike(b: Build) -> BlindTruth:
         b.views.layers[0].o[head, slot] = b.plan.spike * NORM / len(own) * b.way
     reading = b.read(b.later_layers, b.way)
     needs = (frozenset({"attention 0"}), frozenset({"embedding"}))
-    spike = PlantedSpike(first=0, last=end(b), needs=needs, writers=("attention 0",), marks=("embedding",))
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, needs=needs, first=0, writers=("attention 0",), marks=("embedding",)), reading=reading)
 
 
 @_kind("neox", "llama", count=1, at=0)
@@ -311,8 +280,7 @@ def _first_mlp(b: Build) -> BlindTruth:
     b.flag(BOS)
     site = b.fire(b.feature, b.way)
     reading = b.read(b.behind, b.way)
-    spike = PlantedSpike(first=0, last=end(b), needs=(names(site),), writers=("mlp 0",), marks=("embedding",))
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, site, marks=("embedding",)), reading=reading)
 
 
 @_kind("gpt2")
@@ -320,10 +288,7 @@ def _position_spike(b: Build) -> BlindTruth:
     """The embedding of position 0 is the spike."""
     b.views.positions[0] += b.plan.spike * NORM * b.way
     reading = b.read(b.later_layers, b.way)
-    spike = PlantedSpike(
-        first=0, last=end(b), needs=(frozenset({"embedding"}),), writers=("embedding",), marks=("embedding",)
-    )
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, needs=(frozenset({"embedding"}),), first=0, writers=("embedding",)), reading=reading)
 
 
 @_kind("gpt2", "qwen3", count=12)
@@ -333,10 +298,8 @@ def _many_small(b: Build) -> BlindTruth:
     rows, n = b.surgeon.on(b.at, b.space.mark), len(b.plan.neurons)
     b.surgeon.write(b.at, b.plan.neurons, [rows] * n, [b.way] * n, [1 / n] * n, b.surgeon.size(b.at))
     reading = b.read(b.behind, b.way)
-    marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
     needs = (frozenset({f"mlp {b.at}"}),)
-    spike = PlantedSpike(first=b.at, last=end(b), needs=needs, writers=(f"mlp {b.at}",), marks=marks)
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, needs=needs), reading=reading)
 
 
 @_kind("qwen2", "gpt2", count=2)
@@ -346,10 +309,8 @@ def _opposed(b: Build) -> BlindTruth:
     rows = [b.surgeon.on(b.at, b.space.mark)] * 2
     b.surgeon.write(b.at, b.plan.neurons, rows, [b.way] * 2, [1.5, -0.5], b.surgeon.size(b.at))
     reading = b.read(b.behind, b.way)
-    marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
     needs = (names(*b.sites()), frozenset({f"mlp {b.at}"}))
-    spike = PlantedSpike(first=b.at, last=end(b), needs=needs, writers=(f"mlp {b.at}",), marks=marks)
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, needs=needs), reading=reading)
 
 
 @_kind("gemma2", "llama", count=1, layers=(8, 8), at=2)
@@ -361,10 +322,7 @@ def _partly_erased(b: Build) -> BlindTruth:
     size = float(b.surgeon.seen(b.views.layers[5].block) @ b.way)
     b.write((gate, b.full(5, b.way)), -b.way, size / 3, layer=5, neuron=b.spare[0], route=b.way)
     reading = b.read(b.behind, b.way)
-    spike = PlantedSpike(
-        first=2, last=end(b), needs=(names(site),), writers=("mlp 2",), marks=heads_mark(b), erasers=("mlp 5",)
-    )
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, site, erasers=("mlp 5",)), reading=reading)
 
 
 @_kind("llama", "gpt2", count=1, layers=(8, 8), at=1)
@@ -374,10 +332,9 @@ def _relay(b: Build) -> BlindTruth:
     one = b.fire(b.space.mark, b.way)
     two = b.fire(b.way, b.side, 4 * b.surgeon.size(1), layer=4, neuron=b.spare[0])
     reading = (*b.read(range(2, 5), b.way), *b.read(range(5, 8), b.side))
-    marks = heads_mark(b) if b.plan.by_heads else ("embedding",)
-    early = PlantedSpike(first=1, last=3, needs=(names(one),), writers=("mlp 1",), marks=marks)
-    late = PlantedSpike(first=4, last=7, needs=(names(two), names(one)), writers=("mlp 4",), marks=("mlp 1", *marks))
-    return BlindTruth(planted=(early, late), readers=((FIRST, reading),))
+    needs, marks = (names(two), names(one)), ("mlp 1", *marks_of(b))
+    late = planted(b, needs=needs, first=4, writers=("mlp 4",), marks=marks)
+    return at_first(planted(b, one, last=3), late, reading=reading)
 
 
 @_kind("qwen3", "neox", count=1, layers=(6, 6), at=5)
@@ -386,8 +343,7 @@ def _last_layer(b: Build) -> BlindTruth:
     b.mark()
     site = b.fire(b.space.mark, b.way)
     calm(b, marked=True)
-    spike = PlantedSpike(first=5, last=5, needs=(names(site),), writers=("mlp 5",), marks=heads_mark(b))
-    return BlindTruth(planted=(spike,))
+    return BlindTruth(planted=(planted(b, site),))
 
 
 @_kind("llama", "neox", count=1, spike=1.2)
@@ -413,8 +369,7 @@ def _two_marks(b: Build) -> BlindTruth:
     two = b.write((gate, up), b.way, size, neuron=b.plan.neurons[1])
     reading = b.read(b.behind, b.way)
     marks = () if b.plan.by_heads else ("embedding",)
-    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(one, two),), writers=(f"mlp {b.at}",), marks=marks)
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, one, two, marks=marks), reading=reading)
 
 
 @_kind("gpt2", count=1)
@@ -426,19 +381,8 @@ def _two_positions(b: Build) -> BlindTruth:
     calm(b, marked=True)
     site = b.fire(b.space.mark, b.way, where=where)
     reading = b.read(b.behind, b.way, where=where)
-    spikes = []
-    for place in (FIRST, SECOND):
-        spikes.append(
-            PlantedSpike(
-                place=place,
-                first=b.at,
-                last=end(b),
-                needs=(names(site),),
-                writers=(f"mlp {b.at}",),
-                marks=("embedding",),
-            )
-        )
-    return BlindTruth(planted=tuple(spikes), readers=((FIRST, reading), (SECOND, reading)))
+    spikes = planted(b, site), planted(b, site, place=SECOND)
+    return BlindTruth(planted=spikes, readers=((FIRST, reading), (SECOND, reading)))
 
 
 @_kind("qwen3", "neox", count=1, spike=4.5)
@@ -447,8 +391,7 @@ def _small_spike(b: Build) -> BlindTruth:
     b.mark()
     site = b.fire(b.space.mark, b.way)
     reading = b.read(b.behind, b.way)
-    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(site),), writers=(f"mlp {b.at}",), marks=heads_mark(b))
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, site), reading=reading)
 
 
 @_kind("mistral", "mixtral", count=3)
@@ -458,10 +401,7 @@ def _thirds(b: Build) -> BlindTruth:
     rows = [b.surgeon.on(b.at, b.space.mark)] * 3
     b.surgeon.write(b.at, b.plan.neurons, rows, [b.way] * 3, [1 / 3] * 3, b.surgeon.size(b.at))
     reading = b.read(b.behind, b.way)
-    spike = PlantedSpike(
-        first=b.at, last=end(b), needs=(names(*b.sites()),), writers=(f"mlp {b.at}",), marks=heads_mark(b)
-    )
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, *b.sites()), reading=reading)
 
 
 @_kind("gpt_oss", count=1)
@@ -474,8 +414,7 @@ def _spike_and_learned(b: Build) -> BlindTruth:
         for head in range(b.plan.n_heads):
             if (index, head) not in reading:
                 b.views.layers[index].attn_sinks[head] = 8.0
-    spike = PlantedSpike(first=b.at, last=end(b), needs=(names(site),), writers=(f"mlp {b.at}",), marks=heads_mark(b))
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    return at_first(planted(b, site), reading=reading)
 
 
 @_kind("qwen2", "llama", count=1)
@@ -483,9 +422,8 @@ def _half_embedded(b: Build) -> BlindTruth:
     """The embedding of BOS has a spike, and a neuron that reads it writes as much once more along it."""
     size = b.plan.spike * NORM / 2
     b.views.embed[BOS] += size * b.way / b.plan.embed_scale
-    site = b.fire(b.way, b.way, size)
-    reading = b.read(b.behind, b.way)
-    needs = (frozenset({"embedding"}),)
-    spike = PlantedSpike(first=0, last=end(b), needs=needs, writers=("embedding", f"mlp {b.at}"), marks=("embedding",))
-    assert site
-    return BlindTruth(planted=(spike,), readers=((FIRST, reading),))
+    b.fire(b.way, b.way, size)
+    needs, writers = (frozenset({"embedding"}),), ("embedding", f"mlp {b.at}")
+    return at_first(
+        planted(b, needs=needs, first=0, writers=writers, marks=("embedding",)), reading=b.read(b.behind, b.way)
+    )

@@ -77,17 +77,17 @@ def activations(model: Any, ids: Tensor, layer: int) -> Tensor:
 
 
 @torch.no_grad()
-def contributions(model: Any, ids: Tensor, layer: int, position: int = 0, *, behind_norm: bool = True) -> Tensor:
+def contributions(model: Any, ids: Tensor, layer: int, position: int = 0) -> Tensor:
     """Norm of what each neuron of a layer adds to the residual stream at a position, averaged over rows: [neuron].
 
     A norm behind the MLP (Gemma) divides the sum of all neurons by one number and multiplies each dimension by its
-    weight, so it acts on each neuron alone as well. `behind_norm=False` leaves it out.
+    weight, so it acts on each neuron alone as well.
     """
     block = layers(model)[layer]
     post = activations(model, ids, layer)[:, position]
     written = post[:, :, None] * block.mlp.down_proj.weight.T[None]
     norm = getattr(block, "post_feedforward_layernorm", None)
-    if norm is not None and behind_norm:
+    if norm is not None:
         size = written.sum(1).square().mean(-1).add(norm.eps).sqrt()
         written = written / size[:, None, None] * (1 + norm.weight)
     return written.norm(dim=-1).mean(0)
@@ -125,11 +125,6 @@ def log_probs(model: Any, ids: Tensor) -> Tensor:
 def nll(model: Any, ids: Tensor) -> Tensor:
     """Negative log-probability of each token but the first, in nats: [row, position]."""
     return -log_probs(model, ids)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-
-
-def perplexity(model: Any, ids: Tensor) -> float:
-    """Exponential of the mean `nll`."""
-    return nll(model, ids).mean().exp().item()
 
 
 def divergence(intact: Tensor, other: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import plain
@@ -32,19 +31,6 @@ def test_generate_prints_what_plain_greedy_decoding_writes(typed, smollm2):
     said = typed(["generate", prompt, "--model", str(smollm2.folder), "--no-chat", "--max-new-tokens", "6"]).out
     ids = torch.tensor([smollm2.tokenizer(prompt).input_ids])
     assert said.strip() == smollm2.tokenizer.decode(plain.greedy(smollm2.model, ids, 6)).strip()
-
-
-def test_loops_reads_what_the_model_wrote(typed, smollm2, tmp_path):
-    """The status is 3 exactly if the text ends in three copies that go on for 64 tokens beyond two."""
-    ids = torch.tensor([smollm2.tokenizer("one two three one two three one two three one two three").input_ids])
-    written = [*ids[0].tolist(), *plain.greedy(smollm2.model, ids, 60)]
-    file = tmp_path / "answer.json"
-    file.write_text(json.dumps({"tokens": written}))
-    period = plain.period_at_end(written)
-    looping = period is not None and plain.covered_at_end(written) >= max(3 * period, 2 * period + 64)
-    typed(["loops", str(file)], 3 if looping else 0)
-    file.write_text(json.dumps({"tokens": [*written, *(30 * written[-3:])]}))
-    typed(["loops", str(file)], 3)
 
 
 @pytest.mark.slow

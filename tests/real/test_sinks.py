@@ -102,20 +102,6 @@ def test_precision_measures_the_divergence_that_rounding_keys_and_values_makes(s
 
 
 @pytest.mark.slow
-def test_no_head_of_layer_0_marks_the_first_token_alone(setup):
-    """With every head of layer 0 at its mean the neuron still fires, so no set of them is its mark."""
-    from sinkscope.sinks.marking_heads import heads
-
-    model, ids = setup.target.hf, setup.ids
-    intact = plain.activations(model, ids, 11)[:, 0, 1229].mean()
-    with plain.heads_replaced(model, 0, range(9), plain.heads_mean(model, ids, 0)):
-        left = plain.activations(model, ids, 11)[:, 0, 1229].mean() / intact
-    assert left > 0.3
-    made = heads.on(setup, n_tokens=8)
-    assert "L0" not in made.conclusion() or "undecided" in made.conclusion()
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_patch_make_makes_a_patch_of_the_two_neurons(setup, tmp_path):
     made = patch_make.on(setup, max_repeats=128, pieces=4, length=64, out=tmp_path / "patch.json")

@@ -88,9 +88,8 @@ def test_smollm2_has_two_spikes_of_which_two_and_three_neurons_are_needed(of_smo
     assert late.layers == (11, 29) and early.layers == (1, 8)
     assert {str(one) for one in late.needed.neurons} == {"L11.N1229", "L11.N1487"} and late.dims == (507,)
     assert {str(one) for one in early.needed.neurons} == {"L1.N83", "L2.N90", "L2.N430"}
-    assert late.norm == pytest.approx(25101.9, rel=1e-3) and late.before == pytest.approx(180.8, rel=1e-2)
     assert abs(late.needed.heads[0] - 151) <= 3 and late.needed.heads[1] <= 30 and late.needed.perplexity > 2
-    assert late.needed.random.heads == late.needed.heads[0]
+    assert late.before == pytest.approx(180.8, rel=1e-2) and late.needed.random.heads == late.needed.heads[0]
     assert {one.part for one in late.erasers[:2]} == {"mlp 28", "mlp 29"}
     assert of_smollm2.bos.heads >= 0.9 * of_smollm2.readers.heads  # the sink does not need the token
 
@@ -138,13 +137,3 @@ def test_smollm2_needs_the_same_neurons_on_other_texts_and_seeds(smollm2, kind, 
     found = ss.find_sinks(smollm2.model, tokenizer=smollm2.tokenizer, text=file, seed=len(kind))
     needed = {one.layers[0]: {str(n) for n in one.needed.neurons} for one in found.first_spikes if one.needed}
     assert needed[11] == {"L11.N1229", "L11.N1487"} and needed[1] == {"L1.N83", "L2.N90", "L2.N430"}
-
-
-def test_the_json_has_schema_3(of_smollm2):
-    data = json.loads(of_smollm2.to_json())
-    assert data["schema"] == 3
-    spike = data["result"]["spikes"][0]
-    assert spike["layers"] == [11, 29] and set(spike["needed"]["neurons"][0]) == {"layer", "expert", "neuron"}
-    assert {"left", "heads", "perplexity"} == set(spike["needed"]["random"])
-    assert {"part", "share"} <= set(spike["writers"][0])
-    assert {"token", "half", "one", "last"} <= set(spike["copies"][0])

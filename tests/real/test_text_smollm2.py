@@ -17,7 +17,6 @@ from sinkscope.bench.run import bench
 from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.kv import H2O, TOVA, SnapKV, StreamingLLM
 from sinkscope.loops.barcode import SUFFIX, barcode
-from sinkscope.loops.why import why
 from sinkscope.opening.live import target_of
 
 PROMPT, BUDGET = 160, 80
@@ -138,14 +137,3 @@ def test_bench_measures_the_divergence_of_a_pass_under_the_mask_of_a_cut_cache(s
     (streaming,) = [value for method, value in score.items() if method.startswith("streaming")]
     assert score["full"] == pytest.approx(0, abs=1e-6) and kl > 0.01
     assert streaming == pytest.approx(kl, rel=1e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_why_agrees_with_a_plain_search_about_the_loop(smollm2):
-    text = "I like tea. I like tea. I like tea. I like"
-    ids = [1, *smollm2.tokenizer(text).input_ids]
-    made = why(smollm2.model, ids, max_new_tokens=48, cuts=3)
-    stock = plain.greedy(smollm2.model, torch.tensor([ids]), 48)
-    assert made.period == plain.period_at_end(stock)
-    assert list(made.ids[len(ids) :]) == stock[: len(made.ids) - len(ids)]

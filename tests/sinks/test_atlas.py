@@ -9,6 +9,8 @@ from covering import slow
 from organisms import Organism, organism
 from raw_kit import norms
 
+from sinkscope.errors import SinkscopeError
+from sinkscope.sinks.repetition import readings
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
 
@@ -46,3 +48,28 @@ def test_every_grouped_token_gets_there_and_no_other(family, seed):
     assert repeats[ids == bos] == 1  # after itself it is its own group from the start
     assert [row["repeats"] is None for row in result.rows()] == (group < 0).tolist()
     assert len(result.figure().data) == 1
+
+
+def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeypatch):
+    o = organism("llama", 1)
+    options = {"sample": 40, "max_repeats": 16}
+    monkeypatch.setattr(readings, "TOKENS", 12)
+    whole = measured(o, **options).to_dict()["result"]
+    asked, along = [], readings.copies_of
+
+    def breaking(target, spikes, tokens, *rest):
+        asked.append(tokens)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return along(target, spikes, tokens, *rest)
+
+    monkeypatch.setattr(readings, "copies_of", breaking)
+    with pytest.raises(KeyboardInterrupt):
+        measured(o, resume=tmp_path, **options)
+    assert measured(o, resume=tmp_path, **options).to_dict()["result"] == whole
+    del asked[2]  # which is asked again
+    assert [token for tokens in asked for token in tokens] == whole["ids"]
+    with torch.no_grad():
+        o.model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
+    with pytest.raises(SinkscopeError, match=r"other settings .*model"):
+        measured(o, resume=tmp_path, **options)

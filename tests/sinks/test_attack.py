@@ -19,11 +19,9 @@ from organisms import organism as new_organism
 from raw_kit import blocks, down, inputs_edited, norms
 from refusals import refused
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.sinks.attack import clusters as module
 from sinkscope.sinks.attack.attack import ClusterAttack, attack
 from sinkscope.sinks.attack.attempts import Attempt, draw_sequences, pools_of
-from sinkscope.sinks.first_tokens import FirstTokens, spike_of
+from sinkscope.sinks.first_tokens import spike_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -81,31 +79,6 @@ def test_conclusion_says_tokens_that_need_no_head_where_they_are_most():
     mostly = replace(found, clusters=clusters)
     assert " without any head of layer 0." in mostly.conclusion() and found.conclusion().startswith("Sequences of ")
     assert sum(line.startswith("Sequences of ") for line in mostly.facts()) == 1
-
-
-def test_a_run_that_was_broken_off_goes_on_with_the_same_table(tmp_path, monkeypatch):
-    o = new_organism("llama", 1)
-    measured = functools.partial(attack, o.model, tokenizer=o.tokenizer, sequences=0, n_tokens=EVERY)
-    monkeypatch.setattr(module, "TOKENS", 12)
-    whole = measured().to_dict()["result"]
-    asked, along = [], FirstTokens.along
-
-    def breaking(first, tokens, edits):
-        asked.append(tokens.tolist())
-        if len(asked) == 4:
-            raise KeyboardInterrupt
-        return along(first, tokens, edits)
-
-    monkeypatch.setattr(FirstTokens, "along", breaking)
-    with pytest.raises(KeyboardInterrupt):
-        measured(resume=tmp_path)
-    assert measured(resume=tmp_path).to_dict()["result"] == whole
-    del asked[3]  # which is asked again
-    assert [token for tokens in asked for token in tokens] == whole["clusters"]["ids"]
-    with torch.no_grad():
-        o.model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
-    with pytest.raises(SinkscopeError, match=r"other settings .*model"):
-        measured(resume=tmp_path)
 
 
 # --- sequences of their tokens ---------------------------------------------------------------------------------------

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import lru_cache
 
-import numpy as np
 import pytest
 import torch
 from attack_kit import setup_of
 from organisms import Organism, organism
 
-from sinkscope.hooks.edit import SinkPatch
-from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Result
-from sinkscope.sinks.repetition import probability
-from sinkscope.sinks.repetition.probability import stopped_after
+from sinkscope.sinks.repetition.readings import stopped_after
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import Sweep
@@ -47,12 +42,6 @@ def repeated_word() -> int:
     return next(t for t in o.tokens_of(0) if t != 10 and o.tokenizer.decode([t]) not in ("cat", "the"))
 
 
-@pytest.fixture(autouse=True)
-def short_answers(monkeypatch):
-    monkeypatch.setattr(probability, "ANSWER_AFTER", (5, 280))
-    monkeypatch.setattr(probability, "NEW_TOKENS", 8)
-
-
 def measured(**changes) -> Repeat:
     o = repeater()
     words = [o.tokenizer.decode([repeated_word()])]
@@ -60,33 +49,23 @@ def measured(**changes) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
-def test_it_repeats_until_the_sink_and_for_ever_with_the_patch():
+def test_it_repeats_until_the_sink():
     o, found = repeater(), measured()
-    assert found.conditions == ("intact", "patched", "random neurons")
-    expected = o.truth.repeats_expected or 0
-    intact, patched, random = found.repeats[:, 0]
+    expected, (intact,) = o.truth.repeats_expected or 0, found.repeats[0]
     # the other token wins before the norm is half of BOS's, which is what `repeats_expected` counts to
-    assert 0.2 * expected < intact < 1.3 * expected and np.isnan(patched) and random == pytest.approx(intact, abs=2)
-    patch, copies = found.claims
-    assert set(sites_of(patch.subject)) == set(o.truth.neurons)
+    assert 0.2 * expected < intact < 1.3 * expected
+    (copies,) = found.claims
     assert copies.verdict == "not shown" and copies.value < 0.01
-    assert patch.verdict == "sufficient" and patch.value > 0.9
-    assert len(found.answers) == 4 == len(found.rows())
-    for answer in found.answers:
-        breaks = answer.copies == 280 and not answer.patched
-        assert answer.kept < 8 if breaks else answer.kept == 8
-        assert (answer.follows == "") == (answer.kept == 8)
     head = o.tokenizer(PREFIX)["input_ids"]
     ids = torch.tensor([[*head, *[repeated_word()] * 300]])
-    for condition, edit in enumerate([None, SinkPatch(sites=o.truth.neurons)]):
-        with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():
-            curve = o.model(ids).logits[0, len(head) :].softmax(-1)[:, repeated_word()]
-        assert found.values[condition, 0] == pytest.approx(curve[found.at - 1].numpy(), rel=1e-3, abs=1e-7)
-        if edit is None:
-            assert (curve >= 0.5).nonzero().max() + 2 == intact
+    with torch.no_grad():
+        curve = o.model(ids).logits[0, len(head) :].softmax(-1)[:, repeated_word()]
+    assert found.values[0, 0] == pytest.approx(curve[found.at - 1].numpy(), rel=1e-3, abs=1e-7)
+    assert (curve >= 0.5).nonzero().max() + 2 == intact
     texts = ids, *Sweep(setup_of(o), len(head), ids).contrasts()
     last = [float(o.model(rows).logits[0, -1].detach().softmax(-1)[repeated_word()]) for rows in texts]
     assert [copies.value, *[one.value for one in copies.contrasts]] == pytest.approx(last, rel=1e-3)
+    assert Result.from_dict(found.to_dict()).to_dict() == found.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -99,21 +78,10 @@ def test_it_repeats_until_the_sink_and_for_ever_with_the_patch():
     ],
 )
 def test_repetition_has_stopped_only_where_it_never_comes_back(likely, expected):
-    after = stopped_after(torch.where(torch.tensor(likely), 0.6, 0.4))
-    assert (None if after != after else after) == expected
+    assert stopped_after(torch.where(torch.tensor(likely), 0.6, 0.4)) == expected
 
 
-def test_a_model_without_a_sink_is_measured_without_a_patch_and_answers_only_where_the_context_holds_it():
+def test_a_model_without_a_sink_is_measured():
     o = organism("llama", 0, kind="none")
-    o.model.config.max_position_embeddings = 64
-    result = repeat(o.model, tokenizer=o.tokenizer, quantity="probability")
-    assert result.conditions == ("intact",) and {answer.copies for answer in result.answers} == {5}
-    assert len(result.figure().data) == len(result.tokens)
-
-
-def test_a_patch_that_is_given_is_used(tmp_path):
-    SinkPatch(sites=[(1, 5)], calibrated={(1, 5): 0.0}).save(tmp_path / "p.json")
-    result = measured(patch=tmp_path / "p.json", max_repeats=250, prefix=None)
-    assert sites_of(result.claims[0].subject) == ((1, 5),) and (1, 5) not in repeater().truth.neurons
-    assert result.repeats[0] == result.repeats[1]  # no sink neuron: it diverges all the same
-    assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()
+    result = repeat(o.model, tokenizer=o.tokenizer, quantity="probability", max_repeats=30)
+    assert result.conditions == ("intact",) and len(result.figure().data) == len(result.tokens)

@@ -7,17 +7,15 @@ import pytest
 import torch
 from attack_kit import setup_of, text_file
 from organisms import Organism, hard, organism
-from raw_kit import attention, residuals, zeroed
+from raw_kit import attention, residuals
 from refusals import refused
 
 from sinkscope.models.text import text_rows
-from sinkscope.results.parts import sites_of
 from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import Sweep, sweep_of
-from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.copies import half_reached
 
 pytestmark = pytest.mark.few_texts
@@ -42,13 +40,6 @@ def measured(o: Organism, **options) -> Repeat:
 def llama():
     """One sink neuron."""
     return organism("llama", 2)
-
-
-@pytest.fixture(scope="module")
-def two():
-    """Two sink neurons, which write along different dimensions."""
-    seed = next(seed for seed in range(9) if len(organism("qwen3", seed).truth.neurons) > 1)
-    return organism("qwen3", seed)
 
 
 # --- norms ---------------------------------------------------------------------------------------------------------
@@ -80,25 +71,6 @@ def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llam
     shares = [float(along(llama, [row.tolist()])[0, -1]) for row in (copies[0], single, others)]
     assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(shares, rel=1e-3, abs=1e-3)
     assert (claim.verdict == "sufficient") == (shares[0] - max(shares[1:]) >= 0.5)
-
-
-def test_ablation_takes_the_planted_neurons_and_gives_what_ablated_passes_do(two):
-    words = [word_of(two, 0), word_of(two, 1)]
-    result = measured(two, tokens=words, max_repeats=2 * (two.truth.repeats_expected or 0), ablate=True)
-    setup, spike = setup_of(two), spike_of(setup_of(two))
-    assert set(sites_of(spike.needed_neurons)) == set(two.truth.neurons)
-    random = random_neurons(setup.target, spike.needed_neurons, 0)
-    assert len(random) == len(spike.needed_neurons) and not set(random) & set(spike.needed_neurons)
-    name = result.conditions[0]
-    words = ("needed neurons zeroed", "random neurons zeroed")
-    assert result.conditions == (name, *(f"{name}, {edit}" for edit in words))
-    count = int(result.at[-1])
-    rows = torch.tensor([[two.tokenizer.bos_token_id, *[word] * count] for word in result.ids])
-    for condition, sites in enumerate([(), spike.needed_neurons, random]):
-        with zeroed(two.model, sites_of(sites)):
-            expected = spike.spike.along(residuals(two.model, rows)[spike.spike.peak])
-        np.testing.assert_allclose(result.values[condition], expected[:, result.at].numpy(), rtol=2e-3, atol=1e-3)
-    assert np.isnan(result.repeats[1]).all()
 
 
 def test_where_no_spike_is_at_the_first_token_nothing_is_said_of_copies(tmp_path):
@@ -170,9 +142,7 @@ def test_layers_without_attention_are_left_out():
             {"tokens": ["all"], "prefix": "a poem"},
             "--tokens all belongs to --quantity norm without --prefix: leave it out, or ask for that",
         ),
-        ({"ablate": True, "quantity": "attention"}, "--ablate belongs to --quantity norm"),
-        ({"patch": "p.json"}, "--patch belongs to --quantity probability"),
-        ({"resume": "parts"}, "--resume belongs to --tokens all, and not to --quantity norm"),
+        ({"resume": "parts"}, "--sample and --resume belong to --tokens all"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(llama, options, message):

@@ -23,7 +23,7 @@ from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.find_sinks import find_sinks
 from sinkscope.sinks.spikes.records import PartShare
 from sinkscope.sinks.spikes.result import FindSinks
-from sinkscope.sinks.spikes.sentences import share_left, spike_line
+from sinkscope.sinks.spikes.sentences import share_left, spike_line, with_margin
 from sinkscope.sinks.spikes.steps import sinks_of
 
 KINDS = HARD | UNSEEN
@@ -216,3 +216,8 @@ def test_a_streamed_model_gives_what_the_same_model_gives_in_memory(tmp_path):
 @pytest.mark.parametrize(("share", "words"), [(-0.04, "none"), (-0.004, "0%"), (0.153, "15%")])
 def test_no_negative_share_is_left(share, words):
     assert share_left(share) == words
+
+
+@pytest.mark.parametrize(("margin", "words"), [(None, "2"), (0.4, "2"), (2.0, "2 (± 2)"), (7.2, "2 (at most 9)")])
+def test_no_number_reaches_below_zero_by_its_margin(margin, words):
+    assert with_margin(2, margin) == words

@@ -11,14 +11,36 @@ const run = ([first, last]) => (first === last ? `layer ${first}` : `layers ${fi
 const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 const times = (ratio) => `${Number(ratio.toPrecision(ratio < 100 ? 2 : 3))} times`;
 const share = (value) => percent(value).replace(/^-0%/, "0%");
+const SHOWN = 0.05; // share from which a component is listed
+
+/** A part in a sentence, from its name in a result; those of a set that is judged as one are joined. */
+function partName(name) {
+  const one = (part) => part.replace(/^embedding$/, "the embedding").replace(/^(\w+) (\d+)$/, (_, kind, layer) => `the ${kind === "mlp" ? "MLP" : kind} of layer ${layer}`);
+  return name.split(" and ").map(one).join(" and ");
+}
+
+/** What a spike needs, as names; none if nothing is known. */
+const neededParts = ({ found: { needed } }) => (needed ? needed.parts : []);
+
+/** The neurons with pages that write a spike or that it needs, each with its share and what remains without it alone. */
+function writingNeurons(view, spike) {
+  const { found } = spike;
+  const of = (list, name) => list.find((one) => neuronName(one) === name);
+  return [...view.pages.keys()].map((name) => {
+    const written = of(found.neurons, name);
+    const alone = of(found.alone, name);
+    const random = alone && spike.random.find((one) => one.layer === alone.layer && one.expert === alone.expert);
+    return { name, share: written?.share, left: alone?.left, needed: neededParts(spike).includes(name), alone, random };
+  }).filter(({ share: written, alone, needed }) => written !== undefined || alone || needed);
+}
 
 /** The blocks of all spikes; that with most readers is open at first. */
 class Circuit {
   constructor(view) {
     this.view = view;
     const { circuit, circuit_sentence: none } = view.data;
-    const most = Math.max(...circuit.map((spike) => spike.heads));
-    view.unfolded ||= new Set([circuit.findIndex((spike) => spike.heads === most)]);
+    const most = Math.max(...circuit.map(({ found }) => found.heads));
+    view.unfolded ||= new Set([circuit.findIndex(({ found }) => found.heads === most)]);
     this.cells = [];
     const blocks = circuit.map((spike, number) => this.block(spike, number));
     this.element = element("section", {}, element("h2", {}, "Circuit"), element("div", { class: "circuit" }, ...(blocks.length ? blocks : [element("p", {}, none)])));
@@ -30,19 +52,24 @@ class Circuit {
     for (const cell of this.cells) cell.classList.toggle("chosen", cell.dataset.head === chosen);
   }
 
-  block(spike, number) {
+  block(one, number) {
     const { unfolded } = this.view;
+    const { found: spike, sentence } = one;
+    const needed = neededParts(one);
+    const component = ({ part, share: written }) => ({ name: partName(part), share: written, needed: needed.includes(part) });
+    const writers = spike.writers.filter(({ part, share: written }) => Math.abs(written) >= SHOWN || needed.includes(part));
     const heads = spike.heads ? `${counted(spike.heads, "head")} read${spike.heads === 1 ? "s" : ""} it` : "no head reads it";
     const block = element("details", { class: "spike", id: `spike-${number}`, open: unfolded.has(number), ontoggle: () => (block.open ? unfolded.add(number) : unfolded.delete(number)) },
-      element("summary", {}, element("h3", {}, `${spike.place[0].toUpperCase()}${spike.place.slice(1)}, ${run(spike.layers)}`),
+      element("summary", {}, element("h3", {}, `${spike.place.words[0].toUpperCase()}${spike.place.words.slice(1)}, ${run(spike.layers)}`),
         element("span", { class: "soft" }, `${this.ratio(spike)}; ${heads}`)),
       element("p", { class: "soft" }, `The norm is ${shown(spike.norm)} after layer ${spike.peak}, from ${shown(spike.before)}${inDimensions(spike.dims)}. `,
         element("button", { type: "button", class: "tool", onclick: () => this.view.pickLayer(spike.peak) }, "Show it on the text")),
-      this.parts("What writes it: its share, and what remains of the spike without it alone", spike.writers),
-      this.parts("What takes it away again", spike.erasers),
-      this.parts("What marks the place, and what remains of the spike if that is replaced there", spike.marks),
-      spike.sentence ? element("p", {}, spike.sentence) : null,
-      spike.heads ? this.readers(spike, number) : null);
+      this.parts("Components that write it: their shares", writers.map(component)),
+      this.parts("Neurons that write it: their shares of it, and what remains of the spike without each alone", writingNeurons(this.view, one)),
+      this.parts("What takes it away again", spike.erasers.map(component)),
+      this.parts("What marks the place, and what remains of the spike if that is replaced there", spike.marks.map(({ part, left, others }) => ({ name: partName(part), left, others }))),
+      sentence ? element("p", {}, sentence) : null,
+      spike.heads ? this.readers(one, number) : null);
     return block;
   }
 
@@ -58,11 +85,11 @@ class Circuit {
     if (!parts.length) return null;
     const rows = parts.map((part) => {
       const words = [];
-      if (part.share !== null) words.push(share(part.share));
-      if (part.left !== null) words.push(`${share(part.left)} remains`);
-      if (part.others !== null) words.push(`others: ${percent(part.others)}`);
+      if (part.share !== undefined) words.push(share(part.share));
+      if (part.left !== undefined) words.push(`${share(part.left)} remains`);
+      if (typeof part.others === "number") words.push(`others: ${percent(part.others)}`);
       if (part.needed) words.push("needed");
-      const line = part.share === null ? Math.max(0, part.left ?? 0) : part.share;
+      const line = part.share ?? Math.max(0, part.left ?? 0);
       return element("li", {}, this.name(part.name), bar(line), element("span", { class: "soft" }, words.join("; ")));
     });
     return element("div", {}, element("h4", {}, title), element("ul", { class: "parts" }, ...rows));
@@ -81,12 +108,12 @@ class Circuit {
   }
 
   /** The heads that can read the spike, a row for each layer. */
-  readers(spike, number) {
-    const width = spike.attention[0].length;
-    const grid = element("div", { class: "heads small", role: "group", "aria-label": `Heads that read ${spike.place}` });
+  readers({ found: spike, attention, first_reader: first }, number) {
+    const width = attention[0].length;
+    const grid = element("div", { class: "heads small", role: "group", "aria-label": `Heads that read ${spike.place.words}` });
     grid.style.gridTemplateColumns = `max-content repeat(${width}, minmax(0, 1.4rem))`;
-    spike.attention.forEach((shares, row) => {
-      const layer = spike.first_reader + row;
+    attention.forEach((shares, row) => {
+      const layer = first + row;
       grid.append(element("span", { class: "label" }, `L${layer}`));
       shares.forEach((value, head) => {
         const title = `${headName([layer, head])}: ${percent(value)}`;
@@ -97,7 +124,7 @@ class Circuit {
       });
     });
     roving(grid, () => width)();
-    const all = spike.attention.length * width;
+    const all = attention.length * width;
     return element("div", {}, element("h4", {}, `Heads that read it: ${spike.heads} of ${all}`),
       element("p", { class: "soft" }, `Mean attention to the place on the typical text, one row for each layer; underlined if above ${percent(READS)}.`), grid);
   }
@@ -110,26 +137,25 @@ function inDimensions(dims) {
 /** The page of a neuron, over the page of the view: what it writes, where it fires, what its removal does. */
 function neuronPage(view, name) {
   const page = view.pages.get(name);
+  const spikes = view.data.circuit.map((spike) => [spike, writingNeurons(view, spike).find((one) => one.name === name)]).filter(([, one]) => one);
   const close = () => dialog.close();
   const dialog = element("dialog", { class: "neuron", "aria-label": `Neuron ${name}`, onclose: () => view.closeNeuron(dialog), onclick: (event) => event.target === dialog && close() },
     element("div", { class: "row" }, element("h2", {}, `Neuron ${name}`), view.ask ? element("button", { type: "button", class: "tool", onclick: () => (close(), view.toggle(name)) }, view.off.has(name) ? "Switch it on" : "Switch it off") : null,
       element("button", { type: "button", class: "tool", onclick: close }, "Close")),
-    ...page.spikes.map((one) => writesIn(view, one)),
-    onText(view, page), onTypicalText(page), withoutNeuron(view, page));
+    ...spikes.map(writesIn), onText(view, page), onTypicalText(page), withoutNeuron(name, spikes));
   return dialog;
 }
 
-function writesIn(view, { spike: number, share: value }) {
-  const spike = view.data.circuit[number];
-  const written = value === null ? "is needed for" : `writes ${share(value)} of`;
-  return element("p", {}, `In ${run(spike.layers)}, it ${written} the spike at ${spike.place}${inDimensions(spike.dims)}.`);
+function writesIn([{ found: spike }, { share: value }]) {
+  const written = value === undefined ? "is needed for" : `writes ${share(value)} of`;
+  return element("p", {}, `In ${run(spike.layers)}, it ${written} the spike at ${spike.place.words}${inDimensions(spike.dims)}.`);
 }
 
 /** Its activation at each token of the shown text: in the intact model, and under the switch. */
 function onText(view, { name }) {
   const text = view.now;
   const place = view.data.neuron_pages.findIndex((page) => page.name === name);
-  const intact = text.activations[place];
+  const intact = text.variants[0].activations[place];
   const top = Math.max(...intact.map(Math.abs)) || 1;
   const sentence = (values, model) => {
     const sizes = values.map(Math.abs);
@@ -142,7 +168,6 @@ function onText(view, { name }) {
   if (view.variant === "intact") return element("div", {}, ...made);
   const changed = view.reading.activations[place];
   if (!changed) made.push(element("p", { class: "soft" }, "Activations of experts are shown for the intact model only."));
-  else if (!changed.length) made.push(element("p", { class: "soft" }, `The same in the model "${view.variant}".`));
   else made.push(element("p", { class: "soft" }, `${sentence(changed, `model "${view.variant}"`)} The colours mean the same.`), activationStrip(text, changed, top));
   return element("div", {}, ...made);
 }
@@ -171,19 +196,19 @@ function onTypicalText({ largest, median, positions }) {
 }
 
 /** What remains of each spike without it, alone and with what else is needed, beside random neurons. */
-function withoutNeuron(view, { name, spikes }) {
+function withoutNeuron(name, spikes) {
   const rows = [];
-  for (const one of spikes) {
-    const spike = view.data.circuit[one.spike];
+  for (const [one, { alone, random }] of spikes) {
+    const { place, layers, heads, needed } = one.found;
     const start = rows.length;
-    if (one.alone) rows.push(["it alone", one.alone]);
-    if (one.random) rows.push([`random: ${one.random.parts[0]}`, one.random]);
-    const set = spike.needed ? spike.needed.parts : [];
+    if (alone) rows.push(["it alone", alone]);
+    if (random) rows.push([`random: ${neuronName(random)}`, random]);
+    const set = neededParts(one);
     if (set.includes(name) && set.length > 1) {
-      rows.push([`with ${set.filter((part) => part !== name).join(", ")}`, spike.needed]);
-      if (spike.random) rows.push([`${set.length} random neurons`, spike.random]);
+      rows.push([`with ${set.filter((part) => part !== name).join(", ")}`, { ...needed, heads: needed.heads[1] }]);
+      if (needed.random) rows.push([`${set.length} random neurons`, needed.random]);
     }
-    if (rows.length > start) rows.splice(start, 0, [`The spike at ${spike.place}, ${run(spike.layers)}: ${counted(spike.heads, "head")} read${spike.heads === 1 ? "s" : ""} it`, null]);
+    if (rows.length > start) rows.splice(start, 0, [`The spike at ${place.words}, ${run(layers)}: ${counted(heads, "head")} read${heads === 1 ? "s" : ""} it`, null]);
   }
   const title = element("h3", {}, "What its removal does");
   if (!rows.length) return element("div", {}, title, element("p", { class: "soft" }, "It was not removed."));

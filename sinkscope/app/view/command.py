@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,6 @@ from pydantic import Field
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import check_server, serve
-from sinkscope.app.view.writing import writings
 from sinkscope.files.output import read_text
 from sinkscope.measure import Setup
 from sinkscope.results.console import end_bar
@@ -28,7 +26,6 @@ def view_model(
     model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
     *,
     text: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
-    generation: bool = True,
     port: Annotated[int, Field(ge=0, le=65535)] = 0,
     to_files: Hidden = True,
     **settings: Any,
@@ -41,7 +38,6 @@ def view_model(
     Args:
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
         text: The text; - is standard input. By default a story.
-        generation: Include what the model writes without the guard and with it; the live page makes it when asked.
         port: Port of the live page. By default a free one.
         to_files: Whether the result is wanted; else the live page is served.
         settings: As for `sinkscope.measure.Setup.open`.
@@ -57,14 +53,11 @@ def view_model(
         given = read_text(str(text))
     explorer = Explorer.open(model, **settings)
     if to_files:
-        view = explorer.view(given)
-        if generation:
-            view = replace(view, generation=writings(explorer.sink.setup))
-        return view
+        return explorer.view(given)
     explorer.text = given
 
     def ready(address: str) -> None:
-        print(f"{explorer.sink.setup.target.name} is at {address} until Ctrl-C.", flush=True)
+        print(f"{explorer.setup.target.name} is at {address} until Ctrl-C.", flush=True)
 
     end_bar(settings.get("progress"))
     serve(explorer, port, ready)

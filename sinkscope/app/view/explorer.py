@@ -13,18 +13,16 @@ import torch
 from jaxtyping import Float
 from pydantic import BaseModel
 
-from sinkscope.app.view.column import column_of
 from sinkscope.app.view.model_sink import ModelSink
-from sinkscope.app.view.neurons import activations, named_neurons, pages_of
+from sinkscope.app.view.neurons import activations, circuit_of, named_neurons, pages_of
 from sinkscope.app.view.packed import Packed, codes_of
-from sinkscope.app.view.readings import TextReading, heads_that_fit, norms_at, read_tokens, spikes_of
+from sinkscope.app.view.readings import TextReading, four_digits, heads_that_fit, norms_at, read_tokens, spikes_of
 from sinkscope.app.view.result import CircuitSpike, ModelView, NeuronPage, Variant, ViewedText
 from sinkscope.app.view.switches import RANDOM_SWITCH, Switch, switch_named, switch_without, switches_of
 from sinkscope.app.view.texts import STORY, ids_of
-from sinkscope.app.view.writing import writings
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
-from sinkscope.hooks.edit.base import Intervention, under
+from sinkscope.hooks.edit.base import under
 from sinkscope.results.notation import word_form
 
 PAGE_VALUES = 24 << 20  # values of attention in a page
@@ -36,7 +34,6 @@ class Request(BaseModel, extra="forbid"):
     text: str | None = None
     switch: str | None = None
     off: tuple[str, ...] = ()
-    generation: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,77 +52,68 @@ class OpenText:
 
 
 @dataclass
-class Explorer:
-    """An open model, and the text that is shown.
+class Explorer(ModelSink):
+    """An open model, what is known of its sink, and the text that is shown.
 
     Attributes:
-        sink: The model and what is known of its sink.
         text: The text that is shown where a request names none. None: a story.
         latest: The text that was read last, after the request for it.
         lock: Held by whoever runs the model.
     """
 
-    sink: ModelSink
     text: str | None = None
     latest: tuple[Any, OpenText] | None = None
     lock: Any = field(default_factory=threading.RLock)
 
-    @classmethod
-    def open(cls, model: object = None, **options: Any) -> Explorer:
-        """Open a model as `Setup.open` does, whole, and measure its sink."""
-        return cls(ModelSink.open(model, **options))
-
     @cached_property
-    def circuit(self) -> tuple[CircuitSpike, ...]:
+    def column(self) -> tuple[CircuitSpike, ...]:
         """The circuit of each spike."""
-        return column_of(self.sink)
+        return circuit_of(self)
 
     @cached_property
     def neuron_pages(self) -> tuple[NeuronPage, ...]:
         """The neurons that the circuit names."""
-        return pages_of(self.sink)
+        return pages_of(self)
 
     def read(self, text: str | None = None, variants: int = 1) -> OpenText:
         """Return a text, or a story, as the intact model reads it; a page has room for `variants` of it."""
         if self.latest is None or self.latest[0] != (text, variants):
-            ids = ids_of(self.sink.setup, text or STORY)
-            tokens = tuple(self.sink.setup.tokenizer.decode([token]) for token in ids)
-            intact = read_tokens(self.sink, ids)
+            ids = ids_of(self.setup, text or STORY)
+            tokens = tuple(self.setup.tokenizer.decode([token]) for token in ids)
+            intact = read_tokens(self, ids)
             heads = heads_that_fit(intact, PAGE_VALUES // variants)
             shown = ViewedText(
                 name="text" if text else "a story",
                 tokens=tokens,
                 heads=heads,
                 variants=(),
-                spikes=spikes_of(self.sink, intact),
-                activations=self.activations(ids),
+                spikes=spikes_of(self, intact),
             )
             self.latest = ((text, variants), OpenText(ids, intact, shown))
         return self.latest[1]
 
     def view(self, text: str | None = None) -> ModelView:
         """Return the model on a text, or on a story, intact and under its switches: all that a page shows alone."""
-        switches = [None, *switches_of(self.sink)]
-        return self.result(self.viewed(self.read(text, len(switches)), switches))
+        switches = [None, *switches_of(self)]
+        return self.result(self.read(text, len(switches)), switches)
 
-    def result(self, text: ViewedText) -> ModelView:
-        """Return the view of a text, with all that is known of the sink."""
-        sink, setup = self.sink, self.sink.setup
-        switches = switches_of(sink)
+    def result(self, text: OpenText, shown: Sequence[Switch | None]) -> ModelView:
+        """Return the view of a text under these switches, with all that is known of the sink; None is no switch."""
+        setup, switches = self.setup, switches_of(self)
         return ModelView(
             model=setup.info(),
             settings={"seed": setup.seed, "bos": setup.bos is not None},
             provenance=setup.provenance(),
-            layer=sink.layer,
-            typical_norm=_rounded(np.array(sink.typical_norm)),
-            neurons=tuple(map(str, sink.neurons)),
-            marks=tuple(map(str, sink.marks)),
+            layer=self.layer,
+            typical_norm=_rounded(np.array(self.typical_norm)),
+            neurons=tuple(map(str, self.neurons)),
+            marks=tuple(map(str, self.marks)),
             switches=tuple(switch.name for switch in switches),
             meanings=tuple(switch.meaning for switch in switches),
             control=RANDOM_SWITCH,
-            texts=(text,),
-            circuit=self.circuit,
-            circuit_sentence=sink.circuit.conclusion(),
+            texts=(self.viewed(text, shown),),
+            circuit=self.column,
+            circuit_sentence=self.circuit.conclusion(),
             neuron_pages=self.neuron_pages,
         )
 
@@ -134,11 +122,9 @@ class Explorer:
         variants: list[Variant] = []
         for switch in switches:
             name, reading, sentence = "intact", text.intact, self.intact_sentence(text)
-            changed: tuple[tuple[float, ...], ...] = ()
             if switch is not None:
-                name, reading = switch.name, read_tokens(self.sink, text.ids, switch.edit)
+                name, reading = switch.name, read_tokens(self, text.ids, switch.edit)
                 sentence = self.change(switch, text, reading)
-                changed = self.changed_activations(text, switch)
             variant = Variant(
                 name=name,
                 sentence=sentence,
@@ -146,49 +132,44 @@ class Explorer:
                 received=Packed.of(codes_of(reading.received)),
                 rows=tuple(Packed.of(reading.rows[head]) for head in text.shown.heads),
                 following=reading.following,
-                activations=changed,
+                activations=self.activations(text.ids, switch),
             )
             variants.append(variant)
         return replace(text.shown, variants=tuple(variants))
 
-    def activations(self, ids: list[int], edit: Intervention | None = None) -> tuple[tuple[float, ...], ...]:
-        """Return the activation of each named neuron at each token of a text, after an edit or intact (None)."""
-        target = self.sink.setup.target
-        with under(edit, target):
-            fired = activations(target, torch.tensor([ids]), named_neurons(self.sink))
-        return tuple(map(tuple, _rounded(fired[:, 0].numpy()).tolist()))
-
-    def changed_activations(self, text: OpenText, switch: Switch) -> tuple[tuple[float, ...], ...]:
-        """Return the activations under a switch: nothing of a neuron that keeps its intact ones, and none of experts.
+    def activations(self, ids: list[int], switch: Switch | None) -> tuple[tuple[float, ...], ...]:
+        """Return the activation of each named neuron at each token of a text; none of experts under an edit.
 
         What an edit of an expert writes is added to the output of all experts, so that no hook sees its activation.
         """
-        target = self.sink.setup.target
-        if any(target.is_mixture(neuron.layer) for neuron in named_neurons(self.sink)):
+        target, neurons = self.setup.target, named_neurons(self)
+        edit = None if switch is None else switch.edit
+        if edit is not None and any(target.is_mixture(neuron.layer) for neuron in neurons):
             return ()
-        pairs = zip(self.activations(text.ids, switch.edit), text.shown.activations, strict=True)
-        return tuple(() if now == before else now for now, before in pairs)
+        with under(edit, target):
+            fired = activations(target, torch.tensor([ids]), neurons)
+        return tuple(map(tuple, _rounded(fired[:, 0].numpy()).tolist()))
 
     def intact_sentence(self, text: OpenText) -> str:
         """Return how many tokens have a norm spike, and the largest norm beside typical text."""
-        layer, count = self.sink.layer, len(text.shown.spikes)
+        layer, count = self.layer, len(text.shown.spikes)
         norm = text.intact.norm[layer]
         highest = int(norm.argmax())
         return (
             f"{count} of {len(norm)} tokens {word_form(count, 'has', 'have')} a norm spike after layer {layer}: "
             f"the largest norm is {short(norm[highest])} at {text.shown.tokens[highest]!r}, where typical text has "
-            f"{short(self.sink.typical_norm[layer])}."
+            f"{short(self.typical_norm[layer])}."
         )
 
     def change(self, switch: Switch, text: OpenText, reading: TextReading) -> str:
         """Return what an edit changes most, beside its control."""
-        layer = self.sink.layer
+        layer = self.layer
         before, after = text.intact.norm[layer], reading.norm[layer]
         position = int(np.abs(after - before).argmax())
         chance = ""
         if switch.control is not None:
-            with switch.control.on(self.sink.setup.target):
-                control = norms_at(self.sink, text.ids, layer)
+            with switch.control.on(self.setup.target):
+                control = norms_at(self, text.ids, layer)
             chance = f" (random control: {short(control[position])})"
         token = f"{position}, {text.shown.tokens[position]!r}"
         name = f"{switch.name[:1].upper()}{switch.name[1:]}"
@@ -202,8 +183,7 @@ class Explorer:
 
         Args:
             request: An object. `text` is the text (None: that of the explorer). Without more, its intact variant is
-                measured. `switch` (a name) or `off` (names of neurons and heads) asks for this variant of the text;
-                true `generation` also for what the model writes in it.
+                measured. `switch` (a name) or `off` (names of neurons and heads) asks for this variant of the text.
         """
         try:
             asked = checked_value(Request, request, "the request")
@@ -211,23 +191,19 @@ class Explorer:
                 text = self.read(asked.text or self.text)
                 switch: Switch | None = None
                 if asked.switch is not None:
-                    switch = switch_named(self.sink, asked.switch)
+                    switch = switch_named(self, asked.switch)
                 elif asked.off:
-                    switch = switch_without(self.sink, asked.off)
-                result = self.result(self.viewed(text, [switch]))
-                if asked.generation:
-                    edit = None if switch is None else switch.edit
-                    result = replace(result, generation=writings(self.sink.setup, edit))
-                return result.to_dict()
+                    switch = switch_without(self, asked.off)
+                return self.result(text, [switch]).to_dict()
         except SinkscopeError as error:
             return {"error": str(error)}
 
 
 def short(value: float) -> str:
     """Return a number with four significant digits and without a power of ten: 25,100."""
-    return f"{float(f'{value:.4g}'):,.12g}"
+    return f"{four_digits(value):,.12g}"
 
 
 def _rounded(values: Float[np.ndarray, "*axes"]) -> Float[np.ndarray, "*axes"]:
-    """Four significant digits: more only make a file larger."""
-    return np.vectorize(lambda value: float(f"{value:.4g}"), otypes=[float])(values)
+    """Return an array with four significant digits."""
+    return np.vectorize(four_digits, otypes=[float])(values)

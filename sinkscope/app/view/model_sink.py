@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sinkscope.measure import Setup
 from sinkscope.results.parts import Head, Neuron
@@ -15,7 +15,10 @@ from sinkscope.sinks.spikes.steps import Sinks, sinks_of
 COPIES = 300  # copies of a token that the circuit of a view tries
 
 
-@dataclass(frozen=True)
+S = TypeVar("S", bound="ModelSink")  # the shape checks of the tests refuse typing.Self
+
+
+@dataclass
 class ModelSink:
     """An open model and what is known of its sink.
 
@@ -30,7 +33,7 @@ class ModelSink:
     circuit: Circuit
 
     @classmethod
-    def open(cls, model: object = None, **options: Any) -> ModelSink:
+    def open(cls: type[S], model: object = None, **options: Any) -> S:
         """Open a model as `Setup.open` does, whole, and measure its sink."""
         setup = Setup.open(model, **options, loading="whole")
         setup.target.shards.check_alone("view")

@@ -1,4 +1,4 @@
-// Parts of a view that change little: what the model writes, and the tour.
+// The tour of a view.
 
 const LAST_TOUR = "sinkscope view: the tour was shown";
 
@@ -14,16 +14,6 @@ function tourSteps(data) {
   if (made && random) steps.push([".heads", random, `Now "${random}": as many random neurons are set to 0, and the squares are blue again. This is the control: not any neurons make the sink, but these.`]);
   steps.push([".circuit", "intact", "The circuit: a block for each spike, with the neurons that write the large norm and the heads that read it. A click on a neuron opens its page."]);
   return steps;
-}
-
-/** What a variant of the model wrote without the guard and with it, with a mark where the guard took copies back. */
-function writtenSides(sides, variant) {
-  const shown = sides.map(({ name, pieces, summary }) => {
-    const text = element("p", { class: "written" }, pieces[0]);
-    for (const piece of pieces.slice(1)) text.append(element("mark", {}, "copies taken back"), piece);
-    return element("section", {}, element("h2", {}, `The model ${name}`), text, element("p", { class: "soft" }, summary));
-  });
-  return [element("p", {}, variant === "intact" ? "The model continues: " : `The model, ${variant}, continues: `, element("q", {}, sides[0].prompt)), element("div", { class: "sides" }, ...shown)];
 }
 
 /** Whether the tour was shown in this browser; from then on it was. */

@@ -83,6 +83,11 @@ def spikes_of(sink: ModelSink, reading: TextReading) -> tuple[int, ...]:
     return tuple(np.flatnonzero(reading.norm[sink.layer] >= bar).tolist())
 
 
+def four_digits(value: float) -> float:
+    """Return a number with four significant digits: more only make a file larger."""
+    return float(f"{value:.4g}")
+
+
 def heads_that_fit(reading: TextReading, room: int) -> tuple[tuple[int, int], ...]:
     """Return the heads with most attention to the first token, at least one, whose rows have at most `room` values."""
     _, heads, tokens = reading.received.shape

@@ -43,7 +43,7 @@ def application(explorer: Explorer, token: str) -> Any:
     from starlette.responses import HTMLResponse, JSONResponse
     from starlette.routing import Route
 
-    title = explorer.sink.setup.target.name
+    title = explorer.setup.target.name
 
     async def page(_: Request) -> HTMLResponse:
         return HTMLResponse(view_page(None, title), headers=HEADERS)

@@ -15,7 +15,7 @@ export async function start(page) {
   const first = !location.hash && !tourSeen();
   const view = data ? await mount(root, data) : await live(root);
   const touched = view && (view.variant !== "intact" || view.off.size > 0);
-  if (view && first && !touched) view.startTour();
+  if (view && first && !touched) tour(view);
 }
 
 async function live(root) {

@@ -1,4 +1,4 @@
-// A view of a model: tokens, heads, circuit, switches, generation. Used by a page, a live page and a notebook.
+// A view of a model: tokens, heads, circuit, switches. Used by a page, a live page and a notebook.
 
 const READS = 0.3; // share of its attention that a head gives to what it reads, as the sink rate has it
 
@@ -11,7 +11,6 @@ class View {
     this.beside = null;
     this.variant = "intact";
     this.running = 0;
-    this.tab = "text";
     this.colour = "norm";
     this.token = 0;
     this.query = null;
@@ -54,7 +53,6 @@ class View {
     this.model = answer.model;
     this.data = answer.result;
     this.pages = new Map(this.data.neuron_pages.map((page) => [page.name, page]));
-    this.written = new Map(this.data.generation.length ? [["intact", this.data.generation]] : []); // by variant
     this.data.texts.forEach((text) => (text.asked = { text: null }));
     await this.follow();
     const last = this.data.texts.length - 1;
@@ -123,7 +121,6 @@ class View {
     this.sides = sides;
     await this.unpackRows();
     this.redraw();
-    if (this.tab === "generation") this.drawGeneration();
     return true;
   }
 
@@ -171,27 +168,19 @@ class View {
     this.status = element("p", { class: "soft", id: "status", "aria-live": "polite" });
     this.root.replaceChildren(
       element("div", { class: "row" }, element("h1", {}, `${name} `, element("span", { class: "soft" }, `${family}, ${layers} layers`)),
-        element("button", { type: "button", class: "tool", id: "tour", onclick: () => this.startTour() }, "Tour")),
+        element("button", { type: "button", class: "tool", id: "tour", onclick: () => tour(this) }, "Tour")),
       element("p", { id: "about" }, A_SINK),
       this.headline,
       this.sentence,
       this.switches(),
       this.meaning,
       ...(this.ask ? [this.status] : []),
-      this.tabs(),
       this.textPanel(),
-      element("div", { role: "tabpanel", id: "panel-generation", "aria-labelledby": "tab-generation" }),
     );
     this.redraw();
     this.showRunning();
-    this.selectTab(this.tab);
     const before = active && this.root.querySelector(`[id="${active}"]`);
     if (before) before.focus();
-  }
-
-  startTour() {
-    this.selectTab("text");
-    tour(this);
   }
 
   redraw() {
@@ -260,49 +249,6 @@ class View {
     return group;
   }
 
-  tabs() {
-    const list = element("div", { role: "tablist", "aria-label": "What is shown" });
-    for (const [name, words] of [["text", "Text"], ["generation", "Generation"]]) {
-      list.append(element("button", { role: "tab", type: "button", id: `tab-${name}`, "aria-controls": `panel-${name}`, onclick: () => this.selectTab(name) }, words));
-    }
-    list.addEventListener("keydown", (event) => {
-      if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
-      this.selectTab(this.tab === "text" ? "generation" : "text");
-      this.root.querySelector(`#tab-${this.tab}`).focus();
-    });
-    return list;
-  }
-
-  selectTab(name) {
-    this.tab = name;
-    for (const one of ["text", "generation"]) {
-      const tab = this.root.querySelector(`#tab-${one}`);
-      tab.setAttribute("aria-selected", one === name);
-      tab.tabIndex = one === name ? 0 : -1;
-      this.root.querySelector(`#panel-${one}`).hidden = one !== name;
-    }
-    if (name === "generation") this.drawGeneration();
-  }
-
-  /** Draw what the chosen model writes; Python is asked for it when this is first shown. */
-  async drawGeneration() {
-    const panel = this.root.querySelector("#panel-generation");
-    const name = this.variant;
-    const sides = this.written.get(name);
-    if (sides) {
-      panel.replaceChildren(...writtenSides(sides, name));
-      return;
-    }
-    const made = this.written.size ? `This page holds only what the ${[...this.written.keys()].join(" and the ")} model writes.` : "This page was made without a generation.";
-    panel.replaceChildren(element("p", {}, this.ask ? "The model continues a story, without the guard and with it." : made));
-    if (!this.ask || this.writing === name) return;
-    this.writing = name;
-    const answer = await this.request({ ...this.editOf(name), generation: true });
-    if (this.writing === name) this.writing = null;
-    if (answer) this.written.set(name, answer.result.generation);
-    if (answer && this.tab === "generation" && this.variant === name) this.drawGeneration();
-  }
-
   /** What Python is asked for a variant. */
   editOf(name) {
     if (name === "intact") return {};
@@ -314,8 +260,7 @@ class View {
     this.rows = new Rows(this);
     this.parts = [strips, heads, this.rows, layer, circuit];
     const attention = element("section", {}, ...this.rows.elements, layer.element);
-    return element("div", { role: "tabpanel", id: "panel-text", "aria-labelledby": "tab-text" },
-      this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, attention, circuit.element));
+    return element("div", {}, this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, attention, circuit.element));
   }
 
   /** A choice among the texts; `none` is a first one that chooses none of them. */

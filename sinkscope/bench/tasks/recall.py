@@ -123,7 +123,6 @@ def recall_dialogue(
     tokens: int | Sequence[int] = 256,
     hops: int = 2,
     position: Position = "end",
-    stated: bool = True,
 ) -> Prompt:
     """Build a dialogue; the same arguments give the same one, and positions differ only in where questions stand.
 
@@ -134,15 +133,13 @@ def recall_dialogue(
             each turn.
         hops: Number of facts in the chain of an answer, which has 3 * hops tokens.
         position: Position of the questions in their turns.
-        stated: If False, the last question asks about a key that was never stated, and its answer is `unknown .`.
 
     Raises:
         SinkscopeError: The facts do not fit, or a number is out of range.
     """
     lengths = [tokens] * turns if isinstance(tokens, int) else list(tokens)
-    asked = turns if stated else turns - 1
     fits = 1 <= turns <= len(TURNS) and len(lengths) == turns and min(lengths) >= _FRAME + _GAP
-    if not fits or hops < 1 or asked * hops >= len(KEYS):
+    if not fits or hops < 1 or turns * hops >= len(KEYS):
         raise SinkscopeError(
             f"turns={turns!r}, tokens={tokens!r}, hops={hops!r}: expected 1 to {len(TURNS)} turns of at least "
             f"{_FRAME + _GAP} tokens each, one number of tokens or one for each turn, and fewer than {len(KEYS)} hops "
@@ -151,20 +148,16 @@ def recall_dialogue(
     rng = random.Random(f"recall {seed}")
     keys = list(KEYS)
     rng.shuffle(keys)
-    chains = [[keys.pop() for _ in range(hops)] for _ in range(asked)]
+    chains = [[keys.pop() for _ in range(hops)] for _ in range(turns)]
     facts: dict[str, list[str]] = {}
     for chain in chains:
         for key, link in pairwise([*chain, END]):
             facts[key] = _fact(rng, key, link)
-    if not stated:
-        chains.append([keys.pop()])
-    facts_by_turn = _placed(rng, lengths, chains[:asked], facts, keys[::-1])
+    facts_by_turn = _placed(rng, lengths, chains, facts, keys[::-1])
     questions: list[Turn] = []
     for number, chain in enumerate(chains):
         pieces = _pieces(rng, facts_by_turn[number], lengths[number] - _FRAME)
-        answer = [UNKNOWN, END]
-        if chain[0] in facts:
-            answer = [word for key in chain for word in facts[key][2:]]
+        answer = [word for key in chain for word in facts[key][2:]]
         pieces.insert(_place(pieces, position), [ASK, chain[0], *QUESTION_END])
         words = " ".join(" ".join(piece) for piece in pieces)
         questions.append(Turn(f"{TURNS[number]} {words} {ANSWER}", (" ".join(answer),)))

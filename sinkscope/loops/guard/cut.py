@@ -32,14 +32,22 @@ def find_repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | N
     return begin, None if tail is None else tail.period
 
 
-def event_data(row: WatchedRow, period: int | None, bad: range, cached: list[int], kept: list[int]) -> dict[str, Any]:
-    """Return the data of an event at which nothing is taken back."""
+def event_data(
+    row: WatchedRow,
+    period: int | None,
+    bad: range,
+    cached: list[int],
+    kept: list[int],
+    level: int = 0,
+    taken_back: int = 0,
+) -> dict[str, Any]:
+    """Return the data of an event."""
     return {
         "period": period,
         "bad": ranges_of(bad),
-        "level": 0,
+        "level": level,
         "cached_before": len(cached),
-        "taken_back": 0,
+        "taken_back": taken_back,
         "kept": ranges_of(kept),
         "kept_count": len(kept),
         "generated": row.written,

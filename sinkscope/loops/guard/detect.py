@@ -1,19 +1,16 @@
-"""Detection of loops: one monitor for each row, and a logits processor that reports or ends loops without a guard."""
+"""Detection of loops: one monitor for each row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import LogitsProcessor
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.edit.base import Event
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings
 from sinkscope.loops.text.outputs import is_tabular, split
@@ -102,13 +99,10 @@ def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[..., 
 
 def numbers_of(tokenizer: Any) -> Callable[[int], bool]:
     """Return a function that says whether a token is a number or a part of one."""
-    known: dict[int, bool] = {}
 
+    @cache
     def is_number(token: int) -> bool:
-        found = known.get(token)
-        if found is None:
-            found = known[token] = tokenizer.decode([token]).strip().isdigit()
-        return found
+        return tokenizer.decode([token]).strip().isdigit()
 
     return is_number
 
@@ -149,65 +143,3 @@ def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " r
     """Return the largest probability of any token, max_v Pr(v), in float32."""
     logits = logits.detach().float()
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()
-
-
-class LoopReporter(LogitsProcessor):
-    """Report loops, or end them: `model.generate(..., logits_processor=[LoopReporter(eos_token_id=2)])`.
-
-    It needs no session and no cache of sinkscope. Place it after processors that change the logits, so that it sees the
-    distribution from which tokens are sampled. Use one reporter per call of `generate`. It refuses beam search and
-    cannot follow assisted generation.
-
-    Args:
-        eos_token_id: Id or ids that end a row, as in `model.generation_config.eos_token_id`. A different padding id may
-            be included; -1 if nothing ends a row.
-        settings: Settings of the monitor. By default it finds three copies of anything.
-        stop: Whether a row that loops is ended: the first id of `eos_token_id` is then its next token. Otherwise
-            no logit changes.
-
-    Attributes:
-        events: One event of kind "loop" for each trigger. `step` is the number of the generated token (1 is the first),
-            `position` its column in the batch (a padded row counts its padding), `data` the period of the repetition at
-            the end (None if there is none).
-
-    Example:
-        >>> reporter = LoopReporter(eos_token_id=2)
-        >>> reporter.events
-        []
-    """
-
-    def __init__(
-        self, eos_token_id: int | Sequence[int] | None, settings: MonitorSettings | None = None, *, stop: bool = False
-    ) -> None:
-        self._ends: list[int] = [] if eos_token_id is None else torch.tensor(eos_token_id).reshape(-1).tolist()
-        if not self._ends:
-            raise SinkscopeError("no eos_token_id: give the id that ends a row, or -1 if none does")
-        self._monitor = monitors(settings or MonitorSettings())
-        self._stop = stop
-        self._rows: list[WatchedRow] = []
-        self._ids: Int[Tensor, "row pos"] | None = None  # those of the step before
-        self._prompt = 0
-        self.events: list[Event] = []
-
-    def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
-        """Record the last token of every row and the next token's distribution."""
-        earlier = self._ids
-        self._ids = input_ids
-        if earlier is None:
-            self._rows = [WatchedRow(self._monitor) for _ in input_ids]
-            self._prompt = input_ids.shape[1]
-            return scores
-        if not torch.equal(earlier, input_ids[:, :-1]):
-            raise UnsupportedError(
-                "the tokens before the newest are not those of the step before: rows changed places, as in beam search "
-                "(use num_beams=1), or another generation began (use a new object for each)"
-            )
-        for row in push(self._rows, input_ids[:, -1], largest_probability(scores), self._ends):
-            step = self._rows[row].monitor.last
-            data = {"period": None if step.tail is None else step.tail.period}
-            self.events.append(Event(row, step.step, self._prompt + step.step - 1, None, None, "loop", data))
-            if self._stop:
-                scores = scores.clone()
-                scores[row] = -torch.inf
-                scores[row, self._ends[0]] = 0
-        return scores

@@ -150,12 +150,6 @@ class LoopGuard(Intervention):
             settings.setdefault("cooldown", self.window)
         if self.variant == "repeats":  # a loop that goes on after the cut is met with more than a cut: no need to wait
             settings.setdefault("cooldown", 8)
-        unknown = sorted(set(settings) - set(MonitorSettings.__dataclass_fields__))
-        if unknown:
-            names = ", ".join(MonitorSettings.__dataclass_fields__)
-            raise SinkscopeError(
-                f"LoopGuard: monitor has {unknown[0]!r}, no field of MonitorSettings: expected {names}"
-            )
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
 
     def summary(self, run: Run) -> str:
@@ -280,26 +274,13 @@ class GuardRun:
         alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
         if rewinder is not None and rewinder.end_lengths:  # a full row goes on as padding
             alarms = [number for number in alarms if rows.seen < rewinder.end_lengths[number]]
-        if alarms and self.guard.act in ("report", "stop"):
-            self._report(moment, rows, alarms)
-            if self.guard.act == "stop":
-                logits[alarms] = -torch.inf
-                logits[alarms, rows.stops[0]] = 0
-        elif alarms:
-            self._cut(moment, rows, alarms)
+        if alarms:
+            self._respond(moment, rows, alarms)
+        if alarms and self.guard.act == "stop":
+            logits[alarms] = -torch.inf
+            logits[alarms, rows.stops[0]] = 0
         if self.guard.penalty or self.guard.temperature:
             self._steer(rows, logits)
-
-    def _report(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
-        """Log the alarms of rows of which nothing is removed."""
-        events: list[Event] = []
-        for number in alarms:
-            row = rows.rows[number]
-            begin, period = find_repetition(row, self.guard.retention(row.prompt, self.session.anchors))
-            cached = cached_positions(moment.layers, number)
-            data = event_data(row, period, range(begin, row.length), cached, cached)
-            events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
-        self.run.log(lambda: events)
 
     def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
         """Lower the logits of tokens that would prolong a repetition of rows that looped, in place."""
@@ -372,23 +353,50 @@ class GuardRun:
             raise UnsupportedError(f"LoopGuard(act='stop'): {self.run.target.name} has no end token; use act='report'")
         return GuardedRows(rows, seen, ends, stops)
 
-    def _cut(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
-        """Cut the cache of the rows that loop, and do what else is set."""
-        for kv in moment.layers:
-            kv.settle()
+    def _respond(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
+        """Log the alarms of rows, and cut the cache of those that loop unless alarms are only told."""
+        cuts = self.guard.act in ("cut", "rewind")
+        if cuts:
+            for kv in moment.layers:
+                kv.settle()
         kept: dict[int, list[int]] = {}
         taken_back: dict[int, int] = {}
         events: list[Event] = []
         for number in alarms:
-            row = rows.rows[number]
-            taken_back[number] = self._count_to_take_back(row, number)
-            cached = cached_positions(moment.layers, number)
-            data, kept[number] = self._respond(row, cached, taken_back[number], rows.count)
+            row, cached = rows.rows[number], cached_positions(moment.layers, number)
+            retention = self.guard.retention(row.prompt, self.session.anchors)
+            begin, period = find_repetition(row, retention)
+            if cuts:
+                taken_back[number] = self._count_to_take_back(row, number)
+                bad, level = self._bad_tokens(row, begin, period, taken_back[number], rows.count)
+                stay = tokens_to_keep(cached, row.length, bad, retention, level)
+                data = event_data(row, period, bad, cached, stay, level, taken_back[number])
+                if taken_back[number]:  # the last token that stays is read again
+                    stay = [position for position in stay if position < row.length - taken_back[number] - 1]
+                kept[number] = stay
+            else:
+                data = event_data(row, period, range(begin, row.length), cached, cached)
             events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
-        evict_rows(moment.layers, kept)
+        if cuts:
+            evict_rows(moment.layers, kept)
         if any(taken_back.values()):
             self._rewind(moment, rows, taken_back)
         self.run.log(lambda: events)
+
+    def _bad_tokens(
+        self, row: WatchedRow, begin: int, period: int | None, taken_back: int, now: int
+    ) -> tuple[range, int]:
+        """The positions of a row to remove, and the level; from here on the row is steered."""
+        if row.steering is None:
+            row.steering = Steering(self.guard.penalty, self.guard.window, row.length - taken_back)
+        found = row.monitor.last.tail
+        if found is not None and not found.exact:
+            row.steering.is_number = row.monitor.is_number
+        row.monitor.looped = True
+        level = row.steering.act(row.ids, taken_back, now)
+        if taken_back:
+            return range(row.length - taken_back, row.length), level
+        return range(*self.guard.to_cut(begin, row.length, period)), level
 
     def _rewind(self, moment: Moment, rows: GuardedRows, taken_back: dict[int, int]) -> None:
         """Take tokens of some rows back, and the token before them, which is read again; the piece ends here."""
@@ -411,31 +419,6 @@ class GuardRun:
         rows.seen -= dropped
         rewinder.ended = [row.monitor.ended for row in rows.rows]
         rewinder.kept_mask = columns[:, :used] >= 0
-
-    def _respond(
-        self, row: WatchedRow, cached: list[int], taken_back: int, now: int
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Choose what is kept of a row, and what else is done; the data of the event, and what is kept."""
-        retention = self.guard.retention(row.prompt, self.session.anchors)
-        ids, length = row.ids, row.length
-        begin, period = find_repetition(row, retention)
-        if row.steering is None:
-            row.steering = Steering(self.guard.penalty, self.guard.window, length - taken_back)
-        found = row.monitor.last.tail
-        if found is not None and not found.exact:
-            row.steering.is_number = row.monitor.is_number
-        row.monitor.looped = True
-        level = row.steering.act(ids, taken_back, now)
-        end = length
-        if taken_back:
-            begin = length - taken_back
-        else:
-            begin, end = self.guard.to_cut(begin, length, period)
-        kept = tokens_to_keep(cached, length, range(begin, end), retention, level)
-        data = event_data(row, period, range(begin, end), cached, kept) | {"level": level, "taken_back": taken_back}
-        if taken_back:  # the last token that stays is read again
-            kept = [position for position in kept if position < length - taken_back - 1]
-        return data, kept
 
     def _count_to_take_back(self, row: WatchedRow, number: int) -> int:
         """Number of tokens to remove from the output, all copies of the loop but the first; 0 if that cannot be."""

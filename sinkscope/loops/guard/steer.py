@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -42,9 +42,6 @@ class Steering:
     until: int = -1
     level: int = 0
     is_number: Callable[[int], bool] | None = None
-    _ids: Sequence[int] = ()  # the row, in which only new places are looked at
-    _places: dict[int, list[int]] = field(default_factory=dict)  # of each token among the first `_known` of them
-    _known: int = 0
 
     def act(self, ids: Sequence[int], taken_back: int, now: int) -> int:
         """Steer a row from here on, and raise the level l (section 5.3) if the act before was recent.
@@ -57,7 +54,6 @@ class Steering:
         Returns:
             The level.
         """
-        self._ids = ()  # some may be taken back now
         self.level = self.level + 1 if now <= self.until else 0
         self.since = min(self.since, len(ids) - taken_back)
         self.until = now + self.window
@@ -70,12 +66,9 @@ class Steering:
         before: dict[int, float] = {}
         losses: dict[int, float] = {}
         compared = ids
-        if self.is_number is None:
-            earlier = self._earlier(ids)
-        else:
+        if self.is_number is not None:
             compared = [NUMBER if self.is_number(token) else token for token in ids]
-            earlier = [place for place, token in enumerate(compared[:-1]) if token == compared[-1]]
-        for place, length in copies(compared, earlier, len(ids) - self.since):
+        for place, length in copies(compared, len(ids) - self.since):
             token, loss = ids[place], strength * (length - LENIENT)
             if loss <= 0:
                 continue
@@ -95,25 +88,17 @@ class Steering:
             logits[list(losses)] -= torch.tensor(list(losses.values())).to(logits)
             logits[list(ends)] -= lost
 
-    def _earlier(self, ids: Sequence[int]) -> Sequence[int]:
-        """Places of the last id before the last place; of a row that only grows, the time does not depend on it."""
-        if self._ids is not ids:
-            self._ids, self._places, self._known = ids, {}, 0
-        for place in range(self._known, len(ids) - 1):
-            self._places.setdefault(ids[place], []).append(place)
-        self._known = len(ids) - 1
-        return self._places.get(ids[-1], ())
 
-
-def copies(ids: Sequence[int], ends: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+def copies(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
     """Find where an earlier copy of the last ids is followed by a token, and the length of the copy, at most `longest`.
 
     Args:
         ids: The ids.
-        ends: Where the last id occurred before.
         longest: Largest length, from which on a copy is not compared.
     """
-    for end in ends:
+    for end, token in enumerate(ids[:-1]):
+        if token != ids[-1]:
+            continue
         length = 0
         while length < min(end + 1, longest) and ids[end - length] == ids[-1 - length]:
             length += 1

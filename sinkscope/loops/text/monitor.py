@@ -7,6 +7,7 @@ section 5.2 and appendix B.2. Time and memory per token do not grow with the len
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -20,11 +21,11 @@ from sinkscope.loops.text.signals import (
     THETA_CR,
     THETA_TTR,
     WINDOW,
-    LastItems,
     Tail,
     WindowNovelty,
     checked_id,
     compression_ratio,
+    type_token_ratio,
 )
 
 Voter = Literal["ttr", "cr", "p1"]
@@ -195,7 +196,7 @@ class Monitor:
         self.looped = False
         self.last = Step()
         self.ended = False
-        self._window = LastItems(s.window)
+        self._window = deque[int](maxlen=s.window)
         self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)
         self._tail = TailRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest)
         self._counter = CounterRepetition(s.tail_longest, s.counter_copies, s.counter_tokens)
@@ -226,17 +227,17 @@ class Monitor:
         if self.ended:
             return self.last
         token = checked_id(token)
-        self._window.add(token)
+        self._window.append(token)
         s, step, cr = self.settings, self.last.step + 1, self.last.cr
         tail = self._tail.add(token)
         if s.rule == "repeats":
             tail = self._accepted(tail, token, step)
-        ttr = len(self._window.counts) / len(self._window.items)
+        ttr = type_token_ratio(self._window)
         self._tail_steps = 0 if tail is None else self._tail_steps + 1
         due = self._tail_steps >= s.tail_hold
         if s.rule != "repeats":
             if step % s.stride == 0:
-                cr = compression_ratio(self._window.items)
+                cr = compression_ratio(self._window)
             persists = self._persists(token, due)
             due = self._warns(p_max, ttr, cr) and persists
         if s.rule in ("always", "never"):

@@ -52,25 +52,6 @@ class Tail(NamedTuple):
     exact: bool = True
 
 
-class LastItems:
-    """The last `size` items that were added, and how often each occurs among them."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.items: deque[Any] = deque()
-        self.counts: dict[Any, int] = {}
-
-    def add(self, item: Any) -> None:
-        """Add an item; the oldest one leaves if there are more than `size`."""
-        self.items.append(item)
-        self.counts[item] = self.counts.get(item, 0) + 1
-        if len(self.items) > self.size:
-            oldest = self.items.popleft()
-            self.counts[oldest] -= 1
-            if not self.counts[oldest]:
-                del self.counts[oldest]
-
-
 class WindowNovelty:
     """Share of the last `span` tokens that completed an n-gram that was new to the window.
 
@@ -124,11 +105,7 @@ def compression_ratio(ids: Ids) -> float:
     ids = id_list(ids)
     if not ids:
         return math.nan
-    try:
-        packed = array("I", ids).tobytes()
-    except (OverflowError, TypeError):
-        wrong = [token for token in ids if not isinstance(token, int) or not 0 <= token < 1 << 32]
-        raise SinkscopeError(f"token ids {wrong[:3]}: expected whole numbers from 0 to 2**32 - 1") from None
+    packed = array("I", map(checked_id, ids)).tobytes()
     return len(zlib.compress(packed, 9)) / len(packed)
 
 

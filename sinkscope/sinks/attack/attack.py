@@ -21,9 +21,7 @@ from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.attack.attempts import Attempt, draw_sequences, pools_of, run_attempts
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
-from sinkscope.sinks.chunks import Resume
 from sinkscope.sinks.first_tokens import share_of, spike_of
-from sinkscope.sinks.repetition.norm import name_of
 from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
 from sinkscope.sinks.tokens import sample_tokens, vocabulary
 
@@ -145,7 +143,6 @@ def attack(
     spike: Whole | None = None,
     length: Annotated[int, Field(ge=2)] = 8,
     sequences: Whole = 32,
-    resume: Resume = None,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
 
@@ -163,7 +160,6 @@ def attack(
             that need neurons.
         length: Tokens per sequence.
         sequences: Sequences of each kind; 0 finds the clusters only.
-        resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
@@ -175,9 +171,9 @@ def attack(
     chosen = spike_of(setup, spike)
     if chosen is None:
         return ClusterAttack(spike=None, instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `circuit`.")
-    clusters = find_clusters(setup, chosen, ids, resume)
+    clusters = find_clusters(setup, chosen, ids)
     result = ClusterAttack(
-        spike=name_of(chosen.spike),
+        spike=chosen.spike.name,
         clusters=clusters,
         searched=len(everyone),
         n_heads=setup.n_heads if setup.target.has_attention(0) else 0,

@@ -9,14 +9,12 @@ import torch
 from jaxtyping import Bool, Int
 
 from sinkscope.measure import Setup
-from sinkscope.sinks.chunks import Resume, TableColumns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.first_tokens import FirstTokens
-from sinkscope.sinks.repetition.norm import name_of
 from sinkscope.sinks.spikes.spike import Measured
 from sinkscope.sinks.thresholds import HALF
-from sinkscope.sinks.tokens import PerToken
+from sinkscope.sinks.tokens import PerToken, hold_layers, token_texts
 
-TOKENS = 128  # tokens of one chunk; each takes two more rows than layer 0 has heads
+TOKENS = 128  # tokens of one pass; each takes two more rows than layer 0 has heads
 
 
 @dataclass(frozen=True)
@@ -57,28 +55,26 @@ class TokenClusters:
         return [self.ids.tolist(), *(self.ids[self.head == head].tolist() for head in self.heads)]
 
 
-def find_clusters(setup: Setup, measured: Measured, ids: list[int], resume: Resume) -> TokenClusters:
+def find_clusters(setup: Setup, measured: Measured, ids: list[int]) -> TokenClusters:
     """Find the head of layer 0 that serves each token, by the spike.
 
     Args:
         setup: The model and its text.
         measured: The spike of the first token.
         ids: The tokens, which stand alone, thus first.
-        resume: Folder that keeps finished chunks.
     """
-    spike, first = measured.spike, FirstTokens.of(measured, 0)
-    hold_layers(setup.target, spike.peak)
+    first = FirstTokens.of(measured, 0)
+    hold_layers(setup.target, measured.spike.peak)
 
     edits = [first.heads]  # all replaced, then all but each one
     for head in first.heads:
         edits.append(tuple(other for other in first.heads if other != head))
 
-    def work(tokens: list[int]) -> TableColumns:  # what threads may change is beyond four digits
-        along = first.along(torch.tensor(tokens), edits).T.cpu().double()
-        return {"along": along.round(decimals=4).tolist()}
-
-    columns = in_chunks(setup, work, ids, resume, what="clusters", size=TOKENS, spike=name_of(spike))
-    intact, none, alone = np.split(np.array(columns["along"]), [1, 2], 1)
+    parts: list[torch.Tensor] = []
+    for tokens in torch.tensor(ids).split(TOKENS):
+        parts.append(first.along(tokens, edits).cpu().double().round(decimals=4))  # threads may change what is beyond
+        setup.progress("clusters", TOKENS * (len(parts) - 1) + len(tokens), len(ids))
+    intact, none, alone = np.split(torch.cat(parts, 1).T.numpy(), [1, 2], 1)
     has, unneeded = intact[:, 0] >= HALF, none[:, 0] >= HALF
     head = np.full(len(ids), np.nan)
     another = 0.0

@@ -27,16 +27,14 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.hooks import first_tensor, on_output
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.held_out import held_out, logits_of
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.patch.proof import CASES, AfterCopies, OrdinaryText, PatchProof, Perplexity
 from sinkscope.sinks.repetition.attention import attention_from
-from sinkscope.sinks.repetition.norm import name_of
 from sinkscope.sinks.repetition.sweep import append_copy
 from sinkscope.sinks.spikes.copies import FIRST_LENGTH, along_spikes, half_reached
 from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated
+from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, token_texts
 
 AFTER = 16  # tokens of ordinary text after the copies
 PIECES = 8  # of held-out text in one pass
@@ -79,7 +77,7 @@ def proof_of(
     proof = PatchProof(
         words=token_texts(target, ids),
         repeats=count,
-        spikes=tuple(map(name_of, spikes)),
+        spikes=tuple(spike.name for spike in spikes),
         along=along.numpy(),
         following=AfterCopies(attention.numpy(), one_more.numpy()),
         ordinary=ordinary,

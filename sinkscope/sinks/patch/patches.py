@@ -7,7 +7,6 @@ import os
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Setup
-from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.spikes.controls import random_neurons
 from sinkscope.sinks.spikes.spike import Measured
 
@@ -26,14 +25,6 @@ def read_patch_argument(patch: PatchArgument, **_: object) -> SinkPatch:
     if isinstance(patch, SinkPatch):
         return patch
     return SinkPatch.load(patch)
-
-
-def chosen_patch(setup: Setup, patch: PatchArgument) -> SinkPatch | None:
-    """Return the given patch, or that of the spike that most heads read; None if there is none for this model."""
-    if patch is not None:
-        return read_patch_argument(patch)
-    spike = spike_of(setup)
-    return None if spike is None else patch_of(spike)
 
 
 def patch_of(measured: Measured) -> SinkPatch:

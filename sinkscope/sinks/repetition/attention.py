@@ -14,11 +14,12 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.claims import Outcome
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import SEQUENCES, Sweep, claim_of_copies
+from sinkscope.sinks.repetition.sweep import Sweep, claim_of_copies
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.tap.observers import attention_rows
 
+SEQUENCES = 4  # sequences per pass
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read
 
 

@@ -17,29 +17,8 @@ from sinkscope.results.style import GREY, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.thresholds import HALF
 
-"""Share of the spike's norm, or probability, from which a token counts as a sink, or as repeated."""
 TURNS = {"norm": "reach half of the first token's projection", "probability": "stop being repeated"}
 Quantity = Literal["norm", "attention", "probability"]
-SHOWN_TEXT = 40  # characters of an answer in the table
-
-
-@dataclass(frozen=True)
-class RepeatAnswer:
-    """The model's greedy answer after `copies` repetitions.
-
-    Attributes:
-        token: The repeated token.
-        patched: Whether the model ran under the patch.
-        copies: Repetitions in the prompt.
-        kept: Tokens of the answer that continue the repetition, before the first other token.
-        follows: The text after the repetition.
-    """
-
-    token: str
-    patched: bool
-    copies: int
-    kept: int
-    follows: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +30,21 @@ class Repeat(Result):
             "attention": attention that the last 64 tokens, which are natural text, give to places, over what each place
             would get if all tokens got the same; "probability": probability that the token comes once more.
         instead: What there is instead of a finding.
-        claims: What neurons do after the copies, if that was measured; then what copies do.
+        claims: What copies do.
         ids: Ids of the repeated tokens.
-        conditions: What was read, or under which edit.
+        conditions: The spikes; of attention the sequences; of probabilities "intact".
         tokens: The repeated tokens; with "attention" the places.
         at: Numbers of repetitions; with "attention" layers. None for a vocabulary, of which no curve is kept.
         values: What was read. NaN where there is nothing to read; None for a vocabulary.
         shown: Which of `at` the table and the claims are about.
         repeats: First number of repetitions that reaches half of the first token's projection; with "probability" the
             first from which on the probability stays below a half. NaN if never.
-        answers: What the model writes after a repetition.
     """
 
     kind = "repeat"  # read and drawn without the command, which stands in another module
     drawing: ClassVar = "sinkscope.sinks.repetition.result:draw"
     glossary: ClassVar = {
-        "condition": "what was read, or under which edit",
+        "condition": "the spike, or the sequence that was read",
         "projection": "on the spike's direction after the last repetition, over that of the first token",
         "attention": "what a place gets in the layer after the peak of the spike, over what uniform attention gives it",
         "probability": "of the token to come once more after the last repetition",
@@ -82,16 +60,14 @@ class Repeat(Result):
     values: Float[np.ndarray, "condition token n"] | None = None
     shown: int = -1
     repeats: Float[np.ndarray, "condition token"] | None = None
-    answers: tuple[RepeatAnswer, ...] = ()
 
     def conclusion(self) -> str:
-        """Say how many words converge in each spike; of other readings, the first claim."""
-        if self.quantity != "norm" or self.repeats is None or self.instead is not None:
+        """Say how many words converge in each spike; of probabilities, the first claim."""
+        if self.quantity != "norm" or self.repeats is None:
             return super().conclusion()
         said: list[str] = []
         for condition, repeats in zip(self.conditions, self.repeats, strict=True):
-            if " zeroed" not in condition:
-                said.append(f"{int(np.isfinite(repeats).sum())} in {condition}")
+            said.append(f"{int(np.isfinite(repeats).sum())} in {condition}")
         count = "" if self.at is None else f" within {int(self.at[-1])} copies"
         return (
             f"Of {len(self.tokens)} tokens, those whose copies reach half of the first token{count}: {word_list(said)}."
@@ -119,9 +95,7 @@ class Repeat(Result):
         return "projection" if self.quantity == "norm" else self.quantity
 
     def rows(self) -> Table:
-        """Return a row per answer; without answers, one per condition and token."""
-        if self.answers:
-            return [{**vars(answer), "follows": answer.follows[:SHOWN_TEXT]} for answer in self.answers]
+        """Return a row per condition and token."""
         columns: dict[str, Any] = {"repeats": self.repeats}
         if self.values is not None:
             columns = {self.column: self.values[:, :, self.shown], **columns}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +18,8 @@ from sinkscope.models.text import beginning
 from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, SearchSpace
 from sinkscope.results.notation import word_form
 from sinkscope.results.parts import Neuron, Parts, Tokens
-from sinkscope.sinks.chunks import token_texts
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, repetition_limit
 
-SEQUENCES = 4  # sequences per pass
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 
 
@@ -57,10 +54,6 @@ class Sweep:
         """Return the repeated tokens."""
         return self.rows[:, -1].tolist()
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of a result that describe the sequences."""
-        return {"ids": tuple(self.words), "tokens": token_texts(self.setup.target, self.words), "at": self.counts}
-
     def contrasts(self) -> tuple[TokenRows, TokenRows]:
         """Make rows with one copy after other tokens of the text, at the last position; and with other tokens alone."""
         ids, others = self.setup.ids[:, 1:].unique(), self.rows.clone()
@@ -71,11 +64,7 @@ class Sweep:
 
 
 def sweep_of(
-    setup: Setup,
-    tokens: Sequence[str] | None,
-    prefix: str | None,
-    max_repeats: int | None,
-    after: int = 0,
+    setup: Setup, tokens: Sequence[str] | None, prefix: str | None, max_repeats: int | None, after: int = 0
 ) -> Sweep:
     """Choose the tokens of a reading and build its sequences.
 

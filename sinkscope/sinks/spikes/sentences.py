@@ -312,10 +312,12 @@ def span(first: int, last: int) -> str:
 
 
 def with_margin(value: float, margin: float | None, digits: int = 0) -> str:
-    """Return a number with its margin over texts, if that shows."""
+    """Return a number from 0 on with its margin over texts, if that shows."""
     text = f"{value:,.{digits}f}"
     if margin is None or margin < 0.5 * 10**-digits:
         return text
+    if margin > value:
+        return f"{text} (at most {value + margin:,.{digits}f})"
     return f"{text} (± {margin:,.{digits}f})"
 
 

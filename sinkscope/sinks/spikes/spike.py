@@ -12,6 +12,7 @@ from sinkscope.results.claims import Claims
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.sentences import run
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import COUNTS
 from sinkscope.sinks.tokens import Mask
@@ -57,6 +58,11 @@ class Spike:
     def mask(self) -> Mask:
         """The place as a mask over the texts of the survey."""
         return self.place.mask
+
+    @property
+    def name(self) -> str:
+        """The spike by its layers."""
+        return f"layer{run(self.first, self.last)}"
 
     @property
     def dims(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.hooks.trace.run import trace
 from sinkscope.results.parts import Component, Head
-from sinkscope.sinks.spikes.edited import Effects, Reading, Written, losses_at, run_edits
+from sinkscope.sinks.spikes.edited import EditedTexts, Effects, Written
 from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import Survey
@@ -50,43 +50,23 @@ class SpikeTexts:
         """Attention to the place of each head in these layers, without an edit."""
         return self.survey.received(self.spike.mask)[self.reading_layers][:, :, self.rows]
 
-    @cached_property
-    def loss(self) -> Float[Tensor, "text pos"]:
-        """Loss of the next tokens without an edit; NaN for a streamed model, which is read without its unembedding."""
-        survey, ids = self.survey, self.survey.ids[self.rows]
-        if not survey.target.resident:
-            return torch.full((len(ids), ids.shape[1] - 1), torch.nan)
-        start = survey.start(survey.target.n_layers - 1, self.rows)
-        key, positions = tuple(self.rows.tolist()), torch.arange(ids.shape[1] - 1)
-        if key not in survey.losses:
-            survey.losses[key] = losses_at(survey.target, ids, positions, start)
-        return survey.losses[key]
-
     def along(self, edits: Sequence[Parts], means: Written | None = None) -> Float[Tensor, "edit text"]:
         """What is left of the spike in each text under each edit, from passes that end at the peak and at the place."""
         rows, end = self.rows, int(self.spike.mask[self.rows].any(0).nonzero().max()) + 1
         ids, place = self.survey.ids[rows, :end], self.spike.mask[rows, :end]
         if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
             rows = rows[:1]
-        return self.left(self._run(rows, end, edits, means).along, rows)
+        return self.left(self._edited(rows, end, edits, means).run().along, rows)
 
-    def effects(self, edits: Sequence[Parts], means: Written | None = None, *, every_loss: bool | None) -> Effects:
+    def effects(self, edits: Sequence[Parts], means: Written | None, *, every_loss: bool | None) -> Effects:
         """Return all effects of each edit, from whole passes."""
-        return self._run(self.rows, None, edits, means, whole=True, every_loss=every_loss)
+        return replace(self._edited(self.rows, None, edits, means), whole=True, every_loss=every_loss).run()
 
-    def _run(
-        self,
-        rows: Tensor,
-        end: int | None,
-        edits: Sequence[Parts],
-        means: Written | None,
-        whole: bool = False,
-        every_loss: bool | None = None,
-    ) -> Effects:
-        begin = partial(self.survey.start, texts=rows, length=end)
-        ids, place = self.survey.ids[rows, :end], self.spike.mask[rows, :end]
-        reading = Reading(ids, place, self.spike, edits, means or {}, begin, whole, every_loss)
-        return run_edits(self.survey.target, reading)
+    def _edited(self, rows: Tensor, end: int | None, edits: Sequence[Parts], means: Written | None) -> EditedTexts:
+        """Some of the texts up to a position, with their edits."""
+        survey, place = self.survey, self.spike.mask[rows, :end]
+        begin = partial(survey.start, texts=rows, length=end)
+        return EditedTexts(survey.target, survey.ids[rows, :end], place, self.spike, edits, means or {}, begin)
 
     def left(self, along: Float[Tensor, "edit case"], rows: Int[Tensor, " text"]) -> Float[Tensor, "edit text"]:
         """Return what is left in these texts: a ratio of means over texts, and how far each text moves it."""

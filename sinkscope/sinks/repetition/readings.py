@@ -1,0 +1,166 @@
+"""The readings of `repeat`: repeated tokens on each spike (Yona et al. 2025, Fig. 2, 6, 9), and what follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.files.store import Folder, Keyed
+from sinkscope.hooks.trace.run import trace
+from sinkscope.measure import Option, Setup
+from sinkscope.models.origin import fingerprint_of
+from sinkscope.opening.open import open_target
+from sinkscope.results.claims import Outcome
+from sinkscope.sinks.repetition.result import Quantity, Repeat
+from sinkscope.sinks.repetition.sweep import Sweep, claim_of_copies
+from sinkscope.sinks.spikes.copies import along_spikes, copies_of, half_reached
+from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.thresholds import HALF
+from sinkscope.sinks.tokens import TokenRows, hold_layers, prefix_of, sample_tokens, token_texts, vocabulary
+
+TOKENS = 64  # tokens of a vocabulary in one part
+
+Resume = Annotated[str | Path | None, Option(metavar="DIR", writes=True)]
+"""The folder that keeps finished parts."""
+
+Read = Callable[[TokenRows], Float[Tensor, "condition token n"]]
+Turn = Callable[[Float[Tensor, " n"]], int | None]
+
+
+def read_norms(sweep: Sweep, spikes: Sequence[Spike]) -> Repeat:
+    """Project repeated tokens on the spikes of the first token.
+
+    Args:
+        sweep: What is repeated.
+        spikes: The spikes.
+    """
+
+    def read(rows: TokenRows) -> Float[Tensor, "spike token n"]:
+        return torch.stack(along_spikes(sweep.setup.target, spikes, rows))[:, :, sweep.before :]
+
+    outcomes: dict[str, Outcome] = {}
+    for spike in spikes:
+        gives = f"reach {{}} of the spike of {spike.name} at the first token"
+        outcomes[spike.name] = Outcome("norm", (spike.peak,), gives=gives)
+    return _read(sweep, "norm", read, outcomes, half_reached)
+
+
+def read_probabilities(sweep: Sweep) -> Repeat:
+    """Read how likely each word comes once more.
+
+    Args:
+        sweep: What is repeated.
+    """
+    setup = sweep.setup
+    if not setup.target.resident:  # logits need the whole model in memory
+        model, options = setup.source
+        setup = replace(setup, target=open_target(model, **options, whole=True))
+        sweep = replace(sweep, setup=setup)
+
+    def of_words(logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "row pos word"]:
+        return logits.float().softmax(-1)[..., sweep.words]
+
+    def read(rows: TokenRows) -> Float[Tensor, "one token n"]:
+        probability = trace(setup.target, rows, ["logits"], of_words, batch_size=1)["logits"]
+        return probability[:, sweep.before :].diagonal(dim1=0, dim2=2).T[None]
+
+    gives = "give the token a probability of {}"
+    outcomes = {"intact": Outcome("probability of the token", unit="cases", gives=gives)}
+    return _read(sweep, "probability", read, outcomes, stopped_after, exact=sweep.named)
+
+
+def _read(
+    sweep: Sweep, quantity: Quantity, read: Read, outcomes: dict[str, Outcome], turn: Turn, *, exact: bool = False
+) -> Repeat:
+    """Read the copies, and for the claims about the last ones what stands beside them.
+
+    Args:
+        sweep: What is repeated.
+        quantity: What is read.
+        read: Reads sequences.
+        outcomes: What is claimed of each condition.
+        turn: The number of repetitions after which a token turns; None if it does not.
+        exact: Whether the claims are about these tokens and no others.
+    """
+    values = read(sweep.rows)
+    sweep.setup.progress("repetitions", 1, 2)
+    last = torch.stack([values[..., -1], *(read(rows)[..., -1] for rows in sweep.contrasts())])
+    claims = [
+        claim_of_copies(sweep.count, outcome, last[:, number], exact)
+        for number, outcome in enumerate(outcomes.values())
+    ]
+    return Repeat(
+        quantity=quantity,
+        claims=tuple(claims),
+        ids=tuple(sweep.words),
+        conditions=tuple(outcomes),
+        tokens=token_texts(sweep.setup.target, sweep.words),
+        at=sweep.counts,
+        values=values[:, :, sweep.counts - 1].numpy(),
+        repeats=np.array([[turn(row) for row in rows] for rows in values], dtype=float),
+    )
+
+
+@dataclass(frozen=True)
+class VocabularyPart(Keyed):
+    """Of some tokens of a vocabulary the number of repetitions, by spike."""
+
+    identity: ClassVar[tuple[str, ...]] = ("part",)
+
+    part: int
+    repeats: list[list[int | None]]
+
+
+def read_vocabulary(setup: Setup, spikes: Sequence[Spike], limit: int, sample: int | None, resume: Resume) -> Repeat:
+    """Find the number of repetitions with which every token reaches half of the first token in each spike.
+
+    Args:
+        setup: The model and its text.
+        spikes: The spikes of the first token.
+        limit: Largest number of repetitions.
+        sample: Number of tokens, drawn at random. None: all.
+        resume: Folder that keeps finished parts; one made with other settings is refused.
+    """
+    target, ids = setup.target, vocabulary(setup.target, None)
+    if sample is not None:
+        ids = sample_tokens(ids, sample, setup.seed)
+    hold_layers(target, max(spike.peak for spike in spikes))
+    decisive = {
+        "model": fingerprint_of(target),
+        "dtype": str(target.dtype),
+        "seed": setup.seed,
+        "max_repeats": limit,
+        "texts": sha256(f"{setup.ids.tolist()} {ids}".encode()).hexdigest()[:16],
+    }
+    folder, starts = None if resume is None else Path(resume) / "vocabulary", range(0, len(ids), TOKENS)
+    with Folder(folder, decisive, VocabularyPart, option="--resume") as kept:
+        for part, start in enumerate(starts):
+            if part not in kept.records:
+                some = ids[start : start + TOKENS]
+                each = copies_of(target, spikes, some, prefix_of(setup, some), limit)
+                kept.append([VocabularyPart(part, [[one.half for one in found] for found in each])])
+            setup.progress("vocabulary", part + 1, len(starts))
+        repeats = [np.array(kept.records[part].repeats, dtype=float) for part in range(len(starts))]
+    return Repeat(
+        quantity="norm",
+        conditions=tuple(spike.name for spike in spikes),
+        ids=tuple(ids),
+        tokens=token_texts(target, ids),
+        repeats=np.concatenate(repeats, 1),
+    )
+
+
+def stopped_after(probability: Float[Tensor, " n"]) -> int | None:
+    """Return the first n from which on the probability stays below a half; None if it does not, or never was above."""
+    likely = (probability >= HALF).nonzero().flatten().tolist()
+    if not likely or likely[-1] == len(probability) - 1:
+        return None
+    return likely[-1] + 2
