@@ -133,7 +133,9 @@ def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) ->
     rows = sampled_rows(grid, 64, 0, 16).to(device)
     found: Row = {"n": n, "kv_heads": kv}
     time_of = partial(milliseconds, device=device, rounds=rounds)
-    found["with_draw_ms"] = time_of(lambda: select_bands(scores, 0.95, dense_rows=16, dense_above=0.75))
+    for name, checked in (("with_draw", 0), ("checked", 64)):
+        select = partial(select_bands, scores, 0.95, checked=checked, dense_rows=16, dense_above=0.75)
+        found[f"{name}_ms"] = time_of(select)
     found["ms"] = time_of(chooser(scores, 0.95))
     began = time.perf_counter()
     chosen = chooser(scores, 0.95)()
@@ -273,6 +275,8 @@ def main(
     *,
     lengths: Sequence[int] = (16384, 65536, 32768, 8192, 131072),
     prompts: Sequence[int] = (16384, 32768, 8192, 65536),
+    alphas: Sequence[float] = (0.75, 0.9, 0.995),
+    tried: int = 7,
     heads: int = 32,
     layers: int = 4,
     shape: str = "lines-7b",
@@ -287,6 +291,8 @@ def main(
     Args:
         lengths: Of one layer; tilings are tried at the first.
         prompts: Of whole prompts.
+        alphas: Of whole prompts.
+        tried: Number of tilings.
         layers: Of the whole prompts' model.
         seconds: No step begins after so many.
     """
@@ -302,7 +308,7 @@ def main(
 
     quarter = max(1, heads // 4)
     first = lengths[0]
-    for tiling in tilings():
+    for tiling in tilings()[:tried]:
         name = "tiling " + " ".join(map(str, tiling.values()))
         for share in (0.1, 0.3, 1.0):
             work = partial(tiling_step, device, heads, quarter, first, share, tiling, max(3, rounds // 2), dtype)
@@ -314,7 +320,7 @@ def main(
         target = model_of(None, "measured", device, dtype)
         ids = planted_lines.text(max(prompts), 0.1).to(target.device)
         for n in prompts:
-            for alpha in (0.75, 0.9):
+            for alpha in alphas:
                 do(f"prompt of {n}, alpha {alpha}", partial(prompt, target, ids[:, :n], alpha, device, 3))
         del target
     for n in lengths:

@@ -150,8 +150,8 @@ def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple
 def measured(target: Target, ids: Tensor, alphas: Sequence[float], positions: int) -> Row:
     """All alphas on one prompt."""
     length = ids.shape[1]
-    at = torch.linspace(length // 2, length - 2, min(positions, length // 2 - 1)).long()
-    next_tokens(target, ids[:, :64], torch.zeros(1).long())
+    at = torch.linspace(length // 2, length - 2, min(positions, length // 2 - 1)).long().to(ids.device)
+    next_tokens(target, ids[:, :64], at[:0])
     dense = next_tokens(target, ids, at)
     rows: Row = {"dense_seconds": dense[1]}
     for alpha in alphas:
@@ -190,6 +190,7 @@ def main(
     pieces: Sequence[int] = (1,),
     positions: int = 384,
     seconds: float = 3600.0,
+    device: str = "cpu",
     page: Path | None = None,
     out: Path = Path("figures/loopserve_real.json"),
 ) -> None:
@@ -205,7 +206,7 @@ def main(
         page: Page whose table is replaced.
     """
     settings = {"positions": positions, "dense_above": ABOVE}
-    steps = Steps("loopserve-real", out, settings, "cpu", "float32")
+    steps = Steps("loopserve-real", out, settings, device, "float32")
     end = time.monotonic() + seconds
     for model in models:
         target: Target | None = None
@@ -213,8 +214,8 @@ def main(
             step = f"{Path(model).stem}, {kind}, {length}, {number}"
             if step in steps.rows or time.monotonic() > end:
                 continue
-            target = target or target_of(load(model))
-            ids = piece(target, TEXTS[kind](dialogue_files), length, number)
+            target = target or target_of(load(model, device=device))
+            ids = piece(target, TEXTS[kind](dialogue_files), length, number).to(target.device)
             steps.do(step, partial(measured, target, ids, alphas, positions))
     if page is not None:
         put_table(page, "loopserve.real", table(steps.rows))
