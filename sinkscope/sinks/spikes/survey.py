@@ -171,7 +171,7 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
         survey.wrapped = isinstance(output, tuple)
         _keep(survey.entered[layer + 1], hidden)
         if calls:
-            _keep(survey.mlp[layer], calls.pop().added(hidden))
+            _keep(survey.mlp[layer], calls.pop()(hidden))
         else:
             survey.mlp[layer] *= target.adapter.write_factor
         if not bool(hidden.isfinite().all()):
