@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from organisms.tiny import tiny_model
@@ -119,16 +119,6 @@ class Stepped(Drawn):
     def layer_budget(self, at: LayerMoment):
         heads = torch.arange(at.kv.pos.shape[1])
         return at.rows.total[0] - 2 * at.layer + 2 * heads.expand(len(at.kv.pos), -1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Everywhere(Policy):
-    """The same drawn positions in every layer, head and row."""
-
-    rows: ClassVar[tuple[int, ...]] = (0,)
-
-    def scores(self, at: LayerMoment):
-        return worth(at.kv.pos, 0, 0, 0).float()
 
 
 @torch.no_grad()

@@ -2,60 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from organisms.hard import attentions as attention  # noqa: F401  (beside the other views of a model)
-from torch import Tensor, nn
+from torch import nn
 
-
-def blocks(model) -> nn.ModuleList:
-    return part(model, "transformer.h", "gpt_neox.layers", "model.decoder.layers", "model.layers")
-
-
-def part(block, *names: str):
-    """The first of these submodules (dotted) that the block has."""
-    for name in names:
-        try:
-            return block.get_submodule(name)
-        except AttributeError:
-            continue
-    raise AttributeError(names)
+from tests.real.plain import blocks, inputs_edited, norms, part, residuals  # noqa: F401
 
 
 def down(block) -> nn.Module:
     shared = ("mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj")
     return part(block, "mlp.down_proj", "mlp.dense_4h_to_h", "mlp.c_proj", "mlp.fc2", "fc2", *shared)
-
-
-@contextmanager
-def inputs_edited(module: nn.Module, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    handle = module.register_forward_pre_hook(lambda _m, args: (edit(args[0]), *args[1:]))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@torch.no_grad()
-def residuals(model, tokens: Tensor) -> Tensor:
-    """The residual stream after each layer: [layer, row, position, d_model]."""
-    seen = []
-
-    def hook(_module: nn.Module, _args, output):
-        seen.append(output[0] if isinstance(output, tuple) else output)
-
-    handles = [block.register_forward_hook(hook) for block in blocks(model)]
-    model(tokens.to(model.device), use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return torch.stack(seen).cpu()
-
-
-def norms(model, tokens: Tensor) -> Tensor:
-    """Norm of the residual stream after each layer: [layer, row, position]."""
-    return residuals(model, tokens).norm(dim=-1)
 
 
 @contextmanager

@@ -15,13 +15,15 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from lines_kit import dense, per_head
+from test_bands import random_bands
+from test_sparse_attention import inputs
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from sinkscope.lines import band_attention, select_bands
 from sinkscope.lines import triton as kernel
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BAND, NEAR, Bands, BlockGrid, StoredRows, choose_bands
+from sinkscope.lines.bands import BAND, Bands, StoredRows, choose_bands
 from sinkscope.lines.choice import kept_columns, sampled_rows
 from sinkscope.lines.triton_sums import ComputedRows
 
@@ -32,24 +34,14 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 
 def drawn(queries: int, past: int, width: int, kv: int, dtype: torch.dtype) -> tuple[Scores, Tensor, Bands]:
-    """Queries, keys and values as a model gives them, not contiguous; a dense head among others, with dense rows."""
-    keys, generator = queries + past, torch.Generator().manual_seed(0)
-
-    def normal(rows: int, heads: int, wide: int) -> Tensor:
-        return torch.randn(rows, heads, wide, generator=generator).to(dtype).transpose(0, 1)
-
-    scores = Scores(normal(queries, 4, width), normal(keys, kv, width), 1.5 * width**-0.5)
-    grid = BlockGrid(queries, keys)
-    bands = torch.rand(4, grid.blocks, generator=generator) < 0.3
-    bands[:, :NEAR] = True
-    bands[1] = True
-    columns = torch.rand(4, keys, generator=generator) < 0.2
-    columns[2] = False
-    return scores, normal(keys, kv, 2 * width // 3), Bands(columns, bands, grid, min(16, queries // 20))
+    """Queries, keys and values; a dense head among others, one without columns, and dense rows."""
+    chosen = random_bands(4, queries, queries + past, 0, min(16, queries // 20))
+    chosen.columns[2] = False
+    return *inputs(4, kv, queries, queries + past, 0, dtype, width), chosen
 
 
 def case(queries: int, past: int, width: int, kv: int, dtype: str) -> dict[str, Any]:
-    """One case; values have two thirds of the width of keys, so that both are filled up."""
+    """One case; values are narrower than keys, so that both are filled up."""
     scores, value, chosen = drawn(queries, past, width, kv, getattr(torch, dtype))
     at = torch.arange(queries) + past
     wanted = dense(scores, chosen.rows(at)) @ per_head(value, 4)

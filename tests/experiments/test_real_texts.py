@@ -9,7 +9,7 @@ import torch
 from sklearn.decomposition import PCA
 
 from experiments.loopguard.reading import FEWEST, SHOWN, bits_per_byte, hook_points_of, reading
-from experiments.real.masks import LENGTH, first_component, steering, texts_of
+from experiments.real.masks import LENGTH, first_component, steering
 from sinkscope.opening.load import load
 
 
@@ -59,9 +59,3 @@ def test_a_difference_of_means_leaves_out_what_is_masked():
     assert steering(resid, keep).tolist() == [1.0, 3.0, 0.0]
     keep[:, 0] = False
     assert steering(resid, keep).tolist() == [1.0, 0.0, 0.0]
-
-
-def test_texts_of_four_kinds_take_turns_after_bos(live):
-    rows = texts_of(live.tokenizer)
-    assert rows.shape[0] % 4 == 0 and rows.shape[1] == LENGTH and (rows[:, 0] == live.tokenizer.bos_token_id).all()
-    assert live.tokenizer.decode(rows[1, 1:]).startswith("User: What does")

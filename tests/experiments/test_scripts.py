@@ -217,7 +217,6 @@ CASES = {
             made["bundled, 900"]["full"]["prompt"]["times"] == 1 > made["bundled, 900"]["loopserve-p"]["cells"]
         ),
         "x.json",
-        quick=True,
     ),
     "loopset.compare": Case(
         "--count 24 --out {out}/loops_compare.json",

@@ -215,6 +215,14 @@ def test_fixed_orders_of_cache_operations(seed: int, names: list[str]):
     layers.teardown()
 
 
+def test_a_layer_of_which_all_is_taken_back_is_empty():
+    layer = CacheLayer()
+    layer.update(torch.zeros(2, 2, 4, 3), torch.zeros(2, 2, 4, 3))
+    layer.evict(torch.tensor([True, False, True, True]).expand(2, 2, 4))
+    layer.crop(-4)
+    assert state_of(layer) == "empty" and layer.slots == 0
+
+
 def test_a_cache_that_was_filled_before(model):
     ids, mask = prompts([15, 9], 6)
     policy = Drawn(budget=7)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kv_kit import model_of, prompts, run_policy, shallow_of
 from refusals import refused
 from torch import Tensor
 
-from sinkscope.kv import H2O, TOVA, AdaKV, KeptPerRow, LayerMoment, PerLayer, Policy, Pyramid, SnapKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, AdaKV, LayerMoment, PerLayer, Policy, Pyramid, SnapKV, StreamingLLM
 from sinkscope.lines.serve import Progressive
 
 
@@ -80,29 +77,3 @@ def test_per_layer_keeps_in_each_layer_what_its_budget_says(policy):
     first = run(replace(policy, budget=12))[1][0][0]  # before anything that another layer kept is read
     assert torch.equal(kept[0][0], first) and not torch.equal(kept[0][0], alone[1][0][0])
     assert kept[0][1].sum(-1).float().mean(1).tolist() == alone[1][0][1].sum(-1).float().mean(1).tolist()
-
-
-@settings(max_examples=60)
-@given(
-    total=st.integers(1, 80),
-    first=st.integers(0, 6),
-    latest=st.integers(1, 6),
-    prompt=st.integers(1, 120),
-    layers=st.integers(1, 12),
-    beta=st.integers(1, 30),
-)
-def test_the_layers_of_a_pyramid_have_the_budget_as_their_mean(total, first, latest, prompt, layers, beta):
-    total = max(total, first + latest)
-    caches = [SimpleNamespace(number=2 * layer) for layer in range(layers)]  # every second layer has keys
-    moment = SimpleNamespace(layers=caches, state=SimpleNamespace(prompt=(prompt,)))
-    rows = KeptPerRow((total,), (first,), (latest,))
-    policy = Pyramid(budget=total, beta=beta, first=first, window=latest)
-    budgets = []
-    for kv in caches:
-        at = LayerMoment(kv, moment, None, rows)  # type: ignore[arg-type]
-        budgets.append(int(policy.layer_budget(at)))
-    assert budgets == sorted(budgets, reverse=True)
-    assert min(budgets) >= first + latest
-    assert total - 1 < sum(budgets) / layers + 1e-9 and sum(budgets) / layers <= total + 1
-    if prompt <= total:
-        assert min(budgets) >= prompt

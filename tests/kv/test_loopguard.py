@@ -10,7 +10,7 @@ import pytest
 import torch
 from covering import slow
 from guard_kit import EAGER, SMALL, dense, feed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_kit import prompts, shallow_of
 from organisms import tiny_model
@@ -134,13 +134,16 @@ def losses_of(ids: list[int], since: int, window: int) -> dict[int, float]:
     return every + longest
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=50), st.integers(0, 40), st.integers(1, 30))
-def test_losses_count_each_copy_since_the_act_and_the_longest_before(ids, since, window):
-    row, steering = [], Steering(0.5, window, min(since, len(ids)))
-    for token in ids:  # the row grows, and is read again only where it is new
-        row.append(token)
-        losses = steering.losses(row)
-    assert losses == losses_of(ids, steering.since, window)
+PIECE = st.lists(st.integers(0, 3), min_size=1, max_size=5)
+
+
+@settings(max_examples=60)
+@given(PIECE, st.lists(PIECE, min_size=1, max_size=12), st.integers(0, 10), st.integers(1, 12))
+def test_losses_count_each_copy_since_the_act_and_the_longest_before(piece, between, since, window):
+    """In a row in which a piece comes again and again, between others."""
+    ids = [token for other in between for token in (*piece, *other, *piece)]
+    steering = Steering(0.5, window, min(since, len(ids)))
+    assert steering.losses(ids) == losses_of(ids, steering.since, window)
 
 
 def test_a_penalty_rises_with_each_act_in_succession():

@@ -12,7 +12,7 @@ from functools import cache, partial
 import pytest
 import torch
 from covering import every_nth
-from kv_kit import FAMILIES, WINDOWED, Drawn, Everywhere, Ragged, Stepped, attends_by, prompts
+from kv_kit import FAMILIES, WINDOWED, Drawn, Ragged, Stepped, attends_by, prompts
 from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
@@ -39,8 +39,7 @@ SMALLER = {  # where the default protects more than the budget, or acts after th
 OURS = {
     "drawn": Drawn(budget=BUDGET),
     "ragged": Ragged(budget=BUDGET),
-    "everywhere": Everywhere(budget=BUDGET, first=2, every=2),
-    "budgets of layers and heads": Stepped(budget=BUDGET, first=1, last=2),
+    "budgets of layers and heads": Stepped(budget=BUDGET, first=1, last=2, every=2),
 }
 QUICK = ("llama", "gpt2", "mistral", "gemma2", "gemma3_text", "gpt_oss", "opt")
 NAMES = (*policies(), *OURS)

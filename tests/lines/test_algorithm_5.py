@@ -39,6 +39,7 @@ def test_a_choice_holds_alpha_of_the_sample(queries, past, alpha, sample, sharp,
     assert lines.vertical[:, 0].all() and lines.slash[:, 0].all()
     found = on_lines(lines)
     assert torch.equal(found.sum((1, 2)), lines.cells())  # no cell twice
+    assert torch.equal(found, lines.rows(past + torch.arange(queries)))
     held = (dense(scores) * found).sum(2)
     assert (held[:, rows].sum(1) >= alpha * len(rows) - 1e-4).all()
     torch.testing.assert_close(recovered(scores, lines).double(), held.mean(1), atol=1e-5, rtol=0)

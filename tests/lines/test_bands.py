@@ -37,18 +37,13 @@ def random_bands(heads: int, queries: int, keys: int, seed: int, dense_rows: int
 def seen(chosen: Bands) -> Tensor:
     """The cells `[head query key]`, from the definition: tiles of 64 queries, bands of 16 keys that end with them."""
     queries, keys = chosen.grid.queries, chosen.grid.keys
-    cells = torch.zeros(len(chosen.columns), queries, keys, dtype=torch.bool)
-    for query in range(queries):
-        at, tile = keys - queries + query, query // TILE
-        end = keys - queries + (tile + 1) * TILE  # one past the last key of the tile, which may not exist
-        for band in range(chosen.grid.blocks):
-            last = end - BAND * band
-            cells[:, query, max(0, last - BAND) : max(0, last)] |= chosen.bands[:, band, None]
-        cells[:, query] |= chosen.columns
-        if chosen.dense_rows and (tile + 1) * TILE > queries - chosen.dense_rows:
-            cells[:, query] = True
-        cells[:, query, at + 1 :] = False
-    return cells
+    key, query = torch.arange(keys), torch.arange(queries)[:, None]
+    stop = (query // TILE + 1) * TILE  # one past the last query of the tile, which may not exist
+    band = (keys - queries + stop - 1 - key) // BAND
+    cells = chosen.bands[:, band.clamp(min=0)] | chosen.columns[:, None]
+    if chosen.dense_rows:
+        cells |= stop > queries - chosen.dense_rows
+    return cells & (key <= keys - queries + query)
 
 
 @given(lengths=LENGTHS, dense_rows=st.sampled_from([0, 1, 16, 100]), seed=st.integers(0, 99))

@@ -40,7 +40,7 @@ def found():
     """All cases, in one process that reads the variable before it imports triton."""
     pytest.importorskip("triton")
     here = ROOT / "tests"
-    path = os.pathsep.join([str(here), str(here.parent), *filter(None, sys.path)])
+    path = os.pathsep.join([str(here), str(here / "lines"), str(here.parent), *filter(None, sys.path)])
     run = [sys.executable, str(here / "triton_cases.py"), json.dumps(CASES)]
     done = subprocess.run(run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
     if "only 0-dimensional arrays can be converted" in done.stderr:  # Triton 3.6's interpreter, with NumPy from 2.4 on

@@ -20,13 +20,19 @@ from sinkscope.lines.sparse import band_attention, line_attention
 
 
 def inputs(
-    heads: int, kv_heads: int, queries: int, keys: int, seed: int = 0, dtype: torch.dtype = torch.float32
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    width: int = 16,
 ) -> tuple[Scores, Tensor]:
-    """Queries and keys, and values, which are narrower and not contiguous."""
+    """Queries and keys, and values, which are narrower, all as a model gives them, not contiguous."""
     generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(heads, queries, 16, generator=generator) * 2
-    key, value = (torch.randn(keys, kv_heads, width, generator=generator).to(dtype) for width in (16, 12))
-    return Scores(query.to(dtype), key.transpose(0, 1), 0.25), value.transpose(0, 1)
+    sizes = ((queries, heads, width), (keys, kv_heads, width), (keys, kv_heads, 3 * width // 4))
+    query, key, value = (torch.randn(size, generator=generator).to(dtype).transpose(0, 1) for size in sizes)
+    return Scores(2 * query, key, width**-0.5), value
 
 
 @given(

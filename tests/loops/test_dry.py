@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import refused
 
 import sinkscope as ss
 
@@ -48,16 +46,7 @@ def test_dry_against_its_definition(rows, multiplier, base, allowed, broken):
 def test_dry_in_generate_ends_a_loop():
     model = ss.load()
     inputs = model.tokenizer("One day, the bird sang the same song again and again:", return_tensors="pt")
-    ask = {**inputs, "max_new_tokens": 160, "do_sample": False}
+    ask = {**inputs, "max_new_tokens": 110, "do_sample": False}
     plain = model.generate(**ask)[0].tolist()
     with_dry = model.generate(**ask, logits_processor=[ss.DRY()])[0].tolist()
     assert ss.loops.tail_period(plain, shortest=48) and not ss.loops.tail_period(with_dry, shortest=24)
-
-
-@pytest.mark.parametrize(
-    ("given_", "said"),
-    [({"multiplier": 0.0}, "multiplier"), ({"base": 0.5}, "base"), ({"allowed_length": 0}, "allowed_length")],
-)
-def test_dry_refuses_numbers_out_of_range(given_, said):
-    with refused(said):
-        ss.DRY(**given_)

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_texts import TABLES, prose
-from refusals import refused
 from repository import python
 from server_streams import SERVERS, events
 
@@ -225,12 +224,6 @@ def test_bad_input_is_refused_in_a_line(more, name, content, said, tmp_path, mon
     elif content is not None:
         Path(name).write_bytes(content)
     assert said in refusal(["loops", name, *more])
-
-
-@pytest.mark.parametrize("wrong", [[], [1.5, 2.5], [[1], [2.5]], [True, False]])
-def test_an_input_that_is_neither_text_nor_ids_is_refused(wrong):
-    with refused(r"cannot be checked"):
-        check(wrong)
 
 
 def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):

@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from loop_texts import novelty
-from refusals import refused
 
 from sinkscope.loops import (
     Tail,
@@ -24,7 +22,6 @@ from sinkscope.loops import (
     type_token_ratio,
 )
 from sinkscope.loops.text import signals
-from sinkscope.loops.text.signals import WindowNovelty
 
 IDS = st.lists(st.integers(0, 4), max_size=60)
 TAILED = st.builds(  # a repetition after anything
@@ -46,12 +43,6 @@ def test_the_ratios_are_those_of_their_definitions(ids):
         assert type_token_ratio(form) == type_token_ratio(ids) and compression_ratio(form) == compression_ratio(ids)
         assert tail_period(form) == tail_period(ids) and ends_in_loop(form) == ends_in_loop(ids)
     assert compression_ratio(ids) == len(zlib.compress(struct.pack(f"<{len(ids)}I", *ids), 9)) / (4 * len(ids))
-
-
-@pytest.mark.parametrize("wrong", [[1, -2], [1 << 32]])
-def test_what_is_no_id_is_refused(wrong):
-    with refused("the token is .*: expected a whole number"):
-        compression_ratio(wrong)
 
 
 def _brute(ids: list[int], repeats: float, shortest: int, longest: int) -> Tail | None:
@@ -78,20 +69,6 @@ def test_tail_period_is_that_of_brute_force(ids, repeats, shortest, longest):
         tail = ids[found.start :]
         assert tail == (tail[: found.period] * len(tail))[: len(tail)]
         assert found.start == 0 or ids[found.start - 1] != ids[found.start - 1 + found.period]
-
-
-def test_a_repetition_has_two_copies():
-    with refused("at least 2 copies"):
-        tail_period([1, 1], repeats=1)
-
-
-@given(st.lists(st.integers(0, 3), max_size=60), st.integers(2, 30), st.integers(1, 4), st.integers(1, 20))
-@example([0, 1, 0], 2, 1, 5)
-def test_novelty_is_that_of_its_definition(ids, window, n, span):
-    window = max(window, n)
-    state = WindowNovelty(window, n, span)
-    for place, token in enumerate(ids, 1):
-        assert state.add(token) == pytest.approx(novelty(ids[:place], window=window, n=n, span=span))
 
 
 def test_loop_rule_at_its_thresholds(monkeypatch):

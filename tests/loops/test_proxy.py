@@ -23,7 +23,6 @@ import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_texts import prose
-from refusals import refused
 from server_streams import SERVERS, events
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -248,12 +247,6 @@ def test_one_looping_choice_of_two_is_no_reason_to_cut():
     data = events(objects).encode()
     watch = StreamWatch(MonitorSettings(), events=True)
     assert watch.feed(data) + watch.held == data and watch.alarm is None
-
-
-@pytest.mark.parametrize("wrong", ["127.0.0.1:11434", "ftp://127.0.0.1", "http://", "http://user@host/", "http://a?b"])
-def test_an_upstream_that_is_no_address(wrong):
-    with refused("expected the address of a server"):
-        application(wrong, MonitorSettings(), print)
 
 
 def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():

@@ -1,7 +1,7 @@
 """What real models do, read with plain torch hooks: nothing of sinkscope is imported here.
 
-For models in the form of Llama and Gemma 3 in transformers: `model.model.layers`, `self_attn`, `mlp.down_proj`, and a
-norm behind the MLP where the layer has `post_feedforward_layernorm`.
+For models in the form of Llama and Gemma 3 in transformers: `self_attn`, `mlp.down_proj`, and a norm behind the MLP
+where the layer has `post_feedforward_layernorm`; residual streams also of other families.
 """
 
 from __future__ import annotations
@@ -18,8 +18,18 @@ Site = tuple[int, int]
 """A neuron: its layer and its column of the down projection."""
 
 
-def layers(model: Any) -> nn.ModuleList:
-    return model.model.layers
+def part(block: nn.Module, *names: str) -> Any:
+    """The first of these submodules (dotted) that a module has."""
+    for name in names:
+        try:
+            return block.get_submodule(name)
+        except AttributeError:
+            continue
+    raise AttributeError(names)
+
+
+def blocks(model: nn.Module) -> nn.ModuleList:
+    return part(model, "transformer.h", "gpt_neox.layers", "model.decoder.layers", "model.layers")
 
 
 def ids_of(tokenizer: Any, text: str, n_tokens: int, *, bos: bool) -> Tensor:
@@ -58,9 +68,9 @@ def reading(modules: Iterable[nn.Module], what: str) -> Iterator[list[Tensor]]:
 @torch.no_grad()
 def residuals(model: Any, ids: Tensor) -> Tensor:
     """The residual stream after each layer: [layer, row, position, d_model]."""
-    with reading(layers(model), "output") as seen:
-        model.model(ids, use_cache=False)
-    return torch.stack(seen)
+    with reading(blocks(model), "output") as seen:
+        model(ids.to(model.device), use_cache=False)
+    return torch.stack(seen).cpu()
 
 
 def norms(model: Any, ids: Tensor) -> Tensor:
@@ -71,7 +81,7 @@ def norms(model: Any, ids: Tensor) -> Tensor:
 @torch.no_grad()
 def activations(model: Any, ids: Tensor, layer: int) -> Tensor:
     """What the neurons of a layer hold, which is the input of its down projection: [row, position, neuron]."""
-    with reading([layers(model)[layer].mlp.down_proj], "input") as seen:
+    with reading([blocks(model)[layer].mlp.down_proj], "input") as seen:
         model.model(ids, use_cache=False)
     return seen[0]
 
@@ -83,7 +93,7 @@ def contributions(model: Any, ids: Tensor, layer: int, position: int = 0) -> Ten
     A norm behind the MLP (Gemma) divides the sum of all neurons by one number and multiplies each dimension by its
     weight, so it acts on each neuron alone as well.
     """
-    block = layers(model)[layer]
+    block = blocks(model)[layer]
     post = activations(model, ids, layer)[:, position]
     written = post[:, :, None] * block.mlp.down_proj.weight.T[None]
     norm = getattr(block, "post_feedforward_layernorm", None)
@@ -110,7 +120,7 @@ def attention_received(model: Any, ids: Tensor, position: int = 0) -> Tensor:
     Where a window hides the position, only queries that see it count.
     """
     received: list[Tensor] = []
-    for layer, probs in zip(layers(model), attentions(model, ids), strict=True):
+    for layer, probs in zip(blocks(model), attentions(model, ids), strict=True):
         window = getattr(layer.self_attn, "sliding_window", None) or probs.shape[-1]
         received.append(probs[:, :, position + 1 : position + window, position].mean((0, 2)))
     return torch.stack(received)
@@ -125,11 +135,6 @@ def log_probs(model: Any, ids: Tensor) -> Tensor:
 def nll(model: Any, ids: Tensor) -> Tensor:
     """Negative log-probability of each token but the first, in nats: [row, position]."""
     return -log_probs(model, ids)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-
-
-def divergence(intact: Tensor, other: Tensor) -> Tensor:
-    """KL(intact || other) of log-probabilities, in nats: [row, position]."""
-    return (intact.exp() * (intact - other)).sum(-1)
 
 
 # ---- what is edited
@@ -164,7 +169,7 @@ def listing_1(model: Any, sites: Iterable[Site]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for layer, neuron in sites:
-            handle = layers(model)[layer].mlp.up_proj.register_forward_hook(holding(neuron))
+            handle = blocks(model)[layer].mlp.up_proj.register_forward_hook(holding(neuron))
             stack.callback(handle.remove)
         yield
 
@@ -181,7 +186,7 @@ def held(model: Any, sites: dict[Site, float], first: int = 1) -> Iterator[None]
     with ExitStack() as stack:
         for (layer, neuron), value in sites.items():
             edit = partial(holding, neuron=neuron, value=value)
-            stack.enter_context(inputs_edited(layers(model)[layer].mlp.down_proj, edit))
+            stack.enter_context(inputs_edited(blocks(model)[layer].mlp.down_proj, edit))
         yield
 
 
@@ -190,13 +195,13 @@ def heads_replaced(model: Any, layer: int, heads: Iterable[int], means: Tensor) 
     chosen = torch.zeros(model.config.num_attention_heads, dtype=torch.bool)
     chosen[list(heads)] = True
     columns = chosen.repeat_interleave(means.numel() // len(chosen))
-    return inputs_edited(layers(model)[layer].self_attn.o_proj, lambda z: torch.where(columns, means, z))
+    return inputs_edited(blocks(model)[layer].self_attn.o_proj, lambda z: torch.where(columns, means, z))
 
 
 @torch.no_grad()
 def heads_mean(model: Any, ids: Tensor, layer: int) -> Tensor:
     """What the heads of a layer write at later positions, on average, before the output projection."""
-    with reading([layers(model)[layer].self_attn.o_proj], "input") as seen:
+    with reading([blocks(model)[layer].self_attn.o_proj], "input") as seen:
         model.model(ids, use_cache=False)
     return seen[0][:, 1:].mean((0, 1))
 
@@ -263,19 +268,3 @@ def greedy(model: Any, ids: Tensor, n_new: int) -> list[int]:
     for _ in range(n_new):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     return ids[0, -n_new:].tolist()
-
-
-def same_offsets(probs: Tensor, period: int, suffix: int, begin: int) -> float:
-    """Share of a head's attention [query, key] at the same distances as one period before, mean over late queries.
-
-    Distances are below `suffix`, the key at position 0 counts for nothing, and queries begin at `begin`.
-    """
-    shares: list[Tensor] = []
-    for query in range(begin, len(probs)):
-        share = torch.zeros(())
-        for distance in range(min(suffix, query)):
-            earlier = query - period - distance
-            if earlier > 0:
-                share = share + torch.minimum(probs[query, query - distance], probs[query - period, earlier])
-        shares.append(share)
-    return float(torch.stack(shares).mean())
