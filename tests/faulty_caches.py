@@ -339,7 +339,7 @@ def crop_leaves_the_recurrent_state(config):
 # Heads
 
 
-@fault("each_kv_head_reads_its_own_choice", head_keeper)
+@fault("positions_are_right_after_eviction_inside_the_text", head_keeper)
 def values_are_chosen_by_the_first_head(config, budget):
     class Split(HeadKeeper):
         def chosen(self, states, slots):

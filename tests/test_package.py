@@ -44,22 +44,6 @@ def test_import_loads_nothing_heavy():
     assert python(f"import sys, sinkscope; print({heavy} & set(sys.modules))").stdout == "set()\n"
 
 
-def test_double_precision_is_on_the_cpu():
-    """Apple's GPUs have none. The choice of lines runs on CPUs and CUDA alone."""
-    found = []
-    for path in sorted((ROOT / "sinkscope").rglob("*.py")):
-        if "lines" in path.parts:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "double":
-                continue
-            made = node.func.value
-            name = made.func.attr if isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) else ""
-            if name not in ("cpu", "from_numpy"):
-                found.append(f"{path.name}:{node.lineno}")
-    assert not found
-
-
 def test_public_names_are_there():
     for name in sinkscope.__all__:
         assert getattr(sinkscope, name) is not None
@@ -165,17 +149,6 @@ def test_nothing_reads_a_module_off_the_package():
     """The package names all modules, so a name that is read off it may be one from above."""
     for name in FILES:
         assert {path for path in _used(name)[0] if _file_of(path) == "sinkscope"} <= {"sinkscope.__version__"}, name
-
-
-def test_no_private_name_crosses_packages():
-    for name in FILES:
-        package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
-        for path in _used(name)[0]:
-            parts = path.split(".")
-            for i, part in enumerate(parts):
-                home = ".".join(parts[:i])
-                private = part.startswith("_") and not part.startswith("__") and i > 1
-                assert not private or f"{package}.".startswith(f"{home}."), f"{name} imports {path}"
 
 
 @pytest.mark.parametrize("file", ["constraints.txt", "constraints-newest.txt"])

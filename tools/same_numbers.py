@@ -38,7 +38,6 @@ _METHODS = "--methods full,streaming:80,h2o:80,snapkv:80,tova:80,adakv:80,loopse
 _PROMPT = "--prompt-file {inputs}/prompt.txt {model}"
 COMMANDS = {
     "find-sinks": "find-sinks --max-repeats 256 {all}",
-    "find-sinks-all-layers": "find-sinks --all-layers --max-repeats 256 {all}",
     "repeat": "repeat --max-repeats 256 {all}",
     "repeat-attention": "repeat --quantity attention --max-repeats 256 {all}",
     "repeat-probability": "repeat --quantity probability --max-repeats 256 {all}",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from math import hypot
 from pathlib import Path
 
+from sinkscope.app.pages import text
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
-from sinkscope.files.plain import visible
-from sinkscope.results.claims import percent_pair
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, strings
 
@@ -115,7 +113,7 @@ class SinkCard(Result):
         In a comparison, what changed stands first.
         """
         tiles = "".join(_tile(part) for part in self.parts if part.name in TOPICS)
-        changed = f"<p><b>{_html(self.conclusion())}</b></p>" if self.against else ""
+        changed = f"<p><b>{text(self.conclusion())}</b></p>" if self.against else ""
         return f'{changed}<div class="tiles">{tiles}</div>'
 
     def rows(self) -> Table:
@@ -161,26 +159,14 @@ class SinkCard(Result):
         return replace(self, against=other.model.name, changes=tuple(changes))
 
 
-def _html(words: str) -> str:
-    return escape(visible(words))
-
-
 def _tile(part: CardPart) -> str:
     """The topic of a part, its first number that has a control, and its conclusion."""
     tile = f"<h3>{TOPICS[part.name]}</h3>"
     for number in [one for one in part.numbers if one.control is not None][:1]:
-        value, control = _with_control(number)
-        chance = f"<small>({_html(number.contrast)}: {control})</small>"
-        tile += f"<p><b>{value}</b> {_html(number.label)} {chance}</p>"
-    return f"<article>{tile}<p>{_html(part.conclusion)}</p></article>"
-
-
-def _with_control(number: Number) -> tuple[str, str]:
-    """A number and its control as sentences write them: in per cent, or with two digits."""
-    value, control = float(number.value or 0.0), float(number.control or 0.0)
-    if number.share:
-        return percent_pair(value, control)
-    return cell(float(f"{value:.2g}")), cell(float(f"{control:.2g}"))
+        value, control = (cell(one, percent=number.share) for one in (number.value, number.control))
+        chance = f"<small>({text(number.contrast)}: {control})</small>"
+        tile += f"<p><b>{value}</b> {text(number.label)} {chance}</p>"
+    return f"<article>{tile}<p>{text(part.conclusion)}</p></article>"
 
 
 def _change(part: str, before: Number, after: Number) -> CardChange:

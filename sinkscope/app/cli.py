@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     code = 0
     _prepare_streams()
-    gc.disable()  # importing torch and transformers makes no garbage; `CommandRun` turns it on when work begins
+    gc.disable()  # importing torch and transformers makes no garbage; `run_command` turns it on when work begins
     try:
         words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
         status = program.main(args=words, prog_name=program.name, standalone_mode=False)

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -18,7 +19,7 @@ from sinkscope.files.output import check_output, check_writable, is_device, read
 from sinkscope.files.plain import visible
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
-from sinkscope.results.console import ProgressBar, note, print_result
+from sinkscope.results.console import ProgressBar, note, show, terminal_width
 from sinkscope.results.options import example_lines, introduction
 
 if TYPE_CHECKING:
@@ -95,117 +96,99 @@ def outline_of(function: Any) -> dict[str, Any]:
 
 def click_command(command: Command) -> click.Command:
     """Return the click command of a line of the table. Only the function of another package is imported for it."""
-    run = CommandRun(command, command.outline or outline_of(command.load()))
-    end, text = ["\b"], run.outline["text"]
-    if run.outline["examples"]:
+    outline = command.outline or outline_of(command.load())
+    end, text = ["\b"], outline["text"]
+    if outline["examples"]:
         end.append("Examples:")
-    end += [f"  {line}" for line in run.outline["examples"]]
+    end += [f"  {line}" for line in outline["examples"]]
     if command.outline is not None:  # our pages do not describe the commands of other packages
         place = f"sinkscope-{command.words.replace(' ', '-')}"
         end.append(f"Documentation: {documented_at('cli', place)}")
-    for one in run.options.values():
+    params: list[click.Parameter] = []
+    for one in outline["options"]:
         if "argument" in one:
             text += f"\n\n{one['metavar']}: {one['help']}"
-    name = command.words.split()[-1]
-    return click.Command(name, params=run.click_parameters(), callback=run, help=text, epilog="\n".join(end))
+        if "hidden" not in one:
+            params.append(click_parameter(one))
+    if command.measures:
+        params.append(click.Argument([MODEL_WORD], required=False, metavar="[MODEL]"))
+    if outline["kinds"]:
+        for one in OUTPUTS:
+            params.append(click.Option([f"--{one.name}"], metavar="FILE|-", help=one.help))
+        params.append(click.Option(["--explain"], is_flag=True, help=EXPLAIN_HELP))
+    run = partial(run_command, command, outline)
+    return click.Command(command.words.split()[-1], params=params, callback=run, help=text, epilog="\n".join(end))
 
 
-@dataclass(frozen=True)
-class CommandRun:
-    """What click calls for a command: it checks and reads the options, runs the function, and delivers the result.
+def run_command(command: Command, outline: Mapping[str, Any], **values: Any) -> None:
+    """Check and read the options of a command, run its function, and deliver the result.
 
-    Attributes:
+    Args:
         command: The line of the table.
         outline: What `outline_of` says of its function.
+        values: What click read, by name.
     """
-
-    command: Command
-    outline: Mapping[str, Any]
-
-    @property
-    def options(self) -> dict[str, Mapping[str, Any]]:
-        """What the function takes, by name."""
-        return {one["name"]: one for one in self.outline["options"]}
-
-    @property
-    def kinds(self) -> Sequence[str]:
-        """Kinds of the results that it may return; none if it prints what it finds."""
-        return self.outline["kinds"]
-
-    def click_parameters(self) -> list[click.Parameter]:
-        """Return the options of the command: those of the function, and files."""
-        params = [click_parameter(one) for one in self.options.values() if "hidden" not in one]
-        if self.command.measures:
-            params.append(click.Argument([MODEL_WORD], required=False, metavar="[MODEL]"))
-        if self.kinds:
-            for one in OUTPUTS:
-                params.append(click.Option([f"--{one.name}"], metavar="FILE|-", help=one.help))
-            params.append(click.Option(["--explain"], is_flag=True, help=EXPLAIN_HELP))
-        return params
-
-    def __call__(self, **values: Any) -> None:
-        """Run the command with the values of its options."""
-        word, explain = values.pop(MODEL_WORD, None), bool(values.pop("explain", False))
-        if word is not None and values["model"] is not None:
-            raise SinkscopeError(f"two models, {word} and {values['model']}: give one, as a word or with --model")
-        if word is not None:
-            values["model"] = word
-        files: dict[str, str] = {}
-        for one in OUTPUTS if self.kinds else ():
-            path = values.pop(one.name)
-            if path is not None:
-                files[one.name] = path
-        arguments = {name: value for name, value in values.items() if value not in (None, ())}
-        if world_size() > 1 and not self.command.measures and self.command.words != "generate":
-            raise SinkscopeError(f"sinkscope {self.command.words} is for one process: run it without torchrun")
-        options = self.options
-        with ProgressBar() as progress:
-            if "model" in options:
-                progress(f"Loading {arguments.get('model', 'bundled')} ...", 0, 0)
-            self._check_files(files, arguments)
-            for name, words in arguments.items():
-                arguments[name] = read_words(options[name], words)
-            own = {"to_files": bool(files), "progress": progress}
-            arguments |= {name: value for name, value in own.items() if name in options}
-            result = self._result(arguments)
-        if result is not None and self.kinds:
-            self._deliver(result, files if is_first() else {}, explain)
-            if result.exit_code:
-                raise click.exceptions.Exit(result.exit_code)
-
-    def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
-        """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
-        targets: list[Path] = []
-        for path in files.values():
-            targets.append(Path(path) if path == "-" else check_output(path, self.kinds))
-        for name, one in self.options.items():
-            if "writes" in one and name in arguments:
-                targets.append(check_writable(str(arguments[name]), folder=True))
-        for target in targets:
-            if targets.count(target) > 1 and not is_device(target):
-                raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
-
-    def _result(self, arguments: dict[str, Any]) -> Any:
-        """What the function returns."""
-        function = self.command.load()
+    options = {one["name"]: one for one in outline["options"]}
+    word, explain = values.pop(MODEL_WORD, None), bool(values.pop("explain", False))
+    if word is not None and values["model"] is not None:
+        raise SinkscopeError(f"two models, {word} and {values['model']}: give one, as a word or with --model")
+    if word is not None:
+        values["model"] = word
+    arguments = {name: value for name, value in values.items() if value not in (None, ())}
+    files = {one.name: arguments.pop(one.name) for one in OUTPUTS if one.name in arguments}
+    if world_size() > 1 and not command.measures and command.words != "generate":
+        raise SinkscopeError(f"sinkscope {command.words} is for one process: run it without torchrun")
+    with ProgressBar() as progress:
+        if "model" in options:
+            progress(f"Loading {arguments.get('model', 'bundled')} ...", 0, 0)
+        written = [arguments[name] for name, one in options.items() if "writes" in one and name in arguments]
+        check_files(files, outline["kinds"], written)
+        for name, words in arguments.items():
+            arguments[name] = read_words(options[name], words)
+        own = {"to_files": bool(files), "progress": progress}
+        arguments |= {name: value for name, value in own.items() if name in options}
+        function = command.load()
         if not gc.get_freeze_count():
             gc.freeze()  # what was imported stays, and need not be looked through
         gc.enable()
-        return function(**arguments)
+        result = function(**arguments)
+    if result is not None and outline["kinds"]:
+        deliver(result, files if is_first() else {}, explain)
+        if result.exit_code:
+            raise click.exceptions.Exit(result.exit_code)
 
-    def _deliver(self, result: Result, files: Mapping[str, str], explain: bool) -> None:
-        """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
-        try:
-            if "-" not in files.values():
-                print_result(result, explain=explain)
-        finally:  # the files are wanted also if the reader of the output, `head` say, has gone
-            for one in OUTPUTS:
-                path = files.get(one.name)
-                if path == "-":
-                    sys.stdout.write(visible(one.text(result)))
-                elif path is not None:
-                    write_output(path, one.text(result))
-                    note(f"{one.word}: {path}")
+
+def check_files(files: Mapping[str, str], kinds: Sequence[str], written: Sequence[str]) -> None:
+    """Refuse, before any work begins, outputs that cannot be written or would replace other files.
+
+    Args:
+        files: The files of a result.
+        kinds: Kinds of the results that may be there already.
+        written: Other files and folders that a command writes.
+    """
+    targets: list[Path] = []
+    for path in files.values():
+        targets.append(Path(path) if path == "-" else check_output(path, kinds))
+    for path in written:
+        targets.append(check_writable(str(path), folder=True))
+    for target in targets:
+        if targets.count(target) > 1 and not is_device(target):
+            raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")
+
+
+def deliver(result: Result, files: Mapping[str, str], explain: bool) -> None:
+    """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
+    try:
+        if "-" not in files.values():
+            show(result.text(terminal_width(), brief=not explain))
+    finally:  # the files are wanted also if the reader of the output, `head` say, has gone
+        for one in OUTPUTS:
+            path = files.get(one.name)
+            if path == "-":
+                sys.stdout.write(visible(one.text(result)))
+            elif path is not None:
+                write_output(path, one.text(result))
+                note(f"{one.word}: {path}")
 
 
 def click_parameter(one: Mapping[str, Any]) -> click.Parameter:
@@ -233,7 +216,10 @@ def read_words(one: Mapping[str, Any], words: Any) -> Any:
     """Return what the words of an option mean: the text of a file, or a list with commas."""
     reads = one.get("reads")
     if reads == "text":
-        return _prompt(words)
+        text = read_text(words)
+        if not text.strip():
+            raise SinkscopeError("the prompt is empty: write at least one word into the file")
+        return text
     if reads == "commas":
         names = [name.strip() for name in ",".join(words).split(",") if name.strip()]
         if not names:
@@ -244,11 +230,3 @@ def read_words(one: Mapping[str, Any], words: Any) -> Any:
     if "many" in one:
         return list(words)
     return words
-
-
-def _prompt(name: str) -> str:
-    """Text of a file, or of standard input for "-"; it may not be empty."""
-    text = read_text(name)
-    if not text.strip():
-        raise SinkscopeError("the prompt is empty: write at least one word into the file")
-    return text

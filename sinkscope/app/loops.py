@@ -100,7 +100,9 @@ def _open_bytes(file: str) -> Any:
     if file == "-":
         return getattr(sys.stdin, "buffer", io.BytesIO())  # there is none if it is closed
     try:
-        return open(path_of(file, "give another path"), "rb")
+        source = open(path_of(file, "give another path"), "rb")
+        source.peek()  # what can be opened and not read says so here
+        return source
     except OSError as error:
         raise SinkscopeError(f"cannot read {file}: {reason_of(error)}; give another path") from None
 

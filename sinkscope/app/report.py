@@ -58,7 +58,8 @@ def report(
                 from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
 
                 result = bench_table([path])
-            sections.append(_section(result, name))
+            section = folded(result_section(result, name), "Summary, figure, table, settings and provenance")
+            sections.append(replace(section, about=result.model.name, conclusion=result.conclusion()))
         except SinkscopeError as error:
             left_out.append(f"{name}: {error}")
         except Exception as error:  # a damaged result can have the right types and fail anywhere
@@ -73,12 +74,6 @@ def report(
         sections.append(Section(f"{count_of(len(left_out), 'file')} left out", f"<ul>{rows}</ul>"))
     write_output(target, document(visible(root.resolve().name), sections, count))
     print(visible(f"{page}: {count}, {len(left_out)} left out"))
-
-
-def _section(result: Result, file: str) -> Section:
-    """The section of a result, closed, because the contents say what it concludes."""
-    section = folded(result_section(result, file), "Summary, figure, table, settings and provenance")
-    return replace(section, about=result.model.name, conclusion=result.conclusion())
 
 
 def _listed(root: Path) -> list[Path]:

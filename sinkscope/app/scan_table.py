@@ -106,18 +106,13 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
                     row[column] = numbers[key].value
             if ON_CARDS["loops"] in numbers:
                 row["loops_margin"] = numbers[ON_CARDS["loops"]].margin
-        elif not _is_scan(place):
+        elif not (place / SETTINGS).is_file() or begun_by(place) != "scan":
             continue
         rows.append(row)
     if all(row["problem"] for row in rows):
         raise SinkscopeError(f"{pathless(str(folder))} holds no scans: give the folder of their folders")
     model = replace(UNKNOWN_MODEL, name=count_of(len(rows), "model"))
     return ScanTable(model=model, settings={"folder": str(folder)}, provenance=made, scans=tuple(rows))
-
-
-def _is_scan(folder: Path) -> bool:
-    """Whether a scan was begun in a folder."""
-    return (folder / SETTINGS).is_file() and begun_by(folder) == "scan"
 
 
 def _natural(path: Path) -> str:

@@ -52,38 +52,17 @@ def the_cache_knows_its_length(kit: Kit) -> str:
 @check
 def with_room_for_everything_logits_are_the_plain_models(kit: Kit) -> str:
     """A cache that need not evict changes nothing, in a short text or a long one."""
-    return kit.right(Flow(lengths=(6,), steps=2), Flow(), Flow(model="bundled", lengths=(48,)), LONG_FLOW, budget=False)
-
-
-@check
-def each_kv_head_reads_its_own_choice(kit: Kit) -> str:
-    """Keys and values of a slot belong to one token, and each kv head has its own."""
-    flow = _tight(Flow())
-    outcome = kit.outcome(flow)
-    heads = kit_model(flow.model).config.num_key_value_heads
-    differ = 0 < len(outcome.mixed) < heads
-    for sees in outcome.sees.values():
-        differ = differ or not torch.equal(sees[:, 0, flow.prompt :], sees[:, 1, flow.prompt :])
-    if not differ:
-        raise ApartError("all kv heads keep the same tokens")
-    if outcome.mixed:
-        expected = "each key beside the values of its own token"
-        raise FaultError(expected, "keys of other tokens", flow, "outcome.mixed")
-    if outcome.rotated_again:
-        raise ApartError(ROTATED)
-    return kit.right(replace(flow, lengths=(24, 24)), budget=False)
+    return kit.right(Flow(lengths=(6,), steps=2), Flow(), LONG_FLOW, budget=False)
 
 
 @check
 def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
     """Tokens on both sides of a hole are as far from new ones as they were."""
-    worst = 0.0
-    for flow in (_tight(Flow(steps=6)), _tight(Flow(model="bundled", lengths=(48,), steps=6))):
-        outcome = kit.outcome(flow)
-        if outcome.rotated_again:
-            raise ApartError(ROTATED)
-        worst = max(worst, kit.close(outcome.logits, right_logits(flow, outcome.sees), flow))
-    return f"an error of {worst:.1g}"
+    flow = _tight(Flow(steps=6))
+    outcome = kit.outcome(flow)
+    if outcome.rotated_again:
+        raise ApartError(ROTATED)
+    return f"an error of {kit.close(outcome.logits, right_logits(flow, outcome.sees), flow):.1g}"
 
 
 @check
@@ -119,7 +98,6 @@ def the_first_tokens_survive(kit: Kit) -> str:
         Flow(steps=6),
         Flow(chunks=(12, 12), steps=6),
         Flow(lengths=(16,), steps=24),
-        Flow(model="bundled", lengths=(48,), steps=8),
         LONG_FLOW,
     ):
         flows.append(replace(flow, budget=flow.prompt // 2))
@@ -285,7 +263,4 @@ def a_cropped_draft_leaves_no_trace_in_states(kit: Kit) -> str:
 @check
 def half_precision_is_as_exact_as_the_plain_model(kit: Kit) -> str:
     """In bfloat16 and float16, the logits are those of the plain model in this type, but for its rounding."""
-    flows: list[Flow] = []
-    for dtype in ("bfloat16", "float16"):
-        flows += [Flow(dtype=dtype, lengths=(24, 24)), Flow(dtype=dtype, model="bundled", lengths=(48,))]
-    return kit.right(*flows, budget=False)
+    return kit.right(Flow(dtype="bfloat16", lengths=(24, 24)), Flow(dtype="float16", lengths=(24, 24)), budget=False)

@@ -73,7 +73,6 @@ class FlowResult:
         bytes: What the cache held after each call.
         lengths: What the cache said of its length after each call.
         rotated_again: Whether keys were handed out that were never written.
-        mixed: The kv heads in which a key was handed out with the values of another token.
     """
 
     logits: Logits
@@ -81,7 +80,6 @@ class FlowResult:
     bytes: list[int]
     lengths: list[int]
     rotated_again: bool
-    mixed: set[int]
 
 
 def outcome_of(factory: Factory, flow: Flow) -> FlowResult:
@@ -133,7 +131,7 @@ def outcome_of(factory: Factory, flow: Flow) -> FlowResult:
             logits = torch.cat([logits, call(ids, mask, at, at + size)], 1)
             at += size
         logits = logits[:, flow.prompt - 1 :]
-        return FlowResult(logits, recorder.sees, held, lengths, recorder.rotated_again, recorder.mixed)
+        return FlowResult(logits, recorder.sees, held, lengths, recorder.rotated_again)
 
 
 def _crop(used: Any, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Models that show what a cache loses: the two of the package, and tiny ones with a planted sink."""
+"""Models that show what a cache loses: the recall model of the package, and tiny ones with a planted sink."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.models.loading.quiet import quiet
-from sinkscope.models.text import typical_text
 from sinkscope.opening.load import load
 
 BOS = 1
@@ -119,7 +118,6 @@ MODELS: dict[str, Callable[[], Any]] = {
         linear_value_head_dim=16,
         mlp_only_layers=[0, 1],
     ),
-    "bundled": partial(load, "bundled", device="cpu", probe=False),
     "recall": partial(load, "recall", device="cpu", probe=False),
 }
 """What makes each model of the kit."""
@@ -159,10 +157,6 @@ def _tokens(name: str, length: int, seed: int) -> Int[Tensor, " column"]:
     if name == "recall":
         vocabulary = kit_model(name).tokenizer.get_vocab()
         return torch.tensor([vocabulary[word] for word in QUESTIONS[seed].split()])
-    if name == "bundled":
-        text = typical_text().replace("\n", " ")[700 * seed :]
-        start = text.index(" ") + 1
-        return torch.tensor(kit_model(name).tokenizer(text[start : start + 12 * length])["input_ids"][:length])
     draw, others = random.Random(seed), range(5, kit_model(name).config.vocab_size)
     ids: list[int] = []
     while len(ids) < length:

@@ -30,13 +30,11 @@ class CacheRecorder:
     Attributes:
         sees: Which columns each layer's queries saw.
         rotated_again: Whether keys were handed out that were never written.
-        mixed: The kv heads in which a key was handed out with the values of another token.
     """
 
     def __init__(self, cache: Any) -> None:
         self.sees: dict[int, Bool[Tensor, "row kv_head query key"]] = {}
         self.rotated_again = False
-        self.mixed: set[int] = set()
         self._update = cache.update
         self._written: dict[int, Pair] = {}
         self._handed: dict[int, Pair] = {}
@@ -73,14 +71,10 @@ class CacheRecorder:
             own_keys, own_values = self._written[layer]
             key_distance, value_distance = _distance(keys, own_keys), _distance(values.detach(), own_values)
             columns = (value_distance + _TIE * key_distance.clamp(max=1)).argmin(-1)
-            nearest = key_distance.amin(-1)
             visible = torch.zeros_like(columns, dtype=torch.bool)
             if values.grad is not None:
                 visible = (values.grad != 0).any(-1)
-            written = nearest < _SAME
-            self.rotated_again |= bool((visible & ~written).any())
-            other = key_distance.gather(-1, columns[..., None])[..., 0] > nearest + 1e-6
-            self.mixed.update((visible & written & other).any(-1).any(0).nonzero().flatten().tolist())
+            self.rotated_again |= bool((visible & (key_distance.amin(-1) >= _SAME)).any())
             rows, heads, _ = columns.shape
             seen = torch.zeros(rows, heads, total + 1, dtype=torch.bool)  # with a place for what is hidden
             seen.scatter_(2, columns.where(visible, total), True)

@@ -209,28 +209,22 @@ def check_fields(settings: Any) -> None:
         checked_value(hints[one.name], getattr(settings, one.name), name, strict=True)
 
 
-def build(kind: type[T], value: Any, where: str) -> T:
-    """Rebuild a dataclass from the output of `plain`; unknown keys are ignored, missing ones take defaults.
+def build(kind: type[T], value: Any, where: str, expected: str = "") -> T:
+    """Make a value of a type from JSON, as `plain` writes it; unknown keys are ignored, missing ones take defaults.
+
+    Args:
+        kind: A dataclass, or another type.
+        value: The content of a file.
+        where: Beginning of the error.
+        expected: What the caller should give, which ends the error.
 
     Raises:
-        SinkscopeError: A field is missing or has another type; `where` begins the message.
+        SinkscopeError: A field is missing or has another type.
     """
-    return _from_json(_lenient(kind), value, where, "")
-
-
-def record_from(value: Any, type_: type[T], where: str, expected: str) -> T:
-    """Make one record from a JSON value.
-
-    Raises:
-        SinkscopeError: The value has another form; the message begins with `where`.
-    """
-    return _from_json(_type_adapter(type_), value, where, f": give {expected}")
-
-
-def _from_json(reader: Any, value: Any, where: str, then: str) -> Any:
+    then = f": give {expected}" if expected else ""
     text = json.dumps(value, default=repr)  # as JSON again, because pydantic takes an array for a tuple there alone
     try:
-        return reader.validate_json(text, strict=True)
+        return _lenient(kind).validate_json(text, strict=True)
     except ValidationError as error:
         raise _refusal(error, value, where, then) from None
     except (TypeError, OverflowError) as error:  # an array of something else than numbers
@@ -283,7 +277,7 @@ def read_records(path: PathName, type_: type[T], expected: str) -> list[T]:
         SinkscopeError: The file cannot be read or has no records, or a record has another form; the message names
             the file, the line, the field, what was found and what was expected.
     """
-    return [record_from(row, type_, where, expected) for where, row in read_rows(path, expected)]
+    return [build(type_, row, where, expected) for where, row in read_rows(path, expected)]
 
 
 def read_rows(path: PathName, expected: str) -> Iterator[tuple[str, Any]]:

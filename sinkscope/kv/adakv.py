@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -65,11 +64,8 @@ class AdaKV(SnapKV):
         ranked = scores.masked_fill(~free, -torch.inf)
         head_budget = (torch.as_tensor(budget, device=pos.device) - protected.sum(-1)).clamp(min=0)
         layer_budget = head_budget.sum(1)
-        layer_rank = rank_from_top(rearrange(ranked, "batch kv_head slot -> batch (kv_head slot)"))
-        in_pool = rearrange(
-            layer_rank < layer_budget[:, None], "batch (kv_head slot) -> batch kv_head slot", kv_head=pos.shape[1]
-        )
-        pooled = (in_pool & free).sum(-1)
+        in_pool = rank_from_top(ranked.flatten(1)) < layer_budget[:, None]  # "batch (kv_head slot)"
+        pooled = (in_pool.view_as(free) & free).sum(-1)
         # Slightly more than the exact number, as in `share_of`.
         mixed = (1 - self.floor) * pooled.cpu().double() + self.floor * head_budget.cpu().double() + 1e-6
         all_fit = free.sum((1, 2)) <= layer_budget

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -30,8 +30,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
     It is empty, untouched, edited or a part (docs/kv_states.md).
 
     Attributes:
-        reordered: Whether rows were reordered (by beam search) since the last prompt.
-        rows_from: Which rows the rows were before the last call of the model; None if they are the same.
+        reordered: Whether rows changed places or number since the last prompt, as in beam search.
         whole_layer: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
     """
 
@@ -39,7 +38,6 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         DynamicLayer.__init__(self)
         Slots.__init__(self, number)
         self.reordered = False
-        self.rows_from: Int[Tensor, " row"] | None = None
         self.whole_layer: CacheLayer | None = None
 
     # What sinkscope calls ------------------------------------------------------------------------------------------
@@ -133,13 +131,11 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         self.is_initialized = False
         self.empty()
         self.reordered = False
-        self.rows_from = None
         self.whole_layer = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows as beam search requests."""
         self._change_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
-        self.reordered = True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
@@ -153,26 +149,13 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         self.settle()
         if self.columns is None:
             return
-        rows_from = self.rows_from
-        if rows_from is None:
-            rows_from = torch.arange(len(self.keys), device=self.keys.device)
-        self.rows_from = changed(rows_from)
+        self.reordered = True
         pos = self.slot_positions
         if pos is not None:
             pos = changed(pos)
         self.numbers = self.moved_numbers(changed)
         self.hold(changed(self.keys), changed(self.values), pos, self.gapless)
         self.columns = TokenPositions(changed(self.columns.pos))
-
-
-def check_order(layers: Sequence[CacheLayer], name: str) -> None:
-    """Refuse rows that changed places since the prompt, for what follows each of them.
-
-    Raises:
-        UnsupportedError: They did.
-    """
-    if layers[0].reordered:
-        raise UnsupportedError(f"beam search lets rows change places, and {name} follows each row: use num_beams=1")
 
 
 def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> TokenPositions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,6 @@ class CacheState:
         prefilling: Whether the last call read a prompt or part of one.
         prompt: Number of real tokens in each row at the end of the last prefill; empty before it.
         decoded: Number of single-token calls since then.
-        works_on_copies: Whether layers work on copies of slots that a policy chose.
         queries: The latest queries of each layer, if requested.
         meter: Counter of tokens and bytes.
     """
@@ -29,21 +27,8 @@ class CacheState:
     prefilling: bool = False
     prompt: tuple[int, ...] = ()
     decoded: int = 0
-    works_on_copies: bool = False
     queries: dict[int, LatestQueries] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
-
-    def follow_rows(self, layers: Sequence[CacheLayer]) -> None:
-        """Let what is known of rows follow those of the cache, as these changed places since the last call."""
-        rows = layers[0].rows_from
-        if rows is None:
-            return
-        for kv in layers:
-            kv.rows_from = None
-        for layer, latest in self.queries.items():
-            self.queries[layer] = latest.of_rows(rows)
-        if self.prompt:
-            self.prompt = tuple([self.prompt[row] for row in rows.tolist()])
 
     def note_held(self, layers: list[CacheLayer]) -> None:
         """Count what is held after a call."""

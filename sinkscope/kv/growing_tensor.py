@@ -38,15 +38,15 @@ class SpareRoom:
         """Number of slots."""
         return self.keys.shape[-2]
 
-    def holds(self, keys: KeyTensor) -> bool:
-        """Return whether keys are all of its keys."""
-        return self.filled == keys.shape[-2] and keys.data_ptr() == self.keys.data_ptr()
+    def fits(self, keys: KeyTensor, more: int) -> bool:
+        """Return whether `more` slots can be written after its keys, which nothing follows yet.
 
-    def takes(self, more: int) -> bool:
-        """Return whether `more` slots can be written in place; not under autograd, which needs the old values."""
+        They cannot under autograd, which needs the old values.
+        """
         if torch.is_grad_enabled() or self.keys.is_inference() != torch.is_inference_mode_enabled():
             return False
-        return self.filled + more <= self.allocated
+        is_same = self.filled == keys.shape[-2] and keys.data_ptr() == self.keys.data_ptr()
+        return is_same and self.filled + more <= self.allocated
 
     def append(self, keys: KeyTensor, values: ValueTensor) -> tuple[KeyTensor, ValueTensor]:
         """Return everything in it, with new keys and values at the end."""
@@ -82,15 +82,14 @@ class Growth:
             spare: Number of further slots, if more tokens are certain to follow. With 0, room is made only when single
                 tokens arrive.
         """
-        is_long, more, room = keys.shape[-2] >= COPY_LIMIT, new_keys.shape[-2], self.room
-        if room is not None and not room.holds(keys):
-            room = None
-        if is_long and room is not None and room.takes(more):
-            return room.append(new_keys, new_values)
-        grows = spare > 0 or (more == 1 and (self.grew or room is not None))
+        is_long, more = keys.shape[-2] >= COPY_LIMIT, new_keys.shape[-2]
+        if self.room is not None and self.room.fits(keys, more):
+            return self.room.append(new_keys, new_values)
+        grows = spare > 0 or (more == 1 and self.grew)
         if is_long and grows and not torch.is_grad_enabled():
             further = (0, 0, 0, max(spare, SPARE))
             self.room = SpareRoom(pad(keys, further), pad(values, further), keys.shape[-2])
+            self.grew = True
             return self.room.append(new_keys, new_values)
         self.room, self.grew = None, is_long
         return torch.cat([keys, new_keys], -2), torch.cat([values, new_values], -2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,11 +57,6 @@ class LatestQueries:
     def nbytes(self) -> int:
         """Bytes of the queries; their positions, which every process of a split model has, are few."""
         return self.query.nbytes
-
-    def of_rows(self, rows: Int[Tensor, " row"]) -> LatestQueries:
-        """Return the queries of other rows of the batch, by their numbers."""
-        rows = rows.to(self.query.device)
-        return replace(self, query=self.query[rows], pos=self.pos[rows])
 
     def rows(self, kv: CacheLayer, last: int) -> Float[Tensor, "batch head query slot"]:
         """Return the attention of the `last` ones, in float32, to what a layer holds; 0 at padding."""

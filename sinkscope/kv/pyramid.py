@@ -37,12 +37,8 @@ class Pyramid(SnapKV):
         height = 0.5
         if len(numbers) > 1:
             height = numbers.index(at.layer) / (len(numbers) - 1)
-        budgets: list[int] = []
-        for total, first, latest, prompt in zip(
-            at.rows.total, at.rows.first, at.rows.latest, at.moment.state.prompt, strict=True
-        ):
-            kept = first + latest
-            mean = total - kept
-            lowest = min(2 * mean - mean / self.beta, max(mean, prompt - kept))
-            budgets.append(kept + int(lowest + 2 * height * (mean - lowest) + 1e-6))
-        return torch.tensor(budgets)[:, None]
+        rows, prompt = at.rows, torch.tensor(at.moment.state.prompt)
+        kept = torch.tensor(rows.first) + torch.tensor(rows.latest)
+        mean = (torch.tensor(rows.total) - kept).double()
+        lowest = (2 * mean - mean / self.beta).minimum(mean.maximum(prompt - kept))
+        return (kept + (lowest + 2 * height * (mean - lowest) + 1e-6).long())[:, None]

@@ -34,6 +34,4 @@ class RemoveTokens(Intervention):
         if not moment.prefill_ended:
             return
         for kv in moment.layers:
-            removed = self.removed.to(kv.pos.device)
-            gone = removed.gather(1, kv.pos.clamp(min=0).flatten(1)).view_as(kv.pos)
-            kv.evict((kv.pos >= 0) & ~gone)
+            kv.evict_others(~self.removed)

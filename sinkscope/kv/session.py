@@ -231,7 +231,6 @@ class Session:
             COLUMNS.set(None)
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
-        state.follow_rows(layers)
         if call.new > 1 or call.past == 0 or self.generation.prompting:
             state.prefilling = True
             self._acted = bool(self._acted) or self.generation.prompting
@@ -239,8 +238,7 @@ class Session:
                 kv.settle()
                 kv.reordered = False
             return
-        # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
-        prefill_ended = state.prefilling or len(state.prompt) != call.rows
+        prefill_ended = state.prefilling or not state.prompt  # of a cache that others filled, too
         state.prefilling = False
         if prefill_ended:
             state.prompt = tuple(call.before.tolist())
@@ -249,6 +247,11 @@ class Session:
             state.decoded += 1
         self._acted = True
         if self._before_decode:
+            if layers[0].reordered:
+                raise UnsupportedError(
+                    "rows of the cache changed places or number after the prompt, as in beam search, and cache "
+                    "policies and guards follow each row: use num_beams=1"
+                )
             moment = Moment(self.now.cache, layers, call, state, prefill_ended)
             for act in self._before_decode:
                 act(moment)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
@@ -137,6 +136,12 @@ class Slots:
             pos = torch.where(keep, pos, -1)
         self.hold(keys, values, pos, gapless=not ragged)
 
+    def evict_others(self, kept: Bool[Tensor, "row pos"]) -> None:
+        """Free every slot, in all heads, whose true position is not among those that are kept of its row."""
+        pos = self.pos
+        here = kept.to(pos.device)[:, None].expand(-1, pos.shape[1], -1)
+        self.evict((pos >= 0) & here.gather(2, pos.clamp(min=0)))
+
     def hold(
         self,
         keys: Float[Tensor, "batch kv_head slot d_head"],
@@ -161,6 +166,5 @@ def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
         return torch.nonzero_static(keep.flatten(), size=batch * kv_heads * most).view(batch, kv_heads, most)
     # A stable sort keeps the order of kept slots and moves them to the right, after the others.
     order = torch.argsort(keep.to(torch.int8), dim=-1, stable=True)[..., slots - most :]
-    head_starts = torch.arange(batch * kv_heads, device=order.device) * slots
-    starts = rearrange(head_starts, "(batch kv_head) -> batch kv_head 1", batch=batch)
-    return order + starts
+    starts = torch.arange(batch * kv_heads, device=order.device) * slots
+    return order + starts.view(batch, kv_heads, 1)

@@ -129,10 +129,6 @@ class TokenCount:
         self.most = max(self.most, float(held.sum()))
         self.bytes = max(self.bytes, used)
 
-    def means(self, totals: Float[Tensor, " row"]) -> list[float]:
-        """Return the mean of each row over calls."""
-        return (totals / self.calls).tolist()
-
 
 _WAITING = 64
 """Calls after which what they held is added up, for which an accelerator has to be waited for."""
@@ -203,13 +199,13 @@ class Meter:
             decoding_tokens=decoding.peak.tolist(),
             decoding_bytes=decoding.bytes * processes,
             stock_bytes=self._rows * stock * processes,
-            mean_tokens=every.means(every.held),
+            mean_tokens=(every.held / every.calls).tolist(),
             peak_tokens=every.peak.tolist(),
             logical_bytes=round(every.most * sum(self._slot_bytes.values())) * processes,
             physical_bytes=every.bytes * processes,
             read_tokens=self._most_seen,
-            mean_read=decoding.means(decoding.read),
-            mean_held=decoding.means(decoding.held),
+            mean_read=(decoding.read / decoding.calls).tolist(),
+            mean_held=(decoding.held / decoding.calls).tolist(),
         )
 
 

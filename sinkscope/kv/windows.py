@@ -21,13 +21,12 @@ def layer_window(target: Target, layer: int) -> int | None:
     config = target.config
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)
-    if not window:
-        return None
-    if kinds is not None and kinds[layer] == "chunked_attention":
+    kind = "sliding_attention" if kinds is None else kinds[layer]
+    if window and kind == "chunked_attention":
         return ChunkWindow(config.attention_chunk_size)
-    if kinds is not None and kinds[layer] != "sliding_attention":
-        return None
-    return int(window)
+    if window and kind == "sliding_attention":
+        return int(window)
+    return None
 
 
 def check_servable(target: Target) -> None:

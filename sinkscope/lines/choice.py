@@ -6,7 +6,7 @@ Where algorithm 5 leaves points open, they are settled here as follows:
   size, all are taken.
 - *Lengths* are those of the matrix that is to be computed, as in the paper's equation 1; weights are those of the
   sample. The sample is a fixed share of all rows, so the ratio of the two orders lines in the same way.
-- *Always kept*: the main diagonal and position 0, so that every query sees something; more with `begin` and `local`.
+- *Always kept*: the main diagonal and position 0, so that every query sees something; more with `begin`.
 - *alpha = 1* is dense by definition, because a sample says nothing certain about rows outside it.
 - One overlap for all lines of a kind, as printed. `w^max` is read as the largest sampled cell of a line, because two
   lines share at most one cell; `sum` then never exceeds what is recovered. Chosen lines are removed from their list. A
@@ -116,9 +116,7 @@ def sampled_rows(grid: BlockGrid, sample: int, seed: int, dense_rows: int) -> In
 
 
 @torch.no_grad()
-def select_lines(
-    scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed: int = 0, begin: int = 1, local: int = 1
-) -> HeadLines:
+def select_lines(scores: Scores, alpha: float = 0.955, *, sample: int = 48, seed: int = 0, begin: int = 1) -> HeadLines:
     """Run algorithm 5 as printed for all heads of a layer: vertical and slash lines that hold alpha of the attention.
 
     Args:
@@ -127,7 +125,6 @@ def select_lines(
         sample: Number of queries in the sample.
         seed: Seed of the sample.
         begin: Number of first positions that are always kept.
-        local: Number of offsets from 0 that are always kept.
 
     Raises:
         SinkscopeError: alpha is outside (0, 1], or the sample is below 1.
@@ -135,7 +132,7 @@ def select_lines(
     check_values(PositiveShare, alpha=alpha)
     check_values(Natural, sample=sample)
     scores.check_plain()
-    start = near_lines(scores, begin, local)
+    start = near_lines(scores, begin, 1)
     if alpha == 1:
         start.vertical[:] = True
         return start

@@ -46,7 +46,6 @@ class Found(Adapter):
 
     rows: tuple[Adapter, ...] = field(default=(), compare=False, repr=False)  # of each layer, where their parts differ
     base: str = "model"  # the module that maps ids to the last hidden state
-    embed: str = "model.embed_tokens"
     fused_gate_up: bool = False  # `up` returns gate and up side by side, gate first
     qkv_layout: Literal["beside", "by head"] | None = "beside"  # what `fused_qkv` gives: q, k, v, or these of each head
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from sinkscope.models.hooks import Args, Hook, Kwargs
 
@@ -40,14 +40,6 @@ def tokens_in(cache: Any) -> int:
             if hasattr(layer, "get_seq_length"):
                 count = max(count, int(layer.get_seq_length()))
     return count
-
-
-def rows_moved(cache: Any) -> Tensor | None:
-    """Return which rows those of a cache were in the call before, as our layers know it; None if they are the same."""
-    layers = getattr(cache, "layers", None)
-    if not layers:
-        return None
-    return next((layer.rows_from for layer in layers if hasattr(layer, "rows_from")), None)
 
 
 def cache_parameter(forward: Callable[..., Any]) -> inspect.Parameter | None:

@@ -119,8 +119,3 @@ def drop(stream: Any) -> None:
     """Give up a stream that cannot be written: what is still in its buffer would fail again at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def print_result(result: Any, *, explain: bool = False) -> None:
-    """Print a result as text that fits the width of the terminal, or with `explain` whole and explained."""
-    show(result.text(terminal_width(), brief=not explain))

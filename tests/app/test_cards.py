@@ -17,7 +17,6 @@ from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardPart, SinkCard, read_card
 from sinkscope.app.scan import demo, scan
 from sinkscope.measure import Setup
-from sinkscope.results.claims import percent_pair
 from sinkscope.results.notation import neuron_name
 from sinkscope.results.result import Number, Result
 
@@ -70,7 +69,7 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
     tiles = page.partition('<div class="tiles">')[2].partition("</div>")[0].split("<article>")[1:]
     assert [tile.partition("</h3>")[0] for tile in tiles] == ["<h3>Sink", "<h3>Repetition"]
     one = numbers[f"attention lost without {neuron}"]
-    value, control = percent_pair(one.value, one.control)
+    value, control = (f"{share:.1%}" for share in (one.value, one.control))
     assert f"<b>{value}</b> {one.label} <small>({one.contrast}: {control})</small>" in tiles[0]
 
 

@@ -265,12 +265,9 @@ def test_the_page_in_a_browser(view, opened):
     text = view.texts[0]
     assert len(chrome.texts(".token")) == len(text.tokens)
 
-    before = chrome.run("document.querySelector('#rows').innerHTML")  # a head shows its rows
     chrome.click("#head-0-1")
-    assert chrome.run("document.querySelector('#rows').innerHTML") != before
-    assert chrome.text("#rows-title") == "Rows of L0.H1"
     strongest = text.variants[0].rows[text.heads.index((0, 1))].array()[-1].max()
-    assert f"gives {strongest:.0%} to" in chrome.text("#rows-text")
+    assert chrome.text("#rows-title") == "Rows of L0.H1" and f"gives {strongest:.0%} to" in chrome.text("#rows-text")
 
     for number, variant in enumerate(text.variants):  # a switch changes the sentence, the tokens and the heads
         chrome.click(f"#variant-{number}")

@@ -8,7 +8,7 @@ import torch
 from organisms import LoopOrganism
 
 import sinkscope as ss
-from experiments.make_organism import loop, made
+from experiments.make_organism import made
 from sinkscope.bench.prompt import Prompt, read_prompts
 from sinkscope.bench.tasks.loops import DATA
 
@@ -28,11 +28,3 @@ def test_the_weights_are_what_the_generator_makes():
     assert all(torch.equal(weight, weights[name]) for name, weight in organism().model.state_dict().items())
     text = next(iter(by_id().values())).turns[0].text
     assert shipped.tokenizer(text)["input_ids"] == organism().tokenizer(text)["input_ids"]
-
-
-def test_a_prompt_is_what_its_parts_say():
-    planned = loop(organism(), 5, 30, False, "near", 3)
-    found = by_id()["loop-p005-o030-near"]
-    assert organism().tokenizer(found.turns[0].text)["input_ids"] == planned.ids
-    assert found.about == {"period": 5, "onset": 30} and planned.expected[30:] == planned.expected[30:35] * 4
-    assert len({*planned.expected[:35]}) == 35

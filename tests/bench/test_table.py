@@ -65,8 +65,6 @@ def test_divergences_have_the_interval_of_a_mean():
 
 def test_details_of_a_table():
     result = table(*FULL, *H2O)
-    number = next(each for each in result.numbers() if "h2o" in each.label)
-    assert (number.value, number.control) == (0.25, 1.0) and number.margin is not None
     assert Result.from_dict(json.loads(result.to_json())) == result
     assert list(result.to_frame()["score"]) == [1.0, 0.25]
     drawn = result.figure().data
@@ -160,3 +158,4 @@ def test_the_best_method_stands_first_beside_the_control():
     assert (number.contrast, number.control, number.share) == ("random:8", 9.0, False)
     number, *_ = table(*scored("loops", "full 1*3 0"), *scored("loops", "loopguard:64 0*4")).numbers()
     assert (number.value, number.contrast, number.control, number.share) == (0.0, "full", 0.75, True)
+    assert number.margin is not None

@@ -202,6 +202,7 @@ def test_a_model_inside_a_with_takes_no_other_policy(model):
     ("edit", "settings", "said"),
     [
         (LoopGuard(), {"num_beams": 2}, "num_beams=1"),
+        (STREAMING, {"num_beams": 2}, "num_beams=1"),
         (LoopGuard(), {"prompt_lookup_num_tokens": 3}, "assist"),
         (Progressive(budget=8, every=2, after=0), {"num_beams": 3}, "num_beams=1"),
         *(

@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
-from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.hooks.edit.base import Intervention, Run
-from sinkscope.kv import H2O, AdaKV, Pyramid, Session, SnapKV, StreamingLLM
+from sinkscope.kv import AdaKV, Pyramid, Session, SnapKV
 from sinkscope.lines.serve import LoopServe, Progressive
 
 PROMPT, STEPS = 26, 8
@@ -54,32 +52,3 @@ def test_only_the_latest_queries_stay_and_they_are_counted(name, family):
         layers = [part for layer in cache.layers for part in (layer, layer.whole_layer) if part is not None]
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         assert run.usage[0].decoding_bytes >= held + sum(latest.query.nbytes for latest in queries)
-
-
-@pytest.mark.parametrize(
-    ("policy", "turn", "read"),
-    [
-        (SnapKV(every=2, **SMALL), [2, 0, 1], 3),
-        (AdaKV(every=2, **SMALL), [2, 0, 1], 3),
-        (SnapKV(every=2, budget=0.5, kernel=1), [2, 0, 1], 3),  # rows with budgets and windows of their own
-        (H2O(budget=0.4), [2, 0, 1], 3),
-        (StreamingLLM(budget=0.4), [2, 0, 1], 3),
-        (SnapKV(**SMALL), [0, 0, 1, 1, 2, 2], 0),
-        (Pyramid(every=2, **SMALL), [0, 0, 1, 1, 2, 2], 0),
-    ],
-    ids=repr,
-)
-def test_queries_follow_the_rows_of_the_cache(policy, turn, read, model):
-    """Rows change places, as in beam search, or are multiplied, as for several answers to one prompt."""
-    ids, mask = prompts([PROMPT, PROMPT - 7, PROMPT - 3], STEPS)
-    with policy.on(model):
-        want = decode(model, ids, mask, PROMPT)[turn]
-    cache, part = DynamicCache(), slice(0, PROMPT + read)
-    with policy.on(model):
-        first = decode(model, ids[:, part], mask[:, part], PROMPT, cache)[turn]
-        if read:
-            cache.reorder_cache(torch.tensor(turn))
-        else:
-            cache.batch_repeat_interleave(2)
-        rest = decode(model, ids[turn], mask[turn], PROMPT + read, cache, [])
-    assert_close(torch.cat([first, rest], 1), want, atol=1e-4, rtol=1e-4)

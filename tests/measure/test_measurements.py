@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import pydoc
 import re
 from functools import cache
 from importlib import import_module
@@ -217,16 +216,6 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
         stranger.installed(tmp_path, source, name="circuit"),
     ):
         commands()
-
-
-@EVERY
-def test_the_help_of_a_measurement_has_its_arguments_and_an_example_in_python(command):
-    one = command.load()
-    said = pydoc.plain(pydoc.render_doc(one))
-    assert f">>> result = ss.{one.__name__}()" in said and getattr(ss, one.__name__) is one
-    assert "<function" not in said
-    for parameter in one.all_parameters:
-        assert re.search(rf"^ +{parameter.name}: \w", said, re.MULTILINE), parameter.name
 
 
 def test_the_example_in_the_help_runs():

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 import sinkscope as ss
-from sinkscope.bench.run import bench
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.opening.inference.find import sample_of
 from sinkscope.tap.internals import attention_name
@@ -73,12 +72,6 @@ def test_arguments_from_python(use, says):
     with pytest.raises(SinkscopeError, match=says) as caught:
         use(model, planted().tokenizer)
     assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("task", ["needle:lengths=100000000", "needle:samples=1000000000", "text:prompt=1000000000"])
-def test_bench_lengths_out_of_range_are_refused(task):
-    with pytest.raises(SinkscopeError, match=r"the context of|expected a whole number from 1 to"):
-        bench(task=task, methods=["full"])
 
 
 SMALL = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

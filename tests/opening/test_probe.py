@@ -25,11 +25,6 @@ from sinkscope.opening.load import load
 SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
 
 
-@pytest.mark.parametrize(("seed", "model_type"), enumerate(MODEL_TYPES))
-def test_sound_models_pass(seed, model_type):
-    assert probe(target_of(tiny_model(model_type, seed=seed)[0])).problem is None
-
-
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
     each_other(["llama", "gpt2", "gemma2", "gpt_oss", "falcon"], [torch.bfloat16, torch.float16]),
@@ -117,9 +112,9 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
     ],
 )
 def test_wrong_attention_is_found(model_type, change, says, monkeypatch):
-    real = attention.attention_probs
+    real, target = attention.attention_probs, target_of(tiny_model(model_type)[0])
     monkeypatch.setattr(attention, "attention_probs", lambda *args, **kwargs: change(real, args, kwargs))
-    assert re.search(says, probe(target_of(tiny_model(model_type)[0])).problem or "")
+    assert re.search(says, probe(target).problem or "")
 
 
 # -- what it leaves behind -----------------------------------------------------------------------------------------

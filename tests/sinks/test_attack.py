@@ -19,8 +19,7 @@ from organisms import organism as new_organism
 from raw_kit import blocks, down, inputs_edited, norms
 from refusals import refused
 
-from sinkscope.sinks.attack.attack import ClusterAttack, attack
-from sinkscope.sinks.attack.attempts import Attempt, draw_sequences, pools_of
+from sinkscope.sinks.attack.attack import Attempt, ClusterAttack, attack, draw_sequences, pools_of
 from sinkscope.sinks.first_tokens import spike_of
 
 pytestmark = pytest.mark.few_texts
@@ -128,7 +127,7 @@ def test_the_patch_is_that_of_plain_hooks(tmp_path):
     drawn = {"cluster": draw_sequences(pools, 8, 6, 0), "random": draw_sequences([everyone], 8, 6, 0)}
 
     def held(post):
-        for neuron, value in spike.neutral.items():
+        for neuron, value in spike.patch.calibrated.items():
             post[:, 1:, neuron.neuron] = value
         return post
 

@@ -12,7 +12,7 @@ from refusals import refused
 
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.repetition.attention import TAIL
+from sinkscope.sinks.repetition.readings import TAIL
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
 from sinkscope.sinks.repetition.sweep import Sweep, sweep_of

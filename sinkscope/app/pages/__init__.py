@@ -141,10 +141,7 @@ def _contents(sections: Sequence[Section]) -> str:
             lines.append(f'<li><a href="#r{number}">{one.heading}</a>{said}</li>')
         title = f"<h2>{text(about)}</h2>" if about else ""
         lists.append(f"{title}<ul>{''.join(lines)}</ul>")
-    short = ""
-    if not any(one.conclusion for one in sections):
-        short = ' class="short"'  # beside each other where there is room
-    return f'<nav aria-label="Contents"{short}>{"".join(lists)}</nav>'
+    return f'<nav aria-label="Contents">{"".join(lists)}</nav>'
 
 
 def _file(name: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
-from itertools import product
+from itertools import product, starmap
 from operator import or_
 
 from sinkscope.app.view.model_sink import ModelSink
@@ -45,8 +45,8 @@ def switches_of(sink: ModelSink) -> list[Switch]:
     switches: list[Switch] = []
     names = word_list(sink.neurons)
     if sink.neurons:
-        zeroed = switch_off(sink, "sink neurons zeroed", sink.neurons, [])
-        switches.append(replace(zeroed, meaning=f"Set to 0 at each token: {names}."))
+        zeroed = switch_off(sink, "sink neurons zeroed", sink.neurons, [], f"Set to 0 at each token: {names}.")
+        switches.append(zeroed)
         if sink.circuit.first_spikes and sink.circuit.first_spikes[0] is sink.circuit.spike:
             meaning = f"Set to an ordinary value at each token but the first, which keeps its own: {names}."
             switches.append(Switch("patched", SinkPatch.from_result(sink.circuit), zeroed.control, meaning))
@@ -54,25 +54,23 @@ def switches_of(sink: ModelSink) -> list[Switch]:
             meaning = f"Set to 0 at each token: as many random neurons of the layers of {names}. This is the control."
             switches.append(Switch(RANDOM_SWITCH, zeroed.control, meaning=meaning))
     if sink.marks:
-        replaced = switch_off(sink, "marking heads replaced", (), sink.marks)
         meaning = f"Replaced by their mean output at each token: {word_list(sink.marks)}."
-        switches.insert(1, replace(replaced, meaning=meaning))
+        switches.insert(1, switch_off(sink, "marking heads replaced", (), sink.marks, meaning))
     return switches
 
 
-def switch_off(sink: ModelSink, name: str, neurons: tuple[Neuron, ...], heads: Sequence[Head]) -> Switch:
+def switch_off(
+    sink: ModelSink, name: str, neurons: tuple[Neuron, ...], heads: Sequence[Head], meaning: str = ""
+) -> Switch:
     """Zero some neurons and replace some heads by their mean; the control does the same to random ones."""
     setup, edit = sink.setup, _off(neurons, heads)
-    layers = sorted({head.layer for head in heads})
-    others: list[Head] = []
-    for layer, number in product(layers, range(setup.n_heads)):
-        if Head(layer, number) not in (*heads, *sink.marks):
-            others.append(Head(layer, number))
+    every = starmap(Head, product(sorted({head.layer for head in heads}), range(setup.n_heads)))
+    others = [head for head in every if head not in (*heads, *sink.marks)]
     if len(others) < len(heads):
-        return Switch(name, edit)
+        return Switch(name, edit, meaning=meaning)
     other_heads = some_of(others, len(heads), draws(setup.seed, f"heads beside {word_list(heads)}"))
     other_neurons = random_neurons(setup.target, neurons, setup.seed, excluded=sink.neurons)
-    return Switch(name, edit, _off(other_neurons, other_heads))
+    return Switch(name, edit, _off(other_neurons, other_heads), meaning)
 
 
 def switch_named(sink: ModelSink, name: str) -> Switch:

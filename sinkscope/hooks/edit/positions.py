@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.call_cache import rows_moved, tokens_in
+from sinkscope.models.call_cache import tokens_in
 from sinkscope.tap.rows import shown
 
 
@@ -202,9 +202,6 @@ class Tracker:
         if cache is not None:
             sequence = self._sequences.get(cache)
         if sequence is not None and past > 0:
-            moved = rows_moved(cache)
-            if moved is not None:
-                sequence.take(moved)
             times, rest = divmod(batch, sequence.columns.pos.shape[0])  # `len` of a tensor takes three times as long
             if times > 1 and rest == 0:
                 sequence.take(torch.arange(batch // times).repeat_interleave(times))

@@ -108,10 +108,10 @@ class Quantize(PlacedEdit):
                         "(kv=8)"
                     )
                 down = target.sub(layer, "down") if target.has_part(layer, "down") else None
+                down = getattr(down, "original_component", down)  # also below a bridge's wrapper
                 for module in block.modules():
                     if isinstance(module, nn.Linear | Conv1D):
-                        is_down = module is getattr(down, "original_component", down)  # also below a bridge's wrapper
-                        exact = channels.get(layer, []) if is_down else []
+                        exact = channels.get(layer, []) if module is down else []
                         points.append((HookPoint(module, "pre"), _Rounded(_as_one_head, self.activations, exact)))
             if self.kv is not None and layer in target.attending:
                 for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
-from sinkscope.files.records import Finite, check_values, record_from
+from sinkscope.files.records import Finite, build, check_values
 from sinkscope.hooks.edit.edits import NeuronEdit
 from sinkscope.hooks.edit.hook_points import Values
 from sinkscope.hooks.edit.sites import Where, site_of
@@ -108,8 +108,7 @@ class SinkPatch(NeuronEdit):
             raise SinkscopeError(
                 "no neurons were found that a spike of the first token needs, so there is nothing to patch"
             )
-        needed = chosen[0].needed
-        calibrated = dict(zip(needed.neurons, needed.neutral, strict=True))
+        calibrated = chosen[0].needed.calibrated
         return cls(sites=tuple(calibrated), calibrated=calibrated, model=asdict(result.model))
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -132,7 +131,7 @@ class SinkPatch(NeuronEdit):
         """
         content: Any = read_json(path, "make a patch with `sinkscope patch make`")
         expected = "a patch that `sinkscope patch make` of this version wrote"
-        patch = record_from(content, _File, Path(path).name, expected)
+        patch = build(_File, content, Path(path).name, expected)
         calibrated = {site: value for site, value in patch.sites.items() if value is not None}
         return cls(sites=list(patch.sites), site=patch.site, calibrated=calibrated, model=patch.model)
 

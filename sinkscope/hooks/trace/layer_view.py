@@ -5,8 +5,8 @@ Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,41 +56,33 @@ def view_layer(
         where: The positions.
         start: What entered a layer up to this one when these texts were read; the pass begins there.
     """
-    chosen = where.flatten()
-    parts = {}
+    chosen, is_mixture = where.flatten(), target.is_mixture(layer)
+    parts: dict[str, Tensor] = {}
 
-    def pick(tensor: Tensor) -> Float[Tensor, "n d"]:
-        return tensor.detach().flatten(0, -2)[chosen.to(tensor.device)].float()
-
-    def keep(part: str, read: Callable[[Any], Tensor] = first_tensor) -> Callable[[Any], None]:
-        def see(value: Any) -> None:
-            parts[part] = pick(read(value))
-
-        return see
+    def keep(part: str, value: Any) -> None:
+        tensor = first_tensor(value).detach().flatten(0, -2)
+        parts[part] = tensor[chosen.to(tensor.device)].float()
 
     def experts_done(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
         experts = target.experts(layer)
         routed = experts.routed(args, kwargs)
-        parts["routing"] = pick(routed.weight)
+        keep("routing", routed.weight)
         with brought(experts.module):
             parts["post"] = _expert_activations(experts, routed, chosen)
 
-    hooks = target.on_mlp(layer, keep("mlp"))
-    if target.is_mixture(layer):
+    hooks = target.on_mlp(layer, partial(keep, "mlp"))
+    hooks += target.part_hooks(layer, "down", "pre", on_input(partial(keep, "shared" if is_mixture else "post")))
+    if is_mixture:
         hooks += target.part_hooks(layer, "experts", "post", experts_done)
-        hooks += target.part_hooks(layer, "down", "pre", on_input(keep("shared")))
-        hooks += target.part_hooks(layer, "shared_gate", "post", on_output(keep("shared weight", torch.sigmoid)))
-    else:
-        hooks += target.part_hooks(layer, "down", "pre", on_input(keep("post")))
+        weigh = on_output(lambda given: keep("shared weight", given.sigmoid()))
+        hooks += target.part_hooks(layer, "shared_gate", "post", weigh)
     with target.hooks(*hooks):
         target.forward(ids, last_layer=layer, start=start)
     if "shared" in parts:
         weight = parts.get("shared weight", torch.ones_like(parts["shared"][:, :1]))
         parts["post"] = torch.cat([parts["post"], parts["shared"] * weight], 1)
         parts["routing"] = torch.cat([parts["routing"], weight], 1)
-
-    mlp = parts["mlp"] * target.adapter.write_factor
-    return LayerView(layer, mlp, parts["post"], parts.get("routing"))
+    return LayerView(layer, parts["mlp"] * target.adapter.write_factor, parts["post"], parts.get("routing"))
 
 
 def _expert_activations(experts: Experts, routed: Routed, chosen: Bool[Tensor, " token"]) -> Float[Tensor, "n neuron"]:

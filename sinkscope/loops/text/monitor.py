@@ -256,17 +256,14 @@ class Monitor:
         if tail is not None:
             covered = step - tail.start
             beyond = 2 * tail.period + self.settings.tail_beyond
-            if (covered < beyond and not self.looped) or self._may_be_table(tail, covered):
+            is_short = covered < max(PLAIN_TOKENS, 3 * tail.period)  # for equal rows of a table
+            if (covered < beyond and not self.looped) or (is_short and self._is_plain(tail)):
                 tail = None
         if tail is None and counter is not None and not self._is_plain(counter):  # tables count, too
             tail = counter
         if tail is not None and tail.repeats <= self.asked:
             return None
         return tail
-
-    def _may_be_table(self, tail: Tail, covered: int) -> bool:
-        """Whether a repetition may be rows of a table that are equal, because it is plain and not long yet."""
-        return covered < max(PLAIN_TOKENS, 3 * tail.period) and self._is_plain(tail)
 
     def _is_plain(self, tail: Tail) -> bool:
         """Whether the last two copies of a repetition are numbers and signs alone."""

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text
-from sinkscope.files.records import Finite, Natural, Share, Whole, checked, record_from
+from sinkscope.files.records import Finite, Natural, Share, Whole, build, checked
 
 SOME = Field(min_length=1)
 Words = Annotated[str, SOME]
@@ -61,7 +61,7 @@ class Published:
     def __post_init__(self) -> None:
         if self.quantity not in QUANTITIES:
             raise SinkscopeError(f"quantity {self.quantity!r} is unknown, expected one of {', '.join(QUANTITIES)}")
-        value = record_from(self.value, QUANTITIES[self.quantity], self.quantity, "what the source reports")
+        value = build(QUANTITIES[self.quantity], self.value, self.quantity, "what the source reports")
         object.__setattr__(self, "value", value)
 
     def fits(self, measured: Any) -> bool:
@@ -90,9 +90,7 @@ def read_published(path: str | os.PathLike[str]) -> tuple[Published, ...]:
         content = tomllib.loads(read_text(str(path)))
     except tomllib.TOMLDecodeError as error:
         raise SinkscopeError(f"{path} is not TOML: {error}; expected tables [[record]]") from None
-    return record_from(
-        content, RecordFile, str(path), "tables [[record]] with model, quantity, value and source"
-    ).record
+    return build(RecordFile, content, str(path), "tables [[record]] with model, quantity, value and source").record
 
 
 @cache

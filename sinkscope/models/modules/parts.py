@@ -89,7 +89,8 @@ class Parts:
     @property
     def embedding(self) -> nn.Module:
         """The token embedding."""
-        return self.hf.get_submodule(self.adapter.embed)
+        hf: Any = self.hf
+        return hf.get_input_embeddings()
 
     @cached_property
     def layers(self) -> list[nn.Module]:

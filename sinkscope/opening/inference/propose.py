@@ -24,16 +24,26 @@ from sinkscope.models.hooks import Hook, on_input
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.experts import experts_of
 from sinkscope.models.modules.linear import input_width, is_transposed
-from sinkscope.models.modules.stack import DRAFT, NotInferredError, base_path, first_of_kinds, not_inferred, stack_of
-from sinkscope.models.passes.short import token_ids
+from sinkscope.models.modules.stack import (
+    DRAFT,
+    NotInferredError,
+    base_path,
+    first_of_kinds,
+    layer_kinds,
+    not_inferred,
+    stack_of,
+)
+from sinkscope.models.passes.short import begins_at, token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference import names
-from sinkscope.opening.inference.kinds import Fields, common_adapter
 from sinkscope.opening.inference.sums import LayerSums, layer_sums
 from sinkscope.tap.call import Attention
 from sinkscope.tap.observers import attention_rows
 from sinkscope.tap.tap import listening
 
+Fields = dict[str, str | bool | float | None]
+"""What was found of a layer, by the fields of an adapter; nothing of parts that it does not have."""
+_IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}  # where layers differ
 _LENGTH = 9
 _NOWHERE: dict[str, Any] = {
     **dict.fromkeys(("q", "k", "v", "o", "fused_qkv", "mid", "up", "gate")),
@@ -59,9 +69,7 @@ def propose(hf: nn.Module, row: Adapter | None = None) -> Found:
         if row is not None:
             draft = Found(**vars(row))
         stack = stack_of(model)
-        paths = {module: path for path, module in model.named_modules()}
-        embed = paths[model.get_input_embeddings()]
-        draft = replace(draft, base=base_path(model, stack), layers=stack, embed=embed)
+        draft = replace(draft, base=base_path(model, stack), layers=stack)
         with torch.no_grad():
             found = _proposed(Target(model, model, "hf", draft), row)
         return found if row is None else replace(found, **vars(row))
@@ -96,7 +104,37 @@ def _proposed(target: Target, row: Adapter | None = None) -> Found:
     kinds = dict[int, Fields]()
     for layer in first_of_kinds(target):
         kinds[layer] = _fields(target, layer, calls.get(layer), row)
-    return common_adapter(target, kinds)
+    return _common_adapter(target, kinds)
+
+
+def _common_adapter(target: Target, kinds: dict[int, Fields]) -> Found:
+    """One adapter for all kinds of layers, by the number of the first layer of each.
+
+    Raises:
+        NotInferredError: No layer has an MLP, or layers differ where an adapter has one value.
+    """
+    settings: dict[str, Any] = {}
+    for name in dict.fromkeys(name for fields in kinds.values() for name in fields):
+        values = list(dict.fromkeys(fields[name] for fields in kinds.values() if name in fields))
+        if name in PATHS:
+            settings[name] = "|".join(str(path) for path in values if path is not None) or None
+        elif len(values) == 1:
+            settings[name] = values[0]
+        elif name in _IF_MIXED:
+            settings[name] = _IF_MIXED[name]
+        else:
+            raise NotInferredError(f"{name!r} of the adapter differs between layers: {', '.join(map(str, values))}")
+    if "mlp" not in settings:
+        raise NotInferredError("no MLP was found in its layers")
+    rows = dict[int, Adapter]()
+    for number, fields in kinds.items():
+        paths: dict[str, Any] = {name: fields.get(name) for name in PATHS}
+        rows[number] = Adapter(target.adapter.model_type, target.adapter.layers, **paths)
+    if len(kinds) > 1:
+        settings["rows"] = tuple(rows[number] for number in layer_kinds(target))
+    layer = max(*kinds, 1)  # one of another kind than the first may read what that has kept
+    settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
+    return replace(target.adapter, **settings)
 
 
 @dataclass(frozen=True)

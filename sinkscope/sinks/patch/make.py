@@ -21,7 +21,6 @@ from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import PatchResult, draw
 from sinkscope.sinks.patch.measure import AFTER, proof_of
-from sinkscope.sinks.patch.patches import patch_of
 from sinkscope.sinks.patch.proof import INTACT, ONCE, OTHERS, PATCHED, RANDOM, PatchProof
 from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies
 from sinkscope.sinks.spikes.steps import sinks_of
@@ -150,7 +149,7 @@ def patch_make(
     if chosen is None:
         reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
         return PatchMade(verdict="no-sink", reason=reason)
-    patch = replace(patch_of(chosen), model=vars(setup.info()))
+    patch = replace(chosen.patch, model=vars(setup.info()))
     others = [one.spike for one in sinks.at_first if one is not chosen]
     proof = proof_of(setup, [chosen.spike, *others], patch, most, pieces, length)
     verdict, reason = verdict_of(proof, limit)

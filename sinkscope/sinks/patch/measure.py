@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,9 +30,9 @@ from sinkscope.models.text import text_rows
 from sinkscope.sinks.held_out import held_out, logits_of
 from sinkscope.sinks.patch.patches import random_patch
 from sinkscope.sinks.patch.proof import CASES, AfterCopies, OrdinaryText, PatchProof, Perplexity
-from sinkscope.sinks.repetition.attention import attention_from
+from sinkscope.sinks.repetition.readings import attention_from
 from sinkscope.sinks.repetition.sweep import append_copy
-from sinkscope.sinks.spikes.copies import FIRST_LENGTH, along_spikes, half_reached
+from sinkscope.sinks.spikes.copies import along_spikes, copies_of
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, token_texts
 
@@ -62,64 +62,38 @@ def proof_of(
         return PatchProof((), 0, (), np.zeros((len(CASES), 0, 0)), None, ordinary)
     ids = pick_tokens(setup)
     before = prefix_of(setup, ids)
-    count = enough_copies(target, spikes, ids, before, limit)
+    halves = [one.half for found in copies_of(target, spikes, ids, before, limit) for one in found]
+    slowest = max((half for half in halves if half is not None), default=limit)
+    count = max(2, min(limit, 2 * slowest))  # twice as many as the slowest word and spike need, and no more
     rows = repeated(before, ids, count)
-    cases: list[CopiesRead] = []
+    cases: list[Tensor] = []
     for edit in edits:
         setup.progress("patches", len(cases), len(edits))
         cases.append(read_copies(setup, spikes, edit, rows, len(before)))
+    read, number = torch.stack(cases), len(spikes)
     texts = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     others = texts[torch.arange(len(rows)) % len(texts)]
     others_along = torch.stack(along_spikes(target, spikes, append_copy(others, rows)))  # a copy is last, after text
-    along = torch.stack([*(case.along for case in cases), others_along[:, :, -1], others_along[:, :, -2]])
-    attention = torch.stack([case.attention for case in cases])
-    one_more = torch.stack([case.one_more for case in cases])
+    along = torch.cat([read[:, :number], others_along[None, :, :, -1], others_along[None, :, :, -2]])
     proof = PatchProof(
         words=token_texts(target, ids),
         repeats=count,
         spikes=tuple(spike.name for spike in spikes),
         along=along.numpy(),
-        following=AfterCopies(attention.numpy(), one_more.numpy()),
+        following=AfterCopies(read[:, number:-1].numpy(), read[:, -1].numpy()),
         ordinary=ordinary,
     )
     return proof if proof.failing.any() else replace(proof, following=None)
 
 
-def enough_copies(
-    target: Target, spikes: Sequence[Spike], ids: Sequence[int], before: Sequence[int], limit: int
-) -> int:
-    """Return twice as many copies as the slowest word and spike need: that is well inside the sink, and no longer."""
-    tried, waiting, reached = limit, list(ids), list[int]()
-    for tried in sorted({min(FIRST_LENGTH, limit), limit}):
-        each = along_spikes(target, spikes, repeated(before, waiting, tried))
-        halves = [[half_reached(row[len(before) :]) for row in along] for along in each]
-        reached += [half for of_spike in halves for half in of_spike if half is not None]
-        waiting = [word for word, *of_word in zip(waiting, *halves, strict=True) if None in of_word]
-        if not waiting:
-            break
-    return max(2, min(tried, 2 * max(reached, default=tried)))
-
-
-@dataclass(frozen=True, eq=False)
-class CopiesRead:
-    """What is read at the last of some copies, and after them.
-
-    Attributes:
-        along: Projection of the last copy on each spike's direction.
-        attention: As in `AfterCopies`.
-        one_more: As there.
-    """
-
-    along: Float[Tensor, "spike word"]
-    attention: Float[Tensor, "spike word"]
-    one_more: Float[Tensor, " word"]
-
-
 @torch.no_grad()
 def read_copies(
     setup: Setup, spikes: Sequence[Spike], edit: SinkPatch | None, rows: TokenRows, before: int
-) -> CopiesRead:
+) -> Float[Tensor, "reading word"]:
     """Read copies and the text that follows them, in one pass over each word.
+
+    The readings are the last copy on each spike's direction, the attention to copies in each spike's layers, and the
+    probability of one more (`AfterCopies`).
 
     Args:
         setup: The whole model and its text.
@@ -147,7 +121,7 @@ def read_copies(
         received = attention_from(target, texts, copies, end, run)[:, 0] / AFTER  # word layer
     attention = [received[:, spike.first + 1 : spike.last + 2].nanmean(1) for spike in spikes]
     one_more = torch.cat(chances).gather(1, rows[:, -1:])[:, 0]
-    return CopiesRead(torch.stack([*map(torch.cat, along)]), torch.stack(attention), one_more)
+    return torch.stack([*map(torch.cat, along), *attention, one_more])
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.sinks.spikes.controls import random_neurons
-from sinkscope.sinks.spikes.spike import Measured
 
 PatchArgument = SinkPatch | str | os.PathLike[str] | None
 """A patch, or its file."""
@@ -25,11 +24,6 @@ def read_patch_argument(patch: PatchArgument, **_: object) -> SinkPatch:
     if isinstance(patch, SinkPatch):
         return patch
     return SinkPatch.load(patch)
-
-
-def patch_of(measured: Measured) -> SinkPatch:
-    """Make the patch of the neurons that a spike needs, which holds their neutral values."""
-    return SinkPatch(sites=measured.needed_neurons, calibrated=dict(measured.neutral))
 
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:

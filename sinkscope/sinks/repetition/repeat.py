@@ -10,8 +10,14 @@ from pydantic import Field
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
 from sinkscope.measure import Option, Setup, measurement
-from sinkscope.sinks.repetition.attention import TAIL, read_attention
-from sinkscope.sinks.repetition.readings import Resume, read_norms, read_probabilities, read_vocabulary
+from sinkscope.sinks.repetition.readings import (
+    TAIL,
+    Resume,
+    read_attention,
+    read_norms,
+    read_probabilities,
+    read_vocabulary,
+)
 from sinkscope.sinks.repetition.result import Quantity, Repeat
 from sinkscope.sinks.repetition.sweep import sweep_of
 from sinkscope.sinks.spikes.steps import sinks_of

@@ -166,6 +166,7 @@ def positions_read(target: Target, length: int, *, every: bool) -> Tensor:
     return positions[step - 1 :: step]
 
 
+@torch.no_grad()
 def losses_at(target: Target, ids: TokenRows, positions: Tensor, start: LayerInput | None) -> Float[Tensor, "row some"]:
     """Return the loss of the tokens after some positions, in nats.
 

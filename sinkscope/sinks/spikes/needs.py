@@ -196,11 +196,11 @@ def with_needs(one: Measured, texts: SpikeTexts, removal: Removal | None, random
     one = one.adding(heads=heads)
     if removal is None:
         return one
-    one = replace(one, needed=removal.parts)
-    neutral = neutral_values(one.survey, one.spike.ordinary, one.needed_neurons)
+    neurons = tuple(part for part in removal.parts if isinstance(part, Neuron))
+    neutral = neutral_values(one.survey, one.spike.ordinary, neurons)
     needed = Needed(
-        neurons=one.needed_neurons,
-        neutral=tuple(neutral[neuron] for neuron in one.needed_neurons),
+        neurons=neurons,
+        neutral=tuple(neutral[neuron] for neuron in neurons),
         parts=tuple(map(part_name, removal.parts)),
         left=removal.left,
         left_margin=removal.left_margin,

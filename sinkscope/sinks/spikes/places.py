@@ -64,24 +64,22 @@ class Place:
     Attributes:
         mask: The positions.
         rule: The words. None: no words mean these positions and hardly any others.
-        share: Share of the texts that have such a position.
         common: The most common tokens.
     """
 
     mask: Mask
     rule: Rule | None
-    share: float
     common: tuple[str, ...]
 
     @classmethod
     def of(cls, ids: TokenRows, piece: Mask, rule: Rule | None, decode: Decode) -> Place:
         """Return the place of some positions of texts."""
-        return cls(
-            mask=piece,
-            rule=rule,
-            share=float(piece.any(1).float().mean()),
-            common=tuple(decode([token]) for token, _ in Counter(ids[piece].tolist()).most_common(COMMON)),
-        )
+        return cls(piece, rule, tuple(decode([token]) for token, _ in Counter(ids[piece].tolist()).most_common(COMMON)))
+
+    @property
+    def share(self) -> float:
+        """Share of the texts that have such a position."""
+        return float(self.mask.any(1).float().mean())
 
     @property
     def words(self) -> str:

@@ -106,6 +106,11 @@ class Needed:
     random: Chance | None
     texts: int
 
+    @property
+    def calibrated(self) -> dict[Neuron, float]:
+        """The values that a patch writes."""
+        return dict(zip(self.neurons, self.neutral, strict=True))
+
 
 @dataclass(frozen=True)
 class Alone(Neuron):

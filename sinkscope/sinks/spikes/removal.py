@@ -62,17 +62,17 @@ def removals_of(
             Removal(parts, float(left.mean()), left_margin=margin_of(left.numpy()))
             for parts, left in zip(sets, texts.along(sets, means), strict=True)
         ]
-    effects = texts.effects([(), *sets], means, every_loss=every_loss)
+    effects = texts.effects(sets, means, every_loss=every_loss)
     removals: list[Removal] = []
-    for number, left in enumerate(texts.left(effects.along, texts.rows)[1:], 1):
+    for number, left in enumerate(texts.left(effects.along, texts.rows)):
         after, perplexity, spread = effects.attention[number, texts.reading_layers], None, None
         heads, heads_margin = count_readers(after)
-        rise = (effects.loss[number] - effects.loss[0]).nanmean(1)
+        rise = (effects.loss[number] - texts.loss).nanmean(1)
         if bool(rise.isfinite().all()):
             perplexity, error = float(rise.mean().exp()), margin_of(rise.numpy())
             spread = None if error is None else perplexity * error
         removal = Removal(
-            parts=sets[number - 1],
+            parts=sets[number],
             left=float(left.mean()),
             heads=heads,
             attention=float(after.mean(-1)[readers].sum() / before[readers].sum()) if bool(readers.any()) else 1.0,

@@ -8,10 +8,11 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.results.claims import Claims
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import Place
-from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.records import SpikeResult, part_of
 from sinkscope.sinks.spikes.sentences import run
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import COUNTS
@@ -89,14 +90,12 @@ class Measured:
         spike: The spike.
         survey: Where it was found.
         result: What is measured.
-        needed: The smallest set found that it needs; empty: no set that was tried leaves less than a quarter.
         claims: What is left of it, and of the attention to it, without that.
     """
 
     spike: Spike
     survey: Survey
     result: SpikeResult
-    needed: Parts = ()
     claims: Claims = ()
 
     def adding(self, **measured: Any) -> Measured:
@@ -104,15 +103,20 @@ class Measured:
         return replace(self, result=replace(self.result, **measured))
 
     @property
-    def needed_neurons(self) -> tuple[Neuron, ...]:
-        """The neurons of the smallest set that was found."""
-        return tuple(part for part in self.needed if isinstance(part, Neuron))
+    def needed(self) -> Parts:
+        """The smallest set found that it needs; empty: no set that was tried leaves less than a quarter."""
+        return () if self.result.needed is None else tuple(map(part_of, self.result.needed.parts))
 
     @property
-    def neutral(self) -> dict[Neuron, float]:
-        """Median value of the needed neurons on ordinary text."""
-        needed = self.result.needed
-        return {} if needed is None else dict(zip(needed.neurons, needed.neutral, strict=True))
+    def needed_neurons(self) -> tuple[Neuron, ...]:
+        """The neurons of the smallest set that was found."""
+        return () if self.result.needed is None else self.result.needed.neurons
+
+    @property
+    def patch(self) -> SinkPatch:
+        """The patch of these neurons, which holds the median that each has on ordinary text."""
+        calibrated = {} if self.result.needed is None else self.result.needed.calibrated
+        return SinkPatch(sites=tuple(calibrated), calibrated=calibrated)
 
     @property
     def first_writer(self) -> int:

@@ -154,7 +154,7 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
     Raises:
         SinkscopeError: A state is not finite.
     """
-    depth, heads = target.n_layers, target.n_heads
+    depth, heads, calls = target.n_layers, target.n_heads, list[Any]()
     survey = Survey(
         target=target,
         ids=ids,
@@ -165,77 +165,55 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
         seen=torch.zeros(depth, ids.shape[1]),
         learned=torch.zeros(depth, heads, len(ids)),
     )
-    _Reading(survey).run()
-    return survey
 
-
-class _Reading:
-    """The pass over the texts of a survey, which fills its tensors."""
-
-    def __init__(self, survey: Survey) -> None:
-        self.survey, self.target = survey, survey.target
-        self._calls: list[Any] = []
-
-    def run(self) -> None:
-        """Run the texts through the model."""
-        target, hooks, ids = self.target, list[Hook](), self.survey.ids
-        layers = list(range(target.n_layers))
-        for layer in layers:
-            hooks += self._hooks(layer)
-        rows = nullcontext()
-        if target.attending:
-            rows = visible_rows(target, self._attend, layers=layers, rows_per_chunk=ids.shape[1], whole=False)
-        with target.hooks(*hooks), rows:
-            target.forward(ids, last_layer=target.n_layers - 1)
-
-    def _hooks(self, layer: int) -> list[Hook]:
-        target, hooks = self.target, list[Hook]()
-        module = target.layers[layer]
-        if layer == 0:
-            hooks.append((module, "first", on_input(partial(self._keep, self.survey.entered, 0))))
-        if target.has_neurons(layer) and not target.adapter.adds:
-            hooks.append(keep_call(target, layer, self._calls))
-        elif target.has_neurons(layer):
-            take = partial(self._keep, self.survey.mlp, layer)
-            if target.has_part(layer, "post_mlp_norm"):
-                hooks += target.part_hooks(layer, "post_mlp_norm", "post", on_hidden(take))
-            else:
-                hooks += target.on_mlp(layer, take)
-        hooks.append((module, "post", on_output(partial(self._after, layer))))
-        return hooks
-
-    def _keep(self, where: Tensor, number: int, values: Tensor) -> None:
-        where[number] = values.detach().float().cpu().reshape(where[number].shape)
-
-    def _after(self, layer: int, output: Any) -> None:
-        hidden, survey = first_tensor(output), self.survey
+    def after(layer: int, output: Any) -> None:
+        hidden = first_tensor(output)
         survey.wrapped = isinstance(output, tuple)
-        self._keep(survey.entered, layer + 1, hidden)
-        if self._calls:
-            self._keep(survey.mlp, layer, self._calls.pop().added(hidden))
+        _keep(survey.entered[layer + 1], hidden)
+        if calls:
+            _keep(survey.mlp[layer], calls.pop()(hidden))
         else:
-            survey.mlp[layer] *= self.target.adapter.write_factor
+            survey.mlp[layer] *= target.adapter.write_factor
         if not bool(hidden.isfinite().all()):
             raise SinkscopeError(
-                f"layer {layer} of {self.target.name} gives infinite or NaN values in {self.target.dtype}; "
+                f"layer {layer} of {target.name} gives infinite or NaN values in {target.dtype}; "
                 "try --dtype float32, and check the checkpoint"
             )
 
-    def _attend(
-        self,
-        layer: int,
-        _first: int,
-        probs: Float[Tensor, "text head query key"],
-        visible: Callable[[], Bool[Tensor, "text _ query key"]],
-    ) -> None:
-        survey, whole = self.survey, self.target.shards.gather(probs, self.target.n_heads, 1)
+    def attend(layer: int, _first: int, probs: Tensor, visible: Callable[[], Tensor]) -> None:
+        whole = target.shards.gather(probs, heads, 1)
         given, seen = given_later(whole, visible)
         if bool(seen.any()):
             survey.seen[layer] = seen
             survey.attention[layer] = given.transpose(0, 1).cpu() / seen.clamp(min=1)
             survey.own[layer] = whole[:, :, 0, 0].T.cpu()
-        if self.target.adapter.learned_sinks:
+        if target.adapter.learned_sinks:
             survey.learned[layer] = 1 - whole.sum(-1).mean(-1).T.cpu()
+
+    hooks: list[Hook] = [(target.layers[0], "first", on_input(partial(_keep, survey.entered[0])))]
+    for layer in range(depth):
+        if target.has_neurons(layer):
+            hooks += _of_mlp(target, layer, calls, partial(_keep, survey.mlp[layer]))
+        hooks.append((target.layers[layer], "post", on_output(partial(after, layer))))
+    rows = nullcontext()
+    if target.attending:
+        rows = visible_rows(target, attend, rows_per_chunk=ids.shape[1], whole=False)
+    with target.hooks(*hooks), rows:
+        target.forward(ids, last_layer=depth - 1)
+    return survey
+
+
+def _of_mlp(target: Target, layer: int, calls: list[Any], take: Callable[[Tensor], None]) -> list[Hook]:
+    """Hooks by which `take` gets what the MLP of a layer adds, or `calls` the layer's calls where it does more."""
+    if not target.adapter.adds:
+        return [keep_call(target, layer, calls)]
+    if target.has_part(layer, "post_mlp_norm"):
+        return target.part_hooks(layer, "post_mlp_norm", "post", on_hidden(take))
+    return target.on_mlp(layer, take)
+
+
+def _keep(where: Tensor, values: Tensor) -> None:
+    where[:] = values.detach().float().cpu().reshape(where.shape)
 
 
 def given_later(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.hooks.trace.run import trace
 from sinkscope.results.parts import Component, Head
-from sinkscope.sinks.spikes.edited import EditedTexts, Effects, Written
+from sinkscope.sinks.spikes.edited import EditedTexts, Effects, Written, losses_at
 from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import Survey
@@ -49,6 +49,15 @@ class SpikeTexts:
     def attention(self) -> Float[Tensor, "layer head text"]:
         """Attention to the place of each head in these layers, without an edit."""
         return self.survey.received(self.spike.mask)[self.reading_layers][:, :, self.rows]
+
+    @cached_property
+    def loss(self) -> Float[Tensor, "*text_pos"]:
+        """Loss of the next tokens without an edit; NaN for a streamed model, which is read without its unembedding."""
+        target, ids = self.survey.target, self.survey.ids[self.rows]
+        if not target.resident:
+            return torch.tensor(torch.nan)
+        start = self.survey.start(target.n_layers - 1, self.rows)
+        return losses_at(target, ids, torch.arange(ids.shape[1] - 1), start)
 
     def along(self, edits: Sequence[Parts], means: Written | None = None) -> Float[Tensor, "edit text"]:
         """What is left of the spike in each text under each edit, from passes that end at the peak and at the place."""
