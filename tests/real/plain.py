@@ -268,3 +268,29 @@ def greedy(model: Any, ids: Tensor, n_new: int) -> list[int]:
     for _ in range(n_new):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     return ids[0, -n_new:].tolist()
+
+
+def perplexity(model: Any, ids: Tensor) -> float:
+    """Exponential of the mean `nll`."""
+    return nll(model, ids).mean().exp().item()
+
+
+def divergence(intact: Tensor, other: Tensor) -> Tensor:
+    """KL(intact || other) of log-probabilities, in nats: [row, position]."""
+    return (intact.exp() * (intact - other)).sum(-1)
+
+
+def same_offsets(probs: Tensor, period: int, suffix: int, begin: int) -> float:
+    """Share of a head's attention [query, key] at the same distances as one period before, mean over late queries.
+
+    Distances are below `suffix`, the key at position 0 counts for nothing, and queries begin at `begin`.
+    """
+    shares: list[Tensor] = []
+    for query in range(begin, len(probs)):
+        share = torch.zeros(())
+        for distance in range(min(suffix, query)):
+            earlier = query - period - distance
+            if earlier > 0:
+                share = share + torch.minimum(probs[query, query - distance], probs[query - period, earlier])
+        shares.append(share)
+    return float(torch.stack(shares).mean())

@@ -1,6 +1,9 @@
-"""Patches on SmolLM2, beside plain hooks on the same token ids; spikes are in `test_spikes`."""
+"""Patches and precision on SmolLM2, beside plain hooks on the same token ids; spikes are in `test_spikes`."""
 
 from __future__ import annotations
+
+import json
+from contextlib import ExitStack
 
 import plain
 import pytest
@@ -11,7 +14,9 @@ from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.held_out import held_out
 from sinkscope.sinks.patch.evaluate import patch_eval
+from sinkscope.sinks.patch.make import patch_make
 from sinkscope.sinks.patch.measure import AFTER
+from sinkscope.sinks.precision.precision import precision
 from sinkscope.sinks.spikes.find import first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 
@@ -71,3 +76,49 @@ def test_the_patch_keeps_copies_from_becoming_sinks(setup):
     assert intact[-1] > 0.5 * intact[0] > 10 * patched[-1]
     assert patched[0] == intact[0]
     assert torch.equal(plain.norms(model, ids)[11, 0], intact)  # nothing is left on the model
+
+
+def rounded(values: torch.Tensor, bits: int, dims: tuple[int, ...]) -> torch.Tensor:
+    scale = values.abs().amax(dims, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
+    return (values / scale).round() * scale
+
+
+@pytest.mark.slow
+def test_precision_measures_the_divergence_that_rounding_keys_and_values_makes(setup):
+    made = precision.on(setup, schemes=["kv4"], pieces=2, length=32)
+    model, ids = setup.target.hf, held_out(setup, 2, 32)
+    exact = plain.log_probs(model, ids)
+
+    def edit(_module, _args, output):
+        heads = output.unflatten(-1, (model.config.num_key_value_heads, -1))
+        return rounded(heads, 4, (-1,)).flatten(-2)
+
+    with ExitStack() as stack:
+        for block in plain.blocks(model):
+            for module in (block.self_attn.k_proj, block.self_attn.v_proj):
+                stack.callback(module.register_forward_hook(edit).remove)
+        other = plain.log_probs(model, ids)
+    assert made.costs["kv4"] == pytest.approx(plain.divergence(exact, other)[:, 1:].mean().item(), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_no_head_of_layer_0_marks_the_first_token_alone(setup):
+    """With every head of layer 0 at its mean the neuron still fires, so no set of them is its mark."""
+    from sinkscope.sinks.marking_heads import heads
+
+    model, ids = setup.target.hf, setup.ids
+    intact = plain.activations(model, ids, 11)[:, 0, 1229].mean()
+    with plain.heads_replaced(model, 0, range(9), plain.heads_mean(model, ids, 0)):
+        left = plain.activations(model, ids, 11)[:, 0, 1229].mean() / intact
+    assert left > 0.3
+    made = heads.on(setup, n_tokens=8)
+    assert "L0" not in made.conclusion() or "undecided" in made.conclusion()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_patch_make_makes_a_patch_of_the_two_neurons(setup, tmp_path):
+    made = patch_make.on(setup, max_repeats=128, pieces=4, length=64, out=tmp_path / "patch.json")
+    assert set(map(str, made.sites)) <= {"L11.N1229", "L11.N1487", "L2.N90", "L2.N430"}
+    if made.verdict == "made":
+        assert {*json.loads((tmp_path / "patch.json").read_text())["sites"]} == set(map(str, made.sites))

@@ -1,0 +1,52 @@
+"""Heads that mark the first token of a real model, against plain torch hooks on tokens that stand alone."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import plain
+import pytest
+import torch
+
+from sinkscope.measure import Setup
+from sinkscope.sinks.first_tokens import FirstTokens, spike_of
+from sinkscope.sinks.marking_heads import heads
+
+
+def state_after(model, ids, layer: int, means: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+    """The state of each row's only token after a layer; in some layers all heads give their mean output."""
+    with ExitStack() as stack:
+        for at, mean in (means or {}).items():
+            o_proj = plain.blocks(model)[at].self_attn.o_proj
+            stack.enter_context(plain.inputs_edited(o_proj, mean.expand_as))
+        return plain.residuals(model, ids)[layer, :, 0].float()
+
+
+def mean_outputs(model, ids, layers: range, ordinary: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The mean input of the output projection at ordinary positions of typical text."""
+    blocks = [plain.blocks(model)[layer].self_attn.o_proj for layer in layers]
+    with plain.reading(blocks, "input") as seen, torch.no_grad():
+        model(ids, use_cache=False)
+    return {layer: outputs[ordinary].mean(0) for layer, outputs in zip(layers, seen, strict=True)}
+
+
+def test_smollm2_without_heads_is_that_of_plain_hooks(smollm2):
+    """No head of layer 0 is needed by most tokens, and without all heads up to layer 11 nothing is left."""
+    model = smollm2.model
+    setup = Setup.open(model, tokenizer=smollm2.tokenizer)
+    measured = spike_of(setup, None)
+    spike, tokens = measured.spike, torch.tensor([1, 260, 504, 7439, 1127, 5568])
+    means = mean_outputs(model, measured.survey.ids, range(12), spike.ordinary)
+    intact = spike.along(state_after(model, tokens[:, None], spike.peak))
+    for upto in (0, 11):
+        some = {layer: means[layer] for layer in range(upto + 1)}
+        without = spike.along(state_after(model, tokens[:, None], spike.peak, some))
+        first = FirstTokens.of(measured, upto)
+        torch.testing.assert_close(
+            first.along(tokens, [first.heads]), torch.stack([intact, without]), atol=1e-3, rtol=1e-3
+        )
+        left = float(without.mean() / intact.mean())
+        assert (left > 0.5) == (upto == 0)
+    found = heads.on(setup, tokens=[smollm2.tokenizer.decode([token]) for token in tokens[1:].tolist()])
+    assert len(found.tokens) == 6 and found.every.left == pytest.approx(left, abs=1e-3)
+    assert found.marking.left <= 1 - 0.9 * (1 - found.every.left) + 1e-6
