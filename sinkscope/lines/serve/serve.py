@@ -32,9 +32,10 @@ from sinkscope.lines.serve.progressive import Progressive, steps_summary
 from sinkscope.lines.serve.sparse_prompts import SparsePrompts
 
 Variant = Literal["bands", "faithful"]
-SHORTEST = {"cpu": 16384, "cuda": 32768}
-"""Keys from which on prompts are read along bands, by device. On a CPU, prompts of SmolLM2 with 2,048, 4,096 and 8,192
-tokens took 1.19, 1.11 and 1.06 times as long along bands (`experiments.loopserve.arms`)."""
+SHORTEST = {"cpu": 16384, "cuda": 131072}
+"""Keys from which on prompts are read along bands, by device; both follow a trend. On a CPU, prompts of SmolLM2 with
+2,048, 4,096 and 8,192 tokens took 1.19, 1.11 and 1.06 times as long along bands (`experiments.loopserve.arms`); on an
+H100, those of a 7B shape with 32,768 and 65,536 tokens 1.53 and 1.06 times (`experiments.gpu.bands`)."""
 LEAST_NEW = 8
 """New tokens for each sampled query from which on the choice pays."""
 DENSE_ABOVE = {"cpu": 0.4, "cuda": 0.55}
@@ -111,7 +112,7 @@ class LoopServe(SparsePrompts):
         variant: "bands" (`select_bands`), or "faithful", algorithm 5 as printed (`select_lines`), which is computed
             under a mask and saves no time.
         shortest: Prompts that attend to fewer keys are read by the model's own attention; None: 16,384 on a CPU and
-            32,768 on a GPU, from which on prompts were measured to be faster. So are turns of fewer new tokens than
+            131,072 on a GPU, because shorter ones that were measured took longer. So are turns of fewer new tokens than
             eight for each sampled query, and decoding on a GPU reads everything in layers whose keys and values take
             less than 1 GB. With 0, lines are chosen whatever that costs.
         dense_above: Share of the causal cells above which a head is computed densely; None: 0.4 on a CPU, from where
