@@ -117,7 +117,7 @@ def draw(result: Repeat) -> go.Figure:
         axes: dict[str, Any] = {"condition": result.conditions, "token": result.tokens, x: result.at.tolist()}
         rows = long_table({result.column: result.values}, **axes)
         shown: dict[str, Any] = {"x": x, "y": result.column, "color": "token", "facet_col": "condition"}
-        fig = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=True)
+        fig = px.line(rows, render_mode="svg", **shown, log_x=x == "repetitions", log_y=x == "layer")
         fig.update_yaxes(exponentformat="power")
         if result.repeats is not None:
             fig.add_hline(HALF, line={"color": GREY, "dash": "dot"})
