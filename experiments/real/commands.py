@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -141,6 +142,8 @@ def measured(command: Command, folder: Path, code: Path) -> Row:
     for threads in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         environment[threads] = "1"
     bound = command.bound
+    if "--out" in words:  # a command resumes in a folder that it finds
+        shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)
 
     def bounded() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (bound, bound + 5))
