@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,8 +96,11 @@ def test_loops_of_numbers_need_384_tokens():
     assert found == [300 + 384, 300 + 6 + 64] and len(asked[0]) == 8 and {*asked[0]} == {1, 2, 3}
 
 
-def test_without_probabilities_the_other_two_vote():
-    steps = [*map(Monitor(PAPER).update, [*range(1000, 1300), *[1, 2, 3] * 200])]
+@pytest.mark.parametrize("votes", [2, 3])
+def test_without_probabilities_the_other_two_vote(votes):
+    """Also where all three had to agree."""
+    monitor = Monitor(replace(PAPER, votes=votes))
+    steps = [*map(monitor.update, [*range(1000, 1300), *[1, 2, 3] * 200])]
     assert any(step.trigger for step in steps)
     assert not any(step.trigger for step in steps if step.ttr >= 0.2 or not step.cr < 0.12)
 

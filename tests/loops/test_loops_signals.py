@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from loop_texts import novelty
 
 from sinkscope.loops import (
     Tail,
@@ -22,6 +23,7 @@ from sinkscope.loops import (
     type_token_ratio,
 )
 from sinkscope.loops.text import signals
+from sinkscope.loops.text.signals import WindowNovelty
 
 IDS = st.lists(st.integers(0, 4), max_size=60)
 TAILED = st.builds(  # a repetition after anything
@@ -69,6 +71,15 @@ def test_tail_period_is_that_of_brute_force(ids, repeats, shortest, longest):
         tail = ids[found.start :]
         assert tail == (tail[: found.period] * len(tail))[: len(tail)]
         assert found.start == 0 or ids[found.start - 1] != ids[found.start - 1 + found.period]
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(2, 30), st.integers(1, 4), st.integers(1, 20))
+@example([0, 1, 0], 2, 1, 5)
+def test_novelty_is_that_of_its_definition(ids, window, n, span):
+    window = max(window, n)
+    state = WindowNovelty(window, n, span)
+    for place, token in enumerate(ids, 1):
+        assert state.add(token) == pytest.approx(novelty(ids[:place], window=window, n=n, span=span))
 
 
 def test_loop_rule_at_its_thresholds(monkeypatch):
