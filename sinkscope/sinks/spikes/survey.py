@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -43,6 +43,7 @@ class Survey:
         seen: Number of later queries that see each position.
         learned: Attention to the learned sink logit of each head, mean over queries; 0 without any.
         wrapped: Whether the layers of the model return a tuple.
+        losses: Loss of the next tokens in some texts, by their numbers.
     """
 
     target: Target
@@ -54,6 +55,7 @@ class Survey:
     seen: Float[Tensor, "layer pos"]
     learned: Float[Tensor, "layer head text"]
     wrapped: bool = False
+    losses: dict[tuple[int, ...], Float[Tensor, "text pos"]] = field(default_factory=dict)
 
     @property
     def states(self) -> Float[Tensor, "layer text pos d_model"]:

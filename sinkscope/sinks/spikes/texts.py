@@ -53,11 +53,14 @@ class SpikeTexts:
     @cached_property
     def loss(self) -> Float[Tensor, "*text_pos"]:
         """Loss of the next tokens without an edit; NaN for a streamed model, which is read without its unembedding."""
-        target, ids = self.survey.target, self.survey.ids[self.rows]
+        survey, key = self.survey, tuple(self.rows.tolist())
+        target, ids = survey.target, survey.ids[self.rows]
         if not target.resident:
             return torch.tensor(torch.nan)
-        start = self.survey.start(target.n_layers - 1, self.rows)
-        return losses_at(target, ids, torch.arange(ids.shape[1] - 1), start)
+        if key not in survey.losses:  # other spikes stand in the same texts
+            start = survey.start(target.n_layers - 1, self.rows)
+            survey.losses[key] = losses_at(target, ids, torch.arange(ids.shape[1] - 1), start)
+        return survey.losses[key]
 
     def along(self, edits: Sequence[Parts], means: Written | None = None) -> Float[Tensor, "edit text"]:
         """What is left of the spike in each text under each edit, from passes that end at the peak and at the place."""
