@@ -9,6 +9,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.loading.backends import unwrap
 from sinkscope.models.modules.stack import DRAFT
 from sinkscope.models.target import Target
+from sinkscope.opening.device_attention import is_misread
 from sinkscope.opening.inference.find import adapter_of
 
 
@@ -17,7 +18,8 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
 
     Weights of a model of nnsight that was made by name are loaded.
 
-    Warns if the model runs with an attention that drops its soft cap, as transformers 5.17 chooses for Gemma 2.
+    Warns if the model runs with an attention that drops its soft cap, as transformers 5.17 chooses for Gemma 2, or that
+    is wrong on its device.
     """
     if isinstance(model, Target):
         return model
@@ -39,4 +41,10 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
     adapter = adapter_of(target)
     if not adapter.base or not hasattr(hf, adapter.base.partition(".")[0]):
         raise UnsupportedError(f"{type(hf).__name__} has no head that gives logits: load it with AutoModelForCausalLM")
-    return replace(target, adapter=adapter)
+    target = replace(target, adapter=adapter)
+    if is_misread(target):
+        warn(
+            f"{label} runs with SDPA attention, which PyTorch gets wrong on {target.device} at the last token of rows "
+            "of 1 + 32 n tokens; load it with attn_implementation='eager' or sinkscope.load"
+        )
+    return target

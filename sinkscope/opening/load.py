@@ -31,6 +31,7 @@ from sinkscope.models.loading.refusals import loading_errors
 from sinkscope.models.modules.stack import DRAFT
 from sinkscope.models.shards import check_divides
 from sinkscope.models.target import Target
+from sinkscope.opening.device_attention import avoid_misreading
 from sinkscope.opening.inference.find import adapter_of, prove
 from sinkscope.results.options import checks_arguments
 
@@ -91,9 +92,10 @@ def load(
         check_vocabulary(hf.tokenizer, hf)
         check_finite(hf)
         target = Target(hf, hf, "hf", DRAFT, name=source.name)
-        adapter = adapter_of(target, proves=probe)
+        target = replace(target, adapter=adapter_of(target, proves=probe))
+        avoid_misreading(target)
         if probe:
-            prove(replace(target, adapter=adapter))
+            prove(target)
         if quantization_config is None:
             hf.sinkscope_origin = origin, fingerprint(hf)
     return hf

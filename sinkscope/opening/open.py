@@ -23,6 +23,7 @@ from sinkscope.models.loading.quiet import quiet
 from sinkscope.models.loading.refusals import loading_errors
 from sinkscope.models.modules.stack import DRAFT, first_of_kinds
 from sinkscope.models.target import Target
+from sinkscope.opening.device_attention import avoid_misreading
 from sinkscope.opening.inference.find import adapter_of
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
@@ -126,6 +127,7 @@ def open_stream(
         store = LayerStore(source, config.get_text_config(), device=place, dtype=kind, resident=max(resident or 2, 2))
         target = Target(store.causal, store.causal, "hf", DRAFT, tokenizer, name, store)
         target = replace(target, adapter=adapter_of(target))
+        avoid_misreading(target)
         target.forward(
             torch.zeros(1, 4, dtype=torch.long), last_layer=max(first_of_kinds(target))
         )  # or it is loaded whole

@@ -1,0 +1,64 @@
+"""A device whose SDPA is wrong at the last token of a row: what is measured is right all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import checkpoint
+from organisms.tiny import tiny_model
+from torch.testing import assert_close
+
+from experiments.gpu.last_token import faulty_attention
+from sinkscope.errors import SinkscopeWarning
+from sinkscope.opening.live import target_of
+from sinkscope.opening.load import load
+from sinkscope.opening.open import open_stream
+
+IDS = torch.arange(65)[None] % 90
+
+
+@pytest.fixture
+def one_head(tmp_path):
+    """A checkpoint whose query heads share one head of keys, and its model."""
+    model, tokenizer = tiny_model("gemma3_text", num_key_value_heads=1)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path, model
+
+
+@pytest.fixture
+def fault():
+    """The rule with which a CPU gives all of Gemma's numbers that an H100 gave."""
+    with faulty_attention():
+        yield
+
+
+def test_the_fault_is_one_of_the_last_token(one_head, fault):
+    """Otherwise what is tested below would be right without any care."""
+    _, model = one_head
+    with torch.no_grad():
+        found = model(IDS, attention_mask=None).logits
+        model.set_attn_implementation("eager")
+        right = model(IDS).logits
+    assert_close(found[:, :-1], right[:, :-1], atol=1e-4, rtol=1e-4)
+    assert (found[:, -1] - right[:, -1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("opened", [load, open_stream], ids=["whole", "stream"])
+def test_what_is_opened_attends_eagerly_there(opened, one_head, fault):
+    folder, model = one_head
+    target = target_of(opened(folder))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert_close(target.forward(IDS).last_hidden_state, model.model(IDS).last_hidden_state, atol=1e-4, rtol=1e-4)
+    assert target_of(load(checkpoint("gemma3_text"))).config._attn_implementation == "sdpa"  # two heads of keys
+
+
+def test_elsewhere_it_keeps_its_attention(one_head):
+    assert target_of(load(one_head[0])).config._attn_implementation == "sdpa"
+
+
+def test_a_live_model_is_measured_as_it_runs_and_said_to_be_wrong(one_head, fault):
+    with pytest.warns(SinkscopeWarning, match=r"SDPA attention, which PyTorch gets wrong on cpu.*1 \+ 32 n tokens"):
+        target = target_of(one_head[1])
+    assert target.config._attn_implementation == "sdpa"
