@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.files.records import Share
+from sinkscope.files.records import Share, share_of
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
@@ -55,7 +55,10 @@ class H2O(Policy):
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the sums; recent tokens rank above all others."""
-        budget = torch.as_tensor(self.layer_budget(at)).cpu().double()
-        recent = (budget * self.recent + 1e-6).long()  # as `share_of` rounds
-        late = at.kv.pos >= (at.length[:, None] - recent.to(at.length.device))[..., None]
+        budget = self.layer_budget(at)
+        if isinstance(budget, int):
+            recent: int | Tensor = share_of(self.recent, budget)
+        else:
+            recent = (budget.cpu().double() * self.recent + 1e-6).long().to(at.length.device)  # as `share_of` rounds
+        late = at.kv.pos >= (at.length[:, None] - recent)[..., None]
         return at.kv.extra("h2o").masked_fill(late, torch.finfo(torch.float32).max)

@@ -197,15 +197,16 @@ class Policy(Intervention):
         if budget is not at.rows.one_budget:
             check_layer_room(budget, at.rows.first, at.rows.latest, f"{self.shown_name}: layer {at.layer}")
         pos = at.kv.pos
-        occupied = pos >= 0
-        ranked = scores
-        if any(at.rows.first) or any(at.rows.latest):
-            ranked = ranked.masked_fill(self.protected(at), torch.inf)
+        ranked = self._ranked(scores, at)
         if not at.kv.gapless:
-            ranked = ranked.masked_fill(~occupied, -torch.inf)
-        if isinstance(budget, int) and pos.shape[-1] == budget + 1:  # at every generated token: no sorting
-            return occupied.scatter(-1, ranked.argmin(-1, keepdim=True), False)
-        return occupied & (rank_from_top(ranked) < _by_slot(budget, pos))
+            ranked = ranked.masked_fill(pos < 0, -torch.inf)
+        return (pos >= 0) & (rank_from_top(ranked) < _by_slot(budget, pos))
+
+    def _ranked(self, scores: Tensor, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
+        """The scores, with infinity for slots that are always kept."""
+        if any(at.rows.first) or any(at.rows.latest):
+            scores = scores.masked_fill(self.protected(at), torch.inf)
+        return scores
 
     def act(self, moment: Moment, session: Session) -> None:
         """Choose what is kept in every layer, if it is time to."""
@@ -219,13 +220,20 @@ class Policy(Intervention):
                 if kv.slots <= budget:
                     continue
                 exact = budget if kv.gapless else None
-            kv.evict(self.chosen(at), exact)
+            if exact == kv.slots - 1:  # at every generated token: no sorting
+                kv.evict_one(self._ranked(self._checked_scores(at), at).argmin(-1, keepdim=True))
+            else:
+                kv.evict(self.chosen(at), exact)
 
     def chosen(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
         """Return the slots that a layer keeps."""
+        return self.select(self._checked_scores(at), at, self.layer_budget(at))
+
+    def _checked_scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
+        """The scores of a layer's slots."""
         scores = self.scores(at)
         check_scores(scores, at.kv.pos, self.shown_name, at.layer, at.moment.prefill_ended)
-        return self.select(scores.float(), at, self.layer_budget(at))
+        return scores.float()
 
     def kept_per_row(self, state: CacheState, session: Session) -> KeptPerRow:
         """Return what is kept of each row: its budget, and the first and latest tokens that are always kept."""

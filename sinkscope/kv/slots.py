@@ -8,6 +8,7 @@ position, and attention masks are computed from these positions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -122,19 +123,29 @@ class Slots:
         else:
             fewest = most = exact
         ragged = most != fewest
-        keys, values = self.keys, self.values
         if most < pos.shape[-1]:
             index = flat_slots(keep, most, ragged)
-            pos = pos.take(index)
             if ragged:
                 keep = keep.take(index)
-            self.numbers = self.moved_numbers(lambda numbers: numbers.take(index))
-            # Whole slots, which is ten times as fast as `gather`.
-            keys = torch.embedding(keys.flatten(0, 2), index)
-            values = torch.embedding(values.flatten(0, 2), index)
+            self._take(index)
+        else:
+            self.hold(self.keys, self.values, pos)
         if ragged:
-            pos = torch.where(keep, pos, -1)
-        self.hold(keys, values, pos, gapless=not ragged)
+            self.hold(self.keys, self.values, torch.where(keep, self.pos, -1), gapless=False)
+
+    def evict_one(self, slot: Int[Tensor, "batch kv_head 1"]) -> None:
+        """Free one slot of every row and head, where there are no holes. The call does not wait for the device."""
+        index, number = _all_but_last(*self.keys.shape[:3], self.keys.device)
+        self._take(index + (number >= slot))
+
+    def _take(self, index: Int[Tensor, "batch kv_head kept"]) -> None:
+        """Hold some slots alone, given by their places among those of all rows and heads."""
+        pos = self.pos.take(index)
+        self.numbers = self.moved_numbers(lambda numbers: numbers.take(index))
+        # Whole slots, which is ten times as fast as `gather`.
+        keys = torch.embedding(self.keys.flatten(0, 2), index)
+        values = torch.embedding(self.values.flatten(0, 2), index)
+        self.hold(keys, values, pos)
 
     def evict_others(self, kept: Bool[Tensor, "row pos"]) -> None:
         """Free every slot, in all heads, whose true position is not among those that are kept of its row."""
@@ -157,6 +168,13 @@ class Slots:
         self.slot_positions = pos
         self.gapless = gapless
         self._holes = None
+
+
+@lru_cache(4)  # the same for each layer and token
+def _all_but_last(batch: int, kv_heads: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Places of the slots before the last among those of all rows and heads, and within their own row and head."""
+    places = torch.arange(batch * kv_heads * slots, device=device).view(batch, kv_heads, slots)
+    return places[..., :-1], torch.arange(slots - 1, device=device)
 
 
 def flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:

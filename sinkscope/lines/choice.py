@@ -33,6 +33,8 @@ from sinkscope.lines.sample import sample_queries
 
 SOUGHT = 0.5
 """Share of a query's attention from which on it seeks a key."""
+CELLS = 1 << 26
+"""Cells of attention that are computed at a time, for 256 MB."""
 
 
 @torch.no_grad()
@@ -92,21 +94,27 @@ def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool
         begin: Number of first tokens.
         checked: Number of queries of each head that are checked.
     """
-    group = scores.heads // len(scores.key)
+    kv_heads, group = len(scores.key), scores.heads // len(scores.key)
     sought = torch.zeros(scores.heads, scores.keys, device=scores.key.device)
     sought[:, :begin] = 1.0
     if checked == 0:
         return sought > 0
-    position = torch.arange(scores.keys, device=scores.key.device)
-    by_head = zip(scores.query[:, :queries].split(group), scores.key, sought.split(group), strict=True)
-    for query, key, found in by_head:
-        sinks = (query @ key[: max(1, begin)].T).float() * scores.scaling
-        rows = sinks.logsumexp(2).topk(min(checked, queries), largest=False).indices
-        own = query.gather(1, rows[..., None].expand(-1, -1, query.shape[2])).float()
-        logits = own @ key.float().T * scores.scaling
-        future = position > rows[..., None] + scores.past
-        weight, place = logits.masked_fill_(future, -torch.inf).softmax(2).max(2)
-        found.scatter_add_(1, place, (weight >= SOUGHT).float())
+    first = scores.key[:, : max(1, begin)].repeat_interleave(group, 0)  # "kv_head key d -> (kv_head group) key d"
+    sinks = (scores.query[:, :queries] @ first.mT).float() * scores.scaling
+    rows = sinks.logsumexp(2).topk(min(checked, queries), largest=False).indices
+    own = scores.query.gather(1, rows[..., None].expand(-1, -1, scores.query.shape[2])).float() * scores.scaling
+    by_group = own.reshape(kv_heads, -1, own.shape[2])
+    last = rows.view(kv_heads, -1, 1) + scores.past
+    found = sought.view(kv_heads, group, -1)
+    position = torch.arange(scores.keys, device=rows.device)
+    few = max(1, CELLS // (by_group.shape[1] * scores.keys))
+    # Several heads of keys at once, because on a GPU each launch costs the host more than its work.
+    for start in range(0, kv_heads, few):
+        part = slice(start, start + few)
+        logits = by_group[part] @ scores.key[part].float().mT
+        weight, place = logits.masked_fill_(position > last[part], -torch.inf).softmax(2).max(2)
+        seeks = (weight >= SOUGHT).float()
+        found[part].scatter_add_(2, place.unflatten(1, (group, -1)), seeks.unflatten(1, (group, -1)))
     return sought > 0
 
 
