@@ -15,8 +15,8 @@ from torch.testing import assert_close
 
 from sinkscope.bench.methods import read_method
 from sinkscope.lines import bands as rule
-from sinkscope.lines import recovered
-from sinkscope.lines.attention import Scores
+from sinkscope.lines import choice, recovered
+from sinkscope.lines.attention import Scores, attention_of
 from sinkscope.lines.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, StoredRows, lengths_of
 from sinkscope.lines.choice import sampled_rows, select_bands
 from sinkscope.lines.serve import LoopServe
@@ -157,6 +157,20 @@ def test_a_key_that_one_query_alone_seeks_is_kept_if_queries_are_checked(checked
     assert chosen.columns[:, 33].tolist() == [False, kept]
     held = recovered(Scores(query, key, 1.0), chosen, torch.tensor([250]))
     assert held[0] > 0.99 and (held[1] > 0.99) == kept
+
+
+@pytest.mark.parametrize("cells", [1 << 26, 64 * 2 * 300], ids=["all heads of keys at once", "two of three"])
+def test_single_queries_are_checked_as_if_each_stood_alone(cells, monkeypatch):
+    monkeypatch.setattr(choice, "CELLS", cells)
+    scores = drawn_scores(6, 200, 300, 3, 12.0)
+    kept = choice.kept_columns(scores, 180, 2, 32)
+    probs = attention_of(scores, torch.arange(180))
+    for head, own in enumerate(probs):
+        sinks = scores.query[head, :180] @ scores.key[head // (6 // len(scores.key)), :2].T * scores.scaling
+        rows = sinks.logsumexp(1).argsort()[:32]
+        sought = own[rows].argmax(1)[own[rows].amax(1) >= 0.5]
+        assert set(kept[head].nonzero().flatten().tolist()) == {0, 1, *sought.tolist()}
+    assert kept.sum() > 24
 
 
 def test_by_default_the_limit_is_that_of_the_device_and_in_a_bench_that_of_a_gpu():

@@ -1,0 +1,64 @@
+"""Calls of torch for a generated token: where a GPU is faster than its host, they are what a policy costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from kv_kit import model_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+from sinkscope.hooks.edit.base import under
+from sinkscope.kv import H2O, TOVA, Full, SnapKV, StreamingLLM
+from sinkscope.loops.guard import LoopGuard
+from sinkscope.opening.live import target_of
+
+VIEWS = "view _unsafe_view t transpose slice select unsqueeze expand alias detach as_strided".split()
+BUDGET, PROMPT = 16, 24
+
+
+class Launches(TorchDispatchMode):
+    """Counts calls that compute something."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        if name not in VIEWS:
+            self.count[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def launches(edit, layers: int) -> int:
+    """Of the eighth token after a prompt."""
+    target, cache = target_of(model_of("llama", num_hidden_layers=layers)), DynamicCache()
+    ids = torch.arange(5, 5 + PROMPT + 8)[None]
+    with torch.no_grad(), under(edit, target):
+        target.hf(ids[:, :PROMPT], past_key_values=cache)
+        for at in range(PROMPT, PROMPT + 7):
+            target.hf(ids[:, at : at + 1], past_key_values=cache)
+        with Launches() as seen:
+            target.hf(ids[:, -1:], past_key_values=cache)
+    return seen.count.total()
+
+
+@pytest.mark.parametrize(
+    ("edit", "most"),
+    # On a CPU the smallest score of TOVA and H2O is looked at each time, to find NaN.
+    [
+        (Full(), 0),
+        (LoopGuard(BUDGET), 0),
+        (SnapKV(BUDGET, window=4), 0),
+        (StreamingLLM(BUDGET, first=2), 10),
+        (TOVA(BUDGET), 14),
+        (H2O(BUDGET), 18),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int) else "",
+)
+def test_a_layer_takes_so_many_calls_more_than_without_a_policy(edit, most):
+    of_layer = (launches(edit, 4) - launches(edit, 2)) / 2
+    assert of_layer - (launches(None, 4) - launches(None, 2)) / 2 <= most
