@@ -280,9 +280,11 @@ def choose_bands(
     lengths = lengths_of(grid, device)
     for number in range(2):
         column_weight, band_weight = sample.sums(Bands(columns, bands, grid))
-        column_left = lengths.columns - grid.by_key(crossed(grid, bands.float()))
-        band_left = lengths.bands - crossed(grid, grid.blocked(columns.float()).sum(2))
-        of_columns, of_bands = column_weight / column_left.clamp_(min=1), band_weight / band_left.clamp_(min=1)
+        column_left, band_left = lengths.columns, lengths.bands
+        if number:  # at first no line is crossed
+            column_left = column_left - grid.by_key(crossed(grid, bands.float()))
+            band_left = band_left - crossed(grid, grid.blocked(columns.float()).sum(2))
+        of_columns, of_bands = column_weight / column_left.clamp(min=1), band_weight / band_left.clamp(min=1)
         of_columns.masked_fill_(always, torch.inf)
         of_bands[:, :NEAR] = torch.inf
         least, enough = _threshold(sample, of_columns, of_bands, alpha)
@@ -313,5 +315,5 @@ def _threshold(
         tried = low + step * number
         enough = sample.held(columns, bands, tried.exp2()) >= alpha * sample.rows
         reached |= enough[:, :1]
-        low = tried.gather(1, (enough.sum(1, keepdim=True) - 1).clamp(min=0))
+        low = tried.gather(1, enough[:, 1:].sum(1, keepdim=True))
     return low.exp2(), reached
