@@ -34,7 +34,7 @@ from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import NEAR, PER, Bands, BlockGrid, choose_bands
+from sinkscope.lines.bands import NEAR, PER, TILE, Bands, BlockGrid, choose_bands
 from sinkscope.lines.choice import kept_columns, sampled_rows, select_bands
 from sinkscope.lines.serve import LoopServe
 from sinkscope.results.console import note
@@ -183,30 +183,38 @@ def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str, til
 
 @torch.no_grad()
 def flex(device: str, heads: int, kv: int, n: int, share: float, rounds: int, dtype: str) -> Row:
-    """FlexAttention with a block mask of the same bands, without columns."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    """FlexAttention on the same bands, without columns: blocks of 64 queries and 64 keys, listed without its search."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     triton, _ = kernels()
     scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
     chosen = bands_of(heads, n, n, share, device)
     chosen.columns[:] = False
     alone = Bands(chosen.columns, chosen.bands, chosen.grid)
+    tile = torch.arange(n // TILE, device=device)
+    back = tile[:, None] - tile
+    seen = alone.bands[:, ::PER][:, back.clamp(min=0)] & (back > 0)  # bands were drawn in runs of four
 
-    def is_seen(_batch: Tensor, head: Tensor, at: Tensor, own: Tensor) -> Tensor:
-        back = at // 64 * PER + PER - 1 - own // 16
-        return (at >= own) & alone.bands[head, back.clamp(min=0)]
+    def masked() -> BlockMask:
+        return BlockMask.from_kv_blocks(
+            torch.ones_like(tile, dtype=torch.int32).expand(1, heads, -1).contiguous(),
+            tile.int()[None, None, :, None].expand(1, heads, -1, len(tile)).contiguous(),
+            seen.sum(2, dtype=torch.int32)[None],
+            seen.int().argsort(dim=2, descending=True, stable=True).int()[None],
+            BLOCK_SIZE=(TILE, TILE),
+            mask_mod=lambda _batch, _head, at, own: at >= own,
+        )
 
-    compiled = torch.compile(flex_attention) if device != "cpu" else flex_attention
-    masked = partial(create_block_mask, is_seen, None, heads, n, n, device=device, _compile=device != "cpu")
-    mask = masked()
+    compiled = torch.compile(flex_attention, dynamic=False)
     attend = partial(
         compiled,
         scores.query[None],
         scores.key[None],
         value[None],
-        block_mask=mask,
+        block_mask=masked(),
         enable_gqa=kv != heads,
         scale=scores.scaling,
+        kernel_options={"BLOCK_M": TILE, "BLOCK_N": TILE} if device != "cpu" else None,
     )
     ours = triton.attention_on(scores, value, alone).transpose(0, 1)
     error = float((attend()[0].float() - ours.float()).norm() / ours.float().norm())
@@ -276,6 +284,7 @@ def main(
     lengths: Sequence[int] = (16384, 65536, 32768, 8192, 131072),
     prompts: Sequence[int] = (16384, 32768, 8192, 65536),
     alphas: Sequence[float] = (0.75, 0.9, 0.995),
+    only: Sequence[str] = (),
     tried: int = 7,
     heads: int = 32,
     layers: int = 4,
@@ -292,6 +301,7 @@ def main(
         lengths: Of one layer; tilings are tried at the first.
         prompts: Of whole prompts.
         alphas: Of whole prompts.
+        only: Kinds of steps: tiling, choice, layer, flex, prompt; default: all.
         tried: Number of tilings.
         layers: Of the whole prompts' model.
         seconds: No step begins after so many.
@@ -301,6 +311,8 @@ def main(
     end = time.monotonic() + seconds
 
     def do(name: str, work: Callable[[], Row]) -> None:
+        if only and name.split()[0] not in only:
+            return
         if time.monotonic() < end:
             steps.do(name, work)
         else:
