@@ -13,7 +13,7 @@ from sinkscope.files.output import path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.files.store import SETTINGS, begun_by
-from sinkscope.results.notation import count_of
+from sinkscope.results.notation import count_of, percent
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
@@ -64,10 +64,15 @@ class ScanTable(Result):
         return list(self.scans)
 
     def conclusion(self) -> str:
-        """Return how many of the models have an attention sink."""
-        measured = [row["heads"] for row in self.scans if not row["problem"]]
-        having = [heads for heads in measured if heads]
-        return f"{len(having)} of {len(measured)} models have an attention sink."
+        """Return how many of the models have a spike, and how many heads attend to the sink."""
+        measured = [row for row in self.scans if not row["problem"]]
+        having = [row for row in measured if row["place"]]
+        said = f"{len(having)} of {len(measured)} models have a norm spike"
+        heads = sorted(row["heads"] for row in measured if row["heads"] is not None)
+        if heads:
+            shares = " to ".join(dict.fromkeys([percent(heads[0]), percent(heads[-1])]))
+            said += f"; {shares} of the heads attend to the sink"
+        return f"{said}."
 
     def details(self) -> list[str]:
         """Return what has no card."""
