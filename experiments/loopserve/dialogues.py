@@ -158,14 +158,22 @@ def figure(data: Row) -> Any:
     """A panel for each measurement: bars by position of the question, or curves over turns."""
     panels = FIGURES[data["settings"]["figure"]]
     rows = data["result"]["rows"]
-    fig: Any = make_subplots(1, len(panels), subplot_titles=[panel.title for panel in panels], horizontal_spacing=0.05)
+    by_turn = panels[0].by_turn
+    shape: Row = {"shared_yaxes": not by_turn, "horizontal_spacing": 0.05 if by_turn else 0.02}
+    fig: Any = make_subplots(1, len(panels), subplot_titles=[panel.title for panel in panels], **shape)
+    share: Row = {"range": [-0.03, 1.06], "tickformat": ".0%"}
     for column, panel in enumerate(panels, 1):
-        draw = curves if panel.by_turn else bars
+        draw = curves if by_turn else bars
         draw(fig, panel, drawn_rows(panel, rows), showlegend=column == 1, row=1, col=column)
-        fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%", row=1, col=column)
-    fig.update_xaxes(type="category")
-    style: Row = {"legend": -0.38, "barmode": "group", "font": {"size": 12}}
-    return figure_of(fig, None, finding(panels[0], rows), width=1750, height=680, bottom=190, **style)
+    style: Row = {"barmode": "group", "font": {"size": 13}}
+    if by_turn:
+        fig.update_xaxes(type="category").update_yaxes(share)
+        fig.update_xaxes(title_text="turn")
+        style |= {"legend": -0.2, "height": 640, "bottom": 150}
+    else:
+        fig.update_xaxes(share).update_yaxes(autorange="reversed", ticksuffix=" ")
+        style |= {"legend": -0.05, "height": 1000, "bottom": 90}
+    return figure_of(fig, None, finding(panels[0], rows), width=1750, **style)
 
 
 def bars(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
@@ -175,14 +183,14 @@ def bars(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
         error = None
         if panel.key == "score":
             error = error_bars(mine, panel.key, width=2, color="#888")
-        y = value_of_each(mine, panel.key)
-        name = f"question {at_place(place)}"
-        fig.add_bar(x=value_of_each(mine, "label"), y=y, name=name, marker_color=colour, error_y=error, **at)
+        labels = [{"full": "whole cache"}.get(label, label) for label in value_of_each(mine, "label")]
+        style: Row = {"name": f"question {at_place(place)}", "marker_color": colour, "orientation": "h"}
+        fig.add_bar(y=labels, x=value_of_each(mine, panel.key), error_x=error, **style, **at)
 
 
 def curves(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
     """A curve for each label; those that lie on one another show their markers inside each other."""
-    for number, label in enumerate(panel.methods):
+    for number, label in enumerate(TURNS):  # a method looks the same in every panel
         mine = [row for row in rows if row["label"] == label]
         marker = {"size": 17 - 2 * (number % 6), "symbol": number % 6}
         line = {"color": COLOURS[number % len(COLOURS)], "dash": ("solid", "dash")[number % 2]}
