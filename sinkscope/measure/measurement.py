@@ -18,7 +18,7 @@ from sinkscope.hooks.edit.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.loading.config import float32_by_default
-from sinkscope.results.options import Parameter, parameters_of
+from sinkscope.results.options import Parameter, parameters_of, refuse_unknown
 from sinkscope.results.result import Result
 
 P = ParamSpec("P")
@@ -98,6 +98,7 @@ class Measurement(Generic[P, R]):
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. The arguments are those of the signature."""
+        refuse_unknown(self.function.__name__, kwargs, self.__signature__.parameters)
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         self.refuse(arguments)
         edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
@@ -108,6 +109,7 @@ class Measurement(Generic[P, R]):
     @float32_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:
         """Measure on an open model. The arguments are the measurement's own."""
+        refuse_unknown(f"{self.function.__name__}.on", kwargs, self._own)
         self.refuse(kwargs)
         return self._measured(setup, kwargs, {})
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -83,6 +84,8 @@ def checks_arguments(function: C, parameters: Mapping[str, Parameter] | None = N
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(kwargs)
+        if parameters is not None:
+            refuse_unknown(function.__name__, given, parameters)
         with suppress(TypeError):  # the call itself raises what Python says of such arguments
             given |= inspect.signature(function).bind(*args, **kwargs).arguments
         for one in parameters_of(function) if parameters is None else parameters.values():
@@ -91,6 +94,19 @@ def checks_arguments(function: C, parameters: Mapping[str, Parameter] | None = N
         return function(*args, **kwargs)
 
     return cast(C, call)
+
+
+def refuse_unknown(name: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse arguments that a function does not take, as Python does, with what was probably meant.
+
+    Raises:
+        TypeError: There is one.
+    """
+    for one in given:
+        if one not in known:
+            near = get_close_matches(one, known, 1)
+            said = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+            raise TypeError(f"{name}() got an unexpected keyword argument {one!r}; {said}")
 
 
 _TITLE = re.compile(r"\n\n(Args|Attributes|Example|Example in Python|Raises|Returns):\n")

@@ -112,3 +112,16 @@ def test_every_field_of_a_policy_or_intervention_refuses_wrong_values(name):
                 made(**{**NEEDED.get(name, {}), field: value})
             tried += 1
     assert tried
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: sinkscope.lines(lenght=9), r"lines\(\) got .*'lenght'; did you mean length\?"),
+        (lambda: sinkscope.heads.on(None, bos=True), r"heads\.on\(\) got .*'bos'; it takes tokens, n_tokens, spike"),
+        (lambda: sinkscope.scan(tokens=2), r"scan\(\) got .*'tokens'; did you mean tokenizer\?"),
+    ],
+)
+def test_an_argument_that_a_function_does_not_take_is_named_beside_what_was_meant(call, said):
+    with pytest.raises(TypeError, match=said):
+        call()
