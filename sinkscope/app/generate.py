@@ -52,7 +52,7 @@ def print_generated(
         bos: Whether the prompt begins with BOS. By default the tokenizer, or the chat template, decides.
         chat: Whether the prompt is a message in the tokenizer's chat template. By default it is if there is one.
         patch: The patch.json to run under.
-        policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512.
+        policy: What the KV cache keeps, such as streaming:512, snapkv:0.25:window=64 or package.module:Class:512.
         guard: Break repetition loops with LoopGuard, and remove them from the text, which is shown once it is complete.
             The guard as published is --policy loopguard:paper.
         max_new_tokens: Longest answer.

@@ -8,17 +8,17 @@ default; it calls the class method `paper` of the method's class.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Budget, read_settings
+from sinkscope.files.records import Budget, read_settings, setting_types
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import policies, policy_named
 from sinkscope.lines.serve import LoopServe
@@ -147,14 +147,6 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
     if own is not None:
         make = partial(make, budget=own)
     return Method(name, ":".join(written), make)
-
-
-def setting_types(cls: Any) -> dict[str, Any]:
-    """Return the type of each field of a dataclass, by name; another class has none."""
-    if not is_dataclass(cls):
-        return {}
-    hints = get_type_hints(cls, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(cls)}
 
 
 def read_methods(specs: Sequence[str], budget: Budget | None = None) -> tuple[Method, ...]:

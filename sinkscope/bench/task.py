@@ -9,14 +9,14 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Field, Strict
 
 from sinkscope.bench.answer import Answer, Batch, answer_rows, conversation_ids
-from sinkscope.bench.methods import FULL, SAMPLING, setting_types
+from sinkscope.bench.methods import FULL, SAMPLING
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.samplers import RowSampler
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
-from sinkscope.files.records import Budget, Wording, check_fields, read_settings
+from sinkscope.files.records import Budget, Wording, check_fields, read_settings, setting_types
 from sinkscope.models.target import Target
 
 _REGISTERED: dict[str, type[Task]] = {}

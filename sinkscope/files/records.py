@@ -6,7 +6,7 @@ import json
 import os
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache, partial, wraps
 from math import nan
 from typing import (
@@ -120,6 +120,14 @@ def read_setting(text: str, kind: Any, name: str) -> Any:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = text
     return checked_value(kind, value, name, strict=True)
+
+
+def setting_types(cls: Any) -> dict[str, Any]:
+    """Return the type of each field of a dataclass, by name; another class has none."""
+    if not is_dataclass(cls):
+        return {}
+    hints = get_type_hints(cls, include_extras=True)
+    return {each.name: hints[each.name] for each in fields(cls)}
 
 
 def read_settings(parts: Sequence[str], types: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
@@ -13,7 +13,7 @@ from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Budget, read_setting
+from sinkscope.files.records import Budget, read_settings, setting_types
 from sinkscope.hooks.edit.base import Intervention
 
 ENTRY_POINTS = "sinkscope.policies"
@@ -78,42 +78,50 @@ def make_policy(name: str, **options: Any) -> Any:
         >>> make_policy("streaming", budget=512)
         StreamingLLM(budget=512, first=4, last=0, every=1)
     """
+    return _make(name, _policy_class(name), options)
+
+
+def _policy_class(name: str) -> type[Intervention]:
     by_name = _REGISTERED if name in _REGISTERED else policies()
     if name not in by_name:
         raise SinkscopeError(f"policy {name!r}: expected one of {', '.join(by_name)}, or package.module:Class")
-    return _make(name, by_name[name], options)
+    return by_name[name]
 
 
 def policy_named(text: str) -> Intervention:
-    """Make a cache policy from its command-line name: `NAME` or `package.module:Class`, optionally with `:BUDGET`.
+    """Make a cache policy from its command-line name, such as `h2o`, `snapkv:512:window=64`, `package.module:Class`.
 
-    The budget is a number of tokens or a fraction of the prompt. The current folder is also searched for modules.
-    `loopguard` and `loopguard:paper` are the two guards.
+    After the name stand the budget, a number of tokens or a fraction of the prompt, and settings as KEY=VALUE. The
+    current folder is also searched for modules. `loopguard` and `loopguard:paper` are the two guards.
 
     Raises:
-        SinkscopeError: The policy or class does not exist, or the budget is invalid.
+        SinkscopeError: The policy, class or setting does not exist, or a value is invalid.
 
     Example:
-        >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget
-        (512, 0.25)
+        >>> policy_named("streaming:512:first=2"), policy_named("sinkscope.kv.h2o:H2O:0.25").budget
+        (StreamingLLM(budget=512, first=2, last=0, every=1), 0.25)
     """
-    name, _, rest = text.partition(":")
-    second, _, budget = rest.partition(":")
+    name, *parts = text.split(":")
     if name in guards():
         guard: Any = guards()[name].load()
-        if second == "paper":
-            guard, rest = guard.paper, budget
-        return guard(**_budget_option(text, rest))
-    if name not in _REGISTERED and second.isidentifier():
-        return _make(text, _import_policy(f"{name}:{second}"), _budget_option(text, budget))
-    return make_policy(name, **_budget_option(text, rest))
+        if parts[:1] == ["paper"]:
+            return guard.paper(**_options(text, parts[1:], guard))
+        return guard(**_options(text, parts, guard))
+    if name not in _REGISTERED and parts and parts[0].isidentifier():
+        policy = _import_policy(f"{name}:{parts[0]}")
+        return _make(text, policy, _options(text, parts[1:], policy))
+    policy = _policy_class(name)
+    return _make(name, policy, _options(text, parts, policy))
 
 
-def _budget_option(text: str, budget: str) -> dict[str, Any]:
-    """The budget that a name ends with, if it ends with one."""
-    if not budget:
-        return {}
-    return {"budget": read_setting(budget, Budget, f"policy {text!r}: budget=")}
+def _options(text: str, parts: Sequence[str], policy: type[Intervention]) -> dict[str, Any]:
+    """The budget and settings after a name."""
+    types = {"budget": Budget}
+    if any("=" in part for part in parts):
+        types |= setting_types(policy)
+    return read_settings(
+        [part if "=" in part else f"budget={part}" for part in parts if part], types, f"policy {text!r}"
+    )
 
 
 def import_object(path: str, what: str, remedy: str = "") -> Any:

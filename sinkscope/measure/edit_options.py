@@ -25,8 +25,8 @@ def edit_from_options(
 
     Args:
         patch: The patch.json to run under; from Python also a `SinkPatch`.
-        policy: Which entries the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512; from
-            Python also a policy.
+        policy: Which entries the KV cache keeps, such as streaming:512, snapkv:0.25:window=64 or
+            package.module:Class:512; from Python also a policy.
         guard: Break repetition loops with LoopGuard; from Python also a `LoopGuard`, or "paper" (as published).
         interventions: Any other intervention, or several joined by |.
 

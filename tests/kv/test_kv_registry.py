@@ -13,7 +13,17 @@ from refusals import refused
 
 import sinkscope as ss
 import sinkscope.kv.registry as registry
-from sinkscope.kv import H2O, LayerMoment, Policy, StreamingLLM, make_policy, policies, policy_named, register_policy
+from sinkscope.kv import (
+    H2O,
+    LayerMoment,
+    Policy,
+    SnapKV,
+    StreamingLLM,
+    make_policy,
+    policies,
+    policy_named,
+    register_policy,
+)
 from sinkscope.lines.serve.serve import LoopServe
 from sinkscope.loops.guard import LoopGuard
 
@@ -49,6 +59,10 @@ NAMES = {
     "h2o:0.25": H2O(budget=0.25),
     "sinkscope.kv.streaming_llm:StreamingLLM:12": StreamingLLM(budget=12),
     "sinkscope.lines.serve:LoopServe:64": LoopServe(budget=64),
+    "snapkv:512:window=64:pooling=avg": SnapKV(512, window=64, pooling="avg"),
+    "h2o:recent=0.25": H2O(recent=0.25),
+    "sinkscope.kv.streaming_llm:StreamingLLM:12:first=2": StreamingLLM(budget=12, first=2),
+    "loopguard:paper:64:window=128": LoopGuard.paper(64, window=128),
     "loopguard": LoopGuard(),
     "loopguard:256": LoopGuard(budget=256),
     "loopguard:paper": LoopGuard.paper(),
@@ -87,6 +101,12 @@ def test_the_budget_is_the_first_field_of_each_policy(module):
             "policy 'lru': expected one of adakv, full, h2o, progressive, pyramid, snapkv, streaming, tova, or package",
         ),
         ("h2o:many", "policy 'h2o:many': budget='many': expected a number of tokens"),
+        (
+            "h2o:64:colour=red",
+            "policy 'h2o:64:colour=red': 'colour=red' is no setting, or is given twice: it has budget",
+        ),
+        ("h2o:64:32", "'budget=32' is no setting, or is given twice"),
+        ("snapkv:64:window=no", "policy 'snapkv:64:window=no': window='no': expected"),
         ("loopguard:papers", "'loopguard:papers': budget='papers': expected a number of tokens"),
         ("policies_of_others:Missing", "cannot be imported: AttributeError: module 'policies_of_others' has no"),
         ("policies_of_others:Other", "is no cache policy: expected a subclass of sinkscope.kv.Policy"),
