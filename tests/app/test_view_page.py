@@ -296,13 +296,15 @@ def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, open
     chrome.click("#variant-1")
     layer, head = text.heads[-1]
     chrome.click(f"#head-{layer}-{head}")
+    title = f"Rows of L{layer}.H{head}"
+    chrome.wait(f"document.querySelector('#rows-title')?.textContent === '{title}'")
     chrome.reopen()  # the link opens the same view again, and the pointer reads a cell
     chrome.wait("document.querySelector('#headline')?.textContent.includes('look elsewhere')")
     said = chrome.text("#headline")
     assert f"{gone} of the {readers.sum()} heads" in said and f"({random.name}: {control})" in said
     after, beside = (json.dumps(one.following[0][0]) for one in (zeroed, random))
     assert "the likeliest next token" in said and f"{after} ({random.name}: {beside})." in said
-    assert chrome.text("#rows-title") == f"Rows of L{layer}.H{head}"
+    chrome.wait(f"document.querySelector('#rows-title')?.textContent === '{title}'")
     assert chrome.texts(CAPTIONS) == ["intact", zeroed.name]
 
 

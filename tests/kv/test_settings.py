@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kv_kit import Drawn, shallow_of
 from refusals import refused
@@ -69,6 +69,7 @@ def test_wrong_policy_settings_are_refused(call, says):
         eval(call, CALLED)
 
 
+@example(29, 100)
 @given(st.integers(10, 100), st.integers(100, 5000))
 def test_a_share_of_a_prompt_is_the_same_number_everywhere(percent, prompt):
     """As whole numbers say: 0.29 of 100 tokens are 29, where floating point numbers make 28.999..."""
