@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import sinkscope as ss
 from sinkscope.bench.answer import answer_rows
 from sinkscope.errors import SinkscopeWarning
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.decode import decode, noted_decoding
 from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.text.chat import chat_text
@@ -75,6 +76,11 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing():
 # --- Patches of other models -----------------------------------------------------------------------------------------
 
 
+def entered(edit: Intervention, model) -> None:
+    with edit.on(model):
+        pass
+
+
 @pytest.mark.slow
 def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):
     folder = organism("llama", 3).save(tmp_path / "m")
@@ -90,14 +96,14 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight.mul_(1.01)  # a fine-tune
     for use in (
-        lambda: patch.on(model).__enter__(),
+        lambda: entered(patch, model),
         lambda: ss.generate(model, "poem", patch=here, max_new_tokens=2),
         lambda: ss.patch_eval(model, patch=here, pieces=2, length=16, max_repeats=8),
     ):
         with pytest.warns(SinkscopeWarning, match="has the same shape and other weights"):
             use()
     other, tokenizer = tiny_model("llama")
-    for use in (lambda: patch.on(other).__enter__(), lambda: ss.generate(other, "a", patch=here, tokenizer=tokenizer)):
+    for use in (lambda: entered(patch, other), lambda: ss.generate(other, "a", patch=here, tokenizer=tokenizer)):
         with refused(r"the patch was made for m, whose .* is .*: give that model"):
             use()
 
