@@ -17,12 +17,12 @@ import pytest
 from repository import ROOT
 
 PAPERS = ("repeated-token", "loopguard", "loopserve")
-_MARK = re.compile(r"<!-- figures/(\S+)\.json: (.+?) -->", re.DOTALL)
+_MARK = re.compile(r"<!-- (\S+/\S+)\.json: (.+?) -->", re.DOTALL)
 
 
 @cache
 def data(name: str) -> SimpleNamespace:
-    text = (ROOT / f"figures/{name}.json").read_text()
+    text = (ROOT / f"{name}.json").read_text()
     return json.loads(text, object_hook=lambda fields: SimpleNamespace(**fields)).result
 
 
