@@ -21,6 +21,7 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.policy_checks import check_layer_room, check_room, check_scores, unseen_queries
 from sinkscope.kv.session import Session
+from sinkscope.kv.slots import places_without
 from sinkscope.kv.usage import held_summary
 
 LayerBudget = int | Int[Tensor, "batch _"]
@@ -213,6 +214,7 @@ class Policy(Intervention):
         if not moment.prefill_ended and (self.every == "prefill" or moment.state.decoded % self.every):
             return
         rows = self.kept_per_row(moment.state, session)
+        full: dict[tuple[torch.Size, torch.device], list[tuple[CacheLayer, Tensor]]] = {}
         for kv in moment.layers:
             at = LayerMoment(kv, moment, session, rows)
             budget, exact = self.layer_budget(at), None
@@ -220,10 +222,16 @@ class Policy(Intervention):
                 if kv.slots <= budget:
                     continue
                 exact = budget if kv.gapless else None
-            if exact == kv.slots - 1:  # at every generated token: no sorting
-                kv.evict_one(self._ranked(self._checked_scores(at), at).argmin(-1, keepdim=True))
+            if exact == kv.slots - 1:
+                ranked = self._ranked(self._checked_scores(at), at)
+                full.setdefault((ranked.shape, ranked.device), []).append((kv, ranked))
             else:
                 kv.evict(self.chosen(at), exact)
+        # At every generated token one slot leaves: without sorting, and with one launch for all layers of a device.
+        for (shape, _), layers in full.items():
+            lowest = torch.stack([ranked for _, ranked in layers]).argmin(-1, keepdim=True)
+            for (kv, _), kept in zip(layers, places_without(lowest, shape[-1]), strict=True):
+                kv.keep_only(kept)
 
     def chosen(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
         """Return the slots that a layer keeps."""

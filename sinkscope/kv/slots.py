@@ -127,19 +127,17 @@ class Slots:
             index = flat_slots(keep, most, ragged)
             if ragged:
                 keep = keep.take(index)
-            self._take(index)
+            self.keep_only(index)
         else:
             self.hold(self.keys, self.values, pos)
         if ragged:
             self.hold(self.keys, self.values, torch.where(keep, self.pos, -1), gapless=False)
 
-    def evict_one(self, slot: Int[Tensor, "batch kv_head 1"]) -> None:
-        """Free one slot of every row and head, where there are no holes. The call does not wait for the device."""
-        index, number = _all_but_last(*self.keys.shape[:3], self.keys.device)
-        self._take(index + (number >= slot))
+    def keep_only(self, index: Int[Tensor, "batch kv_head kept"]) -> None:
+        """Keep some slots, given by their places among those of all rows and heads; there are no holes then.
 
-    def _take(self, index: Int[Tensor, "batch kv_head kept"]) -> None:
-        """Hold some slots alone, given by their places among those of all rows and heads."""
+        The call does not wait for the device.
+        """
         pos = self.pos.take(index)
         self.numbers = self.moved_numbers(lambda numbers: numbers.take(index))
         # Whole slots, which is ten times as fast as `gather`.
@@ -170,7 +168,15 @@ class Slots:
         self._holes = None
 
 
-@lru_cache(4)  # the same for each layer and token
+def places_without(
+    slot: Int[Tensor, "*layers batch kv_head 1"], slots: int
+) -> Int[Tensor, "*layers batch kv_head kept"]:
+    """Return the places of all slots but one of every row and head, among those of all rows and heads of a layer."""
+    places, number = _all_but_last(*slot.shape[1:3], slots, slot.device)
+    return places + (number >= slot)
+
+
+@lru_cache(4)  # the same for each token
 def _all_but_last(batch: int, kv_heads: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Places of the slots before the last among those of all rows and heads, and within their own row and head."""
     places = torch.arange(batch * kv_heads * slots, device=device).view(batch, kv_heads, slots)

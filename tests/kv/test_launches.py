@@ -48,14 +48,14 @@ def launches(edit, layers: int) -> int:
 
 @pytest.mark.parametrize(
     ("edit", "most"),
-    # On a CPU the smallest score of TOVA and H2O is looked at each time, to find NaN.
+    # On a CPU two of TOVA and H2O look at the smallest score, to find NaN.
     [
         (Full(), 0),
         (LoopGuard(BUDGET), 0),
         (SnapKV(BUDGET, window=4), 0),
-        (StreamingLLM(BUDGET, first=2), 10),
-        (TOVA(BUDGET), 14),
-        (H2O(BUDGET), 18),
+        (StreamingLLM(BUDGET, first=2), 7),
+        (TOVA(BUDGET), 11),
+        (H2O(BUDGET), 15),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, int) else "",
 )
