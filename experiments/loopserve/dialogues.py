@@ -167,8 +167,7 @@ def figure(data: Row) -> Any:
         draw(fig, panel, drawn_rows(panel, rows), showlegend=column == 1, row=1, col=column)
     style: Row = {"barmode": "group", "font": {"size": 13}}
     if by_turn:
-        fig.update_xaxes(type="category").update_yaxes(share)
-        fig.update_xaxes(title_text="turn")
+        fig.update_xaxes(type="category", title_text="turn").update_yaxes(share)
         style |= {"legend": -0.2, "height": 640, "bottom": 150}
     else:
         fig.update_xaxes(share).update_yaxes(autorange="reversed", ticksuffix=" ")

@@ -134,8 +134,7 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
     types = setting_types(cls)
     _, fixed = NAMED_VARIANTS.get(name, (cls, {}))
     takes_budget = "budget" in types and fixed.get("decode", True)
-    settings = [part if "=" in part else f"budget={part}" for part in parts]
-    options = read_settings(settings, types, f"method {spec!r}")
+    options = read_settings(parts, types, f"method {spec!r}", "budget")
     own = options.pop("budget", None)
     if own is None and takes_budget and not (issubclass(cls, Shape) and (options or isinstance(budget, int))):
         own = budget

@@ -130,14 +130,24 @@ def setting_types(cls: Any) -> dict[str, Any]:
     return {each.name: hints[each.name] for each in fields(cls)}
 
 
-def read_settings(parts: Sequence[str], types: Mapping[str, Any], where: str) -> dict[str, Any]:
+def read_settings(
+    parts: Sequence[str], types: Mapping[str, Any], where: str, unnamed: str | None = None
+) -> dict[str, Any]:
     """Read settings such as "key=value"; the parts of a tuple stand between commas.
+
+    Args:
+        parts: The settings.
+        types: The type of each, by key.
+        where: Beginning of an error.
+        unnamed: Key of a value that stands alone; None: there is no such value.
 
     Raises:
         SinkscopeError: A setting is unknown or given twice, or a value has the wrong type.
     """
     settings: dict[str, Any] = {}
     for part in parts:
+        if unnamed is not None and "=" not in part:
+            part = f"{unnamed}={part}"
         key, equals, text = part.partition("=")
         if not equals or key not in types or key in settings:
             known = ", ".join(types) or "none"

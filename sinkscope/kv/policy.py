@@ -214,7 +214,7 @@ class Policy(Intervention):
         if not moment.prefill_ended and (self.every == "prefill" or moment.state.decoded % self.every):
             return
         rows = self.kept_per_row(moment.state, session)
-        full: dict[tuple[torch.Size, torch.device], list[tuple[CacheLayer, Tensor]]] = {}
+        one_too_many: dict[tuple[torch.Size, torch.device], list[tuple[CacheLayer, Tensor]]] = {}
         for kv in moment.layers:
             at = LayerMoment(kv, moment, session, rows)
             budget, exact = self.layer_budget(at), None
@@ -224,11 +224,11 @@ class Policy(Intervention):
                 exact = budget if kv.gapless else None
             if exact == kv.slots - 1:
                 ranked = self._ranked(self._checked_scores(at), at)
-                full.setdefault((ranked.shape, ranked.device), []).append((kv, ranked))
+                one_too_many.setdefault((ranked.shape, ranked.device), []).append((kv, ranked))
             else:
                 kv.evict(self.chosen(at), exact)
         # At every generated token one slot leaves: without sorting, and with one launch for all layers of a device.
-        for (shape, _), layers in full.items():
+        for (shape, _), layers in one_too_many.items():
             lowest = torch.stack([ranked for _, ranked in layers]).argmin(-1, keepdim=True)
             for (kv, _), kept in zip(layers, places_without(lowest, shape[-1]), strict=True):
                 kv.keep_only(kept)

@@ -119,9 +119,7 @@ def _options(text: str, parts: Sequence[str], policy: type[Intervention]) -> dic
     types = {"budget": Budget}
     if any("=" in part for part in parts):
         types |= setting_types(policy)
-    return read_settings(
-        [part if "=" in part else f"budget={part}" for part in parts if part], types, f"policy {text!r}"
-    )
+    return read_settings([part for part in parts if part], types, f"policy {text!r}", "budget")
 
 
 def import_object(path: str, what: str, remedy: str = "") -> Any:

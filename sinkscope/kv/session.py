@@ -25,7 +25,7 @@ from sinkscope.kv.generation import Generation
 from sinkscope.kv.rewind import Rewinder
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_attention, check_servable
-from sinkscope.models.call_cache import cache_in, with_cache
+from sinkscope.models.call_cache import with_cache
 from sinkscope.models.hooks import AroundCall, Kwargs
 from sinkscope.tap.call import Attention
 from sinkscope.tap.internals import following_generate
@@ -204,8 +204,7 @@ class Session:
         layers = list[CacheLayer]()
         try:
             if cache is not None:
-                if cache_in(kwargs) is not cache:
-                    kwargs = with_cache(module, kwargs, cache)
+                kwargs = with_cache(module, kwargs, cache)
                 state = self._states.get(cache)
                 is_known = call.past > 0 and state is not None  # else it is new, or was emptied
                 if watching.owns_cache:

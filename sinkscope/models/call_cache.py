@@ -63,7 +63,9 @@ def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
 
 
 def with_cache(model: nn.Module, arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-    """Return arguments by name, with another cache in place of theirs; without any if it is None."""
+    """Return arguments by name, with a cache in place of theirs; without any if it is None."""
+    if cache is not None and cache_in(arguments) is cache:  # at every token, without a look at the model's signature
+        return dict(arguments)
     kept = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
     if cache is None:
         return kept

@@ -47,9 +47,10 @@ PLACED = [
 
 
 def options(h: HardModel, folder: Path) -> dict[str, Any]:
-    text = text_file(h, folder, 20)
-    if h.truth.share < 1:  # with 0, two of twelve texts of one model begin with a token that is marked: too few
-        text = text_file(h, folder, 40, seed=1)
+    rows, seed = 20, 0
+    if h.truth.share < 1:
+        rows, seed = 40, 1  # with 0, two of twelve texts of one model begin with a token that is marked: too few
+    text = text_file(h, folder, rows, seed=seed)
     return {"tokenizer": h.tokenizer, "text": text, "bos": None if h.truth.bos else False}
 
 
