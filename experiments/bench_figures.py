@@ -22,10 +22,11 @@ from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.finding import finding
 from sinkscope.bench.group import BenchGroup
+from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.run import bench
 from sinkscope.bench.table import PERCENT, tabulate_records
-from sinkscope.measure.rate import wilson
+from sinkscope.measure.margin import share_interval
 from sinkscope.results.console import ProgressBar
 from sinkscope.results.style import COLOURS, figure_of
 
@@ -104,8 +105,8 @@ def groups_of(rows: Sequence[Row], measure: str) -> list[BenchGroup]:
         low, high = row["low"], row["high"]
         if high is None:
             low = high = math.nan
-        place = (row.get("task", "loops"), row["model"], row["set"], row["temperature"], row["method"], row["answers"])
-        groups.append(BenchGroup(*place, row[measure], low, high, metrics=costs))
+        place = (row.get("task", "loops"), row["model"], row["set"], row["temperature"], read_method(row["method"]))
+        groups.append(BenchGroup(*place, row["answers"], row[measure], low, high, metrics=costs))
     return groups
 
 
@@ -138,7 +139,8 @@ def main(
         rows = tabulate_records([BenchRun(records, done.settings)]).rows()
     for row in rows:
         if chosen.measure == "loop_paper":
-            rate = wilson(row["loop_paper"] * row["answers"], row["answers"])
+            rate = share_interval(round(row["loop_paper"] * row["answers"]), row["answers"])
+            assert rate is not None
             row |= {"low": rate.low, "high": rate.high}
     if only:
         again = set(value_of_each(rows, "method"))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from organisms.tiny import tiny_model
 
+from sinkscope.bench.methods import read_method
 from sinkscope.bench.prompt import Prompt, Turn
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.task import PromptFile
@@ -64,7 +65,7 @@ def made_record(method: str = "full", prompt: str = "p0", **changes) -> BenchRec
     record = BenchRecord(
         model="f00",
         task="file",
-        method=method,
+        method=read_method(method),
         prompt=prompt,
         turn=0,
         seed=0,

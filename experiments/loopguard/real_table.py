@@ -29,7 +29,7 @@ from experiments.record import Row, earlier, read_rows, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import tail_period
-from sinkscope.measure.rate import mean_known, wilson
+from sinkscope.measure.margin import mean_known, share_interval
 
 LAST, NEARLY, BACK, ALIKE = 8, 6, 12, 0.8
 LATEST = 200
@@ -63,10 +63,10 @@ def different(tokens: Sequence[int], size: int = 4) -> float | None:
 
 
 def interval(hits: int, cases: int) -> list[float]:
-    """Wilson's interval of 95 %; everything of no cases."""
-    if not cases:
+    """The interval of 95 %; everything of fewer than three cases."""
+    rate = share_interval(hits, cases)
+    if rate is None:
         return [0.0, 1.0]
-    rate = wilson(hits, cases)
     return [round(rate.low, 4), round(rate.high, 4)]
 
 

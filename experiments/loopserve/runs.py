@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from sinkscope.hooks.edit.decode import to_end
 from sinkscope.kv import SnapKV
 from sinkscope.kv.policy import LayerMoment
 from sinkscope.lines.serve.conversation import Conversation
-from sinkscope.measure.rate import mean_known, wilson
+from sinkscope.measure.margin import SCORES, interval_of, mean_known
 from sinkscope.models.checks import end_ids, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.opening.load import load
@@ -136,7 +137,7 @@ def specs(names: Sequence[str]) -> list[str]:
         name, _, rest = text.partition(":")
         if name == "random":
             text = f"{__name__}:RandomKeep:{rest}"
-        written.append(read_method(text, SHARE).spec)
+        written.append(str(read_method(text, SHARE)))
     return written
 
 
@@ -154,7 +155,7 @@ def rows_of(records: Sequence[BenchRecord], method: str, by_turn: bool = False) 
     """
     groups: dict[Any, list[BenchRecord]] = {ALL: []}
     for one in records:
-        if one.method == method:
+        if str(one.method) == method:
             at = one.settings.get("part")
             if by_turn:
                 at = one.turn + 1
@@ -170,7 +171,7 @@ def rows_of(records: Sequence[BenchRecord], method: str, by_turn: bool = False) 
 
 
 def _scores(records: Sequence[BenchRecord]) -> Row:
-    """Means over answers, and around the first of them a 95 % interval (Wilson's).
+    """Means over answers, and around the first of them a 95 % interval.
 
     `prefix` is the mean share of an answer before its first mistake: along a chain of facts a mistake is the end of it.
     `read` is what a decoding step attends to, `cells` the share of the prompt's cells that outputs attend to (None:
@@ -180,6 +181,6 @@ def _scores(records: Sequence[BenchRecord]) -> Row:
     found: Row = {}
     for name in kept:
         found[name] = mean_known(one.metrics.get(name) for one in records)
-    assert found["score"] is not None
-    rate = wilson(found["score"] * len(records), len(records))
+    rate = interval_of(np.array([one.metrics["score"] for one in records]), SCORES)
+    assert rate is not None
     return found | {"low": rate.low, "high": rate.high}

@@ -21,6 +21,7 @@ from experiments.real.models import MODELS, opened
 from experiments.record import Row, earlier, record
 from experiments.script import run as run_script
 from sinkscope.files.output import write_atomic
+from sinkscope.measure.margin import margin_of
 from tests.real import plain, texts
 
 WORDS = ("poem", "company", "cat", "dog", "the", "as", "of", "and", "time", "book")
@@ -217,7 +218,7 @@ def patch(model: Any, readings: Row) -> Row:
     return {
         "perplexity": float(intact.mean().exp()),
         "change": float(change.mean().expm1()),
-        "two_errors": float(2 * change.std() / len(change) ** 0.5),
+        "two_errors": margin_of(change.numpy()),
         "copies_left": float(norms[-1] / norms[0]),
         "copies_left_as_printed": float(printed[-1] / printed[0]),
     }

@@ -24,7 +24,7 @@ from sinkscope.kv.session import Session
 from sinkscope.kv.usage import HeldTokens
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard.detect import largest_probability
-from sinkscope.measure.rate import mean_known
+from sinkscope.measure.margin import mean_known
 from sinkscope.measure.setup import model_info
 from sinkscope.models.checks import end_ids, tokenizer_of
 from sinkscope.models.target import Target
@@ -96,7 +96,7 @@ class Batch:
         keys: list[tuple[Any, ...]] = []
         for method, prompt in product(self.methods, self.prompts):
             for turn in range(len(prompt.turns)):
-                keys.append((self.model, self.task, method.spec, prompt.id, turn, self.seed))
+                keys.append((self.model, self.task, method, prompt.id, turn, self.seed))
         return tuple(keys)
 
     def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
@@ -105,7 +105,7 @@ class Batch:
         return BenchRecord(
             model=self.model,
             task=self.task,
-            method=method.spec,
+            method=method,
             prompt=prompt.id,
             turn=turn,
             seed=self.seed,

@@ -7,9 +7,8 @@ default; it calls the class method `paper` of the method's class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -87,73 +86,102 @@ def method_class(name: str) -> Any:
     return type(policy_named(name))
 
 
-def method_name(spec: str) -> str:
-    """Return a method's name without its settings."""
-    name, _, rest = spec.partition(":")
-    first = rest.partition(":")[0]
-    if name not in method_classes() and first.isidentifier() and first != PAPER:
-        return f"{name}:{first}"
-    return name
+def _split(text: str) -> tuple[str, list[str]]:
+    """The name of a method and its settings, from what the user writes."""
+    name, *parts = text.split(":")
+    if name not in method_classes() and parts and parts[0].isidentifier() and parts[0] != PAPER:
+        name = f"{name}:{parts.pop(0)}"  # package.module:Class
+    return name, parts
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way of generating, with its settings.
+    """One way of generating, with its settings: a value that is compared, and of which a text is made last.
 
     Attributes:
-        name: Name in `method_classes`, or of another policy.
-        spec: The method as it is written; records are stored under this text.
-        make: Returns the intervention to apply to the model; None for the full cache and sampling. It raises a
-            `SinkscopeError` if settings are invalid together.
+        name: Name in `method_classes`, or `package.module:Class` of another policy.
+        budget: Its budget; None if it has none.
+        paper: Whether it is the algorithm as a paper prints it.
+        settings: Its other settings and their values.
     """
 
     name: str
-    spec: str
-    make: Callable[[], Any] = field(compare=False)
+    budget: Budget | None = None
+    paper: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        settings: list[tuple[str, Any]] = []
+        for name, value in self.settings:
+            settings.append((name, tuple(value) if isinstance(value, list) else value))  # JSON has lists alone
+        object.__setattr__(self, "settings", tuple(settings))
+
+    def __str__(self) -> str:
+        written = [self.name]
+        if self.paper:
+            written.append(PAPER)
+        if self.budget is not None:
+            written.append(str(self.budget))
+        for name, value in self.settings:
+            written.append(f"{name}={_value_in_words(value)}")
+        return ":".join(written)
+
+    def make(self) -> Any:
+        """Return the intervention to apply to the model; None for the full cache and sampling.
+
+        Raises:
+            SinkscopeError: Settings are invalid together.
+        """
+        cls = method_class(self.name)
+        _, fixed = NAMED_VARIANTS.get(self.name, (cls, {}))
+        given = {**fixed, **dict(self.settings)}
+        if self.budget is not None:
+            given["budget"] = self.budget
+        if self.paper:
+            return cls.paper(**given)
+        return cls(**given)
 
 
-def read_method(spec: str, budget: Budget | None = None) -> Method:
+def _value_in_words(value: Any) -> str:
+    """A setting as the user writes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(_value_in_words, value))
+    if isinstance(value, bool | None):
+        return str(value).lower()
+    return str(value)
+
+
+def read_method(text: str, budget: Budget | None = None) -> Method:
     """Parse a text such as `h2o:0.25` or `loopserve:alpha=0.98:first=0`.
 
     Args:
-        spec: The method as the user writes it.
+        text: The method as the user writes it.
         budget: Budget of a method that has one and states none; a fixed shape takes only a share.
 
     Raises:
         SinkscopeError: A name or setting is unknown, a setting occurs twice, or a value has the wrong type.
     """
-    name = method_name(spec)
+    name, parts = _split(text)
     cls = method_class(name)
-    parts = spec.removeprefix(name).split(":")[1:]
-    written = [name]
-    build = cls
-    if PAPER in parts and hasattr(cls, PAPER):
+    paper = PAPER in parts and hasattr(cls, PAPER)
+    if paper:
         parts.remove(PAPER)
-        written.append(PAPER)
-        build = cls.paper
     types = setting_types(cls)
     _, fixed = NAMED_VARIANTS.get(name, (cls, {}))
     takes_budget = "budget" in types and fixed.get("decode", True)
-    options = read_settings(parts, types, f"method {spec!r}", "budget")
+    options = read_settings(parts, types, f"method {text!r}", "budget")
     own = options.pop("budget", None)
     if own is None and takes_budget and not (issubclass(cls, Shape) and (options or isinstance(budget, int))):
         own = budget
-    if own is not None:
-        written.append(str(own))
-    for key, value in options.items():
-        written.append(f"{key}={str(value).lower() if isinstance(value, bool | None) else value}")
-    make = partial(build, **{**fixed, **options})
-    if own is not None:
-        make = partial(make, budget=own)
-    return Method(name, ":".join(written), make)
+    return Method(name, own, paper, tuple(options.items()))
 
 
-def read_methods(specs: Sequence[str], budget: Budget | None = None) -> tuple[Method, ...]:
+def read_methods(texts: Sequence[str], budget: Budget | None = None) -> tuple[Method, ...]:
     """Return the methods without duplicates.
 
     Raises:
         SinkscopeError: There are none, and as for `read_method`.
     """
-    if not specs:
+    if not texts:
         raise SinkscopeError(f"no method is given: choose from {', '.join(method_classes())}")
-    return tuple(dict.fromkeys(read_method(spec, budget) for spec in specs))
+    return tuple(dict.fromkeys(read_method(text, budget) for text in texts))

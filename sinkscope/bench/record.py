@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, path_of, read_json
@@ -14,6 +15,8 @@ from sinkscope.files.plain import pathless
 from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, json_lines, read_lines
 
 COMMAND = "bench"
+VERSION = 9
+"""Version of the records; a change of what they hold is another setting."""
 EndReason = Literal["eos", "cap"]
 Metrics = dict[str, float | int | None]
 """Numbers by name; None where a number does not exist."""
@@ -26,7 +29,7 @@ class BenchRecord(Keyed):
     Attributes:
         model: Fingerprint of the model.
         task: Name of the task.
-        method: The method, as `sinkscope.bench.methods` writes it.
+        method: The method with its settings.
         prompt: Id of the prompt.
         turn: Number of the turn, from 0.
         seed: Seed of the sampling.
@@ -43,7 +46,7 @@ class BenchRecord(Keyed):
 
     model: str
     task: str
-    method: str
+    method: Method
     prompt: str
     turn: int
     seed: int
@@ -68,18 +71,19 @@ class BenchRun(list[BenchRecord]):
         self.settings = settings
 
 
-def open_run(folder: PathName | None, settings: Mapping[str, Any], prompts: Sequence[Prompt]) -> Folder[BenchRecord]:
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """Return what tells prompts from others."""
+    return hashlib.sha256(json_lines(prompts).encode()).hexdigest()[:16]
+
+
+def open_run(folder: PathName | None, settings: Mapping[str, Any]) -> Folder[BenchRecord]:
     """Open the folder of a run for writing; use it in a `with`.
 
     Args:
-        folder: A new or empty folder, or one that was begun with the same settings and prompts. None keeps records in
-            memory only.
-        settings: Everything else that determines the records.
-        prompts: The prompts.
+        folder: A new or empty folder, or one that was begun with the same settings. None keeps records in memory only.
+        settings: Everything that determines the records, prompts included.
     """
-    digest = hashlib.sha256(json_lines(prompts).encode()).hexdigest()[:16]
-    decisive = {"command": COMMAND, **settings, "prompts": digest}
-    return Folder(folder, decisive, BenchRecord, option="--out")
+    return Folder(folder, {"command": COMMAND, **settings}, BenchRecord, option="--out")
 
 
 def read_run(folder: PathName) -> BenchRun:
@@ -94,6 +98,10 @@ def read_run(folder: PathName) -> BenchRun:
     settings = read_json(path / SETTINGS, remedy)
     if not isinstance(settings, dict) or settings.get("command") != COMMAND:
         raise SinkscopeError(f"{name} is no folder of `sinkscope bench`: {remedy}")
+    if settings.get("version") != VERSION:
+        raise SinkscopeError(
+            f"{name} was written by another version of sinkscope: run its command again with a new --out"
+        )
     records: list[BenchRecord] = []
     if (path / RECORDS).is_file():
         records, _ = read_lines(path / RECORDS, name, BenchRecord)

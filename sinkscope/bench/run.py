@@ -11,7 +11,7 @@ from pydantic import Field
 from sinkscope.bench.answer import Batch, answer_rows, answering_settings, conversation_ids
 from sinkscope.bench.methods import Method, read_methods
 from sinkscope.bench.prompt import Prompt
-from sinkscope.bench.record import BenchRun, open_run
+from sinkscope.bench.record import VERSION, BenchRun, digest_of, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError
@@ -27,9 +27,6 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.results.options import Hidden, Option, checks_arguments, command
-
-VERSION = 8
-"""Version of the records; a change of what they hold is another setting."""
 
 
 @checks_arguments
@@ -99,8 +96,9 @@ def run_bench(
         "max_new_tokens": new,
         "temperature": temperature,
         "chat": task.chat,
+        "prompts": digest_of(prompts),
     }
-    with open_run(out, settings, prompts) as folder:
+    with open_run(out, settings) as folder:
         warm: set[Method] = set()
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):

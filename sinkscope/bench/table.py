@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import math
+import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.bench.draw import draw_bench
 from sinkscope.bench.finding import control_of, finding, ranked
-from sinkscope.bench.group import BenchGroup
-from sinkscope.bench.methods import FULL
+from sinkscope.bench.group import BenchGroup, mean_score
+from sinkscope.bench.methods import FULL, Method
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
-from sinkscope.bench.task import Task, task_class
-from sinkscope.files.provenance import ModelInfo, provenance
-from sinkscope.measure.rate import known_numbers, mean_known, wilson
+from sinkscope.bench.task import task_class
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.provenance import UNKNOWN_MODEL, ModelInfo, provenance
+from sinkscope.measure.margin import known_numbers, mean_known
 from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
@@ -58,10 +59,11 @@ class BenchTable(Result):
                 "task": group.task,
                 "model": group.model,
                 "set": group.set,
-                "method": group.method,
+                "method": str(group.method),
                 task_class(group.task).main: group.score,
                 "low": group.low,
                 "high": group.high,
+                **group.differs,
                 **group.parts,
                 **group.metrics,
                 "answers": group.answers,
@@ -79,14 +81,18 @@ class BenchTable(Result):
             if main in PERCENT:
                 percent += ["low", "high", *chain(*(group.parts for group in self.groups))]
             columns = {HEADS.get(name, name): cells for name, cells in strings(rows, percent).items()}
-            grids.append(Grid(columns, important=("set", "method", main, "low", "high")))
+            grids.append(Grid(columns, important=("set", "method", main, "low", "high", *self.differs())))
         return grids
 
+    def differs(self) -> list[str]:
+        """Return the conditions in which the runs of the table differ."""
+        return list(dict.fromkeys(name for group in self.groups for name in group.differs))
+
     def places(self) -> list[list[BenchGroup]]:
-        """Return the groups of each task, set and model."""
-        places: dict[tuple[str, str, str], list[BenchGroup]] = {}
+        """Return the groups of each task, set, model and run."""
+        places: dict[tuple[str, ...], list[BenchGroup]] = {}
         for group in self.groups:
-            places.setdefault((group.task, group.set, group.model), []).append(group)
+            places.setdefault(group.place, []).append(group)
         return list(places.values())
 
     def conclusion(self) -> str:
@@ -111,9 +117,9 @@ class BenchTable(Result):
                     f"{group.title}, {group.method}: {task.unit}",
                     group.score,
                     control=None if control is None else control.score,
-                    margin=None if math.isnan(group.low) else (group.high - group.low) / 2,
+                    margin=group.margin,
                     share=task.main in PERCENT,
-                    contrast=task.control if control is None else control.method,
+                    contrast=task.control if control is None else str(control.method),
                 )
                 numbers.append(number)
         return numbers
@@ -146,50 +152,82 @@ def bench_table(
 
 
 def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
-    """Group the records of runs by task, model, set and method.
+    """Group the records of runs by task, model, set and method; runs under other conditions stay apart.
+
+    A record that several runs have counts once.
 
     Args:
         runs: The runs.
         by: As for `bench_table`.
+
+    Raises:
+        SinkscopeError: No record has such a field.
     """
     started = time.perf_counter()
-    grouped: dict[tuple[Any, ...], list[BenchRecord]] = {}
+    differing = conditions_that_differ([run.settings for run in runs])
+    grouped: dict[tuple[Any, ...], dict[Hashable, BenchRecord]] = {}
     for run in runs:
+        differs = tuple((name, conditions(run.settings)[name]) for name in differing)
         for record in run:
             about = record.settings
-            key = (record.task, run.settings["model"]["name"], about["set"], about["temperature"], record.method)
-            grouped.setdefault(key, []).append(record)
+            place = (record.task, run.settings["model"]["name"], about["set"], about["temperature"], differs)
+            grouped.setdefault((*place, record.method), {}).setdefault(record.key, record)
+    _check_field(by, [record for records in grouped.values() for record in records.values()])
     groups: list[BenchGroup] = []
-    for key in sorted(grouped, key=lambda key: key[:4]):  # methods stay in the order in which they answered
-        full = grouped.get((*key[:4], FULL), [])
-        groups.append(_group(key, grouped[key], full, by))
-    first = runs[0].settings
+    for key in sorted(grouped, key=lambda key: key[:5]):  # methods stay in the order in which they answered
+        full = grouped.get((*key[:5], Method(FULL)), {})
+        groups.append(_group(key, [*grouped[key].values()], [*full.values()], by))
+    settings = [run.settings for run in runs]
     origin = provenance(
         started=started,
-        device=first["device"],
-        dtype=first["dtype"],
-        attention=first["attention"],
+        device=_each(settings, "device"),
+        dtype=_each(settings, "dtype"),
+        attention=_each(settings, "attention"),
         seed=min((record.seed for run in runs for record in run), default=0),
     )
-    return BenchTable(
-        model=ModelInfo(**first["model"]),
-        settings={"runs": [run.settings for run in runs]},
-        provenance=origin,
-        groups=tuple(groups),
-    )
+    models = [one["model"] for one in settings]
+    model = ModelInfo(**models[0])
+    if any(one != models[0] for one in models):
+        model = replace(UNKNOWN_MODEL, name=_each(models, "name"), family=_each(models, "family"))
+    return BenchTable(model=model, settings={"runs": settings}, provenance=origin, groups=tuple(groups))
+
+
+def conditions(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return everything that determines the answers of a run beside model, task, set, temperature and methods."""
+    flat: dict[str, str] = {"fingerprint": settings["model"]["fingerprint"]}
+    for name, value in settings.items():
+        if name not in ("command", "version", "model", "task", "temperature"):
+            flat[name] = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return flat
+
+
+def conditions_that_differ(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the conditions in which two runs of one task differ that give their model the same name."""
+    names: set[str] = set()
+    for first, other in combinations(runs, 2):
+        if (first.get("task"), first["model"]["name"]) == (other.get("task"), other["model"]["name"]):
+            one, two = conditions(first), conditions(other)
+            names.update(name for name in one if one[name] != two.get(name))
+    return sorted(names)
+
+
+def _each(settings: Sequence[Mapping[str, Any]], name: str) -> str:
+    """The different values of a setting, after one another."""
+    return ", ".join(dict.fromkeys(str(one[name]) for one in settings))
 
 
 def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[BenchRecord], by: str) -> BenchGroup:
     """The row of a method, beside the records of the full cache."""
-    task = task_class(key[0])
-    values: list[float] = []
+    of_task, model, of_set, temperature, differs, method = key
+    task = task_class(of_task)
+    by_prompt: dict[str, list[float]] = {}
     by_part: dict[str, list[float]] = {}
     for record in records:
         for value in known_numbers([record.metrics.get(task.main)]):
-            values.append(value)
-            part = {"turn": record.turn + 1, **record.settings}.get(by, "")
-            by_part.setdefault(str(part), []).append(value)
-    parts = {part: fmean(scores) for part, scores in by_part.items() if part}
+            by_prompt.setdefault(record.prompt, []).append(value)
+            by_part.setdefault(str(_fields(record).get(by, "")), []).append(value)
+    scores = {prompt: fmean(values) for prompt, values in by_prompt.items()}
+    mean = mean_score(of_task, [*scores.values()])
     metrics: Metrics = {}
     for name in ("read", "cells", "time", "cached_peak", *task.columns):
         metrics[name] = mean_known(record.metrics.get(name) for record in records)
@@ -198,22 +236,32 @@ def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[
     alarms = known_numbers(record.metrics.get("alarm") for record in records)
     if alarms:
         metrics["alarm"] = median(alarms)  # not every run has one
-    score, low, high = _interval(task, values)
-    return BenchGroup(*key, answers=len(records), score=score, low=low, high=high, parts=parts, metrics=metrics)
+    return BenchGroup(
+        of_task,
+        model,
+        of_set,
+        temperature,
+        method,
+        answers=len(records),
+        score=mean.mean,
+        low=mean.low,
+        high=mean.high,
+        differs=dict(differs),
+        scores=scores,
+        parts={part: fmean(values) for part, values in by_part.items() if part},
+        metrics=metrics,
+    )
 
 
-def _interval(task: type[Task], values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of the scores and its 95 % interval; NaN where there are too few."""
-    if not values:
-        return math.nan, math.nan, math.nan
-    score = fmean(values)
-    if min(values) >= 0 and max(values) <= 1 and not task.together:
-        rate = wilson(sum(values), len(values))
-        return score, rate.low, rate.high
-    half = math.nan
-    if len(values) > 1:
-        half = 1.96 * stdev(values) / math.sqrt(len(values))
-    return score, score - half, score + half
+def _fields(record: BenchRecord) -> dict[str, Any]:
+    """What the columns after the score may stand for."""
+    return {"turn": record.turn + 1, **record.settings}
+
+
+def _check_field(by: str, records: Sequence[BenchRecord]) -> None:
+    known = dict.fromkeys(name for record in records for name in _fields(record) if name not in ("set", "temperature"))
+    if records and by not in known:
+        raise SinkscopeError(f"--by {by}: expected {', '.join(known)}")
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:

@@ -10,8 +10,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import sqrt
+from math import isnan, sqrt
+from statistics import fmean
 
 import numpy as np
 from jaxtyping import Float
@@ -69,3 +71,21 @@ def margin_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float] 
     if interval is None:
         return None
     return interval.margin
+
+
+def share_interval(hits: int, cases: int) -> Interval | None:
+    """Return the interval of a share of cases; None for fewer than three."""
+    return interval_of(np.repeat([1.0, 0.0], [hits, cases - hits]), SCORES)
+
+
+def known_numbers(values: Iterable[float | int | None]) -> list[float]:
+    """Return those that are numbers: neither None nor NaN."""
+    return [value for value in values if value is not None and not isnan(value)]
+
+
+def mean_known(values: Iterable[float | int | None]) -> float | None:
+    """Return the mean of those that are numbers. None: there are none."""
+    numbers = known_numbers(values)
+    if not numbers:
+        return None
+    return fmean(numbers)

@@ -69,7 +69,10 @@ def short_sentence(sentences: Iterable[str]) -> str:
 
 def percent(share: float, digits: int = 0) -> str:
     """Return a share in per cent; what rounds to zero has no sign."""
-    return f"{share:,.{digits}%}".replace("-0%", "0%")
+    text = f"{share:,.{digits}%}"
+    if not text.strip("-0.%"):
+        text = text.removeprefix("-")
+    return text
 
 
 def count_of(count: int, noun: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 from sinkscope.files.plain import plain, visible
 from sinkscope.results.notation import head_name, neuron_name
+from sinkscope.results.notation import percent as percent_of
 from sinkscope.results.options import descriptions_of
 
 MOST_ROWS = 64
@@ -129,7 +130,7 @@ def cell(value: Any, *, percent: bool = False) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float) and percent:
-        return f"{value:.1%}".replace("-0.0%", "0.0%")
+        return percent_of(value, 1)
     if isinstance(value, float) and 1e4 <= abs(value) < 1e7:
         return f"{value:.0f}"
     if isinstance(value, float):

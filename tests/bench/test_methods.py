@@ -37,7 +37,7 @@ from sinkscope.loops.guard import LoopGuard
 )
 def test_a_text_becomes_a_method_and_back(text, spec, made):
     method = read_method(text, 64)
-    assert method.spec == spec and read_method(spec) == method
+    assert str(method) == spec and read_method(spec) == method
     assert method.make() == made
 
 
@@ -46,9 +46,9 @@ def test_every_method_can_be_made_with_a_budget_of_the_task():
         for method in read_methods(list(method_classes()), budget):
             without = method.name in ("full", "sampling", "loopserve-p")
             shape = method.name in ("a-shape", "tri-shape", "minference")
-            assert method.spec == (method.name if without or (shape and budget == 64) else f"{method.name}:{budget}")
+            assert str(method) == (method.name if without or (shape and budget == 64) else f"{method.name}:{budget}")
             assert (method.make() is None) == (method.name in ("full", "sampling"))
-    assert [method.spec for method in read_methods(["h2o:8", "h2o:budget=8"])] == ["h2o:8"]
+    assert [str(method) for method in read_methods(["h2o:8", "h2o:budget=8"])] == ["h2o:8"]
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,13 @@ def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
     task = Recall(count=1, turns=2, total=200, positions=("begin", "end"))
     model = ss.load("recall", probe=False)
     records = run_bench(model, task, ["full", "streaming:40", "loopserve-d:40"], batch_size=2)
-    groups = {group.method: group for group in tabulate_records([records]).groups}
+    groups = {str(group.method): group for group in tabulate_records([records]).groups}
     full, window, late = (groups[name] for name in ("full", "streaming:40", "loopserve-d:40"))
     assert (full.score, full.metrics["prefix"], full.metrics["chance"], full.answers) == (1.0, 1.0, None, 4)
     assert full.parts == {"begin": 1.0, "end": 1.0} and window.metrics["read"] == 41
     assert window.score < 1 and window.metrics["prefix"] is not None and window.metrics["prefix"] < 1
     assert late.score == 1.0  # answers are shorter than the steps that read everything
-    assert {len(record.tokens) for record in records if record.method == "full"} == {6}
+    assert {len(record.tokens) for record in records if record.method.name == "full"} == {6}
 
 
 def test_how_far_a_chain_was_followed():

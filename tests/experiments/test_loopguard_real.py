@@ -57,10 +57,10 @@ def test_what_is_behind_the_first_act():
     assert judged(stock, stock, Words())["unchanged"]
 
 
-def test_wilson():
+def test_the_interval_of_a_share():
     low, high = interval(2, 48)
-    assert (low, high) == pytest.approx((0.0115, 0.1398), abs=1e-4)
-    assert interval(0, 12)[0] == 0.0
+    assert 0.0 <= low < 2 / 48 < high == pytest.approx(0.129, abs=1e-3)
+    assert interval(0, 12)[0] == 0.0 and interval(0, 2) == [0.0, 1.0]
 
 
 def test_probabilities_count_from_behind_the_third_copy():
