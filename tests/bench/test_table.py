@@ -123,10 +123,10 @@ GOOD, BAD = "snapkv:4 1*20 read=3", "h2o:4 0*20 read=3"
         ("file", ["full 1*20", "h2o:4 0*20"], "100±28 points behind full; control full has 100%."),
         # Prompts differ more than methods do: the difference is small of each pair.
         ("text", ["random:8 .75 .85 .65 .97", "h2o:8 .03 .04 .02 .05"],
-         "h2o:8 has 0.035 nats (±0.021) in text s (KL to full), 0.76±0.18 ahead of random:8; control random:8 "
+         "h2o:8 has 0.035 nats (±0.021) in text s (KL to full), 0.77±0.2 ahead of random:8; control random:8 "
          "has 0.8 nats."),
         ("text", ["h2o:8 .1 1.1 3.1 9.12", "snapkv:8 .2 1.2 3.2 9.3"],
-         "h2o:8 is the best of 2 in text s (KL to full) with 3.4 nats (±6.4), 0.12±0.07 ahead of snapkv:8; random "
+         "h2o:8 is the best of 2 in text s (KL to full) with 3.4 nats (±6.4), 0.12±0.064 ahead of snapkv:8; random "
          "was not run."),
         # One answer shows no difference.
         ("text", ["random:8 9", "h2o:8 1"],
