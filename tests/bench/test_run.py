@@ -128,5 +128,6 @@ def test_bench_reads_the_users_own_file(tmp_path, typed, refusal):
     first = typed(f"bench --task {file}:new=6 --methods full,streaming:8 --out {tmp_path}/r").out
     assert "streaming:8" in first and "score" in first and "read" in first
     groups = json.loads(typed(f"bench table {tmp_path}/r --json -").out)["result"]["groups"]
-    assert [(g["method"]["name"], g["method"]["budget"], g["answers"]) for g in groups] == [("full", None, 2), ("streaming", 8, 2)]
+    rows = [(group["method"]["name"], group["method"]["budget"], group["answers"]) for group in groups]
+    assert rows == [("full", None, 2), ("streaming", 8, 2)]
     assert "give what --out was given" in refusal(f"bench table {tmp_path}")
