@@ -90,6 +90,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 # Files whose few tests take long: they are handed out first, so that no worker is left with one of them at the end.
 FIRST = (
+    "test_net.py",
     "test_spikes.py",
     "test_measurements.py",
     "test_view_page.py",

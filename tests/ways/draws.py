@@ -1,0 +1,162 @@
+"""Draws: a value of each dimension. How they are drawn, which of them cover all pairs, and how one is made smaller."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from itertools import combinations
+from typing import Any
+
+from .calls import CALLS, OPTIONS, ROW_ALONE, WAYS
+from .edits import EDITS, Draw
+from .families import FAMILIES
+from .settings import ATTENTIONS, OTHERS, WRAPPERS
+
+DIMENSIONS: dict[str, Mapping[Any, Any]] = {
+    "family": FAMILIES,
+    "attention": ATTENTIONS,
+    "wrapper": WRAPPERS,
+    "rows": dict.fromkeys((1, 2, 3)),
+    "padding": dict.fromkeys(("none", "left", "right")),
+    "length": dict.fromkeys((20, 1, 2, 300, 600)),
+    "cache": WAYS,
+    "call": CALLS,
+    "edit": EDITS,
+    "other": OTHERS,
+    "options": OPTIONS,
+    "dtype": dict.fromkeys(("float32", "bfloat16", "float16")),
+}
+"""All values of each dimension; the first one is the plain one."""
+PLAIN: dict[str, Any] = {name: next(iter(values)) for name, values in DIMENSIONS.items()}
+
+
+def draw_of(**values: Any) -> dict[str, Any]:
+    """The plain draw with some other values."""
+    assert values.keys() <= PLAIN.keys(), values
+    return {**PLAIN, **values}
+
+
+def text_of(draw: Draw) -> str:
+    """What is not plain in a draw, as `--only` takes it."""
+    said = [f"{name}={value}" for name, value in draw.items() if value != PLAIN[name]]
+    return ", ".join(said) or "nothing special"
+
+
+def allowed(draw: Draw) -> bool:
+    """Whether there is an answer by plain means: each value fits, and so do those that meet."""
+    for name, values in DIMENSIONS.items():
+        row = values[draw[name]]
+        if hasattr(row, "fits") and not row.fits(draw):
+            return False
+    return _meet(draw) and (not EDITS[draw["edit"]].alone or _has_row_alone(draw))
+
+
+def _meet(draw: Draw) -> bool:
+    if draw["padding"] != "none" and (draw["rows"] == 1 or draw["length"] <= 4):
+        return False
+    if draw["padding"] == "right" and draw["cache"] != "none":  # has no meaning for a cache
+        return False
+    if draw["options"] != "greedy" and draw["cache"] != "generate":
+        return False
+    if draw["dtype"] != "float32" and (draw["cache"] not in ("none", "generate") or draw["options"] == "drawn"):
+        return False
+    return draw["edit"] != "trace" or (draw["cache"] == "none" and draw["call"] == "keyword")
+
+
+def _has_row_alone(draw: Draw) -> bool:
+    """Whether an intervention with a memory has its answer on each row by itself."""
+    if WAYS[draw["cache"]].alone is None or draw["padding"] == "right" or draw["length"] < 20:
+        return False
+    if draw["cache"] == "generate" and (draw["rows"] > 1 or draw["options"] not in ROW_ALONE):
+        return False  # rows end at different times
+    if draw["padding"] == "left" and FAMILIES[draw["family"]].absolute and draw["call"] != "positions":
+        return False  # such a model counts the padding, too
+    return draw["dtype"] == "float32" and draw["attention"] != "replaced"
+
+
+def drawn(generator: random.Random, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """A random draw; half of its dimensions stay plain, so that rare values meet and a failing draw is small."""
+    while True:
+        draw = dict(PLAIN)
+        for name, values in DIMENSIONS.items():
+            if name in fixed:
+                draw[name] = fixed[name]
+            elif name in ("family", "edit", "cache") or generator.random() < 0.4:
+                draw[name] = generator.choice(list(values))
+        if allowed(draw):
+            return draw
+
+
+def smaller(draw: Draw, fails: Callable[[Draw], bool]) -> dict[str, Any]:
+    """Put each dimension back to its plain value as long as the draw still fails, until none can be."""
+    small, again = dict(draw), True
+    while again:
+        again = False
+        for name, plain in PLAIN.items():
+            if small[name] == plain:
+                continue
+            less = {**small, name: plain}
+            if allowed(less) and fails(less):
+                small, again = less, True
+    return small
+
+
+def pairs_of(draw: Draw, names: Iterable[str]) -> set[tuple[str, Any, str, Any]]:
+    """The pairs of values that meet in a draw."""
+    return {(first, draw[first], second, draw[second]) for first, second in combinations(names, 2)}
+
+
+RARE = {"wrapper": ("compiled", "lora"), "length": (600,), "other": tuple(OTHERS)[1:]}
+"""Values that take long: the suite meets each of them a few times, and `-m slow` in all pairs."""
+
+
+def cover(fixed: Mapping[str, Any], tries: int = 40, seed: int = 0) -> list[dict[str, Any]]:
+    """Draws in which each pair of values that can meet does so at least once, all but pairs with a family.
+
+    Families take turns: each meets every value of every other dimension only in `-m slow`.
+    """
+    generator = random.Random(seed)
+    names = [name for name in DIMENSIONS if name != "family"]
+    missing: set[tuple[str, Any, str, Any]] = set()
+    for first, second in combinations(names, 2):
+        for one in _usual(first):
+            missing |= {(first, one, second, other) for other in _usual(second)}
+    families, chosen = list(FAMILIES), []
+    while missing:
+        first, one, second, other = min(missing, key=str)
+        best, most = None, 0
+        for _ in range(tries):
+            draw = _completed({first: one, second: other, **fixed}, families[len(chosen) % len(families)], generator)
+            if draw is None:
+                continue
+            new = len(pairs_of(draw, names) & missing)
+            if new > most:
+                best, most = draw, new
+        missing.discard((first, one, second, other))
+        if best is not None:
+            chosen.append(best)
+            missing -= pairs_of(best, names)
+    return chosen
+
+
+def _usual(name: str) -> list[Any]:
+    return [value for value in DIMENSIONS[name] if value not in RARE.get(name, ())]
+
+
+def _completed(values: Mapping[str, Any], family: str, generator: random.Random) -> dict[str, Any] | None:
+    """A draw with these values, as full of others as it can be; None if nothing fits them."""
+    draw = {**PLAIN, "family": family, **values}
+    if not allowed(draw):
+        draw = {**PLAIN, **values, "family": generator.choice(list(FAMILIES))}
+        for name in ("rows", "cache", "edit", "length", "attention"):
+            if name not in values:
+                draw[name] = generator.choice(_usual(name))
+        if not allowed(draw):
+            return None
+    order = [name for name in DIMENSIONS if name not in values and name != "family"]
+    generator.shuffle(order)
+    for name in order:
+        other = {**draw, name: generator.choice(_usual(name))}
+        if allowed(other):
+            draw = other
+    return draw

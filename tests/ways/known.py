@@ -1,0 +1,161 @@
+"""Causes that are known and not mended yet: draws that they reach are expected to fail, and nothing else may.
+
+A cause leaves this table when it is mended: an expected failure that passes is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .draws import draw_of
+from .edits import Draw
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause of failures.
+
+    Attributes:
+        smallest: The smallest draw that it reaches.
+        reaches: Whether it reaches a draw.
+        says: What the failure says, as a pattern.
+        passes: Draws that it reaches and may leave right all the same; the smallest one fails always.
+        race: Whether it depends on when threads meet, so that even the smallest draw may pass.
+    """
+
+    smallest: Mapping[str, Any]
+    reaches: Callable[[Draw], bool]
+    says: str
+    passes: Callable[[Draw], bool] = lambda draw: False
+    race: bool = False
+
+    def explains(self, draw: Draw, said: str) -> bool:
+        return self.reaches(draw) and re.match(self.says, said) is not None
+
+
+POSITIONAL = ("gpt2", "neox", "falcon", "bloom")
+"""Families whose names of arguments nnsight hides."""
+RIGHT = r"right: (off by|other tokens)"
+MOVES = ("reordered", "selected", "repeated")
+PADS = ("zero", "head", "observe", "mean", "patch")
+MEMORIES = ("mean", "patch", "tensor 8 bits")
+LEAVES_CACHE = ("zero", "head", "add", "trace", *MEMORIES)
+"""Edits that leave the cache and the attention alone."""
+COPIES = ("copied", "copied from")
+
+
+def _attends(draw: Draw) -> bool:
+    """Whether the attention function is wrapped."""
+    return draw["edit"] not in LEAVES_CACHE
+
+
+def _owns_cache(draw: Draw) -> bool:
+    return _attends(draw) and draw["edit"] != "observe"
+
+
+def _may_pass(_draw: Draw) -> bool:
+    return True
+
+
+def _is_begun(draw: Draw) -> bool:
+    return draw["cache"] in ("begun before", "begun inside")
+
+
+def _race(other: str, edit: str) -> Cause:
+    reaches = partial(_in_a_thread, other)
+    return Cause(draw_of(other=other, edit=edit), reaches, r"(words|other thread|right)", _may_pass, race=True)
+
+
+def _in_a_thread(other: str, draw: Draw) -> bool:
+    return draw["other"] == other
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is refused by right: draws, and what the line says."""
+
+    reaches: Callable[[Draw], bool]
+    says: str
+
+
+REFUSED = [
+    Refusal(lambda draw: draw["family"] in ("falcon", "bloom", "gpt_neo"), "computes attention inside its modules"),
+    Refusal(lambda draw: draw["family"] == "gpt_neo" and draw["edit"] == "head", "has no part 'o'"),
+    Refusal(lambda draw: draw["cache"] in MOVES and _owns_cache(draw), "rows of the cache changed places"),
+    Refusal(
+        lambda draw: draw["options"] in ("beams", "returned") and _owns_cache(draw), "rows of the cache changed places"
+    ),
+    Refusal(lambda draw: draw["options"] == "no cache" and _owns_cache(draw), "use_cache=False"),
+    Refusal(lambda draw: draw["options"] == "lookup" and _owns_cache(draw), "assisted generation"),
+    Refusal(lambda draw: draw["cache"] == "static" and _attends(draw), "the cache is StaticCache"),
+    Refusal(lambda draw: draw["cache"] == "outside", "in a DynamicSlidingWindowLayer, which may have dropped some"),
+    Refusal(lambda draw: draw["cache"] in COPIES, "the latest queries were not seen"),
+    Refusal(lambda draw: draw["cache"] in (*COPIES, *MOVES) and draw["edit"] == "patch", "is not known: enter the run"),
+    Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "hides keys in another way"),
+]
+"""A refusal that stands here is no failure; any other one is."""
+
+
+def may_be_refused(draw: Draw, line: str | None = None) -> bool:
+    """Whether a draw may be refused; with this line, if one is given."""
+    return any(one.reaches(draw) and (line is None or one.says in line) for one in REFUSED)
+
+
+KNOWN: dict[str, Cause] = {
+    "a replaced attention function is passed by": Cause(
+        draw_of(attention="replaced"), lambda draw: draw["attention"] == "replaced" and _attends(draw), RIGHT, _is_begun
+    ),
+    "an attention function without a mask function": Cause(
+        draw_of(attention="own without mask"),
+        lambda draw: draw["attention"] == "own without mask" and _attends(draw),
+        "words: KeyError: 'ways_bare'",
+        _is_begun,
+    ),
+    "names of arguments under nnsight": Cause(
+        draw_of(wrapper="nnsight", family="gpt2"),
+        lambda draw: draw["wrapper"] == "nnsight" and draw["family"] in POSITIONAL,
+        "words: (AttributeError|Jaxtyping|TypeCheck|Beartype)",
+    ),
+    "a call that began inside the block": Cause(
+        draw_of(cache="begun inside", edit="zero"),
+        lambda draw: draw["cache"] == "begun inside" and (not _attends(draw) or "zero" in draw["edit"]),
+        RIGHT,
+    ),
+    "memory of rows that change places": Cause(
+        draw_of(cache="reordered", edit="mean", rows=2),
+        lambda draw: draw["cache"] in ("reordered", "selected") and draw["edit"] in MEMORIES,
+        RIGHT,
+        passes=_may_pass,
+    ),
+    "padding of rows that change places": Cause(
+        draw_of(cache="reordered", edit="observe", rows=2, padding="left"),
+        lambda draw: draw["cache"] in MOVES and draw["padding"] == "left" and draw["edit"] in PADS,
+        RIGHT,
+        passes=_may_pass,
+    ),
+    "memory of a copied cache": Cause(
+        draw_of(cache="copied", edit="mean"),
+        lambda draw: draw["cache"] in COPIES and draw["edit"] in MEMORIES,
+        RIGHT,
+        passes=_may_pass,
+    ),
+    "half precision is too coarse for the proof of a family": Cause(
+        draw_of(family="olmo2", dtype="float16"),
+        lambda draw: draw["family"] == "olmo2" and draw["dtype"] == "float16",
+        "words: refused: model type 'olmo2' has a row",
+        passes=_may_pass,
+        race=True,
+    ),
+    "a thread beside": _race("plain thread", "h2o"),
+    "a thread with a block beside": _race("thread with a block", "zero"),
+    "a thread with a trace beside": _race("thread with a trace", "zero"),
+}
+
+
+def causes_of(draw: Draw) -> dict[str, Cause]:
+    """The known causes that reach a draw."""
+    return {name: cause for name, cause in KNOWN.items() if cause.reaches(draw)}

@@ -1,0 +1,184 @@
+"""Five promises, checked on a draw.
+
+- right: logits are those of the plain model that is edited by hand, in every way.
+- alone: a padded row, or one of several, is what it is alone.
+- clean: behind the block, logits are the plain ones bit for bit, and hooks, configuration and classes are as before.
+- words: what is refused is refused by one line of the product's own error.
+- seen: an event is logged where something was changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sinkscope as ss
+
+from .calls import SILENT, WAYS, Use, inputs
+from .edits import EDITS, LAYER, Draw
+from .families import FAMILIES, model_of
+from .known import may_be_refused
+from .settings import ATTENTIONS, OTHERS, WRAPPERS
+
+SITE = f"blocks.{LAYER}.hook_resid_post"
+TOLERATED = {"float32": 2e-3, "bfloat16": 1.5, "float16": 0.1}
+"""Largest difference, in units of the spread of the logits."""
+
+
+def check(draw: Draw, seed: int) -> str | None:
+    """Return which promise a draw breaks, and how; None if it keeps all, or plain transformers has no answer."""
+    try:
+        return _broken(draw, seed)
+    except ss.SinkscopeError as error:
+        lines = str(error).strip().splitlines()
+        if len(lines) > 1:
+            return f"words: {len(lines)} lines"
+        return None if may_be_refused(draw, lines[0]) else f"words: refused: {lines[0]}"
+    except Exception as error:
+        return f"words: {_said(error)}"
+
+
+def _broken(draw: Draw, seed: int) -> str | None:
+    with ATTENTIONS[draw["attention"]].registered(), torch.no_grad():
+        ids, mask = inputs(draw, seed)
+        try:
+            model = _model(draw)
+            right = None if EDITS[draw["edit"]].alone else _by_hand(draw, ids, mask)
+        except Exception:  # plain transformers cannot do it
+            return None
+        if right is None:
+            right = _alone(draw, _model(draw), ids, mask)
+        if not right.isfinite().any() or right.isinf().any():
+            return None
+        wrapper = WRAPPERS[draw["wrapper"]]
+        wrapped = wrapper.around(model)
+        call = wrapper.called(wrapped)
+        before, plain = _state(model), _forward(draw, call, model, ids, mask)
+        got, run, wrong = _used(draw, wrapped, call, model, ids, mask)
+        if wrong:
+            return f"other thread: {wrong[0]}"
+        return (
+            _differs(draw, got, right, mask)
+            or _unclean(before, _state(model), wrapper.same_bits, plain, _forward(draw, call, model, ids, mask))
+            or _unseen(draw, run, plain, got)
+        )
+
+
+def _model(draw: Draw) -> nn.Module:
+    model = model_of(draw["family"], draw["dtype"])
+    name = ATTENTIONS[draw["attention"]].name
+    if name is not None:
+        model.set_attn_implementation(name)
+    return model
+
+
+def _by_hand(draw: Draw, ids: Tensor, mask: Tensor) -> Tensor:
+    edit, hand = EDITS[draw["edit"]], _model(draw)
+    if not WAYS[draw["cache"]].plain:
+        edit.by_hand(hand, FAMILIES[draw["family"]])
+    if draw["edit"] == "trace":
+        return _layer_output(hand, FAMILIES[draw["family"]], ids, mask)
+    return WAYS[draw["cache"]].run(Use(hand, hand, draw, ids, mask, contextlib.nullcontext))
+
+
+def _layer_output(model: nn.Module, family: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+
+    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+        kept.append(output[0] if isinstance(output, tuple) else output)
+
+    hook = family.block(model, LAYER).register_forward_hook(keep)
+    model(input_ids=ids, attention_mask=mask)
+    hook.remove()
+    return kept[0]
+
+
+def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    """The same intervention in the plainest way: each row by itself without padding, on the bare model."""
+    way = WAYS[WAYS[draw["cache"]].alone]
+    plainer = {**draw, "rows": 1, "padding": "none", "call": "keyword"}
+    found: list[Tensor] = []
+    for row, real in zip(ids, mask.bool(), strict=True):
+        one = row[real][None]
+        said = way.run(Use(model, model, plainer, one, torch.ones_like(one), lambda: _entered(draw, model, [])))
+        if not way.tokens:  # back to where the row stands in the batch
+            wide = torch.full((1, len(row), said.shape[-1]), torch.nan)
+            wide[0, real] = said[0].float()
+            said = wide
+        found.append(said)
+    return torch.cat(found)
+
+
+@contextlib.contextmanager
+def _entered(draw: Draw, model: Any, runs: list[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for one in EDITS[draw["edit"]].make():
+            runs.append(stack.enter_context(one.on(model)))
+        yield
+
+
+def _used(
+    draw: Draw, wrapped: Any, call: Any, model: nn.Module, ids: Tensor, mask: Tensor
+) -> tuple[Tensor, list[Any], list[str]]:
+    """What the intervention gives, its runs, and what went wrong in another thread."""
+    runs: list[Any] = []
+    with OTHERS[draw["other"]].running(model, ids) as wrong:
+        if draw["edit"] == "trace":
+            got = ss.trace(wrapped, ids, SITE, attention_mask=mask)[SITE]
+        else:
+            use = Use(call, model, draw, ids, mask, lambda: _entered(draw, wrapped, runs))
+            got = WAYS[draw["cache"]].run(use)
+    return got, runs, wrong
+
+
+def _forward(draw: Draw, call: Any, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    return WAYS["none"].run(Use(call, model, draw, ids, mask, contextlib.nullcontext))
+
+
+def _state(model: nn.Module) -> tuple[str, int, tuple[type, ...]]:
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return model.config.to_json_string(), hooks, tuple(type(module) for module in model.modules())
+
+
+def _differs(draw: Draw, got: Tensor, right: Tensor, mask: Tensor) -> str | None:
+    if got.shape != right.shape:
+        return f"right: shape {tuple(got.shape)}, not {tuple(right.shape)}"
+    if not got.is_floating_point():
+        return None if torch.equal(got, right) else "right: other tokens"
+    got, right = got.float(), right.float()
+    counts = ~right.isnan() & (got != SILENT)
+    if draw["dtype"] != "float32" and WAYS[draw["cache"]].tokens:  # a draw of two equal logits: the texts part there
+        same = (got.argmax(-1) == right.argmax(-1)).long().cumprod(1).roll(1, 1)
+        same[:, 0] = 1
+        counts &= same.bool()[..., None]
+    if got.shape[1] == mask.shape[1] and not WAYS[draw["cache"]].tokens and draw["call"] != "no mask":
+        counts &= mask.bool()[..., None]
+    off, spread = (got - right)[counts].abs().max(), right[counts].std()
+    if off <= TOLERATED[draw["dtype"]] * max(1.0, float(spread)):
+        return None
+    return f"right: off by {float(off):.3g} where they spread by {float(spread):.3g}"
+
+
+def _unclean(before: Any, after: Any, same_bits: bool, plain: Tensor, again: Tensor) -> str | None:
+    for name, was, became in zip(("configuration", "hooks", "classes"), before, after, strict=True):
+        if was != became:
+            return f"clean: other {name}"
+    if same_bits and not torch.equal(plain, again):
+        return "clean: other logits behind the block"
+    return None
+
+
+def _unseen(draw: Draw, runs: list[Any], plain: Tensor, got: Tensor) -> str | None:
+    """Whether nothing was logged although logits changed."""
+    if not EDITS[draw["edit"]].events or got.shape != plain.shape or torch.equal(got, plain):
+        return None
+    return None if any(run.events for run in runs) else "seen: no event where logits changed"
+
+
+def _said(error: Exception) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text.splitlines()[0][:110] if text else ''}"

@@ -1,0 +1,226 @@
+"""What surrounds a call: attention functions, wrappers, and what else runs; one row each."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers as tf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+import sinkscope as ss
+
+from .edits import Draw
+from .families import BOS, EOS, FAMILIES, HIDDEN, PAD, VOCAB
+
+
+def _own(*args: Any, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(*args, **kwargs)
+
+
+def _flipped(*args: Any, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(*args, **kwargs)[0].flip(-1), None
+
+
+def _dispatches(draw: Draw) -> bool:
+    """Whether a family looks its attention function up."""
+    return FAMILIES[draw["family"]].dispatches
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention function.
+
+    Attributes:
+        name: Its name in the configuration; None: what the model takes by itself.
+        function: What the user registers under this name.
+        mask: The function of its masks.
+        instead: What the user puts in the place of the model's own.
+        fits: Draws to which it belongs.
+    """
+
+    name: str | None = None
+    function: Callable[..., Any] | None = None
+    mask: Callable[..., Any] | None = None
+    instead: Callable[..., Any] | None = None
+    fits: Callable[[Draw], bool] = _dispatches
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """Nothing is in another's place any more behind a check."""
+        if self.function is not None:
+            tf.AttentionInterface.register(self.name, self.function)
+        if self.mask is not None:
+            tf.AttentionMaskInterface.register(self.name, self.mask)
+        functions = tf.modeling_utils.ALL_ATTENTION_FUNCTIONS
+        if self.instead is not None:
+            functions["sdpa"] = self.instead
+        try:
+            yield
+        finally:
+            if self.instead is not None:
+                del functions["sdpa"]
+
+
+ATTENTIONS = {
+    "sdpa": Attention(fits=lambda draw: draw["family"] != "gpt_neo"),
+    "eager": Attention("eager", fits=lambda draw: True),
+    "own with mask": Attention("ways_own", _own, sdpa_mask),
+    "own without mask": Attention("ways_bare", _own, fits=lambda draw: _dispatches(draw) and draw["padding"] == "none"),
+    "replaced": Attention(instead=_flipped),
+}
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """What is around the model: what is called, and what is edited."""
+
+    around: Callable[[nn.Module], Any]
+    called: Callable[[Any], Callable[..., Any]] = lambda model: model
+    fits: Callable[[Draw], bool] = lambda draw: True
+    same_bits: bool = True
+
+
+class Around(nn.Module):
+    """Calls what is inside, and lends its attributes, as the wrappers of other libraries do."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        with contextlib.suppress(AttributeError):
+            return super().__getattr__(name)
+        return getattr(super().__getattr__("inner"), name)
+
+
+def _lora(model: nn.Module) -> nn.Module:
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    torch.compiler.reset()
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def _nnsight(model: nn.Module) -> Any:
+    import nnsight
+
+    return nnsight.LanguageModel(model, tokenizer=tokenizer())
+
+
+def _traced(model: Any) -> Callable[..., Any]:
+    """Calls of a model of nnsight."""
+
+    def call(*args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
+        with model.trace(*args, **kwargs):
+            logits = model.output.logits.save()
+        return SimpleNamespace(logits=logits) if return_dict else (logits,)
+
+    return call
+
+
+@cache
+def tokenizer() -> Any:
+    """A word for each id."""
+    words = {f"w{number}": number for number in range(VOCAB)}
+    backend = Tokenizer(WordLevel(words, unk_token="w3"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    special = {"bos_token": f"w{BOS}", "eos_token": f"w{EOS}", "pad_token": f"w{PAD}", "unk_token": "w3"}
+    return tf.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def _one_call(draw: Draw) -> bool:
+    return draw["cache"] == "none" and draw["padding"] == "none" and draw["other"] == "nothing"
+
+
+WRAPPERS = {
+    "bare": Wrapper(lambda model: model),
+    "module": Wrapper(Around, fits=lambda draw: draw["cache"] != "generate"),
+    "lora": Wrapper(_lora, fits=lambda draw: find_spec("peft") is not None),
+    "compiled": Wrapper(_compiled, fits=lambda draw: draw["other"] == "nothing", same_bits=False),
+    "nnsight": Wrapper(_nnsight, _traced, fits=_one_call),
+}
+
+
+Beside = Callable[[Any, torch.Tensor, list[str]], Callable[[], Any]]
+
+
+def _plain_calls(model: nn.Module, ids: torch.Tensor, _wrong: list[str]) -> Callable[[], Any]:
+    return lambda: model(input_ids=ids[:1, :9])
+
+
+def _traces(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
+    short = ids[:1, :9]
+
+    def trace() -> None:
+        shape = tuple(ss.trace(model, short, "blocks.0.hook_resid_post")["blocks.0.hook_resid_post"].shape)
+        if shape != (*short.shape, HIDDEN):
+            wrong.append(f"a trace of {tuple(short.shape)} has shape {shape}")
+
+    return trace
+
+
+@dataclass(frozen=True)
+class Other:
+    """What another thread does all the while."""
+
+    beside: Beside | None = None
+    block: Callable[[], Any] | None = None
+
+    @contextlib.contextmanager
+    def running(self, model: nn.Module, ids: torch.Tensor) -> Iterator[list[str]]:
+        wrong: list[str] = []
+        if self.beside is None:
+            yield wrong
+            return
+        step, stop = self.beside(model, ids, wrong), threading.Event()
+        block = self.block
+
+        def work() -> None:
+            try:
+                with torch.no_grad(), contextlib.nullcontext() if block is None else block().on(model):
+                    while not stop.is_set():
+                        step()
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}")
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            time.sleep(0.01)
+            yield wrong
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _nothing() -> Any:
+    return ss.Add(torch.zeros(HIDDEN), "blocks.0.hook_resid_post")
+
+
+OTHERS = {
+    "nothing": Other(),
+    "plain thread": Other(_plain_calls),
+    "thread with a block": Other(_plain_calls, _nothing),
+    "thread with a trace": Other(_traces),
+}
