@@ -15,7 +15,8 @@ def text_file(o: Organism | HardModel, folder: Path, rows: int = 64, *, length: 
     path = folder / "words.txt"
     before = int(o.bos) if isinstance(o, Organism) else len(o.truth.before)
     ids = o.natural(rows, length, seed)[:, before:]
-    path.write_text(" ".join(o.tokenizer.decode(row) for row in ids), encoding="utf-8")
+    half = " ".join(o.tokenizer.decode(row) for row in ids)
+    path.write_text(f"{half} {half}", encoding="utf-8")  # to choose on, and to report on
     return path
 
 

@@ -244,7 +244,7 @@ def barcode(
     late = (begin + length - 1) // 2  # numbers of heads are means from here on
     rows = min(length - prompt_tokens, max(PICTURE_STEPS, PICTURE_PERIODS * shift), MOST_STEPS)
     recorded: list[dict[int, HeadTracks]] = []
-    ordinary: list[int] = text_rows(setup.target.tokenizer, setup.text, 1, length, setup.bos)[0].tolist()
+    ordinary: list[int] = text_rows(setup.target.tokenizer, setup.halves.choose, 1, length, setup.bos)[0].tolist()
     for text in (own_ids, ordinary):
         setup.progress("texts", len(recorded), 2)
         suffix = max(SUFFIX, 3 * shift)

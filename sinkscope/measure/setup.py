@@ -20,7 +20,7 @@ from sinkscope.files.records import Whole
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
-from sinkscope.models.text import put_before, resolve_bos, text_rows, typical_text
+from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
 from sinkscope.opening.open import fits_in_memory, open_target
 from sinkscope.results.options import Hidden, Option
 
@@ -52,7 +52,7 @@ class Setup:
         target: The model.
         bos: Id of the BOS token that sequences begin with. None if they begin with none.
         text: The typical text.
-        ids: Pieces of it, `[row pos]`, each beginning with BOS if there is one.
+        ids: Pieces of the first half, `[row pos]`, each beginning with BOS if there is one.
         seed: Seed of every random choice.
         progress: Called as `progress(what, done, total)`.
         edit: The patch, policy, guard and other interventions that the caller requested. None if there are none.
@@ -119,7 +119,7 @@ class Setup:
         start = resolve_bos(target.tokenizer, target.config, bos)
         length = min(PIECE, target.max_positions or PIECE)
         pieces = texts if start is not None else WITHOUT_BOS * texts
-        ids = text_rows(target.tokenizer, content, pieces, length, start)
+        ids = text_rows(target.tokenizer, halves_of(content).choose, pieces, length, start)
         source = (model, options)
         config = {**target.config.to_dict(), "_name_or_path": ""}  # each may have a folder of its own
         target.shards.agree("model, text or seed", target.name, config, ids.tolist(), seed)
@@ -129,6 +129,11 @@ class Setup:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.target.tokenizer
+
+    @property
+    def halves(self) -> Halves:
+        """The text for what chooses, and the text for what reports on the choice."""
+        return halves_of(self.text)
 
     @property
     def n_layers(self) -> int:

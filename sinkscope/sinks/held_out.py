@@ -1,4 +1,4 @@
-"""Text that neutral values were not taken from, and what a whole model says of it."""
+"""Text on which nothing was chosen, and what a whole model says of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import PIECE, Setup
+from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.tokens import TokenRows
@@ -19,17 +19,16 @@ Pieces = Annotated[int, Field(ge=2)]
 """Number of pieces of held-out text; of one alone there would be no error."""
 Length = Annotated[int, Field(ge=8)]
 """Tokens of a piece."""
-NEUTRAL_CHARACTERS = 8 * 4 * PIECE  # of the text that neutral values are taken from
 
 
 def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
-    """Cut pieces of the typical text after the part that neutral values are taken from.
+    """Cut pieces of the half of the typical text on which nothing is chosen.
 
     Raises:
-        SinkscopeError: The rest is too short for two pieces.
+        SinkscopeError: It is too short for two pieces.
     """
     length = min(length, setup.target.max_positions or length)
-    ids = text_rows(setup.tokenizer, setup.text[NEUTRAL_CHARACTERS:], pieces, length, setup.bos)
+    ids = text_rows(setup.tokenizer, setup.halves.report, pieces, length, setup.bos)
     if len(ids) < 2:
         raise SinkscopeError(f"one piece of {length} tokens is held out, and 2 are needed: give a longer --text")
     return ids

@@ -39,7 +39,7 @@ def test_patch_eval_says_of_each_spike_what_plain_hooks_read(setup):
     proof, model = made.proof, setup.target.hf
     words = [setup.tokenizer(word, add_special_tokens=False).input_ids[0] for word in proof.words]
     rows = torch.tensor([[setup.bos] + proof.repeats * [word] for word in words])
-    ids = torch.cat([rows, text_rows(setup.tokenizer, setup.text, 1, AFTER, None).expand(len(rows), -1)], 1)
+    ids = torch.cat([rows, text_rows(setup.tokenizer, setup.halves.report, 1, AFTER, None).expand(len(rows), -1)], 1)
     end, spikes = rows.shape[1], first_spikes(survey_of(setup, setup.bos), setup.tokenizer)
     pieces = held_out(setup, 2, 64)
     assert [one.last for one in spikes] == [8, 29] and proof.failing.any(1).all()

@@ -73,13 +73,12 @@ def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
 def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
     o = organism("llama", 2)
     path = tmp_path / "text.txt"
-    path.write_text("poem book " * 300 + "cat dog " * 200)  # 2,048 characters are 409 words
+    path.write_text("poem book " * 200 + "cat dog " * 250)
     made = setup_of(o, text=path)
     early, late = (set(o.tokenizer(w, add_special_tokens=False)["input_ids"]) for w in ("poem book", "cat dog"))
     assert set(made.ids[:, 1:].flatten().tolist()) == early
-    ids = held_out(made, 500, 25).flatten().tolist()
-    assert sum(t in late for t in ids) > 370
-    assert 170 < sum(t in early for t in ids) <= 191
+    ids = held_out(made, 500, 25)
+    assert len(ids) == 20 and set(ids[:, 1:].flatten().tolist()) == late
 
 
 def test_random_patch_is_as_many_others_of_the_same_place(tmp_path):
@@ -152,7 +151,7 @@ def test_a_model_without_a_spike_has_its_cost_only(tmp_path):
     [
         ({"patch": None}, "no patch given: make one with `sinkscope patch make"),
         ({"patch": "none.json"}, "cannot read none.json"),
-        ({"text": "short.txt"}, "give a longer --text"),
+        ({"text": "short.txt", "length": 100}, "give a longer --text"),
         ({"max_repeats": 2040}, "--max-repeats 2040 and 17 tokens around them"),  # BOS, and the text that follows
     ],
 )

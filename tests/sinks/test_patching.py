@@ -83,7 +83,7 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
         with nullcontext() if edit is None else edit.on(o.model):
             last = residuals(o.model, rows)[spike.peak, :, -1]
         assert proof.along[condition, 0] == pytest.approx(spike.along(last).numpy(), rel=1e-3, abs=1e-4)
-    ordinary = text_rows(o.tokenizer, setup.text, 1, AFTER, None)
+    ordinary = text_rows(o.tokenizer, setup.halves.report, 1, AFTER, None)
     after = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
     end, layers = rows.shape[1], slice(spike.first + 1, spike.last + 2)
     for condition, edit in enumerate((None, patch)):

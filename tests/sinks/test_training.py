@@ -112,7 +112,8 @@ def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(family, settings
 def text_of(m, path):
     """A file with 130 pieces of 63 tokens of the planted model's language, and these with BOS before each."""
     ids = m.natural(130, 64)
-    path.write_text(" ".join(m.tokenizer.decode(row) for row in ids[:, 1:].tolist()), encoding="utf-8")
+    half = " ".join(m.tokenizer.decode(row) for row in ids[:, 1:].tolist())
+    path.write_text(f"{half} {half}", encoding="utf-8")
     return ids
 
 

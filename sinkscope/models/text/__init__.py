@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,28 @@ def typical_text(path: str | Path | None = None) -> str:
     if not text.strip():
         raise SinkscopeError(f"text file {str(path)!r} is empty; give a UTF-8 text file with some prose")
     return text
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A text in two parts that share no character: what is chosen on the first is reported on the second.
+
+    Attributes:
+        choose: For what chooses: surveys, typical values, neutral values, anything whose outcome decides.
+        report: For what is said of what was chosen.
+    """
+
+    choose: str
+    report: str
+
+
+def halves_of(text: str) -> Halves:
+    """Cut a text in the middle, between two words if there are any."""
+    middle = len(text) // 2
+    word = re.compile(r"\S*").match(text, middle)
+    if word is not None and word.end() < len(text):
+        middle = word.end()
+    return Halves(text[:middle], text[middle:])
 
 
 def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
@@ -104,8 +128,8 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     ids = tokenizer(text[: 8 * rows * body], add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < body:
         raise SinkscopeError(
-            f"this tokenizer makes {len(ids)} tokens of the text; {body} are needed for one piece: give a "
-            "longer --text, of a kind that it knows"
+            f"this tokenizer makes {len(ids)} tokens of the text, or of the half of it that is read; {body} are needed "
+            "for one piece: give a longer --text, of a kind that it knows"
         )
     count = min(rows, len(ids) // body)
     note_second_bos([*start.tolist(), *ids[:1]], bos, "the text")

@@ -71,7 +71,7 @@ def proof_of(
         setup.progress("patches", len(cases), len(edits))
         cases.append(read_copies(setup, spikes, edit, rows, len(before)))
     read, number = torch.stack(cases), len(spikes)
-    texts = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
+    texts = text_rows(setup.tokenizer, setup.halves.report, len(rows), rows.shape[1], setup.bos)
     others = texts[torch.arange(len(rows)) % len(texts)]
     others_along = torch.stack(along_spikes(target, spikes, append_copy(others, rows)))  # a copy is last, after text
     along = torch.cat([read[:, :number], others_along[None, :, :, -1], others_along[None, :, :, -2]])
@@ -103,7 +103,7 @@ def read_copies(
         before: Number of tokens before the copies.
     """
     target, end = setup.target, rows.shape[1]
-    ordinary = text_rows(setup.tokenizer, setup.text, 1, AFTER, None)
+    ordinary = text_rows(setup.tokenizer, setup.halves.report, 1, AFTER, None)
     texts = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
     copies = torch.zeros(*texts.shape, 1)
     copies[:, before:end] = 1

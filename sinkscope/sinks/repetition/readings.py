@@ -176,7 +176,7 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     """
     setup, target, before = sweep.setup, sweep.setup.target, sweep.before
     place = spike.place
-    natural = text_rows(target.tokenizer, setup.text, 1, sweep.rows.shape[1] + TAIL, setup.bos)
+    natural = text_rows(target.tokenizer, setup.halves.report, 1, sweep.rows.shape[1] + TAIL, setup.bos)
     natural[:, :before] = sweep.rows[:1, :before]
     single, _ = sweep.contrasts()
     ids = torch.cat([natural[:, :-TAIL], sweep.rows, single])

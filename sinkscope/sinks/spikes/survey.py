@@ -143,7 +143,7 @@ def survey_of(setup: Setup, bos: int | None, count: int | None = None) -> Survey
     length = min(PIECE, target.max_positions or PIECE)
     kept = KEPT_ELEMENTS // (target.n_layers * length * target.d_model)
     texts = max(min(count or SURVEYED, kept), FEWEST)
-    ids = text_rows(setup.tokenizer, setup.text, texts, length, bos)
+    ids = text_rows(setup.tokenizer, setup.halves.choose, texts, length, bos)
     survey = read_survey(target, ids)
     setup.progress("survey", len(ids), len(ids))
     return survey

@@ -1,0 +1,88 @@
+"""What is chosen on one half of a text is reported on the other: no character is read twice."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from attack_kit import setup_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from organisms import organism
+
+import sinkscope
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.text import halves_of, typical_text
+from sinkscope.sinks import held_out
+from sinkscope.sinks.spikes import survey
+
+FIRST = 0x4E00  # of 20,000 characters that are all different
+WHOLE_TEXT = {"measure/setup.py", "measure/attention_texts.py", "sinks/reproduce/protocols.py", "app/scan.py"}
+"""Files that read the whole text, where nothing is chosen on it, or know it by its hash."""
+
+
+class Pieces:
+    """A tokenizer whose tokens have some characters each, and whose ids say which."""
+
+    bos_token_id = None
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __call__(self, text: str, **_options: object) -> dict[str, list[int]]:
+        ids, at = [], 0
+        while at < len(text):
+            ids.append(ord(text[at]) - FIRST)
+            at += self.sizes[len(ids) % len(self.sizes)]
+        return {"input_ids": ids}
+
+    def decode(self, ids: list[int]) -> str:
+        return str(ids)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    length=st.integers(60, 18_000),
+    words=st.integers(0, 40),
+    chosen=st.integers(1, 120),
+    reported=st.tuples(st.integers(2, 500), st.integers(8, 64)),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_text_is_both_chosen_and_reported_on(sizes, length, words, chosen, reported):
+    text = "".join(" " if words and at % words == 1 else chr(FIRST + at) for at in range(length))
+    halves = halves_of(text)
+    assert halves.choose + halves.report == text and halves.choose and halves.report
+    setup = setup_of(organism("llama", 0))
+    setup = replace(setup, target=replace(setup.target, tokenizer=Pieces(sizes)), text=text, bos=None)
+    read = mock.Mock(side_effect=lambda _target, ids: ids)
+    with mock.patch.object(survey, "read_survey", read):
+        try:
+            first = survey.survey_of(setup, None, chosen)
+            second = held_out.held_out(setup, *reported)
+        except SinkscopeError as error:
+            assert "give a longer --text" in str(error)
+            return
+    spaces = {ord(" ") - FIRST}
+    assert not {*first.flatten().tolist()} & {*second.flatten().tolist()} - spaces
+
+
+def test_the_text_in_the_package_is_cut_between_two_words():
+    halves = halves_of(typical_text())
+    assert abs(len(halves.choose) - len(halves.report)) < 60
+    assert not halves.choose[-1].isspace() and halves.report[0].isspace()
+
+
+def test_nothing_else_reads_the_whole_text():
+    folder = Path(sinkscope.__path__[0])
+    for file in folder.rglob("*.py"):
+        if re.search(r"\bsetup\.text\b", file.read_text()):
+            assert file.relative_to(folder).as_posix() in WHOLE_TEXT, file
+
+
+@pytest.mark.parametrize("text", ["one", "one two", "一二三四", " "])
+def test_short_texts_are_cut_too(text):
+    halves = halves_of(text)
+    assert halves.choose + halves.report == text
