@@ -22,7 +22,7 @@ LIBRARIES = ("torch", "transformers", "transformer_lens", "nnsight")
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model that was measured. The fingerprint is computed from the configuration and a sample of the weights."""
+    """The model that was measured. The fingerprint is computed from the configuration and all weights."""
 
     name: str
     family: str

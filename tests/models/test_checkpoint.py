@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import checkpoint
+from huggingface_hub import constants
 from organisms import tiny_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
+from transformers import PretrainedConfig
 
+from sinkscope.models.checkpoints import fingerprint as fingerprints
 from sinkscope.models.checkpoints.checkpoint import Files, SafetensorsSource
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 
@@ -94,7 +97,7 @@ def test_what_is_wrong_is_named(folder, change, message):
         Files(folder)
 
 
-def test_fingerprint_is_of_config_headers_and_some_weights(folder):
+def test_fingerprint_is_of_config_and_weights(folder):
     first = fingerprint(Files(folder))
     assert first == fingerprint(Files(checkpoint("llama", "20KB"))) == fingerprint(SafetensorsSource(folder))
     assert len(first) == 16
@@ -118,15 +121,76 @@ def test_fingerprint_is_of_config_headers_and_some_weights(folder):
     assert fingerprint(Files(folder)) == first
 
 
-def test_fingerprint_of_a_large_file_reads_little_of_it(tmp_path):
-    """Of 32 MB, by the pages of memory that it takes."""
-    shutil.copy(checkpoint("llama") / "config.json", tmp_path)
-    save_file({f"layers.{i}.w": torch.zeros(1 << 20) for i in range(8)}, tmp_path / "model.safetensors")
-    files = Files(tmp_path)
-    fingerprint(files)
-    before = getrusage(RUSAGE_SELF).ru_minflt
-    fingerprint(files)
-    assert getrusage(RUSAGE_SELF).ru_minflt - before < 300  # 8,192 hold it, of which 16 come together
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "live"])
+@pytest.mark.parametrize("place", ["first", "last", "middle"])
+def test_a_fingerprint_changes_with_every_byte(kind, place, tmp_path):
+    """Of 8 MB of zeros, of which one bit is set."""
+    weight = torch.zeros(1 << 11, 1 << 10)
+    changed = weight.clone()
+    changed.view(torch.int32).view(-1)[{"first": 0, "last": -1, "middle": 12_345}[place]] = 1
+
+    def of(values: torch.Tensor) -> str:
+        if kind == "live":
+            model = torch.nn.Linear(1 << 10, 1 << 11, bias=False)
+            model.weight.data = values
+            model.config = PretrainedConfig()
+            return fingerprint(model)
+        if kind == "gguf":
+            (tmp_path / "x.gguf").write_bytes(values.numpy().tobytes())
+            return fingerprint(Files(tmp_path / "x.gguf"))
+        (tmp_path / "config.json").write_text("{}")
+        save_file({"w": values}, tmp_path / "model.safetensors")
+        return fingerprint(Files(tmp_path))
+
+    first = of(weight)
+    assert of(changed) != first == of(weight)
+
+
+def test_rows_that_are_set_to_zero_make_another_model(folder):
+    """Whose answers a resumed run has to give."""
+    first = fingerprint(Files(folder))
+    for file in shards(folder):
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith("down_proj.weight"):
+                tensors[name][:2] = 0
+        save_file(tensors, file, {"format": "pt"})
+    assert fingerprint(Files(folder)) != first
+
+
+def test_a_buffer_of_the_checkpoint_is_part_of_the_model():
+    model = tiny_model("llama")[0]
+    model.register_buffer("bias_of_experts", torch.zeros(4))
+    model.register_buffer("frequencies", torch.zeros(4), persistent=False)
+    first = fingerprint(model)
+    model.frequencies += 1
+    assert fingerprint(model) == first
+    model.bias_of_experts += 1
+    assert fingerprint(model) != first
+
+
+def test_a_file_is_read_again_only_if_it_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    file = tmp_path / "x.gguf"
+    file.write_bytes(bytes(1000))
+    reads = []
+    read = fingerprints._of_file
+    monkeypatch.setattr(fingerprints, "_of_file", lambda path: (reads.append(path), read(path))[1])
+    first = fingerprint(Files(file))
+    assert fingerprint(Files(file)) == first and len(reads) == 2, "it may change again within the same second"
+    monkeypatch.setattr(fingerprints, "_JUST_WRITTEN", -1.0)
+    for _ in range(3):
+        assert fingerprint(Files(file)) == first
+    assert len(reads) == 3
+    times = file.stat()
+    file.write_bytes(bytes(999) + b"1")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a copy that keeps the time
+    assert fingerprint(Files(file)) != first and len(reads) == 4
+    for kept in (tmp_path / "home").rglob("*.json"):
+        kept.write_text("{")
+    monkeypatch.setattr(fingerprints, "_READ", {})
+    file.write_bytes(bytes(1000))
+    assert fingerprint(Files(file)) == first
 
 
 def test_fingerprint_of_live_models():

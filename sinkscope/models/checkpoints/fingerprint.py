@@ -1,31 +1,47 @@
-"""Identify a checkpoint or a live model without reading all of its weights."""
+"""Identify a checkpoint or a live model by its configuration and all bytes of its weights.
+
+1. Each tensor is described by its dtype, its shape and a digest of its bytes (XXH3, 128 bits: as fast as memory).
+2. The fingerprint is a hash of the configuration and of these descriptions, so that neither the order of tensors nor
+   their distribution over files has a part in it.
+3. What was read of a file is kept in memory and in the user's cache, with what the file system says of the file: its place, size and
+   times. As long as that is the same, the file is not read again.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
+from huggingface_hub import constants
 from torch import Tensor, nn
 
+from sinkscope.files.output import write_atomic
 from sinkscope.models.checkpoints.checkpoint import Files, open_weights
 from sinkscope.models.modules.linear import brought
 from sinkscope.models.shards import local, shards_of
 
-_FILE_SHARE = 1 << 12  # bytes of each tensor in a file that are read, and of each other file: a page of the disk
-_LIVE_BYTES = 1 << 24  # weights of a live model, which are in memory: a small one is read whole
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
+_JUST_WRITTEN = 2.0  # seconds within which a file may change again without another time of modification
+_BLOCK = 1 << 20
+
+_READ: dict[str, Any] = {}
+"""What was read in this process, where nothing can be written."""
+Described = dict[str, Any]
+"""The dtype, shape and digest of each tensor by name; the size and digest of a file of another kind by its name."""
 
 
 def fingerprint(source: Files | nn.Module) -> str:
-    """Identify a checkpoint or a live model by its configuration, its tensors and a sample of their bytes.
+    """Identify a checkpoint or a live model by its configuration and all bytes of its weights.
 
-    The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration, of the names,
-    dtypes and shapes of the tensors, and of a few bytes from the middle of each (or, of files that are not
-    safetensors, of their sizes and of a few bytes of each). Of a live model, 16 megabytes are read, so its fingerprint
-    changes with its weights; it differs from that of its files.
+    The fingerprint of a repo on the hub is its commit. That of a live model differs from that of its files.
     """
     if isinstance(source, nn.Module):
         return _of_model(source)
@@ -34,62 +50,97 @@ def fingerprint(source: Files | nn.Module) -> str:
     config: dict[str, Any] = {}
     if source.gguf is None:
         config = source.config()
-    parts: dict[str, Any] = {}
+    parts: Described = {}
     for file in source.weights():
-        if file.suffix == ".safetensors":
-            with open_weights(file) as tensors:
-                for name in tensors.keys():
-                    parts[name] = _described(tensors.get_tensor(name), _FILE_SHARE)
-        else:
-            parts[file.name] = file.stat().st_size, _middle_of(file)
+        parts |= _kept(file, _of_file)
     return _digest(config, parts)
 
 
 def _of_model(model: Any) -> str:
-    parameters = dict(model.named_parameters())
-    share = max(64, _LIVE_BYTES // max(1, len(parameters)))
-    parts: dict[str, Any] = {}
-    for name in parameters:
+    parts: Described = {}
+    for name in _stored_names(model):
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
-        plain = name.replace("._original_component", "")  # a bridge around it is the same model
         with brought(module):
-            parts[plain] = _described(getattr(module, attribute), share)
+            parts[_plain(name)] = _described(getattr(module, attribute))
     return _digest(model.config.to_dict(), parts)
 
 
-def _digest(config: dict[str, Any], parts: dict[str, Any]) -> str:
+def _stored_names(model: nn.Module) -> Iterator[str]:
+    """The names of parameters, and of buffers that belong to a checkpoint."""
+    yield from dict(model.named_parameters())
+    stored = set(map(_plain, model.state_dict()))
+    for name, _ in model.named_buffers():
+        if _plain(name) in stored:
+            yield name
+
+
+def _plain(name: str) -> str:
+    """The name of a tensor without the bridge around it, which is the same model."""
+    return name.replace("._original_component", "")
+
+
+def _of_file(file: Path) -> Described:
+    if file.suffix != ".safetensors":
+        with file.open("rb") as content:
+            digest = xxhash.xxh3_128()
+            while block := content.read(_BLOCK):
+                digest.update(block)
+        return {file.name: [file.stat().st_size, digest.hexdigest()]}
+    parts: Described = {}
+    with open_weights(file) as tensors:
+        for name in tensors.keys():
+            parts[name] = _described(tensors.get_tensor(name))
+    return parts
+
+
+def _kept(file: Path, read: Callable[[Path], Described]) -> Described:
+    """What is read of a file, from the user's cache if the file is as it was."""
+    path = file.resolve()
+    place = hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
+    kept = Path(constants.HF_HOME) / "sinkscope" / "fingerprints" / f"{place}.json"
+    state = _state_of(path)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        earlier = _READ.get(place) or json.loads(kept.read_text("utf-8"))
+        if earlier["state"] == state:
+            return dict(earlier["parts"])
+    parts = read(path)
+    if _state_of(path) == state and time.time() - path.stat().st_mtime > _JUST_WRITTEN:
+        _READ[place] = {"state": state, "parts": parts}
+        with suppress(OSError, ValueError):  # no cache, or none that can be written
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(kept, json.dumps(_READ[place]))
+    return parts
+
+
+def _state_of(path: Path) -> list[int]:
+    """What the file system says of a file; it changes with the content."""
+    stat = path.stat()
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _digest(config: dict[str, Any], parts: Described) -> str:
     config = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
     text = json.dumps([config, parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _described(tensor: Tensor, share: int) -> tuple[str, list[int], str]:
-    """The dtype and the shape of a tensor, and a digest of some bytes."""
-    return str(tensor.dtype), list(tensor.shape), _tensor_digest(tensor, share)
+def _described(tensor: Tensor) -> list[Any]:
+    """The dtype and the shape of a tensor, and a digest of its bytes."""
+    return [str(tensor.dtype), list(tensor.shape), _tensor_digest(tensor)]
 
 
 @torch.no_grad()
-def _tensor_digest(tensor: Tensor, share: int) -> str:
-    """Digest of the middle of a tensor; empty if its numbers are elsewhere."""
+def _tensor_digest(tensor: Tensor) -> str:
+    """Digest of the bytes of a tensor; empty if its numbers are elsewhere."""
     if tensor.is_meta:
         return ""
     shards = shards_of(tensor)
     if shards.size > 1:
-        return " ".join(shards.all(_tensor_digest(local(tensor), share)))
+        return " ".join(shards.all(_tensor_digest(local(tensor))))
     if hasattr(tensor, "__tensor_flatten__"):  # quantised: it is made of tensors
         quantised: Any = tensor
         names, _ = quantised.__tensor_flatten__()
-        return " ".join(_tensor_digest(getattr(quantised, name), share) for name in names)
-    flat = tensor.detach().reshape(-1)
-    count = share // flat.itemsize
-    start = max(0, (len(flat) - count) // 2)
-    middle = flat[start : start + count].cpu().contiguous()
-    return hashlib.sha256(middle.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def _middle_of(file: Path) -> str:
-    """Digest of the middle of a file."""
-    with file.open("rb") as content:
-        content.seek(max(0, (file.stat().st_size - _FILE_SHARE) // 2))
-        return hashlib.sha256(content.read(_FILE_SHARE)).hexdigest()
+        return " ".join(_tensor_digest(getattr(quantised, name)) for name in names)
+    flat = tensor.detach().reshape(-1).cpu().contiguous()
+    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data)
