@@ -3,8 +3,8 @@
 1. Each tensor is described by its dtype, its shape and a digest of its bytes (XXH3, 128 bits: as fast as memory).
 2. The fingerprint is a hash of the configuration and of these descriptions, so that neither the order of tensors nor
    their distribution over files has a part in it.
-3. What was read of a file is kept in memory and in the user's cache, with what the file system says of the file: its place, size and
-   times. As long as that is the same, the file is not read again.
+3. What was read of a file is kept in memory and in the user's cache, with what the file system says of the file: its
+   place, size and times. As long as that is the same, the file is not read again.
 """
 
 from __future__ import annotations
