@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 from attack_kit import setup_of, text_file
-from organisms import hard, organism
+from organisms import hard, organism, tiny_model
 from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
 
 from sinkscope.results.claims import Claim
 from sinkscope.results.parts import Component, sites_of
-from sinkscope.sinks.precision.precision import Precision, precision
+from sinkscope.sinks.precision.precision import Precision, precision, random_places
+from sinkscope.sinks.spikes.places import Place
 
 pytestmark = pytest.mark.few_texts
 
@@ -96,3 +98,34 @@ def test_without_a_sink_nothing_is_called_worth_it(folder):
     result = measured(o, folder)
     assert {claim.place for claim in result.claims} == {"costliest layer"}
     assert result.claims[0].verdict != "needed"
+
+
+# --- few alternatives -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "others"), [(1, 0), (2, 1), (3, 2), (6, 3)])
+def test_all_other_layers_are_tried_where_they_are_few_and_none_is_reported_where_there_is_none(layers, others, folder):
+    model, tokenizer = tiny_model("llama", num_hidden_layers=layers)
+    found = precision(model, tokenizer=tokenizer, schemes=[TENSOR], pieces=3, length=16)
+    claims = by_name(found)
+    if not others:
+        assert "costliest layer" not in claims and found.alone == ("costliest layer",)
+        assert "nothing else of the kind" in " ".join(found.facts()) and "random layers" not in str(found)
+        return
+    claim = claims["costliest layer"]
+    assert claim.control.draws == claim.search.tried == others and found.alone == ()
+
+
+def test_random_tokens_are_none_of_those_that_are_kept(folder):
+    """Of texts whose tokens are almost all at the place, there are not as many others."""
+    setup = setup_of(planted(2), text=text_file(planted(2), folder, 60))
+    ids = setup.ids[:3, :8]
+    few, many = (torch.zeros_like(ids, dtype=torch.bool) for _ in range(2))
+    few[:, :2], many[:, :6] = True, True
+    for there, draws in ((few, 3), (many, 0)):
+        place = create_autospec(Place, instance=True)
+        place.matches.return_value = there
+        kept = random_places(setup, [place], ids)
+        assert len(kept.values) == 1 + draws
+        for one in kept.values[1:]:
+            assert not {*map(tuple, one)} & {*map(tuple, kept.values[0])} and len(one) == len(kept.values[0])

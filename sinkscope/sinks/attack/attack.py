@@ -16,7 +16,7 @@ from pydantic import Field
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure import Natural, Option, Result, Setup, Whole, measurement
-from sinkscope.measure.margin import margin_of
+from sinkscope.measure.margin import SCORES, margin_of
 from sinkscope.models.checks import check_length
 from sinkscope.models.draws import draws, some_of
 from sinkscope.results.notation import count_of
@@ -107,10 +107,10 @@ class ClusterAttack(Result):
         count = count_of(len(clusters.heads), "head")
         is_enough = f"One of {count}" if len(clusters.heads) > 1 else str(Head(0, clusters.heads[0]))
         share = f"{_share(clusters.served)} of {tried}"
-        lines = [
-            *self._of_sequences(),
-            f"{is_enough} of layer 0 alone gives {share} {what} (another head: {clusters.another:.0%}).",
-        ]
+        beside = "layer 0 has no other head to compare with"
+        if clusters.another is not None:
+            beside = f"another head: {clusters.another:.0%}"
+        lines = [*self._of_sequences(), f"{is_enough} of layer 0 alone gives {share} {what} ({beside})."]
         unneeded = f"{without} of {tried} have {what} without any head of layer 0."
         if clusters.unneeded.mean() > clusters.served.mean():
             return [unneeded, *reversed(lines)]
@@ -140,7 +140,7 @@ class ClusterAttack(Result):
 
 def _share(has: Bool[np.ndarray, " token"]) -> str:
     """Write the share of tokens that have something, with its margin."""
-    return share_of(has.mean(), margin_of(has.astype(float)))
+    return share_of(has.mean(), margin_of(has.astype(float), SCORES))
 
 
 def draw(result: ClusterAttack) -> go.Figure:

@@ -29,7 +29,7 @@ class TokenClusters:
         has: Whether the token has the spike in the intact model: it reaches half of the first token's projection.
         unneeded: Whether it has the spike without any head of layer 0.
         head: The head that serves the token. NaN if no single head does, or if none is needed.
-        another: Share of tokens that need a head and have the spike with the median one.
+        another: Share of tokens that need a head and have the spike with the median one. None: there is no other head.
     """
 
     tokens: tuple[str, ...]
@@ -37,7 +37,7 @@ class TokenClusters:
     has: Bool[np.ndarray, " token"]
     unneeded: Bool[np.ndarray, " token"]
     head: PerToken
-    another: float
+    another: float | None
 
     @property
     def served(self) -> Bool[np.ndarray, " token"]:
@@ -77,10 +77,11 @@ def find_clusters(setup: Setup, measured: Measured, ids: list[int]) -> TokenClus
     intact, none, alone = np.split(torch.cat(parts, 1).T.numpy(), [1, 2], 1)
     has, unneeded = intact[:, 0] >= HALF, none[:, 0] >= HALF
     head = np.full(len(ids), np.nan)
-    another = 0.0
+    another: float | None = None
     if first.heads:
         needing = has & ~unneeded
         served = needing & (alone.max(1) >= HALF)
         head = np.where(served, alone.argmax(1), np.nan)
-        another = float((needing & (np.median(alone, 1) >= HALF)).mean())
+        if len(first.heads) > 1:
+            another = float((needing & (np.median(alone, 1) >= HALF)).mean())
     return TokenClusters(token_texts(setup.target, ids), np.array(ids), has, unneeded, head, another)

@@ -77,6 +77,7 @@ class Precision(Result):
         costs: Divergence of the next token's distribution from that of the exact model, in nats, by scheme; the largest
             first.
         claims: What is left of each cost, that of the largest first; what regains most of it stands before the rest.
+        alone: What was not measured, because the model has nothing else of the kind to compare it with.
     """
 
     percent = ("remaining", "control")
@@ -85,12 +86,13 @@ class Precision(Result):
         "outcome": "what is rounded",
         "place": "what stays exact",
         "remaining": "what remains of the divergence that rounding causes",
-        "control": "the least that remains with as many random places, neurons or layers exact, over 3 draws",
+        "control": "the least that remains with as many random places, neurons or layers exact, over at most 3 draws",
         "contrast": "that control",
     }
 
     costs: dict[str, float]
     claims: Claims = ()
+    alone: tuple[str, ...] = ()
 
     def rows(self) -> Table:
         """Return a row for each claim."""
@@ -104,7 +106,10 @@ class Precision(Result):
     def facts(self) -> list[str]:
         """Say what each rounding costs."""
         costs = [f"{cost:.2g} ({WORDS[scheme]})" for scheme, cost in self.costs.items()]
-        return [f"Rounding costs {word_list(costs)} nats."]
+        lines = [f"Rounding costs {word_list(costs)} nats."]
+        if self.alone:
+            lines.append(f"The model has nothing else of the kind to compare with the {word_list(self.alone)}.")
+        return lines
 
 
 def draw(result: Precision) -> go.Figure:
@@ -166,13 +171,14 @@ def precision(
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
     known = list[Kept]()
     if neurons:
-        random = [random_neurons(target, neurons, setup.seed, number) for number in range(RANDOM_SETS)]
+        drawn = {random_neurons(target, neurons, setup.seed, number): None for number in range(RANDOM_SETS)}
+        random = [one for one in drawn if not {*one} & {*neurons}]
         known.append(Kept("sink neurons", neurons, "neurons", [neurons, *random]))
     if spikes:
         known.append(random_places(setup, [one.spike.place for one in spikes], ids))
     costs = {name: texts.divergence(SCHEMES[name]) for name in names}
     names.sort(key=lambda name: -float(costs[name].mean()))
-    claims: list[Claim] = []
+    claims, alone = list[Claim](), list[str]()
     for number, name in enumerate(names):
         setup.progress(f"precision, {name}", number, len(names))
         scheme, cost = SCHEMES[name], costs[name]
@@ -180,25 +186,31 @@ def precision(
             continue
         kept = [one for one in known if one.field != "neurons" or "activations" in scheme]
         kept.append(random_layers(setup, other_texts.costliest_layer(scheme)))
-        of_scheme = [texts.claim(name, cost, one) for one in kept]
+        alone += [one.name for one in kept if len(one.values) == 1]
+        of_scheme = [texts.claim(name, cost, one) for one in kept if len(one.values) > 1]
         claims += sorted(of_scheme, key=lambda claim: claim.verdict != "needed")
-    return Precision(costs={name: float(costs[name].mean()) for name in names}, claims=tuple(claims))
+    return Precision(
+        costs={name: float(costs[name].mean()) for name in names},
+        claims=tuple(claims),
+        alone=tuple(dict.fromkeys(alone)),
+    )
 
 
 def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept:
-    """Return the places of norm spikes, and draw as many other tokens of each text."""
+    """Return the places of norm spikes, and draw as many other tokens of each text; none if there are not as many."""
     there = torch.zeros_like(ids, dtype=torch.bool)
     for place in places:
         there |= place.matches(ids)
     generator = draws(setup.seed, "places beside those of the sink")
     others = torch.rand(RANDOM_SETS, *ids.shape, generator=generator).masked_fill(there, 2.0)
     random = others.argsort(-1).argsort(-1) < there.sum(1, keepdim=True)
-    values = [one.nonzero().tolist() for one in (there, *random)]
+    beside = [one for one in random if not bool((one & there).any())]  # else there are not as many others
+    values = [one.nonzero().tolist() for one in (there, *beside)]
     return Kept("sink places", (Tokens("sink places"),), "places", values)
 
 
 def random_layers(setup: Setup, layer: int) -> Kept:
-    """Return a layer, and draw others."""
+    """Return a layer, and draw others: all if they are few."""
     others = [other for other in range(setup.n_layers) if other != layer]
     random = some_of(others, RANDOM_SETS, draws(setup.seed, f"layers beside {layer}"))
     return Kept("costliest layer", (Component("layer", layer),), "layers", [[one] for one in (layer, *random)])
@@ -252,7 +264,7 @@ class Texts:
         value, margin = float(by_text.mean()), margin_of(by_text.numpy())
         outcome = Outcome(name, effect=f"what rounding {WORDS[name]} costs")
         words = f"random {kept.field}"
-        least = min((float(other.mean()) for other in others), default=value)
-        contrasts, search = (INTACT, Contrast("random", least, RANDOM_SETS, words)), SearchSpace(words, RANDOM_SETS)
+        least = min(float(other.mean()) for other in others)
+        contrasts, search = (INTACT, Contrast("random", least, len(others), words)), SearchSpace(words, len(others))
         draws = len(by_text)
         return Claim("protects", kept.subject, outcome, kept.name, value, contrasts, draws, search, margin, "exact")
