@@ -18,7 +18,8 @@ from sinkscope.files.records import checked_value
 from sinkscope.loops import LoopCheck, Monitor, MonitorSettings, Watch, check_file
 from sinkscope.loops.servers.proxy import LOOPBACK, application, listen
 from sinkscope.loops.text.check import LOOP_FOUND, NO_TEXT
-from sinkscope.loops.text.forms import StreamForm, form_of_file
+from sinkscope.loops.text.forms import StreamForm
+from sinkscope.loops.text.settings import Cut, Settings
 from sinkscope.results.console import note
 from sinkscope.results.options import Option, command
 
@@ -37,6 +38,8 @@ def check_loops(
     form: Annotated[StreamForm, Option("--format")] = "auto",
     settings: Annotated[str | None, Option(metavar="FILE")] = None,
     variant: str = "repeats",
+    cut: Cut = "auto",
+    prompt: Annotated[str, Option(metavar="TEXT")] = "",
     first: bool = False,
     proxy: Annotated[str | None, Option(metavar="URL")] = None,
     port: Annotated[int, Field(ge=0, le=65535)] = PORT,
@@ -50,10 +53,14 @@ def check_loops(
     Args:
         file: Text, or JSON with text, output or tokens, or with the answers of a server; - is standard input.
         follow: Watch a stream instead, print each loop as it occurs, and exit with status 3 if there was one.
-        form: What the file is. By default .json, .jsonl and .ndjson are JSON, what a server streamed is read as such,
-            and any other file is one text; of standard input the first line decides.
+        form: What the input is. By default .json, .jsonl and .ndjson are JSON, what a server streamed is read as such,
+            also behind its headers and keep-alive lines, and any other file is one text.
         settings: Settings of the monitor, a JSON object such as {"window": 128}.
         variant: Which monitor decides. "repeats" finds exact repetitions of anything, "full" is the paper's.
+        cut: Which repetitions are loops, and end an answer under --proxy; the others are only reported. "auto": equal
+            copies, and in prose also copies whose numbers change. "exact": equal copies. "all": also those of code,
+            markup and logs whose numbers change. "none": no repetition.
+        prompt: What was asked; copies that it asks for, such as "ten lines", are no loop. The proxy reads requests.
         first: With --follow: stop at the first loop.
         proxy: Stand between clients and the server at this address, and end answers that loop.
         port: With --proxy: port to listen at.
@@ -69,6 +76,10 @@ def check_loops(
         data = checked_value(
             dict[str, Any], read_json(settings, 'expected an object such as {"window": 128}'), settings
         )
+    if cut != "auto":
+        if variant != "repeats":
+            raise SinkscopeError(f"--cut has no effect with --variant {variant}: leave it out")
+        data["cut"] = cut
     monitor = MonitorSettings.variant(variant, **data)
     Monitor(monitor).update(0)  # no file holds probabilities: settings that need them are refused at once
     if first and not follow:
@@ -76,19 +87,19 @@ def check_loops(
     if proxy is None and (host, port) != (HOST, PORT):
         raise SinkscopeError("--host and --port have no effect without --proxy: leave them out")
     if proxy is not None:
-        if file is not None or follow or form != "auto":
-            raise SinkscopeError("FILE, --follow and --format have no effect with --proxy: leave them out")
+        if file is not None or follow or form != "auto" or prompt:
+            raise SinkscopeError("FILE, --follow, --format and --prompt have no effect with --proxy: leave them out")
         return _proxy(proxy, monitor, host, port)
     name = "standard input" if file in (None, "-") else Path(file).name
     if follow:
-        return _follow(file or "-", form, monitor, first, name)
+        return _follow(file or "-", form, Watch(monitor, prompt), first, name)
     if file is None:
         raise SinkscopeError("give the file to check, or - for standard input")
     with closing(_open_bytes(file)) as source:
-        if form == "auto" and file != "-":
-            form = form_of_file(file, source.peek())
         # A loop is said at once; the table follows at the end.
-        return check_file(source, form=form, settings=monitor, name=name, told=lambda alarm: note(str(alarm)))
+        return check_file(
+            source, form=form, settings=monitor, prompt=prompt, name=name, told=lambda alarm: note(str(alarm))
+        )
 
 
 def _open_bytes(file: str) -> Any:
@@ -107,7 +118,7 @@ def _open_bytes(file: str) -> Any:
         raise SinkscopeError(f"cannot read {file}: {reason_of(error)}; give another path") from None
 
 
-def _proxy(upstream: str, monitor: MonitorSettings, host: str, port: int) -> None:
+def _proxy(upstream: str, monitor: Settings, host: str, port: int) -> None:
     """Stand between clients and a server until Ctrl-C."""
     served = application(upstream, monitor, note, LOOPBACK if host in LOOPBACK else ())
 
@@ -119,13 +130,13 @@ def _proxy(upstream: str, monitor: MonitorSettings, host: str, port: int) -> Non
     listen(served, host, port, ready)
 
 
-def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool, name: str) -> None:
-    """Print the loops of a stream as they occur; exit with status 3 if there was one, or 1 if no text was found."""
-    loops, watch = False, Watch(monitor)
+def _follow(file: str, form: StreamForm, watch: Watch, first: bool, name: str) -> None:
+    """Print the repetitions of a stream as they occur; exit with status 3 if one was a loop, or 1 without any text."""
+    loops = False
     for alarm in watch.follow(_open_bytes(file), form=form, name=name):
-        loops = True
+        loops = loops or alarm.cut
         print(visible(str(alarm)), flush=True)
-        if first:
+        if first and loops:
             break
     if loops:
         raise click.exceptions.Exit(LOOP_FOUND)

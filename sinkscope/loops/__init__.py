@@ -1,7 +1,7 @@
 """Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts. Loads no torch."""
 
 from sinkscope.loops.text.check import LoopCheck, check, check_file
-from sinkscope.loops.text.monitor import VARIANTS, Monitor, MonitorSettings, Step
+from sinkscope.loops.text.monitor import VARIANTS, Monitor, MonitorSettings, PaperSettings, Step
 from sinkscope.loops.text.signals import (
     Tail,
     compression_ratio,
@@ -19,6 +19,7 @@ __all__ = [
     "LoopCheck",
     "Monitor",
     "MonitorSettings",
+    "PaperSettings",
     "Step",
     "Tail",
     "Watch",

@@ -15,7 +15,7 @@ from sinkscope.loops.text.outputs import split
 
 
 def test_rivals_alarm_where_their_rules_say():
-    words = [f"w{i}" for i in range(60)]
+    words = [f"w{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(60)]
     text = " ".join([*words, *words])
     assert suffix(text) == len(" ".join([*words, *words[:48]])) and suffix(" ".join(words)) is None
     assert plain_suffix("a b " * 12) is None and plain_suffix(prose(50) + " a b" * 13) == len(prose(50)) + 52

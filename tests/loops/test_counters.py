@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -69,18 +72,36 @@ def numbered(count: int) -> list[int]:
     return ids
 
 
+def words_of(ids: Sequence[int], other: str = "lamp") -> list[str]:
+    """Digits in a row are a number, the others words of prose."""
+    text = "".join(str(token) if token < 10 else f" {other} " for token in ids)
+    return text.split()
+
+
+code_of = partial(words_of, other="lamp_")
+
+
 def test_a_counter_is_found_at_256_tokens_and_not_without_numbers():
     ids = list(range(1000, 1300)) + numbered(80)
-    known = Monitor(is_number=lambda token: token < 10)
-    blind = Monitor()
+    known, blind = Monitor(words_of=words_of), Monitor()
     alarms = [step for step in map(known.update, ids) if step.trigger]
     assert alarms[0].step in range(300 + 256, 300 + 262) and alarms[0].tail.start == 300
     assert not any(blind.update(token).trigger for token in ids)
 
 
+@pytest.mark.parametrize("cut", ["auto", "exact", "all", "none"])
+@pytest.mark.parametrize("words", [words_of, code_of])
+def test_counters_are_cut_in_prose_and_reported_elsewhere(words, cut):
+    ids = list(range(1000, 1300)) + numbered(80)
+    monitor = Monitor(MonitorSettings(cut=cut), words)
+    steps = [*map(monitor.update, ids)]
+    cuts = cut == "all" or (cut == "auto" and words is words_of)
+    assert any(step.trigger for step in steps) == cuts and any(step.suspect for step in steps) == (not cuts)
+
+
 def test_fewer_than_12_copies_are_no_counter():
     settings = MonitorSettings(counter_tokens=10)
-    monitor = Monitor(settings, is_number=lambda token: token < 10)
+    monitor = Monitor(settings, words_of=words_of)
     steps = [monitor.update(token) for token in numbered(20)]
     first = next(step.step for step in steps if step.trigger)
     assert first == 5 * 12
@@ -94,6 +115,9 @@ def test_fewer_than_12_copies_are_no_counter():
         ("a dozen times, please", 12),
         ("Print 3 rows and 25 copies", 25),
         ("In 1945, the city had 30 houses", 0),
+        ("Give me 12 identical lines of it", 12),
+        ("an array of 64 zeros", 64),
+        ("List 100 animals.", 0),
         ("", 0),
     ],
 )

@@ -39,10 +39,22 @@ def test_ids_may_be_a_tensor():
         (f"{prose(200)} {'one more cup of tea, ' * 40} {prose(60, 1)}", "looped"),
         ('{"name": "Ada",' + "\n    " * 300, "loops"),
         ('{"name": "Ada",' + "".join(" \n"[i * i % 7 % 2] * (i % 5 + 1) for i in range(450)), "loops"),
-        ("0 1 0 0\n" * 60, "clean"),
-        ("0 1 0 0\n" * 90, "loops"),
+        ("0 1 0 0\n" * 60, "suspicious"),
+        ("0 1 0 0\n" * 150, "loops"),
+        ("x = x + 1\n" * 50, "suspicious"),
         ("x = x + 1\n" * 90, "loops"),
-        ("".join(f"{i}. I will open the file and read it again.\n" for i in range(30)), "suspicious"),
+        ("A: 10\n" * 50, "suspicious"),
+        ("!" * 512, "loops"),
+        ("\U0001f319" * 600, "loops"),
+        ("ha" * 390, "loops"),
+        ("\uff76\uff9e\uff9d" * 130, "loops"),
+        ("=" * 72, "clean"),
+        ("".join(f"{i}. I will open the file and read it again.\n" for i in range(30)), "loops"),
+        ("".join(f"{i}. I will open the file and read it again.\n" for i in range(16)), "suspicious"),
+        (" ".join(f"{i}. Mona Ali," for i in range(41, 100)), "loops"),
+        ("".join(f"{i}. Mona Ali\n" for i in range(41, 100)), "loops"),
+        ("".join(f'  {{"id": {i}, "name": "item", "done": false}},\n' for i in range(60)), "suspicious"),
+        ("".join(f"    case {i}:\n      return names[{i}];\n" for i in range(60)), "suspicious"),
         ("".join(f"| {i} | stone | river | 7 | lamp |\n" for i in range(30)), "suspicious"),
         (" ".join(" ".join(random.Random(i).sample("we open the old red box".split(), 6)) + "." for i in range(30)),
          "suspicious"),
@@ -73,12 +85,13 @@ def test_a_text_in_any_pieces_has_the_same_words(pieces):
 
 
 def test_words_are_split_as_documented():
-    assert split("It's 12,5\n  done_x! 我不ok") == "It|'|s|12|,|5|\n|done_x|!|我|不|ok".split("|")
+    assert split("It's 12,5\n  done_x! 我不ok2") == "It|'|s|12|,|5|\n|done_x|!|我|不|ok|2".split("|")
+    assert split("!" * 9 + "ﾊﾊกก") == ["!!!!", "!!!!", "!", "ﾊ", "ﾊ", "ก", "ก"]
     assert split("ha" * 9 + " " * 40) == ["hahahahahaha", "hahaha", " ", " "]
 
 
 CHAT = {"role": "assistant", "content": f"{prose(60)} {'one more cup of tea, ' * 40}", "reasoning": "Well."}
-CALLS = {"tool_calls": [{"function": {"name": "look", "arguments": '{"at": "the lamp"}'}}] * 40}
+CALLS = {"tool_calls": [{"function": {"name": "look", "arguments": '{"at": "the lamp"}'}}] * 60}
 ANSWERS = {
     "chat": {"id": "1", "choices": [{"index": 0, "message": CHAT, "finish_reason": "stop"}]},
     "calls": {"choices": [{"index": 0, "message": CALLS}]},
@@ -205,7 +218,7 @@ FOLLOW = ["--follow"]
         (["--variant", "p2"], "x.txt", "a b c", "unknown variant 'p2': there are repeats, full"),
         (["--variant", "p1"], "x.txt", "a b c", "only the top-1 streak (p1) votes, and no probability came"),
         (["--variant", "p1", *FOLLOW], "x.txt", "a b c", "only the top-1 streak (p1) votes"),
-        (["--proxy", "http://localhost:1"], "x.txt", "a b c", "FILE, --follow and --format have no effect with"),
+        (["--proxy", "http://localhost:1"], "x.txt", "a b c", "FILE, --follow, --format and --prompt have no effect"),
         (["--first"], "x.txt", "a b c", "--first has no effect without --follow"),
         (["--port", "8791"], "x.txt", "a b c", "--host and --port have no effect without --proxy"),
         # Streams.

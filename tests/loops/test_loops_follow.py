@@ -17,7 +17,7 @@ from server_streams import chunks, events
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.files.store import json_lines
-from sinkscope.loops import Alarm, MonitorSettings, Watch, check
+from sinkscope.loops import Alarm, MonitorSettings, Watch, check, check_file
 from sinkscope.loops.text.outputs import split
 
 LOOP = "one more cup of tea, "
@@ -49,7 +49,9 @@ def test_choices_are_watched_apart():
         return {"id": "chatcmpl-1", "choices": [choice]}
 
     sent = []
-    for i, word in enumerate([*(f"w{i}" for i in range(200)), *["x0", "x1", "x2", "x3"] * 60]):
+    for i, word in enumerate(
+        [*(f"w{chr(97 + i // 20)}{chr(97 + i % 20)}" for i in range(200)), *["the", "lamp", "and", "then"] * 60]
+    ):
         sent += [piece(1, word), piece(0, f"v{i}")]
     sent += [piece(index, "", "length") for index in (0, 1)]
     watch = Watch()
@@ -88,6 +90,83 @@ def test_a_line_that_cannot_be_read_does_not_end_the_watch(bad):
         warnings.simplefilter("ignore", SinkscopeWarning)
         (alarm,) = watch.follow(io.BytesIO("data: ".join(sent).encode()))
     assert alarm.tail is not None and watch.skipped <= 1
+
+
+def chunked(text: str, **more: object) -> list[dict[str, object]]:
+    """Chunks of a chat completion."""
+    sent: list[dict[str, object]] = []
+    for number, piece in enumerate(chunks(text)):
+        choice = {"index": 0, "delta": {"content": piece}, "finish_reason": more.get("finish_reason")}
+        sent.append({"id": f"c{number if more.get('new_ids') else 0}", "choices": [choice]})
+    return sent
+
+
+HEADERS = "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nServer: x\r\nContent-Type: text/event-stream\r\n\r\n"
+BEFORE = {
+    "nothing": "",
+    "keep-alive": ": keep-alive\n\n" * 330,
+    "headers": HEADERS,
+    "headers and keep-alive": HEADERS + ": OPENROUTER PROCESSING\n\n" * 900,
+}
+ENDS = {"LF": "\n", "CR": "\r", "CRLF": "\r\n"}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("end", ENDS)
+def test_what_comes_before_an_answer_and_how_lines_end_change_nothing(before, end):
+    """In a file and in a pipe."""
+    for text, verdict in ((TEXT, "loops"), (prose(300), "clean")):
+        data = (BEFORE[before] + events(chunked(text)).replace("\n", ENDS[end])).encode()
+        piped = [alarm.tail.period for alarm in Watch().follow(Slow(data))]
+        assert piped == [6] * (verdict == "loops")
+        (record,) = check_file(io.BytesIO(data), name="x.txt").records
+        assert record.verdict == verdict
+
+
+@pytest.mark.parametrize("blanks", ["", "\n" * 330, HEADERS.replace("event-stream", "x-ndjson")])
+def test_lines_of_json_behind_blank_lines_and_headers_are_read(blanks):
+    pieces = [{"response": piece, "done": False} for piece in chunks(TEXT)]
+    (alarm,) = _follow(blanks + json_lines(pieces))
+    assert alarm.stream == "stream 0"
+
+
+@pytest.mark.parametrize("more", [{"new_ids": True}, {"finish_reason": ""}, {"new_ids": True, "finish_reason": ""}])
+def test_new_ids_and_empty_reasons_to_finish_end_no_answer(more):
+    watch = Watch()
+    (alarm,) = watch.follow(io.BytesIO(events(chunked(TEXT, **more)).encode()))
+    assert alarm.tail is not None and [one.verdict for one in watch.checked] == ["loops"]
+
+
+def test_answers_that_follow_each_other_stay_apart_where_ids_are_of_answers():
+    whole = [{"id": f"cmpl-{n}", "choices": [{"text": prose(90, n), "finish_reason": "stop"}]} for n in range(6)]
+    watch = Watch()
+    assert not list(watch.follow(io.BytesIO(json_lines(whole).encode()))) and len(watch.checked) == 6
+    mixed = [one for pair in zip(chunked(TEXT), chunked(prose(len(chunked(TEXT)))), strict=False) for one in pair]
+    for place, chunk in enumerate(mixed):
+        chunk["id"] = "ab"[place % 2]
+    watch = Watch()
+    assert len(list(watch.follow(io.BytesIO(events(mixed).encode())))) == 1
+    assert sorted(one.verdict for one in watch.checked) == ["clean", "loops"]
+
+
+def test_what_may_be_honest_is_told_and_is_no_loop(tmp_path, typed):
+    (tmp_path / "a.txt").write_text('  {"id": 1, "name": "item", "done": false},\n' * 20)
+    told = typed(f"loops {tmp_path}/a.txt --follow").out
+    assert told.startswith("perhaps honest repetition in a.txt at token ") and told.count("\n") == 1
+    assert typed(f"loops {tmp_path}/a.txt").out.endswith("a.txt is suspicious.\n")
+
+
+LINE = "The lamp was opened again and the river went on to the sea.\n"
+
+
+@pytest.mark.parametrize(("options", "code"), [("", 3), ("--cut none", 0), ("--cut exact", 3)])
+@pytest.mark.parametrize("follow", ["", " --follow"])
+def test_checker_and_follow_say_the_same(options, code, follow, tmp_path, typed):
+    (tmp_path / "a.txt").write_text(LINE * 10)
+    typed(f"loops {tmp_path}/a.txt {options}{follow}", code)
+    typed(["loops", str(tmp_path / "a.txt"), "--prompt", "Write ten lines.", *options.split(), *follow.split()], 0)
+    (tmp_path / "b.txt").write_text("".join(f"{i}. Mona Ali\n" for i in range(41, 141)))
+    typed(f"loops {tmp_path}/b.txt {options}{follow}", 3 if options == "" else 0)
 
 
 def test_a_stream_that_breaks_off_keeps_its_alarms():

@@ -82,18 +82,18 @@ def test_monitor_steps_equal_a_recomputation_from_scratch(ids, rng, variant):
         assert _same(monitor.update(token, p_max), expected)
 
 
-def test_loops_of_numbers_need_384_tokens():
-    """What is plain is asked for two copies; the words of the same loop are found 64 tokens after the second copy."""
-    asked = []
-
-    def is_plain(ids):
-        asked.append(ids)
-        return True
-
-    ids = [*range(100, 400), *[1, 2, 3] * 200]
-    plain, words = Monitor(is_plain=is_plain), Monitor()
-    found = [next(s.step for s in map(one.update, ids) if s.trigger) for one in (plain, words)]
-    assert found == [300 + 384, 300 + 6 + 64] and len(asked[0]) == 8 and {*asked[0]} == {1, 2, 3}
+@pytest.mark.parametrize(("cut", "first"), [("auto", 384), ("exact", 384), ("all", 384), ("none", None)])
+@pytest.mark.parametrize("word", ["=", "7", "the"])
+def test_loops_of_data_need_more_tokens_and_are_reported_before(word, cut, first):
+    """Words of prose are found 64 tokens after the second copy."""
+    settings = MonitorSettings(cut=cut, data_tokens=384)
+    monitor = Monitor(settings, words_of=lambda ids: [word] * len(ids))
+    if word == "the" and cut != "none":
+        first = 6 + 64
+    steps = [*map(monitor.update, [*range(100, 400), *[1, 2, 3] * 200])]
+    found = next((step.step - 300 for step in steps if step.trigger), None)
+    suspected = next((step.step - 300 for step in steps if step.suspect), None)
+    assert found == first and suspected == (None if first == 70 else 70)
 
 
 @pytest.mark.parametrize("votes", [2, 3])

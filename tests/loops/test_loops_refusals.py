@@ -7,7 +7,7 @@ from organisms import tiny_model
 from refusals import refused
 
 import sinkscope as ss
-from sinkscope.loops import Monitor, MonitorSettings, check, compression_ratio, tail_period
+from sinkscope.loops import Monitor, MonitorSettings, PaperSettings, check, compression_ratio, tail_period
 from sinkscope.loops.servers.proxy import application
 
 
@@ -16,7 +16,10 @@ def generate(prompts, **settings):
     ss.generate(model, prompts, **{"tokenizer": tokenizer, **settings})
 
 
-CALLED = {one.__name__: one for one in (Monitor, MonitorSettings, check, compression_ratio, tail_period, generate)}
+CALLED = {
+    one.__name__: one
+    for one in (Monitor, MonitorSettings, PaperSettings, check, compression_ratio, tail_period, generate)
+}
 CALLED |= {"ss": ss, "proxy": application}
 TOKEN = "expected a whole number from 0 to 2**32 - 1"
 REFUSED = {
@@ -29,9 +32,9 @@ REFUSED = {
     "Monitor().update(1.5)": ["the token is 1.5", TOKEN],
     "Monitor().update(None)": ["the token is None", TOKEN],
     "Monitor(MonitorSettings.variant('p1')).update(1)": ["pass p_max"],
-    "MonitorSettings(votes=4)": ["votes is 4: expected less than or equal to 3"],
-    "MonitorSettings(voters=('ttr', 'p2'))": ["voters[1] is 'p2': expected 'ttr', 'cr' or 'p1'"],
-    "MonitorSettings(window=3)": ["window is 3: expected greater than or equal to 4, the value of novelty_n"],
+    "PaperSettings(votes=4)": ["votes is 4: expected less than or equal to 3"],
+    "PaperSettings(voters=('ttr', 'p2'))": ["voters[1] is 'p2': expected 'ttr', 'cr' or 'p1'"],
+    "PaperSettings(window=3)": ["window is 3: expected greater than or equal to 4, the value of novelty_n"],
     "compression_ratio([1, -2])": ["the token is -2: expected a whole number"],
     "compression_ratio([1 << 32])": ["the token is 4294967296: expected a whole number"],
     "tail_period([1, 1], repeats=1)": ["at least 2 copies"],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,6 +33,7 @@ from starlette.routing import Route
 
 from sinkscope.files.store import json_lines
 from sinkscope.loops import MonitorSettings
+from sinkscope.loops.servers.asked import Asked, asked_in
 from sinkscope.loops.servers.proxy import StreamWatch, application
 
 SECRET = "one more cup of tea, "
@@ -239,14 +242,125 @@ def test_whatever_pieces_arrive_the_same_bytes_leave(server, cuts, text):
     assert watch.alarm is not None or passed + watch.held == data
 
 
-def test_one_looping_choice_of_two_is_no_reason_to_cut():
+def choices_of(words: dict[int, list[str]], ends: dict[int, int]) -> bytes:
+    """Chunks with a word of each choice in turn; a choice ends behind so many words."""
+    objects: list[Any] = []
+    for place in range(max(map(len, words.values()))):
+        for index, said in words.items():
+            if place >= min(len(said), ends.get(index, len(said))):
+                continue
+            end = "stop" if place + 1 == ends.get(index) else None
+            choice = {"index": index, "delta": {"content": f"{said[place]} "}, "finish_reason": end}
+            objects.append({"id": f"c{len(objects)}", "choices": [choice]})
+    return events(objects).encode()
+
+
+TEA, FINE = (SECRET * 60).split(), prose(300).split()
+
+
+@pytest.mark.parametrize("loops", [0, 1])
+def test_one_looping_choice_of_two_is_cut_when_the_other_has_ended_and_not_before(loops):
+    """In both orders; also where every chunk has a new id."""
+    words = {loops: TEA, 1 - loops: FINE}
+    for order in ({0: words[0], 1: words[1]}, {1: words[1], 0: words[0]}):
+        data = choices_of(order, {})
+        watch = StreamWatch(MonitorSettings(), True, Asked("", 2))
+        assert watch.feed(data) + watch.held == data and watch.alarm is None
+        data = choices_of(order, {1 - loops: 150})
+        watch = StreamWatch(MonitorSettings(), True, Asked("", 2))
+        passed = watch.feed(data)
+        assert watch.alarm is not None and passed.rstrip().endswith(b'"finish_reason": "stop"}]}')
+        assert FINE[149].encode() in passed and b'"index":' + str(loops).encode() in watch.ending()
+
+
+def test_a_choice_that_has_not_begun_is_waited_for():
+    data = choices_of({0: TEA}, {}).removesuffix(b"data: [DONE]\n\n") + choices_of({1: FINE}, {1: 200})
+    watch = StreamWatch(MonitorSettings(), True, Asked("", 2))
+    passed = watch.feed(data)
+    assert watch.alarm is not None and b'"finish_reason": "stop"' in passed
+    alone = StreamWatch(MonitorSettings(), True)
+    assert len(alone.feed(data)) < len(data) / 2
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r", b"\r\n"])
+@pytest.mark.parametrize("finish", [None, ""])
+def test_however_lines_end_they_are_passed_on_at_once_and_cut_behind_an_event(end, finish):
     objects = []
-    for one, two in zip((SECRET * 60).split(), prose(300).split(), strict=True):
-        for index, word in enumerate((one, two)):
-            objects.append({"choices": [{"index": index, "delta": {"content": f"{word} "}, "finish_reason": None}]})
-    data = events(objects).encode()
-    watch = StreamWatch(MonitorSettings(), events=True)
-    assert watch.feed(data) + watch.held == data and watch.alarm is None
+    for word in TEA:
+        objects.append(
+            {"id": word, "choices": [{"index": 0, "delta": {"content": f"{word} "}, "finish_reason": finish}]}
+        )
+    data = events(objects).encode().replace(b"\n", end)
+    watch = StreamWatch(MonitorSettings(), True)
+    passed = b""
+    for place in range(0, len(data), 50):
+        passed += watch.feed(data[place : place + 50])
+        if watch.alarm is not None:
+            break
+        assert len(data[: place + 50]) - len(passed) < 120
+    assert watch.alarm is not None and data.startswith(passed.rstrip(b"\n\r"))
+    assert re.search(rb"(\n\n|\r\r|\r\n\r\n)\n*$", passed)
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt", "answers"),
+    [
+        ({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "ten"}], "n": 2}, "ten", 2),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}, "a ", 1),
+        ({"prompt": "a"}, "a", 1),
+        ({"prompt": ["a", "b"], "n": 3}, "a b", 6),
+        ({"prompt": [1, 2, 3]}, "  ", 1),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, "a", 1),
+        ({"n": "x", "messages": [{}]}, "", 1),
+        ([], "", 1),
+        (None, "", 1),
+    ],
+)  # fmt: skip
+def test_what_a_request_asks_for(body, prompt, answers):
+    content = b"no json" if body is None else json.dumps(body).encode()
+    assert asked_in(content) == (prompt, answers)
+
+
+def test_copies_that_were_asked_for_pass_and_others_are_cut(plain):
+    lines = "The lamp was opened again and the river went on to the sea.\n" * 10
+    asked = {"messages": [{"role": "user", "content": "Write ten lines."}]}
+    assert ask(plain, "openai-chat", lines, **asked) == _sent("openai-chat", lines)
+    assert b"repetition_detected" in ask(plain, "openai-chat", lines)
+
+
+def test_what_may_be_honest_is_passed_on_and_logged(plain):
+    plain.lines.clear()
+    data = "".join(f' {{"id": {number}, "name": "item", "done": false}},\n' for number in range(60))
+    assert ask(plain, "openai-chat", data) == _sent("openai-chat", data)
+    (line,) = plain.lines
+    assert line.endswith("that may be honest; passed on") and "item" not in line
+
+
+@pytest.mark.parametrize("path", ["/v1/models/org%2Fmodel", "/v1/models/a%20b%3Fc", "/v1/m%C3%BC/%E6%88%91", "/x//y/"])
+def test_a_path_is_passed_on_as_it_was_sent(path, plain):
+    with _served(echo) as direct, _served(application(f"{direct}/base/", MonitorSettings(), print)) as address:
+        assert raw_get(address, f"{path}?a=%2F&b") == f"/base{path}?a=%2F&b"
+
+
+@pytest.mark.parametrize("path", ["/../x", "/%2e%2e/x", "/v1/%2E./x", "/v1/./x", "/..%5cx", "/a/..", "/..%2fx"])
+def test_a_path_that_leads_elsewhere_is_refused(path, plain):
+    assert "a path with . or .. is not passed on" in raw_get(plain.address, path)
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers with the path as it was sent."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": scope["raw_path"] + b"?" + scope["query_string"]})
+
+
+def raw_get(address: str, path: str) -> str:
+    """The body of the answer to a path that no client has changed."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    connection.putrequest("GET", path)
+    connection.endheaders()
+    body = connection.getresponse().read().decode()
+    connection.close()
+    return body
 
 
 def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():

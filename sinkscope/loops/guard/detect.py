@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.loops.guard.steer import Steering
-from sinkscope.loops.text.monitor import Monitor, MonitorSettings
-from sinkscope.loops.text.outputs import is_tabular, split
+from sinkscope.loops.text.monitor import Monitor, Settings
+from sinkscope.loops.text.outputs import split
 
 
 class WatchedRow:
@@ -85,16 +85,21 @@ def ids_of_setting(settings: Any, name: str) -> list[int]:
     return torch.as_tensor(given).reshape(-1).tolist()
 
 
-def monitors(settings: MonitorSettings, tokenizer: Any = None) -> Callable[..., Monitor]:
-    """Return a function that makes monitors, which tell numbers and signs from words if there is a tokenizer."""
+def monitors(settings: Settings, tokenizer: Any = None) -> Callable[..., Monitor]:
+    """Return a function that makes monitors, which tell data from prose and find counters if there is a tokenizer."""
     if tokenizer is None:
         return partial(Monitor, settings)
 
     @cache
-    def is_number(token: int) -> bool:
-        return tokenizer.decode([token]).strip().isdigit()
+    def words_of_token(token: int) -> Sequence[str]:
+        return split(tokenizer.decode([token]))
 
-    return partial(Monitor, settings, lambda ids: is_tabular(split(tokenizer.decode(ids))), is_number)
+    def words_of(ids: Sequence[int]) -> Sequence[str]:
+        if len(ids) == 1:
+            return words_of_token(ids[0])
+        return split(tokenizer.decode(ids))
+
+    return partial(Monitor, settings, words_of)
 
 
 def push(

@@ -38,7 +38,7 @@ from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting
 from sinkscope.loops.guard.retention import Retention, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.counters import asked_copies
-from sinkscope.loops.text.monitor import MonitorSettings
+from sinkscope.loops.text.monitor import MonitorSettings, Settings
 from sinkscope.models.draws import draws, gumbel
 from sinkscope.results.notation import count_of
 
@@ -142,7 +142,7 @@ class LoopGuard(Intervention):
         return cls(budget, **(printed | changed))
 
     @property
-    def settings(self) -> MonitorSettings:
+    def settings(self) -> Settings:
         """Settings of the monitor of every row."""
         settings = dict(self.monitor)
         if self.act == "report":
@@ -239,7 +239,7 @@ class GuardRun:
     """
 
     guard: LoopGuard
-    settings: MonitorSettings
+    settings: Settings
     run: Run
     session: Session
     rows: WeakKeyDictionary[CacheState, GuardedRows] = field(default_factory=WeakKeyDictionary)

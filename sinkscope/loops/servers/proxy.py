@@ -10,12 +10,15 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import parse_json
+from sinkscope.files.plain import parse_json, visible
+from sinkscope.loops.servers.asked import NOTHING_ASKED, Asked, asked_in
 from sinkscope.loops.servers.endings import Ending
+from sinkscope.loops.text.beginnings import LineSplitter
 from sinkscope.loops.text.forms import UNREADABLE
-from sinkscope.loops.text.monitor import MonitorSettings
+from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.streams import Alarm, Watch, pieces_of_line
 
 if TYPE_CHECKING:
@@ -36,30 +39,38 @@ class StreamWatch:
 
     Attributes:
         alarm: The loop, once every output that has not ended loops.
-        held: A line that is not complete.
+        suspect: The first repetition that may be honest, with which the answer goes on.
 
     Args:
         settings: Settings of the monitor.
         events: Whether the answer has server-sent events; otherwise lines of JSON.
+        asked: What was asked.
     """
 
-    def __init__(self, settings: MonitorSettings, events: bool) -> None:
+    def __init__(self, settings: Settings, events: bool, asked: Asked = NOTHING_ASKED) -> None:
         self.alarm: Alarm | None = None
-        self.held = b""
-        self._watch = Watch(settings)
+        self.suspect: Alarm | None = None
+        self._lines = LineSplitter()
+        self._watch = Watch(settings, asked.prompt)
         self._ending = Ending(events)
         self._events = events
-        self._alarmed = set[str]()
+        self._answers = asked.answers
+        self._begun = set[str]()
+        self._alarms: dict[str, Alarm] = {}
+
+    @property
+    def held(self) -> bytes:
+        """A line that is not complete."""
+        return self._lines.held
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the answer, and give those that may be passed on. After an alarm there are no more."""
-        *lines, self.held = (self.held + data).split(b"\n")
         passed = b""
-        for line in lines:
-            passed += line + b"\n"
+        for line in self._lines.feed(data):
+            passed += line
             self._read(line)
             if self.alarm is not None:
-                return passed + b"\n" * self._events  # the end of the event
+                return passed + b"\n\n" * self._events  # the end of the event
         return passed
 
     def ending(self) -> bytes:
@@ -75,27 +86,34 @@ class StreamWatch:
     def _read(self, line: bytes) -> None:
         """Feed the monitors with a line. The answer loops when every output that has not ended loops."""
         try:
-            data = parse_json(line.strip().removeprefix(b"data:"))
-            pieces = pieces_of_line(data, "sse", 0)
+            data = dict(parse_json(line.strip().removeprefix(b"data:")))
             self._ending.see(data)
+            # It is one answer, although some servers give each chunk a new id.
+            pieces = pieces_of_line({**data, "id": None}, "sse", 0)
         except UNREADABLE:
             return  # what is no output of a model is passed on
         for piece in pieces:
+            self._begun.add(piece.stream)
             for alarm in self._watch.take(piece):
-                self._alarmed.add(alarm.stream)
-                if self._alarmed >= self._watch.open.keys() | {alarm.stream}:
-                    self.alarm = alarm
+                if alarm.cut:
+                    self._alarms.setdefault(alarm.stream, alarm)
+                else:
+                    self.suspect = self.suspect or alarm
+        waiting = self._watch.open.keys()
+        if waiting and waiting <= self._alarms.keys() and len(self._begun) >= self._answers:
+            self.alarm = max((self._alarms[name] for name in waiting), key=lambda alarm: alarm.token)
 
 
 def application(
-    upstream: str, monitor: MonitorSettings, log: Callable[[str], object], hosts: tuple[str, ...] = LOOPBACK
+    upstream: str, monitor: Settings, log: Callable[[str], object], hosts: tuple[str, ...] = LOOPBACK
 ) -> Any:
     """Return the ASGI application.
 
     Args:
         upstream: Address of the server, such as http://127.0.0.1:11434.
         monitor: Settings of the monitor.
-        log: Called with a line for each answer that was cut, or was passed on unwatched; it has no content.
+        log: Called with a line for each answer that was cut, was passed on although it repeats itself, or was passed
+            on unwatched; it has no content.
         hosts: Names by which clients may call it; empty for any.
 
     Raises:
@@ -114,18 +132,24 @@ def application(
     from starlette.routing import Route
 
     waits = httpx.Timeout(None, connect=30)  # a server may think for long
+    server = httpx.URL(upstream)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
     client = httpx.AsyncClient(limits=limits, timeout=waits, trust_env=False, follow_redirects=False)
 
     async def forward(request: Request) -> Response:
         headers = _passed_on(request.headers.raw, without=("host", "content-length", "accept-encoding"))
         headers.append((b"accept-encoding", b"identity"))  # the proxy has to read the answer
-        query = f"?{request.url.query}" if request.url.query else ""
-        url = f"{upstream.rstrip('/')}{request.url.path}{query}"
+        path: bytes = request.scope["raw_path"]
+        if leaves_folder(path):
+            problem = "sinkscope: a path with . or .. is not passed on"
+            return JSONResponse({"error": {"message": problem, "type": "proxy_error"}}, 400)
+        query = b"?" * bool(request.url.query) + request.scope["query_string"]
+        url = server.copy_with(raw_path=server.raw_path.rstrip(b"/") + path + query)  # as it was given, escapes too
         content = await request.body()
-        asked = client.build_request(request.method, url, headers=headers, content=content)
         try:
-            answer = await client.send(asked, stream=True)
+            answer = await client.send(
+                client.build_request(request.method, url, headers=headers, content=content), stream=True
+            )
         except httpx.HTTPError as error:
             problem = f"sinkscope: the server does not answer: {type(error).__name__}"
             return JSONResponse({"error": {"message": problem, "type": "proxy_error"}}, 502)
@@ -133,9 +157,9 @@ def application(
         watch = None
         without: tuple[str, ...] = ()
         if form is not None:
-            watch = StreamWatch(monitor, form == "sse")
+            watch = StreamWatch(monitor, form == "sse", asked_in(content))
             without = ("content-length",)
-        name = f"{request.method} {request.url.path[:80]}"
+        name = f"{request.method} {visible(path.decode('ascii', 'replace'))[:80]}"
         if form is None and request.method == "POST" and answer.status_code == 200:
             log(f"{name}: passed on unwatched, because the answer is not streamed")
         response = StreamingResponse(_parts(answer, watch, log, name), answer.status_code)
@@ -167,6 +191,14 @@ async def _parts(
         await answer.aclose()
     if watch is not None:
         yield watch.held
+        if watch.suspect is not None:
+            log(f"{name}: a repetition at token {watch.suspect.token} that may be honest; passed on")
+
+
+def leaves_folder(path: bytes) -> bool:
+    """Return whether a path as it was sent has segments that lead elsewhere, escaped or not."""
+    segments = re.split(r"[/\\\\]", unquote(path.decode("latin-1")))
+    return not {".", ".."}.isdisjoint(segments)
 
 
 def watched_form(status: int, headers: Mapping[str, str]) -> str | None:

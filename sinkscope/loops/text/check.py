@@ -10,7 +10,7 @@ from typing import Any
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, documented_at, provenance
 from sinkscope.loops.text.forms import StreamForm, pieces_of_output
-from sinkscope.loops.text.monitor import MonitorSettings
+from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.signals import Ids, id_list
 from sinkscope.loops.text.streams import Alarm, CheckedOutput, Watch
 from sinkscope.results.notation import count_of, word_form, word_list
@@ -73,7 +73,7 @@ def _result(watch: Watch, name: str, started: float) -> LoopCheck:
     return LoopCheck(
         records=tuple(watch.checked),
         model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=""),
-        settings=vars(watch.settings),
+        settings={"rule": watch.settings.rule, **vars(watch.settings)},
         provenance=provenance(started=started),
     )
 
@@ -81,20 +81,24 @@ def _result(watch: Watch, name: str, started: float) -> LoopCheck:
 def check(
     outputs: str | Sequence[Any] | Ids,
     *,
-    settings: MonitorSettings | None = None,
+    settings: Settings | None = None,
+    prompt: str = "",
     name: str = "input",
 ) -> LoopCheck:
     """Check outputs for repetition loops; no model, no tokenizer and no torch are needed.
 
-    A record loops or looped if the monitor triggers in it. By default this happens as soon as there are 3 exact copies
-    of anything, with 64 tokens beyond the first two, or 384 tokens of numbers and signs. With
+    A record loops or looped if the monitor triggers in it, by which a proxy and a guard decide, too. By default this
+    happens as soon as there are 3 exact copies with 64 tokens beyond the first two, or later where the copies are data
+    (tables, code, markup, logs), or 12 copies of prose whose numbers change (`MonitorSettings`). Copies that are not
+    enough for this make a text suspicious, and so do sentences or rows nearly all of which resemble earlier ones. With
     `MonitorSettings.paper()`, LoopGuard's monitor decides. Because there are no probabilities, its other two votes
     (type-token ratio and compression ratio) must agree, and one of its gates (stalled novelty or tail repetition) must
-    hold. A text in which it does not trigger is suspicious if nearly all sentences or rows resemble earlier ones.
+    hold.
 
     Args:
         outputs: A text, token ids, or several of either.
         settings: Settings of the monitor.
+        prompt: What was asked; copies that it asks for, such as "ten lines", are no loop.
         name: Name of the input in the result.
 
     Returns:
@@ -103,7 +107,7 @@ def check(
     Raises:
         SinkscopeError: The input is empty or neither text nor ids, or the settings need probabilities.
     """
-    watch, started = Watch(settings), time.perf_counter()
+    watch, started = Watch(settings, prompt), time.perf_counter()
     items: Any = id_list(outputs)
     if not isinstance(items, str | list | tuple) or not items:
         raise SinkscopeError(f"{outputs!r} cannot be checked: give a text, token ids, or several of either")
@@ -123,7 +127,8 @@ def check_file(
     source: Any,
     *,
     form: StreamForm = "auto",
-    settings: MonitorSettings | None = None,
+    settings: Settings | None = None,
+    prompt: str = "",
     name: str = "input",
     told: Callable[[Alarm], None] | None = None,
 ) -> LoopCheck:
@@ -133,13 +138,14 @@ def check_file(
         source: A binary file or a pipe: a text, JSON lines, server-sent events, or one JSON value, which is read whole.
         form: Form of the source; "auto" decides by the first line.
         settings: Settings of the monitor.
+        prompt: What was asked; copies that it asks for, such as "ten lines", are no loop.
         name: Name of the file in the result and in errors.
         told: Called with each loop as it is found.
 
     Raises:
         SinkscopeError: The source is empty, or something in it cannot be read.
     """
-    watch, started = Watch(settings), time.perf_counter()
+    watch, started = Watch(settings, prompt), time.perf_counter()
     for alarm in watch.follow(source, form=form, name=name, strict=True):
         if told is not None:
             told(alarm)

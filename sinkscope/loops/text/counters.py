@@ -14,8 +14,9 @@ _NUMBERS = {
     **{word: number for number, word in enumerate(_WORDS, 2)},
     **{"dozen": 12, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "hundred": 100},
 }
-_THINGS = "times|copies|lines|rows|repetitions"
-_REQUEST = re.compile(rf"\b(\d{{1,4}}|{'|'.join(_NUMBERS)})\s+(?:{_THINGS})\b", re.IGNORECASE)
+_THINGS = "times|copies|lines|rows|repetitions|repeats|verses|cells|entries|zeros|ones|bars"
+_WHICH = "(?:(?:identical|equal|more|empty|blank|short|long|new|the same) )?"  # "12 identical lines"
+_REQUEST = re.compile(rf"\b(\d{{1,4}}|{'|'.join(_NUMBERS)})\s+{_WHICH}(?:{_THINGS})\b", re.IGNORECASE)
 
 
 def asked_copies(prompt: str) -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from sinkscope.files.plain import parse_json, visible
+from sinkscope.files.plain import visible
 from sinkscope.loops.text.signals import id_list
 
 StreamForm = Literal["auto", "text", "jsonl", "sse"]
@@ -88,24 +86,6 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
             return None
 
 
-def form_of_file(name: str, start: bytes) -> StreamForm:
-    """Return the form of a file: by what a server streamed into it or, if that is not how it begins, by its name.
-
-    Args:
-        name: Its name.
-        start: How it begins.
-    """
-    lines = start.decode("utf-8-sig", "ignore").lstrip().splitlines() or [""]
-    if lines[0].startswith(EVENTS) and any(re.match(r"data: ?\{", line) for line in lines):
-        return "sse"
-    if name.lower().endswith((".json", ".jsonl", ".ndjson")):
-        return "jsonl"
-    with suppress(*UNREADABLE):
-        if pieces_of(parse_json(lines[0]), 1) is not None:
-            return "jsonl"
-    return "text"
-
-
 def _said(item: dict[str, Any]) -> str:
     """What a message, a part of one, or an item of Responses says: its reasoning, its text, and its calls."""
     parts: list[str] = []
@@ -142,7 +122,7 @@ def _choice(choice: dict[str, Any], origin: object, line: str) -> list[Piece]:
         name = f"{line} {name}"
     elif origin:
         name = f"{name} of {on_one_line(str(origin))}"
-    last = whole or choice.get("finish_reason") is not None
+    last = whole or bool(choice.get("finish_reason"))  # some servers send "" until the end
     return [Piece(name, text=_said(choice.get("delta") or choice.get("message") or choice), last=last)]
 
 

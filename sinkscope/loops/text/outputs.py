@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-_CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # written without spaces
+# Scripts that are written without spaces: Thai to Myanmar, Khmer, kana, bopomofo, Han, Hangul, half-width kana.
+_ALONE = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u312f\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
+    r"\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+)
+RUN = 4  # equal signs in a row that are a token; they are no cell of a table
 _WORDS = re.compile(
-    rf"[{_CJK}]"  # a character each
-    rf"|(?:(?![{_CJK}])\w){{1,12}}"
-    r"|([^\w\s])\1{0,11}"
+    rf"[{_ALONE}]"  # a character each
+    rf"|(?:(?![{_ALONE}])[^\W\d]){{1,12}}"
+    r"|\d{1,12}"
+    rf"|([^\w\s])\1{{0,{RUN - 1}}}"
     r"|\s{16}"
     r"|[^\S\n]*\n\s*"
 )
-SIGNS = 12  # equal signs in a row are no cell of a table
 _GAP = 16  # characters of white space that are a token
 
 
@@ -38,10 +42,10 @@ class Splitter:
 
 
 def split(text: str) -> list[str]:
-    r"""Split into words of up to 12 letters or digits (longer ones in pieces), other characters, line breaks and gaps.
+    r"""Split into up to 12 letters, up to 12 digits (longer words in pieces), other characters, line breaks and gaps.
 
-    No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Up to 12 equal signs
-    in a row form one token, so a ruler is only a few tokens. Chinese, Japanese and Korean characters stand alone.
+    No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Up to 4 equal signs in a
+    row form one token. Characters of scripts that are written without spaces stand alone.
     16 characters of white space in a row are a token " ". Other white space that has a line break is a token "\n".
     """
     return [word for word, _ in spans(text)]
@@ -56,16 +60,3 @@ def spans(text: str) -> list[tuple[str, int]]:
             word = " " if len(word) == _GAP else "\n"
         words.append((word, match.end()))
     return words
-
-
-def is_tabular(words: Sequence[str]) -> bool:
-    """Return whether repeated words may be a table: numbers, single letters and signs, and the keys of JSON."""
-    is_table = False
-    for place, word in enumerate(words[:-2]):
-        is_name = word[0].isalpha() and len(word) > 1
-        is_sign = word[0].isascii() and len(word) < SIGNS and not is_name  # 0x1f and 2nd are numbers, too
-        is_key = [*words[place + 1 : place + 3]] == ['"', ":"]
-        if word == " " or not (is_sign or is_key):
-            return False
-        is_table = is_table or word.isalnum() or word == "\n"
-    return is_table

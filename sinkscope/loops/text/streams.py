@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -13,10 +12,12 @@ from zlib import crc32
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.plain import parse_json
-from sinkscope.loops.text.forms import EVENTS, UNREADABLE, Piece, StreamForm, on_one_line, pieces_of, pieces_of_record
-from sinkscope.loops.text.monitor import Monitor, MonitorSettings
+from sinkscope.loops.text.beginnings import beginning, lines_of
+from sinkscope.loops.text.counters import asked_copies
+from sinkscope.loops.text.forms import UNREADABLE, Piece, StreamForm, on_one_line, pieces_of, pieces_of_record
+from sinkscope.loops.text.monitor import Monitor, MonitorSettings, Settings
 from sinkscope.loops.text.near_copies import Echoes
-from sinkscope.loops.text.outputs import Splitter, is_tabular
+from sinkscope.loops.text.outputs import Splitter
 from sinkscope.loops.text.signals import Tail
 from sinkscope.results.notation import count_of
 
@@ -25,29 +26,32 @@ SHORT_END = 48  # tokens after the last copy that may be anything
 KEPT_TOKENS = 2048  # whose text is kept
 KEPT_VERDICTS = 64  # of a stream that is followed
 SHOWN_TOKENS = 60  # of a loop without an exact period
-MOST_BLANKS = 64  # bytes before the first word of an input whose form is to be learnt
+KEPT_IDS = 4096
 
 
 class Alarm(NamedTuple):
-    """A detected loop.
+    """A detected loop, or a repetition that may be honest.
 
     Attributes:
         stream: Name of the stream.
-        token: Number of the token, counted from 1, at which the monitor triggered.
-        tail: The repetition that reaches this token; None if it is not exact.
+        token: Number of the token, counted from 1, at which it was found.
+        tail: The repetition that reaches this token; None if the paper's monitor found none.
         text: One copy, or the last tokens, shortened and without control characters.
+        cut: Whether it is a loop, which a proxy or a guard ends.
     """
 
     stream: str
     token: int
     tail: Tail | None
     text: str
+    cut: bool = True
 
     def __str__(self) -> str:
         repetition = "no exact period"
         if self.tail is not None:
             repetition = f"period {self.tail.period}, {self.tail.repeats:.1f} copies since token {self.tail.start + 1}"
-        return f'loop in {self.stream} at token {self.token}: {repetition}, "{self.text}"'
+        what = "loop" if self.cut else "perhaps honest repetition"
+        return f'{what} in {self.stream} at token {self.token}: {repetition}, "{self.text}"'
 
 
 def _number_of(key: object) -> int:
@@ -62,8 +66,8 @@ class CheckedOutput:
     Attributes:
         name: Name such as "line 3", or the file's name.
         verdict: "loops": it repeats itself to its end. "looped": it repeated itself and went on. "suspicious": it has
-            near copies, such as counters, which may be honest. "empty": no text was found in it. "clean": none of
-            these.
+            near copies, or copies of data, which may be honest. "empty": no text was found in it. "clean": none of
+            these. A proxy and a guard end what loops.
         tokens: Number of tokens.
         wasted: Number of tokens after the first copy that belong to the repetition; None if there is none.
         period: Period in tokens of the stretch that covers most, as the monitor found it; None if there is none.
@@ -94,19 +98,18 @@ class Stream:
 
     Args:
         settings: Settings of the monitor.
+        asked: Number of copies that the prompt asks for.
     """
 
-    def __init__(self, settings: MonitorSettings | None = None) -> None:
-        recent = deque[str](maxlen=KEPT_TOKENS)
-        self.monitor = Monitor(
-            settings, lambda ids: is_tabular(list(recent)[-len(ids) :]), lambda _token: recent[-1][0].isdigit()
-        )
+    def __init__(self, settings: Settings | None = None, asked: int = 0) -> None:
+        self._recent = deque[str](maxlen=KEPT_TOKENS)
+        self.monitor = Monitor(settings, self._words_of, asked)
+        self._has_words: bool | None = None  # else ids
         self._splitter = Splitter()
-        self._recent = recent
         self._quiet_until = 0
         self._echoes = Echoes()
         self._suspected: int | None = None
-        self._onset: int | None = None  # of a counter
+        self._onset: int | None = None  # of what may be honest
         self._detected: int | None = None
         self._longest: Tail | None = None
         self._covered = 0
@@ -115,47 +118,53 @@ class Stream:
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises."""
         if piece.key is not None:
-            self.monitor.is_plain = self.monitor.is_number = None  # the tokens are no words
+            self._has_words = False
             key = piece.key
             if not isinstance(key, int):
                 key = _number_of(key)
             yield from self._advance(piece.stream, key, piece.text)
             return
+        if self._has_words is None:
+            self._has_words = True
         for word in self._splitter.feed(piece.text, piece.last):
             yield from self._advance(piece.stream, _number_of(word), word)
+
+    def _words_of(self, ids: Sequence[int]) -> Sequence[str]:
+        """The words of the last tokens; of ids there are none."""
+        if not self._has_words:
+            return ()
+        if len(ids) == 1:
+            return [self._recent[-1]]
+        return [*self._recent][-len(ids) :]
 
     def _advance(self, name: str, token: int, text: str) -> Iterator[Alarm]:
         """Yield the alarm that a token raises, if it does."""
         self._recent.append(text[:SHOWN_TOKENS])
         step = self.monitor.update(token)
-        if self.monitor.is_plain is not None and self._detected is None and self._suspected is None:
+        if self._has_words and self._detected is None and self._suspected is None:
             if self._echoes.add(text, step.step - 1):
                 self._suspected = step.step
         tail = step.tail
-        if tail is not None and not tail.exact:  # it may be honest: reported, but no verdict that a text loops
-            if step.trigger and step.step > self._quiet_until:
-                self._suspected = self._suspected or step.step
-                self._onset = tail.start
-                yield Alarm(name, step.step, tail, self._copy(tail))
-                self._quiet_until = step.step + self.monitor.settings.window
-            return
-        if tail is not None or step.trigger:
+        if not step.suspect and (tail is not None or step.trigger):
             self._last_copy = step.step
-        if tail is not None and step.step - tail.start > self._covered:
-            self._longest = tail
-            self._covered = step.step - tail.start
-        if not step.trigger:
-            return
-        if self._detected is None:
+            if tail is not None and step.step - tail.start > self._covered:
+                self._longest = tail
+                self._covered = step.step - tail.start
+        if step.trigger and self._detected is None:
             self._detected = step.step
+            self._quiet_until = 0  # it may have been suspected before
+        if step.suspect and self._suspected is None and tail is not None:
+            self._suspected, self._onset = step.step, tail.start
+        if not (step.trigger or step.suspect):
+            return
         if step.step > self._quiet_until:
-            yield Alarm(name, step.step, tail, self._copy(tail))
-        self._quiet_until = step.step + self.monitor.settings.window  # a loop that goes on is reported once
+            yield Alarm(name, step.step, tail, self._copy(tail), step.trigger)
+        self._quiet_until = step.step + self.monitor.settings.window  # what goes on is reported once
 
     def _copy(self, tail: Tail | None) -> str:
         """Text of one copy of the loop, or of the last tokens."""
         length = SHOWN_TOKENS if tail is None else tail.period
-        gap = "" if self.monitor.is_plain is None else " "
+        gap = " " if self._has_words else ""
         return on_one_line(gap.join([*self._recent][-length:]).strip(" "))
 
     def checked(self, name: str) -> CheckedOutput:
@@ -187,10 +196,12 @@ class Watch:
 
     Args:
         settings: Settings of the monitors.
+        prompt: What was asked; copies that it asks for are no loop.
     """
 
-    def __init__(self, settings: MonitorSettings | None = None) -> None:
+    def __init__(self, settings: Settings | None = None, prompt: str = "") -> None:
         self.settings = settings or MonitorSettings()
+        self._asked = asked_copies(prompt)
         self.open: dict[str, Stream] = {}
         self.checked: list[CheckedOutput] = []
         self.skipped = 0
@@ -244,7 +255,7 @@ class Watch:
         if piece.stream not in self.open:
             if piece.part and not piece.text:
                 return
-            self.open[piece.stream] = Stream(self.settings)
+            self.open[piece.stream] = Stream(self.settings, self._asked)
         stream = self.open[piece.stream]
         yield from stream.take(piece)
         if piece.last:
@@ -256,7 +267,7 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
     """The pieces that a byte stream adds to each output, as soon as they arrive; `skip` is told what cannot be read."""
     start = b""
     if form == "auto":
-        start, form = _beginning(source)
+        form, start = beginning(source, name)
     if form == "text":
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         data = start or source.read1(1 << 16)
@@ -271,9 +282,14 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
                 yield Piece(name, text=text)
             data = source.read1(1 << 16)
         return
-    if not start.endswith(b"\n"):
-        start += source.readline()
-    for place, line in enumerate(chain([start], iter(source.readline, b"")), 1):
+    if form == "sse":
+        lines = lines_of(source, start)
+    else:
+        if not start.endswith(b"\n"):
+            start += source.readline()
+        lines = chain([start], iter(source.readline, b""))
+    ids = AnswerIds()
+    for place, line in enumerate(lines, 1):
         text = ""
         try:
             text = line.decode("utf-8-sig").strip()
@@ -282,9 +298,39 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
             if text not in ("", "[DONE]"):
                 rest = source.read if whole and place == 1 else bytes
                 for number, row in enumerate(_rows(text, rest), place):
-                    yield from pieces_of_line(row, form, number)
+                    yield from pieces_of_line(ids.settled(row), form, number)
         except UNREADABLE as error:
             skip(f"{name} line {place} is no output of a model: {error}; it is {on_one_line(text)}")
+
+
+class AnswerIds:
+    """Tells ids of answers from those of chunks: some servers give each chunk a new id."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, None] = {}
+        self._first: str | None = None  # of the last chunks, while each has another one
+
+    def settled(self, row: Any) -> Any:
+        """Return a line; if it and the one before have new ids, and no answer ended between, with the id of that."""
+        if not isinstance(row, dict) or "choices" not in row or not row.get("id"):
+            return row
+        own = str(row["id"])
+        if own in self._seen:
+            self._first = None
+            return row
+        self._seen[own] = None
+        if len(self._seen) > KEPT_IDS:
+            del self._seen[next(iter(self._seen))]
+        first, goes_on = self._first, all(map(_goes_on, row["choices"] or ()))
+        self._first = None
+        if goes_on:
+            self._first = first or own
+        return {**row, "id": first or own}
+
+
+def _goes_on(choice: Any) -> bool:
+    """Whether a choice is a piece of an answer that does not end there."""
+    return isinstance(choice, dict) and "message" not in choice and not choice.get("finish_reason")
 
 
 def _rows(line: str, rest: Callable[[], bytes]) -> list[Any]:
@@ -296,26 +342,6 @@ def _rows(line: str, rest: Callable[[], bytes]) -> list[Any]:
     if isinstance(value, list):
         return value
     return [value]
-
-
-def _beginning(source: Any) -> tuple[bytes, StreamForm]:
-    """What was read to learn the form of an input, a byte at a time, and the form."""
-    start = b""
-    while len(start) < MOST_BLANKS:
-        byte = source.read1(1)
-        start += byte
-        word = start.decode("utf-8-sig", "ignore").lstrip()
-        if word.startswith(EVENTS):
-            return start, "sse"
-        if word == "{":
-            start += source.readline()
-            with suppress(ValueError):
-                parse_json(start.decode("utf-8-sig"))
-                return start, "jsonl"
-            break
-        if not byte or not any(event.startswith(word) for event in EVENTS):
-            break
-    return start, "text"
 
 
 def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
