@@ -11,7 +11,7 @@ from sinkscope.hooks.edit import Event
 from sinkscope.opening.live import target_of
 
 SMALL = {"budget": 24, "anchors": 4, "window": 16}
-EAGER = {"warmup": 0, "tail_shortest": 6, "tail_beyond": 0, "cooldown": 8}  # fires after two or three copies
+EAGER = {"warmup": 0, "tail_shortest": 6, "cooldown": 8}  # fires after two or three copies
 
 
 def feed(model, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:
