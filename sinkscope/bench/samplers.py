@@ -35,4 +35,5 @@ class RowSampler(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Float[Tensor, "row vocab"]) -> Float[Tensor, "row vocab"]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return scores that are minus infinity for all tokens but the one that was drawn."""
         noise = [gumbel(scores.shape[1], torch.float64, generator) for generator in self._generators]
-        return allow_only(scores, (scores / self._temperature + torch.stack(noise).to(scores)).argmax(-1))
+        exact = scores.double() / self._temperature + torch.stack(noise).to(scores.device)
+        return allow_only(scores, exact.argmax(-1))

@@ -6,7 +6,8 @@ For each earlier place where the last n tokens stand as well, the token that fol
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from sinkscope.files.records import Natural
-from sinkscope.loops.guard.steer import copies
 from sinkscope.results.options import checks_arguments
 
 LONGEST_COPY = 64  # tokens of a repetition that count; the loss of more is beyond any logit
+LARGEST_LOSS = 1e9  # beyond any logit, and within float32
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -67,9 +68,32 @@ class DRY(LogitsProcessor):
             while longest < min(LONGEST_COPY, len(ids)) and ids[-1 - longest] not in self._ignore:
                 longest += 1
             losses: dict[int, float] = {}
-            for place, length in copies(ids, longest):
+            for place, length in _copies(ids, longest):
                 if length >= self._allowed_length:
-                    loss = self._multiplier * self._base ** (length - self._allowed_length)
+                    loss = self._loss(length - self._allowed_length)
                     losses[ids[place]] = max(loss, losses.get(ids[place], 0.0))
             scores[row, list(losses)] -= torch.tensor(list(losses.values())).to(scores)
         return scores
+
+    def _loss(self, further: int) -> float:
+        """The loss of a token that prolongs a repetition which is so many tokens longer than allowed."""
+        if math.log(self._multiplier) + further * math.log(self._base) > math.log(LARGEST_LOSS):
+            return LARGEST_LOSS
+        return self._multiplier * self._base**further
+
+
+def _copies(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """Find where an earlier copy of the last ids is followed by a token, and the length of the copy, at most `longest`.
+
+    Args:
+        ids: The ids.
+        longest: Largest length, from which on a copy is not compared.
+    """
+    for end, token in enumerate(ids[:-1]):
+        if token != ids[-1]:
+            continue
+        length = 0
+        while length < min(end + 1, longest) and ids[end - length] == ids[-1 - length]:
+            length += 1
+        if length:
+            yield end + 1, length

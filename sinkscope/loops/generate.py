@@ -81,8 +81,8 @@ def generate(
         prompts: A text or a list of texts; token ids as a list, a list of lists or a tensor; or a tokenizer's output.
             Ids are used unchanged.
         patch: A `SinkPatch`, or the path of a patch.json.
-        interventions: Further edits: an intervention, several joined by |, the name of a policy, the path of a patch,
-            or a list of these. They act after the patch.
+        interventions: Further edits: an intervention, several joined by |, or a list of these. They act after the
+            patch.
         policy: What the KV cache keeps: a policy, or a name that `policy_named` accepts, such as "h2o:512".
         guard: Watch for repetition loops and cut the cache of rows that loop. True means `LoopGuard()`, which also
             removes loops from the text; "paper" means `LoopGuard.paper()`, which does not.

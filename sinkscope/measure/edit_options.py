@@ -28,7 +28,7 @@ def edit_from_options(
         policy: Which entries the KV cache keeps, such as streaming:512, snapkv:0.25:window=64 or
             package.module:Class:512; from Python also a policy.
         guard: Break repetition loops with LoopGuard; from Python also a `LoopGuard`, or "paper" (as published).
-        interventions: Any other intervention, or several joined by |.
+        interventions: Any other intervention, several joined by |, or a list of these.
 
     Raises:
         SinkscopeError: The patch cannot be read, the policy does not exist, or something is not an intervention.
@@ -39,7 +39,7 @@ def edit_from_options(
         guard = policy_named("loopguard:paper")
     parts = [
         SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,
-        interventions,
+        *(interventions if isinstance(interventions, list | tuple) else [interventions]),
         policy_named(policy) if isinstance(policy, str) else policy,
         guard or None,
     ]

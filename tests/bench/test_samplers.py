@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from bench_kit import tiny
 
@@ -9,6 +10,7 @@ from sinkscope.bench.answer import Answer, answer_rows
 from sinkscope.bench.samplers import RowSampler
 from sinkscope.hooks.edit.decode import ForcedAnswer
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.models.draws import draws, gumbel, in_order
 from sinkscope.opening.live import target_of
 
 LOOP = [11, 12, 13] * 12
@@ -25,6 +27,28 @@ def test_sampling_follows_the_softmax():
     shares = torch.bincount(alone, minlength=5) / 4000
     expected = (logits / 0.7).softmax(-1)
     assert ((shares - expected).abs() < 4 * (expected * (1 - expected) / 4000).sqrt() + 1e-3).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_drawn_in_half_precision_is_drawn_as_often(dtype):
+    """Eight equal logits far from 0, where bfloat16 has steps of an eighth, and noise rounds to equal numbers."""
+    logits = torch.full((8,), 20.0)
+    process = RowSampler(0.7, 0, ["dc-0001"])
+    count, by_bench, by_guard = 4000, torch.zeros(8), torch.zeros(8)
+    for number in range(count):
+        by_bench[process(torch.empty(0), logits[None].to(dtype))[0].argmax()] += 1
+        noise = 0.7 * gumbel(8, torch.float32, draws(0, f"{number}"))
+        by_guard[in_order(logits + noise, dtype).argmax()] += 1
+    for shares in (by_bench / count, by_guard / count):
+        assert (shares - 1 / 8).abs().max() < 4 * (7 / 64 / count) ** 0.5
+
+
+def test_the_largest_values_keep_their_order_in_half_precision():
+    values = torch.tensor([20.0, 20.001, 20.002, 19.999, -3.0, 20.003])
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = in_order(values, dtype)
+        assert rounded.argsort().tolist() == values.argsort().tolist() and (rounded - values).abs().max() < 1
+    assert torch.equal(in_order(values, torch.float32), values)
 
 
 def first_logits(temperature: float, **chosen) -> tuple[float, ...]:

@@ -146,6 +146,40 @@ def test_losses_count_each_copy_since_the_act_and_the_longest_before(piece, betw
     assert steering.losses(ids) == losses_of(ids, steering.since, window)
 
 
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6)), min_size=1, max_size=60), st.integers(0, 10))
+def test_losses_that_are_followed_are_those_of_the_row_read_at_once(steps, since):
+    """Token by token, where now and then some are taken back."""
+    steering, ids = Steering(0.5, 12, since), []
+    for token, back in steps:
+        if back > 4:
+            del ids[len(ids) - min(back, len(ids)) :]
+        ids.append(token)
+        steering.since = min(since, len(ids))
+        assert steering.losses(ids) == losses_of(ids, steering.since, 12)
+
+
+def test_losses_after_a_long_row_compare_no_more_than_its_copies():
+    """The row is a list of another kind, which counts what is read of it."""
+
+    class Counting(list):
+        read = 0
+
+        def __getitem__(self, place):
+            one = super().__getitem__(place)
+            self.read += len(one) if isinstance(place, slice) else 1
+            return one
+
+    ids = Counting(torch.randint(0, 30_000, (20_000,), generator=torch.Generator().manual_seed(0)).tolist())
+    steering = Steering(0.5, 256, len(ids))
+    steering.losses(ids)
+    ids.read = 0
+    for token in (7, 8, 9, 7, 8, 9, 7):
+        ids.append(token)
+        found = steering.losses(ids)
+    assert found and ids.read < 60
+
+
 def test_a_penalty_rises_with_each_act_in_succession():
     ids = [7, 8, 9, 6] * 3
     steering = Steering(0.5, window=20, since=len(ids))

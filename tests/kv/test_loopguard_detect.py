@@ -73,7 +73,7 @@ def test_the_looping_row_ends_after_the_trigger_and_no_other():
     def write(ids: Tensor, scores: Tensor) -> Tensor:
         told = torch.full_like(scores, -torch.inf)
         for row, tokens in enumerate(rows):
-            if scores[row, 2] != 0 or not scores[row, 3].isneginf():  # else the guard has ended it
+            if scores[row].argmax() != 2 or scores[row, 2] < 900 + scores[row, 3]:  # else the guard has ended it
                 told[row, tokens[ids.shape[1] - 9]] = 0.0
             else:
                 told[row, 2] = 0.0
@@ -85,6 +85,71 @@ def test_the_looping_row_ends_after_the_trigger_and_no_other():
     assert first < second < 40 and len(out[0]) == second + 1
     assert out[:2] == [[*rows[0][:first], 2, *[0] * (second - first)], [*rows[1][:second], 2]]
     assert {event.row for event in run.events} == {0, 1}
+
+
+@pytest.mark.parametrize("settings", [{"min_new_tokens": 30}, {"suppress_tokens": [2, 3]}, {"do_sample": True}])
+def test_a_row_that_is_stopped_ends_as_soon_as_the_settings_allow_it(settings):
+    model, _ = tiny_model("llama", num_hidden_layers=2)
+    model.generation_config.eos_token_id = [2, 3]
+    ids, mask = prompts([9])
+
+    def loop(ids: Tensor, scores: Tensor) -> Tensor:
+        """The row wants to loop, but for what the guard wants more."""
+        wanted = scores.clone()
+        wanted[:, LOOPS[ids.shape[1] - 9]] += 100
+        return wanted
+
+    guard = LoopGuard(variant="tail", window=16, act="stop", monitor={"warmup": 0, "tail_shortest": 6})
+    ask = {"attention_mask": mask, "max_new_tokens": 40, "pad_token_id": 0, "do_sample": False, **settings}
+    with guard.on(model) as run:
+        new = model.generate(ids, logits_processor=[loop], **ask)[0, 9:].tolist()
+    alarm = run.events[0].data["generated"]
+    if "min_new_tokens" in settings:
+        assert new[:30] == LOOPS[:30] and new[30:] == [2]
+    elif "suppress_tokens" in settings:
+        assert new == LOOPS[:40]
+    else:
+        assert new == [*LOOPS[:alarm], 2]
+
+
+def test_a_token_that_is_padding_elsewhere_ends_no_row_of_a_model_without_an_end():
+    model, _ = tiny_model("llama", num_hidden_layers=2)
+    model.generation_config.eos_token_id = None
+    ids, mask = prompts([9])
+    row = [0, 30, 31, 32] * 10
+
+    def told(ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([row[ids.shape[1] - 9]]), 0.0)
+
+    guard = LoopGuard(variant="tail", window=16, act="report", monitor={"warmup": 0, "tail_shortest": 6})
+    with guard.on(model) as run:
+        ask = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+        model.generate(ids, logits_processor=[told], **ask)
+    assert run.events and run.events[0].data["period"] == 4
+
+
+def test_what_is_taken_back_of_a_long_row_is_not_replayed_from_its_beginning(monkeypatch):
+    read: list[int] = []
+    update = Monitor.update
+
+    def counted(self, token, p_max=None):
+        read.append(token)
+        return update(self, token, p_max)
+
+    row = WatchedRow(Monitor)
+    ids = torch.randint(5, 5000, (5000,), generator=torch.Generator().manual_seed(0)).tolist()
+    for token in [*ids, *ids[-80:] * 2]:
+        push([row], torch.tensor([token]), None, ())
+    monkeypatch.setattr(Monitor, "update", counted)
+    row.take_back(160)
+    assert len(read) <= 256 and row.written == 5000
+    again = WatchedRow(Monitor)
+    for token in ids:
+        push([again], torch.tensor([token]), None, ())
+    ends = [push([one], torch.tensor([token]), None, ()) for token in ids[-80:] * 3 for one in (row, again)]
+    assert any(ends) and ends[::2] == ends[1::2]
+    row.take_back(4900)  # further back than what is kept
+    assert row.monitor.last.step == row.written
 
 
 def test_what_was_taken_back_never_arrived_and_what_stayed_did():

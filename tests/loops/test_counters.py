@@ -118,6 +118,11 @@ def test_fewer_than_12_copies_are_no_counter():
         ("Give me 12 identical lines of it", 12),
         ("an array of 64 zeros", 64),
         ("List 100 animals.", 0),
+        ("Say it 20 times. This is 1000 times faster", 20),
+        ("Why is a GPU 1000 times faster than a CPU?", 0),
+        ("It is ten times as large, and 5 times the price", 0),
+        ("Take it 3 times a day, 100 times per second", 0),
+        ("Find the error in the 500 lines below; the file has 900 rows", 0),
         ("", 0),
     ],
 )

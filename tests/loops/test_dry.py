@@ -43,6 +43,12 @@ def test_dry_against_its_definition(rows, multiplier, base, allowed, broken):
         torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_loss_beyond_all_numbers_forbids_the_token():
+    for dtype in (torch.float32, torch.float16):
+        scores = ss.DRY(base=1e6)(torch.tensor([[5, 6] * 40]), torch.zeros(1, 9, dtype=dtype))
+        assert scores[0, 5] <= -6e4 and not scores.isnan().any() and scores[0, 4] == 0
+
+
 def test_dry_in_generate_ends_a_loop():
     model = ss.load()
     inputs = model.tokenizer("One day, the bird sang the same song again and again:", return_tensors="pt")

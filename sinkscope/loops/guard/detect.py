@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,6 +15,9 @@ from torch import Tensor
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.monitor import Monitor, Settings
 from sinkscope.loops.text.outputs import split
+
+MARKED_EVERY, MARKS = 256, 12
+"""A row's monitor is kept after so many tokens, the latest few: what is taken back needs no replay of the row."""
 
 
 class WatchedRow:
@@ -28,6 +32,7 @@ class WatchedRow:
         monitor: Its monitor.
         ids: Its latest ids, up to the newest that the monitor has seen.
         steering: How a guard steers it since it looped.
+        stops: Whether a guard lets it end.
     """
 
     def __init__(self, monitor: Callable[[], Monitor], prompt: int = 0, prompt_ids: Sequence[int] = ()) -> None:
@@ -37,6 +42,8 @@ class WatchedRow:
         self.ids = list(prompt_ids)
         self._prompt_ids = len(self.ids)
         self.steering: Steering | None = None
+        self.stops = False
+        self._marks: deque[tuple[int, Monitor]] = deque(maxlen=MARKS)  # after how many tokens the monitor was this
 
     @property
     def written(self) -> int:
@@ -48,12 +55,24 @@ class WatchedRow:
         """Number of its tokens."""
         return self.prompt + self.written
 
+    def add(self, token: int, p_max: float | None) -> bool:
+        """Pass the next token, and the largest probability of the one after it, to the monitor; whether it triggers."""
+        if self.written % MARKED_EVERY == 0:
+            self._marks.append((self.written, self.monitor.copy()))
+        self.ids.append(token)
+        return self.monitor.update(token, p_max).trigger
+
     def take_back(self, count: int) -> None:
-        """Forget the last `count` tokens, as if they had never arrived."""
+        """Forget the last `count` tokens, as if they had never arrived: the monitor goes back to a mark before them."""
         del self.ids[len(self.ids) - count :]
         looped = self.monitor.looped
-        self.monitor = self._new_monitor()
-        for token in self.ids[self._prompt_ids :]:
+        while self._marks and self._marks[-1][0] > self.written:
+            self._marks.pop()
+        seen, self.monitor = 0, self._new_monitor()
+        if self._marks:
+            seen, mark = self._marks[-1]
+            self.monitor = mark.copy()
+        for token in self.ids[self._prompt_ids + seen :]:
             self.monitor.update(token, 0.0)
         self.monitor.looped = looped
 
@@ -65,7 +84,7 @@ class GuardedRows:
     Attributes:
         rows: The rows.
         seen: Number of tokens in the cache after the last call.
-        ends: Ids that end a row, or pad it.
+        ends: Ids that end a row, or pad one that has ended.
         stops: Ids that end a row.
         count: Number of generated tokens of each row, with those after its end.
     """
@@ -128,8 +147,7 @@ def push(
             row.monitor.end()
         if row.monitor.ended:
             continue
-        row.ids.append(token)
-        if row.monitor.update(token, probabilities[number]).trigger:
+        if row.add(token, probabilities[number]):
             alarms.append(number)
     return alarms
 

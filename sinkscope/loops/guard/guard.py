@@ -39,9 +39,10 @@ from sinkscope.loops.guard.retention import Retention, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.counters import asked_copies
 from sinkscope.loops.text.monitor import MonitorSettings, Settings
-from sinkscope.models.draws import draws, gumbel
+from sinkscope.models.draws import draws, gumbel, in_order
 from sinkscope.results.notation import count_of
 
+CERTAIN = 1000.0  # a logit that leads by so much is drawn at any temperature, and has a place in float16
 ASKED_WITHIN = 512  # last tokens of a prompt that may ask for a repetition
 ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
 
@@ -275,11 +276,18 @@ class GuardRun:
             alarms = [number for number in alarms if rows.seen < rewinder.end_lengths[number]]
         if alarms:
             self._respond(moment, rows, alarms)
-        if alarms and self.guard.act == "stop":
-            logits[alarms] = -torch.inf
-            logits[alarms, rows.stops[0]] = 0
+        if self.guard.act == "stop":
+            self._stop(rows, alarms, logits)
         if self.guard.penalty or self.guard.temperature:
             self._steer(rows, logits)
+
+    def _stop(self, rows: GuardedRows, alarms: list[int], logits: Float[Tensor, "row vocab"]) -> None:
+        """Let rows end from their alarm on: at once, or as soon as the caller's settings allow an end."""
+        for number in alarms:
+            rows.rows[number].stops = True
+        for number, row in enumerate(rows.rows):
+            if row.stops and not row.monitor.ended:
+                logits[number, rows.stops[0]] = logits[number].amax() + CERTAIN
 
     def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
         """Lower the logits of tokens that would prolong a repetition of rows that looped, in place."""
@@ -297,7 +305,8 @@ class GuardRun:
                 steering.steer(row_logits, ids, rows.ends)
                 if temperature:
                     generator = draws(self.guard.seed, f"{len(ids)} after {ids[-8:]}")
-                    row_logits += temperature * gumbel(len(row_logits), torch.float32, generator)
+                    noise = temperature * gumbel(len(row_logits), torch.float32, generator)
+                    row_logits.copy_(in_order(row_logits.float() + noise, row_logits.dtype))
             logits[list(steered)] = changed.to(logits.device)
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
@@ -339,7 +348,9 @@ class GuardRun:
         prompt: list[int] = (moment.call.columns[:, :seen].amax(1) + 1).tolist()
         settings = self.session.generation.settings or getattr(self.run.target.hf, "generation_config", None)
         stops = ids_of_setting(settings, "eos_token_id")
-        ends = {*stops, *ids_of_setting(settings, "pad_token_id")}
+        ends = set(stops)
+        if stops:  # a row that has ended goes on as padding; without an end no row does
+            ends.update(ids_of_setting(settings, "pad_token_id"))
         tokenizer = self.run.target.available_tokenizer
         monitor = monitors(self.settings, tokenizer)
         rows: list[WatchedRow] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -42,6 +42,7 @@ class Steering:
     until: int = -1
     level: int = 0
     is_number: Callable[[int], bool] | None = None
+    _copies: Copies | None = field(default=None, init=False, repr=False)
 
     def act(self, ids: Sequence[int], taken_back: int, now: int) -> int:
         """Steer a row from here on, and raise the level l (section 5.3) if the act before was recent.
@@ -60,16 +61,18 @@ class Steering:
         return self.level
 
     def losses(self, ids: Sequence[int]) -> dict[int, float]:
-        """Return what the logits of tokens lose after a row of ids."""
+        """Return what the logits of tokens lose after a row of ids, which is the row of the last call, changed at its
+        end.
+        """
         strength = self.penalty * (self.level + 1)
         every = max(self.since, len(ids) - self.window)
         before: dict[int, float] = {}
         losses: dict[int, float] = {}
-        compared = ids
-        if self.is_number is not None:
-            compared = [NUMBER if self.is_number(token) else token for token in ids]
-        for place, length in copies(compared, len(ids) - self.since):
-            token, loss = ids[place], strength * (length - LENIENT)
+        if self._copies is None or self._copies.is_number is not self.is_number:
+            self._copies = Copies(self.is_number)
+        self._copies.follow(ids)
+        for place, length in self._copies.lengths.items():
+            token, loss = ids[place], strength * (min(length, len(ids) - self.since) - LENIENT)
             if loss <= 0:
                 continue
             if place >= every:
@@ -89,18 +92,63 @@ class Steering:
             logits[list(ends)] -= lost
 
 
-def copies(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
-    """Find where an earlier copy of the last ids is followed by a token, and the length of the copy, at most `longest`.
+class Copies:
+    """Where the last tokens of a row stand earlier, followed token by token: the work is that of the copies alone.
 
     Args:
-        ids: The ids.
-        longest: Largest length, from which on a copy is not compared.
+        is_number: Says which tokens are numbers, if these count as equal.
+
+    Attributes:
+        lengths: Place behind each earlier copy of the last tokens -> its length, which is more than `LENIENT`.
     """
-    for end, token in enumerate(ids[:-1]):
-        if token != ids[-1]:
-            continue
-        length = 0
-        while length < min(end + 1, longest) and ids[end - length] == ids[-1 - length]:
-            length += 1
-        if length:
-            yield end + 1, length
+
+    def __init__(self, is_number: Callable[[int], bool] | None = None) -> None:
+        self.is_number = is_number
+        self.lengths: dict[int, int] = {}
+        self._ids: list[int] = []
+        self._compared: list[int] = []
+        self._places: dict[tuple[int, ...], list[int]] = {}  # last tokens -> places behind them, the latest last
+
+    def follow(self, ids: Sequence[int]) -> None:
+        """Take back what a row has lost at its end, and add what is new there."""
+        same = min(len(self._ids), len(ids))
+        while same and self._ids[same - 1] != ids[same - 1]:
+            same -= 1
+        if same < len(self._ids):
+            self._take_back(same)
+        for token in ids[same:]:
+            self._add(token)
+
+    def _add(self, token: int) -> None:
+        compared = token
+        if self.is_number is not None and self.is_number(token):
+            compared = NUMBER
+        self._ids.append(token)
+        self._compared.append(compared)
+        before, self.lengths = self.lengths, {}
+        places = self._last_places()
+        for place in places:  # a copy that goes on, or one that has just become long enough
+            self.lengths[place] = before.get(place - 1, LENIENT) + 1
+        places.append(len(self._ids))
+
+    def _last_places(self) -> list[int]:
+        """The places behind all copies of the last tokens."""
+        if len(self._compared) <= LENIENT:
+            return []
+        return self._places.setdefault(tuple(self._compared[-LENIENT - 1 :]), [])
+
+    def _take_back(self, length: int) -> None:
+        """Forget all but the first tokens."""
+        while len(self._ids) > length:
+            places = self._last_places()
+            if places:
+                places.pop()
+            self._ids.pop()
+            self._compared.pop()
+        self.lengths = {}
+        row = self._compared
+        for place in self._last_places()[:-1]:
+            copy = LENIENT + 1
+            while copy < place and row[place - 1 - copy] == row[~copy]:
+                copy += 1
+            self.lengths[place] = copy

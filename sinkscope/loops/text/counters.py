@@ -16,14 +16,25 @@ _NUMBERS = {
 }
 _THINGS = "times|copies|lines|rows|repetitions|repeats|verses|cells|entries|zeros|ones|bars"
 _WHICH = "(?:(?:identical|equal|more|empty|blank|short|long|new|the same) )?"  # "12 identical lines"
-_REQUEST = re.compile(rf"\b(\d{{1,4}}|{'|'.join(_NUMBERS)})\s+{_WHICH}(?:{_THINGS})\b", re.IGNORECASE)
+_GIVEN = "the|these|those|my|our|your|its|all|has|have|had|was|were|contains|every|each"  # what exists
+_COMPARED = r"\w+er|more|less|as|the|that|what|worse|a|an|per|each|every|daily|weekly"
+_REQUEST = re.compile(
+    rf"(?:\b(?P<given>{_GIVEN})\s+)?\b(?P<number>\d{{1,4}}|{'|'.join(_NUMBERS)})\s+{_WHICH}(?:{_THINGS})\b"
+    rf"(?!\s+(?:{_COMPARED})\b)",
+    re.IGNORECASE,
+)
 
 
 def asked_copies(prompt: str) -> int:
-    """Return the largest number of repetitions that an English prompt asks for, such as "40 times"; else 0."""
+    """Return the largest number of repetitions that an English prompt asks for, such as "40 times"; else 0.
+
+    Comparisons ("1000 times faster"), frequencies ("3 times a day") and what exists ("the 500 lines") ask for none.
+    """
     most = 0
-    for number in _REQUEST.findall(prompt):
-        most = max(most, _NUMBERS.get(number.lower()) or int(number))
+    for request in _REQUEST.finditer(prompt):
+        if request["given"] is None:
+            number = request["number"]
+            most = max(most, _NUMBERS.get(number.lower()) or int(number))
     return most
 
 

@@ -7,11 +7,15 @@ and appendix B.2 (`votes`). Time and memory per token do not grow with the lengt
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections import deque
+from copy import copy
+from typing import Any, NamedTuple
 
 from sinkscope.loops.text.copies import CopyRule, WordsOf
+from sinkscope.loops.text.counters import CounterRepetition
+from sinkscope.loops.text.repetition import TailRepetition
 from sinkscope.loops.text.settings import VARIANTS, MonitorSettings, PaperSettings, Settings
-from sinkscope.loops.text.signals import Tail, checked_id
+from sinkscope.loops.text.signals import Tail, WindowNovelty, checked_id
 from sinkscope.loops.text.votes import VoteRule
 
 __all__ = ["VARIANTS", "Monitor", "MonitorSettings", "PaperSettings", "Settings", "Step"]
@@ -75,6 +79,10 @@ class Monitor:
         """Return whether a token is a number or a part of one."""
         return self._copies.is_number(token)
 
+    def copy(self) -> Monitor:
+        """Return a monitor that goes on from here by itself."""
+        return _copied(self)
+
     def end(self) -> None:
         """Mark the row as finished: later tokens for it are padding and are ignored."""
         self.ended = True
@@ -109,3 +117,14 @@ class Monitor:
         if self.last.trigger:
             self._rests_until = step + self.settings.cooldown + 1
         return self.last
+
+
+def _copied(one: Any) -> Any:
+    """A copy with tokens of its own; what it was made with is shared."""
+    other = copy(one)
+    for name, value in vars(one).items():
+        if isinstance(value, list | dict | deque):
+            setattr(other, name, copy(value))
+        elif isinstance(value, CopyRule | VoteRule | TailRepetition | CounterRepetition | WindowNovelty):
+            setattr(other, name, _copied(value))
+    return other
