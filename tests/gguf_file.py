@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 
-def write_gguf(path: Path, model, tokenizer):
-    """Write float32 weights and the vocabulary, as llama.cpp's converter lays them out."""
+def write_gguf(path: Path, model, tokenizer, more: Callable[[Any], object] = lambda _: None, weights: bool = True):
+    """Write float32 weights and the vocabulary, as llama.cpp's converter lays them out.
+
+    Args:
+        path: The file.
+        model: A Llama.
+        tokenizer: Its tokenizer.
+        more: Adds fields and tensors to the writer.
+        weights: Whether there are weights.
+    """
     import gguf
 
     config = model.config
@@ -35,7 +45,8 @@ def write_gguf(path: Path, model, tokenizer):
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    more(writer)
+    for name, tensor in model.state_dict().items() if weights else ():
         array = tensor.float().numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # the other convention of rotary pairs
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads

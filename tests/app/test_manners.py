@@ -124,7 +124,7 @@ def test_a_chat_template_that_fails_is_refused_in_one_line(template, says):
     tokenizer = organism("llama", 0).tokenizer
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
-    with refused("chat template", [says, "leave out chat"]):
+    with refused("chat template", [says, "chat=False"]):
         chat_text(tokenizer, [{"role": "user", "content": "poem"}], "m")
 
 

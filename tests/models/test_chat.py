@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 import sinkscope as ss
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.measure import Setup
+from sinkscope.models.text.chat import chat_text
 
 CHAT = (
     "{% for m in messages %}<s> {{ m.role }} {{ m.content }} </s> {% endfor %}"
@@ -59,8 +60,50 @@ def test_a_text_becomes_a_message_where_there_is_a_template():
         tokens("poem", bos=True, chat=True)
     tokenizer.chat_template = None
     assert notes_of(lambda: tokens("poem dog book")) == [] and tokens("poem dog book") == tokens(plain)
-    with refused("has no chat template: leave out chat"):
+    with refused(r"has no chat template: read texts as they are, with chat=False \(--no-chat\)"):
         tokens("poem", chat=True)
+
+
+BLOCKS = (
+    "{% for m in messages %}<s> {{ m.role }} {% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% endif %}{% endfor %} </s> {% endfor %}{% if add_generation_prompt %}<s> assistant {% endif %}"
+)
+STRICT_BLOCKS = (
+    "{% for m in messages %}<s> {{ m.role }} {{ m.content[0]['text'] + '' }} </s> {% endfor %}<s> assistant "
+)
+
+
+@pytest.mark.parametrize(
+    "template", [BLOCKS, STRICT_BLOCKS, CHAT, CHAT.replace("m.content", "m.content | trim | upper")]
+)
+def test_a_template_that_expects_blocks_gets_them(template):
+    _, tokenizer = chatty(template)
+    if "upper" in template:
+        with refused("the chat template of m leaves out what message 1 says: read texts as they are"):
+            chat_text(tokenizer, [{"role": "user", "content": "poem"}], "m")
+        return
+    messages = [{"role": "user", "content": "poem\n dog"}, {"role": "assistant", "content": "cat"}]
+    text = chat_text(tokenizer, [*messages, {"role": "user", "content": "book!"}], "m")
+    assert text.split() == "<s> user poem dog </s> <s> assistant cat </s> <s> user book! </s> <s> assistant".split()
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% if false %}x{% endif %}", "writes nothing"),
+        ("<s> assistant ", "leaves out what message 1 says"),
+        ("{{ raise_exception('no system\n role') }}", r"failed \(.*no system"),
+        ("{{ 1 / 0 }}", r"failed \(division by zero"),
+    ],
+)
+def test_a_template_that_says_nothing_is_refused_with_the_option_that_exists(template, says):
+    model, tokenizer = chatty(template)
+    for read in (ss.generate, lambda model, text, **more: ss.Conversation(model, **more).ask(text)):
+        with refused(rf"the chat template of .* {says}.*: read texts as they are, with chat=False \(--no-chat\)"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SinkscopeWarning)
+                read(model, "poem dog", tokenizer=tokenizer)
+    assert ss.generate(model, "poem dog", tokenizer=tokenizer, chat=False, max_new_tokens=2)[0].tokens
 
 
 @pytest.mark.parametrize("answers", ["recompute", "keep"])

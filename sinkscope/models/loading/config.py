@@ -14,6 +14,7 @@ import torch
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
 from sinkscope.models.checkpoints.side_files import TOKENIZER_FILES, check_side_files
+from sinkscope.models.loading.gguf_header import GgufHeader
 from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -203,7 +204,10 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
         check_side_files(folder, ["generation_config.json"])  # else it is ignored
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     else:
+        header = GgufHeader(folder / gguf)
+        header.check_kind()
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
+        header.apply_rope(config.get_text_config())
     config._attn_implementation = config._experts_implementation = None  # it may name code on the hub
     text = config.get_text_config()
     if getattr(text, "attn_logit_softcapping", None) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from sinkscope.models.loading.config import first_line
 Chat = bool | Literal["auto"]
 """Whether texts are put into the chat template: "auto" does it if there is one and they are not in one already."""
 Messages = Sequence[Mapping[str, str]]
+_REMEDY = "read texts as they are, with chat=False (--no-chat)"
 
 
 def uses_template(tokenizer: Any, text: str, chat: Chat, name: str) -> bool:
@@ -39,7 +41,8 @@ def chat_ids(tokenizer: Any, messages: Messages, name: str, before: Sequence[int
     Raises:
         SinkscopeError: As for `chat_text`, or the template does not go on where those ids end.
     """
-    ids = list(tokenizer(chat_text(tokenizer, messages, name), add_special_tokens=False, verbose=False)["input_ids"])
+    text = chat_text(tokenizer, messages, name, len(messages) - 1 if before else 0)
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     if ids[: len(before)] != [*before]:
         raise SinkscopeError(
             f"the chat template of {name} does not go on from the {len(before)} tokens so far, because it writes "
@@ -48,21 +51,39 @@ def chat_ids(tokenizer: Any, messages: Messages, name: str, before: Sequence[int
     return ids[len(before) :]
 
 
-def chat_text(tokenizer: Any, messages: Messages, name: str) -> str:
+def chat_text(tokenizer: Any, messages: Messages, name: str, first: int = 0) -> str:
     """Format the messages with the chat template, up to the beginning of the model's answer.
+
+    Some templates expect the content of a message in blocks, and write nothing of a text, or fail. They get blocks.
 
     Args:
         tokenizer: Tokenizer with the template.
         messages: Messages, each with role and content.
         name: Name of the model, for errors.
+        first: Number of the first message, from 0, whose text must be there. Answers may be written in another way.
 
     Raises:
-        SinkscopeError: There is no template, or it rejects the messages.
+        SinkscopeError: There is no template, it rejects the messages, or it leaves out what the user says.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise SinkscopeError(f"the tokenizer of {name} has no chat template: leave out chat")
-    try:
-        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
-        reason = visible(first_line(error))
-        raise SinkscopeError(f"the chat template of {name} failed ({reason}): leave out chat") from None
+        raise SinkscopeError(f"the tokenizer of {name} has no chat template: {_REMEDY}")
+    blocks = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    problems: list[str] = []
+    for given in (list(messages), blocks):
+        try:
+            text = str(tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
+            problems.append(f"failed ({visible(first_line(error))})")
+            continue
+        left_out = [number for number, said in enumerate(messages, 1) if number > first and not _holds(text, said)]
+        if not left_out:
+            return text
+        problems.append(f"leaves out what message {left_out[0]} says" if text.strip() else "writes nothing")
+    raise SinkscopeError(f"the chat template of {name} {problems[0]}: {_REMEDY}")
+
+
+def _holds(text: str, message: Mapping[str, str]) -> bool:
+    """Whether a text has the words of a message; of an answer and of a message without words it need not."""
+    if message["role"] == "assistant":
+        return True
+    return all(word in text for word in re.findall(r"\w+", message["content"]))

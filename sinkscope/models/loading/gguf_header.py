@@ -1,0 +1,144 @@
+"""What the header of a GGUF file says that transformers does not read: what kind of file it is, and how rope is scaled.
+
+Rotary frequencies as llama.cpp computes them: divided by the factors of a tensor, one for each pair, if there is one;
+then by the factor of a linear or yarn scaling. transformers has each of these by another name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+
+_FREQUENCIES = "rope_freqs.weight"  # one factor for each rotary pair, at every length; Llama 3.1 has them
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+"""Fields of transformers, and the keys behind "rope.scaling." whose values they are."""
+_NEUTRAL = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "attn_factor": 1.0}
+"""Keys of which transformers has no equal under yarn, unless they have these values."""
+
+
+class GgufHeader:
+    """The fields of a GGUF file.
+
+    Args:
+        file: The file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        import gguf
+
+        self.name = file.name
+        self._reader: Any = gguf.GGUFReader(str(file))  # as transformers gives it, so that it is parsed once
+        self.architecture = str(self.value("general.architecture") or "")
+
+    def value(self, key: str) -> Any:
+        """Return the value of a field; None if there is none."""
+        field = self._reader.fields.get(key)
+        return None if field is None else field.contents()
+
+    def scaling(self, key: str) -> Any:
+        """Return the value of a field about the scaling of rope; None if there is none."""
+        return self.value(f"{self.architecture}.rope.scaling.{key}")
+
+    def factors(self, tensor: str) -> list[float] | None:
+        """Return the values of a tensor of rotary factors; None if there is none."""
+        for one in self._reader.tensors:
+            if one.name == tensor:
+                return one.data.astype("float32").ravel().tolist()
+        return None
+
+    def check_kind(self) -> None:
+        """Check that the file is a whole language model.
+
+        Raises:
+            UnsupportedError: It is a part of one, an adapter, an image tower, a vocabulary, or something else.
+        """
+        kind = str(self.value("general.type") or "model")
+        parts = int(self.value("split.count") or 1)
+        if kind == "adapter":
+            base = self.value("general.base_model.0.name") or "its base model"
+            raise UnsupportedError(
+                f"{self.name} is a LoRA adapter, whose weights are changes to those of {base}: give a file into which "
+                "it was merged (llama-export-lora makes one)"
+            )
+        if kind == "mmproj" or self.architecture == "clip":
+            raise UnsupportedError(f"{self.name} is the image tower of a model (mmproj): give the file of its text")
+        if parts > 1:
+            number = int(self.value("split.no") or 0) + 1
+            raise UnsupportedError(
+                f"{self.name} is part {number} of {parts} of a split file: give one whole file "
+                "(llama-gguf-split --merge makes it of the first part)"
+            )
+        if not self._reader.tensors:
+            raise UnsupportedError(f"{self.name} holds a vocabulary and no weights: give the file of a model")
+        if kind != "model":
+            raise UnsupportedError(f"{self.name} is a file of the type {kind!r}: give the file of a model")
+
+    def apply_rope(self, config: Any) -> None:
+        """Set in a configuration how rope is scaled.
+
+        Args:
+            config: Text configuration that transformers made of the file.
+
+        Raises:
+            UnsupportedError: It is scaled in a way of which transformers has no equal.
+        """
+        rope = getattr(config, "rope_parameters", None)
+        if not isinstance(rope, dict):
+            if self._is_scaled():
+                raise UnsupportedError(f"{self.name} scales rope, and {config.model_type} has no way to: give another")
+            return
+        rope = rope.get("full_attention", rope)  # layers with a window are not scaled
+        if rope.get("rope_type", "default") != "default":
+            return  # transformers has read it
+        rope.update(self._rope(config))
+
+    def _is_scaled(self) -> bool:
+        kind = self.scaling("type") or "none"
+        linear = self.value(f"{self.architecture}.rope.scale_linear")
+        return kind != "none" or bool(linear) or any(self.factors(name) for name in (_FREQUENCIES, _LONG))
+
+    def _rope(self, config: Any) -> dict[str, Any]:
+        """What the file says, in transformers' words; nothing if rope is not scaled."""
+        kind, factor = str(self.scaling("type") or "none"), self.scaling("factor")
+        linear = self.value(f"{self.architecture}.rope.scale_linear")  # of older files
+        if linear and kind == "none":
+            kind, factor = "linear", linear
+        factor = float(factor or 1.0)
+        frequencies, long = self.factors(_FREQUENCIES), self.factors(_LONG)
+        trained = int(self.scaling("original_context_length") or config.max_position_embeddings)
+        if kind in ("none", "linear", "longrope") and (frequencies or long):
+            divisor = factor if kind == "linear" else 1.0
+            attention = float(self.scaling("attn_factor") or 1.0)
+            if long is None:
+                trained, attention = config.max_position_embeddings, 1.0
+            return {
+                "rope_type": "longrope",  # divides each frequency by a number of its own
+                "long_factor": [divisor * one for one in long or frequencies or ()],
+                "short_factor": [divisor * one for one in self.factors(_SHORT) or long or frequencies or ()],
+                "factor": 1.0,
+                "attention_factor": attention,
+                "original_max_position_embeddings": trained,
+            }
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": factor}
+        if kind == "yarn" and not (frequencies or long):
+            for key, neutral in _NEUTRAL.items():
+                if self.scaling(key) not in (None, neutral):
+                    raise self._refusal(f"yarn with {key} = {self.scaling(key)}")
+            yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
+            for field, key in _YARN.items():
+                if self.scaling(key) is not None:
+                    yarn[field] = self.scaling(key)
+            return yarn
+        if kind == "none":
+            return {}
+        raise self._refusal(f"{kind!r}" + " and factors of a tensor" * bool(frequencies or long))
+
+    def _refusal(self, what: str) -> SinkscopeError:
+        return UnsupportedError(
+            f"{self.name} scales rope by {what}, of which transformers has no equal: give the model as a checkpoint "
+            "of transformers"
+        )
