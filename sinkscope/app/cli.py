@@ -20,6 +20,7 @@ from click.exceptions import NoSuchCommand
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
 from sinkscope.files.catalog import commands
+from sinkscope.files.plain import as_utf8
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import drop, note
@@ -35,7 +36,6 @@ Examples:
 Documentation: {page}"""
 WIDEST_HELP = 120
 """Characters of a line of help where the terminal has room for them."""
-NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, or a smaller --max-repeats"
 DEBUG = "SINKSCOPE_DEBUG"
 """Variable of the environment that makes unforeseen errors end in their traceback."""
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_streams()
     gc.disable()  # importing torch and transformers makes no garbage; `run_command` turns it on when work begins
     try:
-        words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+        words = list(map(as_utf8, sys.argv[1:] if argv is None else argv)) or ["--help"]
         status = program.main(args=words, prog_name=program.name, standalone_mode=False)
         if isinstance(status, int):
             code = status
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unforeseen(error: BaseException) -> str:
     """What is said about an error that is no SinkscopeError."""
     if is_out_of_memory(error):
-        return NO_MEMORY
+        return "out of memory: give a smaller model or file"
     if isinstance(error, OSError):
         drop(sys.stdout)  # it may be full, and what is still in its buffer would fail again at exit
         if error.errno == errno.ENOSPC:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 import click
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.catalog import Command
 from sinkscope.files.output import check_output, check_writable, is_device, read_text, write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import ProgressBar, note, show, terminal_width
+from sinkscope.results.notation import word_list
 from sinkscope.results.options import example_lines, introduction
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ TYPES = {
     "path": click.Path(path_type=Path),
 }
 """What click makes of the words of an option."""
+OTHER_MEMORY = {"dtype": "--dtype bfloat16", "device": "--device cpu"}
+SMALLER = ("max_repeats", "max_new_tokens", "batch_size", "n_tokens", "sequences", "count", "pieces", "length")
+"""Options on which the memory of a command depends, if it has them."""
 MODEL_WORD = "model_word"
 """Name of the model where it is typed without an option, as in `sinkscope find-sinks llama-2-7b`."""
 
@@ -151,11 +155,25 @@ def run_command(command: Command, outline: Mapping[str, Any], **values: Any) -> 
         if not gc.get_freeze_count():
             gc.freeze()  # what was imported stays, and need not be looked through
         gc.enable()
-        result = function(**arguments)
+        try:
+            result = function(**arguments)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise SinkscopeError(out_of_memory(options)) from error
     if result is not None and outline["kinds"]:
         deliver(result, files if is_first() else {}, explain)
         if result.exit_code:
             raise click.exceptions.Exit(result.exit_code)
+
+
+def out_of_memory(options: Mapping[str, Any]) -> str:
+    """Return what to try where a command ran out of memory: what it has of options on which memory depends."""
+    flags = [options[name]["flag"] for name in SMALLER if name in options]
+    remedies = [remedy for name, remedy in OTHER_MEMORY.items() if name in options]
+    if flags:
+        remedies.append(f"a smaller {word_list(flags)}")
+    return f"out of memory: try {', '.join(remedies) or 'a smaller file'}"
 
 
 def check_files(files: Mapping[str, str], kinds: Sequence[str], written: Sequence[str]) -> None:

@@ -67,6 +67,8 @@ def print_generated(
         raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")
     if prompt is None:
         prompt = prompt_file
+    if seed and not temperature and not guard:
+        raise SinkscopeError("--seed has no effect on greedy answers: give --temperature or --guard, or leave it out")
     edit = edit_from_options(patch=patch, policy=policy, guard=guard)
     loaded = load(model, revision=revision, device=device, dtype=dtype)
     progress = progress or silent

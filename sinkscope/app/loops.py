@@ -21,7 +21,7 @@ from sinkscope.loops.text.check import LOOP_FOUND, NO_TEXT
 from sinkscope.loops.text.forms import StreamForm
 from sinkscope.loops.text.settings import Cut, Settings
 from sinkscope.results.console import note
-from sinkscope.results.options import Option, command
+from sinkscope.results.options import Hidden, Option, command
 
 HOST, PORT = "127.0.0.1", 8790
 
@@ -44,6 +44,7 @@ def check_loops(
     proxy: Annotated[str | None, Option(metavar="URL")] = None,
     port: Annotated[int, Field(ge=0, le=65535)] = PORT,
     host: Annotated[str, Option(metavar="ADDRESS")] = HOST,
+    to_files: Hidden = False,
 ) -> LoopCheck | None:
     """Check whether texts or a stream repeat themselves, and since when. Loads no model.
 
@@ -65,6 +66,7 @@ def check_loops(
         proxy: Stand between clients and the server at this address, and end answers that loop.
         port: With --proxy: port to listen at.
         host: With --proxy: address to listen at, by default one that other machines cannot reach.
+        to_files: Whether the result is wanted as a file.
 
     Example:
         sinkscope loops answers.jsonl
@@ -82,6 +84,8 @@ def check_loops(
         data["cut"] = cut
     monitor = MonitorSettings.variant(variant, **data)
     Monitor(monitor).update(0)  # no file holds probabilities: settings that need them are refused at once
+    if to_files and (follow or proxy is not None):
+        raise SinkscopeError("--json, --html and --csv write the check of a file: leave them out beside a stream")
     if first and not follow:
         raise SinkscopeError("--first has no effect without --follow: leave it out")
     if proxy is None and (host, port) != (HOST, PORT):

@@ -11,7 +11,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import torch
 
 from sinkscope import __version__
@@ -27,7 +26,9 @@ from sinkscope.lines.lines import lines
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
 from sinkscope.measure import Hidden, Option, Setup
+from sinkscope.models.loading.config import parse_dtype
 from sinkscope.models.target import Target
+from sinkscope.opening.memory import fits
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import command
@@ -41,6 +42,8 @@ from sinkscope.sinks.spikes.circuit import circuit
 from sinkscope.sinks.spikes.find_sinks import find_sinks
 
 PAGE = "card.html"
+clock = time.perf_counter
+"""Seconds that a user waits."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def scan(
     setup = Setup.open(model, **settings)
     target = setup.target
     target.shards.check_alone("scan")
-    if not target.resident and weight_bytes(target) <= free_memory(target.device) / 2:  # else read layer by layer
+    if not target.resident and fits(weight_bytes(target, settings.get("dtype")), target.device):  # else by layers
         setup = Setup.open(model, **settings, loading="whole")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
@@ -196,9 +199,9 @@ def _outcomes(kept: Folder[FinishedPart], folder: Path, setup: Setup, quick: boo
             with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
                 outcome = Result.load(folder / part.file)
         if outcome is None:
-            began = time.thread_time()
+            began = clock()
             outcome = _measured(part, setup, min(part.seconds * larger, left) if quick else None)
-            took = time.thread_time() - began
+            took = clock() - began
             left -= took
             if not sys.stderr.isatty():  # where there is no bar
                 end = outcome if isinstance(outcome, str) else "done"
@@ -216,14 +219,14 @@ class CutShortError(SinkscopeError):
 
 @contextmanager
 def at_most(target: Target, seconds: float | None) -> Iterator[None]:
-    """Context manager in which passes of a model end in an error after `seconds` of this thread; None is no limit."""
+    """Context manager in which passes of a model end in an error after `seconds`; None is no limit."""
     if seconds is None:
         yield
         return
-    end = time.thread_time() + seconds
+    end = clock() + seconds
 
     def check(*_: object) -> None:
-        if time.thread_time() > end:
+        if clock() > end:
             raise CutShortError(f"it was cut short after {seconds:.0f} s")
 
     with target.hooks(*((layer, "pre", check) for layer in target.layers)):
@@ -289,19 +292,12 @@ def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
     return CardPart(part.name, part.command, outcome.conclusion(), numbers)
 
 
-def weight_bytes(target: Target) -> int:
-    """Return the size of the weights in memory, in the dtype of the checkpoint."""
-    dtype = getattr(target.config, "dtype", None)
-    if not isinstance(dtype, torch.dtype):
-        dtype = target.dtype
-    return dtype.itemsize * sum(parameter.numel() for parameter in target.hf.parameters())
-
-
-def free_memory(device: torch.device) -> int:
-    """Return bytes that are free on a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+def weight_bytes(target: Target, dtype: torch.dtype | str | None = None) -> int:
+    """Return the size of the weights in memory, in a dtype or that of the checkpoint."""
+    kind = parse_dtype(dtype) or getattr(target.config, "dtype", None)
+    if not isinstance(kind, torch.dtype):
+        kind = target.dtype
+    return kind.itemsize * sum(parameter.numel() for parameter in target.hf.parameters())
 
 
 @command(

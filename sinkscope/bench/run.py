@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sinkscope.bench.answer import Batch, answer_rows, answering_settings, conversation_ids
-from sinkscope.bench.methods import Method, read_methods
+from sinkscope.bench.methods import SAMPLING, Method, read_methods
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import VERSION, BenchRun, digest_of, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
@@ -70,11 +70,12 @@ def run_bench(
 
     Raises:
         SinkscopeError: A method or setting is unknown, a prompt does not fit, a number is invalid, or the folder was
-            begun with other settings or is being written.
+            begun with other settings or is being written; or a temperature or seed has no effect.
     """
     if isinstance(task, str):
         task = read_task(task)
     chosen = read_methods(methods, task.budget)
+    check_sampling(task, chosen, temperature, seed)
     edits = [method.make() for method in chosen]  # impossible settings are refused before the run
     if isinstance(model, partial):
         model = model()
@@ -110,6 +111,24 @@ def run_bench(
                 folder.append(task.answers(target, batch))
             (progress or silent)("batches", done, len(batches))
         return BenchRun((folder.records[key] for batch in batches for key in batch.keys), settings)
+
+
+def check_sampling(task: Task, methods: Sequence[Method], temperature: float, seed: int) -> None:
+    """Refuse settings of sampling where nothing is drawn.
+
+    Raises:
+        SinkscopeError: The task feeds every method the same text, or answers are greedy and a seed is given.
+    """
+    samples = SAMPLING in {method.name for method in methods}
+    if task.together and (temperature or seed or samples):
+        raise SinkscopeError(
+            f"--task {task.name} feeds the same text to every method, and nothing is drawn: leave out --temperature, "
+            f"--seed and the method {SAMPLING}"
+        )
+    if seed and not temperature and not samples:
+        raise SinkscopeError(
+            f"--seed has no effect on greedy answers: give --temperature or the method {SAMPLING}, or leave it out"
+        )
 
 
 @command(

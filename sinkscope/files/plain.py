@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,15 +41,28 @@ def check_encodable(text: str, what: str) -> None:
     """Refuse a text that is not Unicode, which no tokenizer takes.
 
     Raises:
-        SinkscopeError: It holds half of a surrogate pair.
+        SinkscopeError: It holds half of a surrogate pair, or a byte that is not UTF-8.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
+        part = "half of a surrogate pair"
+        if "\udc80" <= text[error.start] <= "\udcff":  # by which Python writes a byte that it cannot decode
+            part = "a byte that is not UTF-8"
         raise SinkscopeError(
-            f"{what} holds half of a surrogate pair, character {error.start + 1}: replace it, as in "
+            f"{what} holds {part}, character {error.start + 1}: replace it, as in "
             "text.encode(errors='replace').decode()"
         ) from None
+
+
+def as_utf8(word: str) -> str:
+    """Return an argument that was typed in UTF-8 as such, where Python took the terminal to have another encoding."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        with suppress(UnicodeError):
+            return word.encode(errors="surrogateescape").decode()
+    return word
 
 
 def _written_out(found: re.Match[str]) -> str:

@@ -196,7 +196,8 @@ def lines(
     """Measure how much attention the heaviest lines of every head carry, and how far they agree between texts.
 
     Attention is recomputed from queries and keys, some rows at a time, while the model runs normally. Memory grows
-    linearly with the length. A second pass corrects for cells where chosen lines cross.
+    linearly with the length. A second pass corrects for cells where chosen lines cross. Each text is read in one
+    call: what acts later, as a guard or a policy that evicts once the prompt was read, changes nothing here.
 
     Args:
         texts: Texts or lists of ids. By default pieces of ordinary text.

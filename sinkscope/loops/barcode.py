@@ -25,7 +25,7 @@ from sinkscope.measure import Natural, Number, Option, Result, Setup, measuremen
 from sinkscope.models.checks import attending_layers, check_site
 from sinkscope.models.inputs import read_row
 from sinkscope.models.text import text_rows
-from sinkscope.results.notation import head_name, word_form, word_list
+from sinkscope.results.notation import count_of, head_name, word_form, word_list
 from sinkscope.results.style import figure_of, long_table
 from sinkscope.tap.internals import attention_name
 from sinkscope.tap.stock import NAME
@@ -35,6 +35,7 @@ LOCK_GAIN = 0.2  # gain from which a head counts as locked
 SHOWN_HEADS = 4  # heads drawn if none are named, each from a different layer
 PICTURE_STEPS, PICTURE_PERIODS = 48, 3  # the steps in the picture: the larger of the two, at most MOST_STEPS
 MOST_STEPS = 256
+FEWEST_STEPS = 2  # tokens behind the prompt that a mean needs
 COLUMNS_PER_STEP = 3  # positions in the picture
 LayerHead = tuple[int, int]
 """(layer, query head)."""
@@ -237,6 +238,11 @@ def barcode(
     wanted = sorted({layer for layer, _ in named}) or attending_layers(setup.target, None)
     own_ids, prompt_tokens = _sequence(setup, prompt, ids, max_new_tokens)
     length = len(own_ids)
+    if length < prompt_tokens + FEWEST_STEPS:
+        raise SinkscopeError(
+            f"{count_of(length - prompt_tokens, 'token')} behind the first {prompt_tokens}: a barcode needs "
+            f"{FEWEST_STEPS}, so give longer ids, a larger max_new_tokens, or a prompt that the model continues"
+        )
     loop = end_loop(own_ids)
     shift, begin = 1, prompt_tokens
     if loop is not None:
@@ -274,8 +280,8 @@ def _sequence(
     setup: Setup, prompt: str | Sequence[int] | None, ids: Sequence[int] | None, new: int | None
 ) -> tuple[list[int], int]:
     """The text, and the length of its prompt."""
-    if ids is not None and prompt is not None:
-        raise SinkscopeError("a prompt and ids are given: expected one of them")
+    if ids is not None and (prompt is not None or new is not None):
+        raise SinkscopeError("ids are a whole sequence: give no prompt and no max_new_tokens beside them")
     if ids is not None:
         return read_row(setup.target, ids), 1
     return prompt_and_continuation(setup, prompt, new)

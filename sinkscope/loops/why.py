@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, Strict
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Wording
 from sinkscope.hooks.edit.decode import decode
 from sinkscope.kv.remove_tokens import RemoveTokens
@@ -296,6 +297,8 @@ def why(
     """
     target = setup.target
     check_servable(target)
+    if answer is not None and max_new_tokens is not None:
+        raise SinkscopeError("max_new_tokens has no effect on an answer that is given: leave one of the two out")
     if answer is None:
         ids, prompt_tokens = prompt_and_continuation(setup, prompt, max_new_tokens, CONTINUED)
     else:

@@ -21,7 +21,8 @@ from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
-from sinkscope.opening.open import fits_in_memory, open_target
+from sinkscope.opening.memory import fits_in_memory
+from sinkscope.opening.open import open_target
 from sinkscope.results.options import Hidden, Option
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class Setup:
                 is read layer by layer on a CPU is float32.
             bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
             text: File of typical text. By default the neutral text in the package.
-            seed: Seed of every random choice.
+            seed: Seed of every random choice; without effect where nothing is drawn.
             tokenizer: For live models that carry none.
             texts: Number of pieces of typical text, 64 tokens each; without BOS four times as many, because their first
                 tokens differ.
@@ -114,7 +115,7 @@ class Setup:
         """
         started, content = time.perf_counter(), typical_text(text)
         options: dict[str, Any] = {"tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device}
-        whole = loading == "whole" or (loading == "fits" and fits_in_memory(model))
+        whole = loading == "whole" or (loading == "fits" and fits_in_memory(model, device, dtype))
         target = open_target(model, **options, whole=whole)
         start = resolve_bos(target.tokenizer, target.config, bos)
         length = min(PIECE, target.max_positions or PIECE)

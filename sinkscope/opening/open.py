@@ -69,18 +69,6 @@ def open_target(
     return target
 
 
-def fits_in_memory(model: object) -> bool:
-    """Return whether a folder of safetensors takes, in float32, at most half of the memory that is free.
-
-    It is False of anything else.
-    """
-    if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
-        return False
-    stored = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 0 < 2 * stored <= free // 2
-
-
 def dtype_on(device: torch.device, config: Any) -> torch.dtype:
     """Return the type in which layers are computed: the checkpoint's, or float32 on a CPU, where others are slow."""
     own = config.dtype or config.get_text_config().dtype

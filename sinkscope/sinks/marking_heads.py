@@ -26,7 +26,7 @@ from sinkscope.sinks.spikes.marks import Without, marking_heads
 from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.texts import left_of
 from sinkscope.sinks.thresholds import HALF, RAISED
-from sinkscope.sinks.tokens import sample_tokens, token_texts, tokens_of_text, vocabulary
+from sinkscope.sinks.tokens import refuse_unused, sample_tokens, token_texts, tokens_of_text, vocabulary
 
 NAMED = 6  # heads that a sentence names
 
@@ -148,10 +148,11 @@ def draw(result: MarkingHeads) -> go.Figure:
 @measurement(
     group="Sinks",
     help="Find the heads that mark the first token.",
+    check=refuse_unused,
     figure=draw,
 )
 def heads(
-    setup: Setup, *, tokens: Sequence[str] | None = None, n_tokens: Natural = 32, spike: Whole | None = None
+    setup: Setup, *, tokens: Sequence[str] | None = None, n_tokens: Natural | None = None, spike: Whole | None = None
 ) -> MarkingHeads:
     """Find the attention heads that mark the first token, by what is left of a spike without their output.
 
@@ -161,14 +162,14 @@ def heads(
 
     Args:
         tokens: Words to put first, one token each. By default `n_tokens` tokens of the text, drawn by the seed.
-        n_tokens: Number of tokens of the text to put first.
+        n_tokens: Number of tokens of the text to put first. By default 32.
         spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token
             that need neurons.
 
     Example:
         sinkscope heads --model llama-2-7b --n-tokens 8
     """
-    words, chosen = _first_tokens(setup, tokens, n_tokens), spike_of(setup, spike)
+    words, chosen = _first_tokens(setup, tokens, n_tokens or 32), spike_of(setup, spike)
     if chosen is None:
         return MarkingHeads(spike=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
     first = FirstTokens.of(chosen, chosen.first_writer)

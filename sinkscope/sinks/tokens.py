@@ -72,6 +72,16 @@ def sample_tokens(ids: list[int], count: int, seed: int) -> list[int]:
     return some_of(ids, count, torch.Generator().manual_seed(seed))
 
 
+def refuse_unused(*, tokens: Sequence[str] | None, n_tokens: int | None, **_: Any) -> None:
+    """Refuse a number of tokens beside tokens that are named.
+
+    Raises:
+        SinkscopeError: Both are given.
+    """
+    if tokens and n_tokens is not None:
+        raise SinkscopeError("--n-tokens has no effect on tokens that are named: leave it out, or --tokens")
+
+
 def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int]:
     """Return the ids of the strings. Without strings, every id that both the tokenizer and the embedding know.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import plotly.express as px
 import plotly.graph_objects as go
 import pytest
 from refusals import refused
@@ -40,3 +41,15 @@ def test_a_link_in_the_contents_opens_the_closed_section(tmp_path, chrome):
     chrome.run("document.querySelector('nav a[href=\"#r1\"]').click()")
     chrome.wait("document.querySelector('#r1 .ytick')")
     assert chrome.run("[...document.querySelectorAll('section > details')].map((one) => one.open)") == [False, True]
+
+
+def test_a_token_that_is_a_tag_is_shown_as_text():
+    """Such as the BOS token <s>, in a drawing of another package; new lines and hover boxes stay."""
+    words = ["<s>", "<b>", "</b>", "%{hovertext}<i>", "a<br>b"]
+    fig = px.bar({"x": words, "y": range(5), "name": list("abcde")}, x="x", y="y", hover_name="name")
+    plain = plot(fig)
+    for code in ("0026", "003c", "003e", "002f"):
+        plain = plain.replace(f"\\u{code}", chr(int(code, 16)))
+    for tag in ("s>", "b>", "/b>", "i>"):
+        assert f"&lt;{tag}" in plain
+    assert "a<br>b" in plain and "<b>%{hovertext}</b>" in plain and "<s>" not in plain and "<i>" not in plain

@@ -7,6 +7,7 @@ import pytest
 from refusals import refused
 
 from sinkscope.files.output import check_writable, write_atomic
+from sinkscope.files.plain import as_utf8, check_encodable
 
 
 def test_writes_whole_file_and_makes_folders(tmp_path):
@@ -62,3 +63,14 @@ def test_interrupt_while_writing_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_atomic(tmp_path / "x", "new")
     assert os.listdir(tmp_path) == []
+
+
+def test_an_argument_in_utf_8_is_read_as_such_whatever_the_terminal_says():
+    typed = "naïve 🙂".encode().decode("ascii", "surrogateescape")
+    assert as_utf8(typed) == "naïve 🙂" and as_utf8("naïve") == "naïve"
+    latin = b"na\xefve".decode("ascii", "surrogateescape")
+    assert as_utf8(latin) == latin
+    with refused(words=["a byte that is not UTF-8, character 3"]):
+        check_encodable(latin, "the prompt")
+    with refused(words=["half of a surrogate pair, character 2"]):
+        check_encodable("a\ud83d", "the prompt")

@@ -158,3 +158,14 @@ def test_bad_input_of_barcode_is_refused(refusal):
         with refused(message):
             barcode(model, tokenizer=tokenizer, **options)
     assert "head 'five': expected a head such as L5.H3" in refusal("barcode --head five")
+
+
+@pytest.mark.parametrize("ids", [[5, 6], [5]])
+def test_too_few_tokens_are_refused_and_three_are_enough(ids):
+    model, tokenizer = tiny_model("llama")
+    with refused(words=["a barcode needs 2"]):
+        barcode(model, ids=ids, tokenizer=tokenizer)
+    found = barcode(model, ids=[5, 6, 7], tokenizer=tokenizer)
+    assert np.isfinite(found.score).all() and np.isfinite(found.control_score).all()
+    with refused(words=["give no prompt and no max_new_tokens"]):
+        barcode(model, ids=[5, 6, 7], max_new_tokens=3, tokenizer=tokenizer)

@@ -27,7 +27,9 @@ BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 
 def measured(o: Organism | HardModel, folder: Path, **options) -> MarkingHeads:
     text = text_file(o, folder, 8, seed=9)
-    return heads(o.model, tokenizer=o.tokenizer, text=text, **{"n_tokens": 12, **options})
+    return heads(
+        o.model, tokenizer=o.tokenizer, text=text, **({} if "tokens" in options else {"n_tokens": 12}) | options
+    )
 
 
 def groups_of(o: Organism, tokens: tuple[str, ...]) -> list[int]:

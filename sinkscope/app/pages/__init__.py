@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from importlib import import_module
 from importlib.resources import files
 from itertools import groupby
 from string import Template
-from typing import Any
+from typing import Any, cast
 
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError
@@ -20,10 +21,9 @@ from sinkscope.files.plain import visible
 from sinkscope.results.result import Result
 from sinkscope.results.tables import cell
 
-# Plotly renders a few tags; any other tag comes from a file and is shown as text.
-_TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.IGNORECASE)
-_ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\u(061c|200[ef]|202[a-e]|206[6-9]|00[01][0-9a-f]|007f|00[89][0-9a-f])")
-"""Characters in JSON that `visible` writes out."""
+# Plotly renders a few tags. Drawings need those of a new line and of its hover boxes; any other, such as the BOS token
+# <s>, comes from a file and is shown as text.
+_TAG = re.compile(r"<(?!br>|/?extra>|b>%\{hovertext\}</b>)(?!(?<=%\{hovertext\}<)/b>)")
 TOP = 40  # pixels above the panels of a figure, for their titles
 DRAWN = {"bar", "box", "contour", "heatmap", "histogram", "histogram2d", "image", "pie", "scatter", "violin"}
 """What the part of plotly.js in this folder draws."""
@@ -154,6 +154,17 @@ def text(words: str) -> str:
     return escape(visible(words))
 
 
+def _as_text(value: Any) -> Any:
+    """A value of a drawing in whose strings tags and control characters are shown as text."""
+    if isinstance(value, str):
+        return visible(_TAG.sub("&lt;", value))
+    if isinstance(value, list):
+        return [_as_text(one) for one in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {name: _as_text(one) for name, one in cast("dict[str, Any]", value).items()}
+    return value
+
+
 def plot(figure: Any, file: str = "") -> str:
     """Return a plotly figure as a part of a page.
 
@@ -164,7 +175,7 @@ def plot(figure: Any, file: str = "") -> str:
     for one in figure.data:
         if one.type not in DRAWN:
             raise SinkscopeError(f"a page draws no {one.type}: give a figure of {', '.join(sorted(DRAWN))}")
-    drawing = _ESCAPED.sub(r"\1\\\\u\2", visible(_TAG.sub("&lt;", figure.to_json())))
+    drawing = json.dumps(_as_text(json.loads(figure.to_json())), separators=(",", ":"))
     drawing = drawing.replace('"type":"scattergl"', '"type":"scatter"')
     name = f"plot-{hashlib.sha256((file + drawing).encode(errors='replace')).hexdigest()[:12]}"
     safe = import_module("plotly.io").from_json(drawing, skip_invalid=True)

@@ -29,7 +29,7 @@ from sinkscope.sinks.spikes.copies import along_spikes
 from sinkscope.sinks.spikes.spike import Measured
 from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
 from sinkscope.sinks.thresholds import HALF
-from sinkscope.sinks.tokens import TokenRows, sample_tokens, vocabulary
+from sinkscope.sinks.tokens import TokenRows, refuse_unused, sample_tokens, vocabulary
 
 
 @dataclass(frozen=True)
@@ -158,12 +158,13 @@ def draw(result: ClusterAttack) -> go.Figure:
     group="Repetition",
     help="Make sinks with different tokens that one head marks.",
     figure=draw,
+    check=refuse_unused,
 )
 def attack(
     setup: Setup,
     *,
     tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
-    n_tokens: Natural = 256,
+    n_tokens: Natural | None = None,
     spike: Whole | None = None,
     length: Annotated[int, Field(ge=2)] = 8,
     sequences: Whole = 32,
@@ -179,7 +180,7 @@ def attack(
 
     Args:
         tokens: Tokens to cluster and to attack with. By default `n_tokens` tokens of the vocabulary.
-        n_tokens: Tokens of the vocabulary, drawn by the seed; a larger number than it has is all of them.
+        n_tokens: Tokens of the vocabulary, drawn by the seed. By default 256; a larger number than it has is all.
         spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token
             that need neurons.
         length: Tokens per sequence.
@@ -189,7 +190,7 @@ def attack(
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
     everyone = vocabulary(setup.target, tokens)
-    ids = everyone if tokens else sorted(sample_tokens(everyone, n_tokens, setup.seed))
+    ids = everyone if tokens else sorted(sample_tokens(everyone, n_tokens or 256, setup.seed))
     if sequences:
         check_length(setup.target, f"--length {length}", length, remedy="give a shorter one")
     chosen = spike_of(setup, spike)

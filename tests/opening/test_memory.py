@@ -1,0 +1,50 @@
+"""Whether a model fits: bytes as they would be loaded, beside what is free on the host and on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sinkscope.opening import memory
+from sinkscope.opening.memory import fits, fits_in_memory, free_memory, stored_bytes
+
+GB = 1 << 30
+
+
+def have(monkeypatch, host: int, device: int) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=host))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (device, 2 * device))
+
+
+def test_a_model_larger_than_the_gpu_does_not_fit_beside_much_memory_of_the_host(monkeypatch):
+    have(monkeypatch, 256 * GB, 24 * GB)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert (free_memory(cuda), free_memory(cpu)) == (24 * GB, 256 * GB)
+    assert fits(30 * GB, cpu) and not fits(30 * GB, cuda) and fits(12 * GB, cuda)
+    have(monkeypatch, 16 * GB, 80 * GB)
+    assert not fits(12 * GB, cuda), "the weights pass through the host"
+    assert not fits(0, cpu)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)])
+def test_weights_are_counted_as_they_are_loaded(dtype, size, tmp_path, monkeypatch):
+    """In their own dtype, so float32 is not doubled, or in the one that is asked for."""
+    save_file({"w": torch.zeros(300, 100, dtype=dtype), "b": torch.zeros(100, dtype=dtype)}, tmp_path / "a.safetensors")
+    numbers = 30_100
+    assert stored_bytes(tmp_path) == size * numbers
+    assert stored_bytes(tmp_path, torch.float32) == 4 * numbers
+    have(monkeypatch, 2 * size * numbers, 0)
+    assert fits_in_memory(tmp_path, "cpu") and not fits_in_memory(tmp_path, "cpu", "float64")
+    have(monkeypatch, 2 * size * numbers - 2, 0)
+    assert not fits_in_memory(tmp_path, "cpu")
+    assert not fits_in_memory("gpt2") and not fits_in_memory(tmp_path / "none")
+
+
+def test_no_system_call_of_one_system_is_used():
+    """`SC_AVPHYS_PAGES` is not known on macOS."""
+    assert "sysconf" not in Path(memory.__file__).read_text()
