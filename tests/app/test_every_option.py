@@ -52,6 +52,8 @@ BASES: dict[str, tuple[str, dict[str, str]]] = {
             "form": "--format text",
             "settings": "--settings {settings}",
             "variant": "--variant full",
+            "cut": "--cut none",
+            "prompt": "--prompt 'Write the words No more of it 40 times.'",
             "first": "--first",
         },
     ),
@@ -141,7 +143,7 @@ SAID = {
     "lines --guard": "changes nothing here",
 }
 """Options that change nothing, and where their help, or that of their command, says so."""
-QUICK = ("loops", "bench table", "generate", "bench")
+QUICK = ("loops", "bench table")
 
 
 @pytest.fixture(scope="module")
