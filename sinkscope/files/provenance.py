@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -146,10 +147,23 @@ def versions() -> dict[str, str]:
 
 
 def documented_at(page: str, section: str = "") -> str:
-    """Return the file of the repository in which something is documented.
+    """Return the file in which something is documented: of the checkout, or below the environment of Python.
 
     Args:
         page: Path below docs/, without .md.
         section: Heading on the page, as its link spells it.
     """
-    return f"docs/{page}.md#{section}".rstrip("#")
+    folder = "docs"
+    if not (CHECKOUT / "docs").is_dir():  # a wheel has the pages inside the package
+        folder = os.path.relpath(Path(__file__).parents[1] / "docs", sys.prefix)
+    return f"{folder}/{page}.md#{section}".rstrip("#")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra adds, with or without a clone."""
+    wanted: list[str] = []
+    for requirement in metadata.requires("sinkscope") or []:
+        name, _, marker = requirement.partition(";")
+        if f"extra == '{extra}'" in marker.replace('"', "'"):
+            wanted.append(f'"{name.strip()}"')
+    return f"pip install {' '.join(wanted)}"

@@ -16,7 +16,7 @@ import torch
 from refusals import refused
 
 from sinkscope.files.plain import pathless, plain
-from sinkscope.files.provenance import ModelInfo, Provenance, provenance
+from sinkscope.files.provenance import CHECKOUT, ModelInfo, Provenance, documented_at, install_command, provenance
 from sinkscope.results.result import Result
 
 
@@ -193,3 +193,20 @@ def test_provenance_names_no_folder_and_no_machine(tmp_path, monkeypatch):
     for private in (HOME, str(tmp_path), "machine-of-mine"):
         assert private not in text
     assert result.settings == {"text": "t.txt"}
+
+
+def test_what_is_missing_is_installed_by_the_names_of_its_packages():
+    """Which hold where there is no clone, too."""
+    words = install_command("proxy").split()
+    assert words[:2] == ["pip", "install"] and [word.strip('"').partition(">")[0] for word in words[2:]] == [
+        "httpx",
+        "starlette",
+        "uvicorn",
+    ]
+
+
+def test_pages_are_those_of_the_checkout_or_of_the_installed_package(monkeypatch, tmp_path):
+    assert (CHECKOUT / documented_at("cli")).is_file()
+    monkeypatch.setattr("sinkscope.files.provenance.CHECKOUT", tmp_path)
+    said = documented_at("cli", "exit-codes")
+    assert said.endswith("sinkscope/docs/cli.md#exit-codes") and str(Path.home()) not in said

@@ -10,6 +10,7 @@ from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import SCRIPTS, source, view_page
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_output
+from sinkscope.files.provenance import install_command
 from sinkscope.results.options import checks_arguments
 
 
@@ -29,7 +30,7 @@ def view(model: object = None, text: str | None = None, **options: Any) -> Any:
         SinkscopeError: anywidget is missing, the model cannot be opened, or the text is empty or too long.
     """
     if find_spec("anywidget") is None:
-        raise SinkscopeError('a widget needs anywidget: pip install -e ".[view]" in the clone, or run sinkscope view')
+        raise SinkscopeError(f"a widget needs anywidget: {install_command('view')}, or run sinkscope view")
     import anywidget
     import traitlets
 

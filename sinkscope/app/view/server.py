@@ -11,6 +11,7 @@ from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import view_page
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json
+from sinkscope.files.provenance import install_command
 from sinkscope.loops.servers.proxy import listen
 
 HEADERS = {
@@ -28,9 +29,7 @@ def check_server() -> None:
         SinkscopeError: uvicorn or, which is installed with it, starlette is missing.
     """
     if find_spec("uvicorn") is None:
-        raise SinkscopeError(
-            'a live page needs uvicorn: pip install -e ".[view]" in the clone, or write a page with --html FILE'
-        )
+        raise SinkscopeError(f"a live page needs uvicorn: {install_command('view')}, or write a page with --html FILE")
 
 
 def application(explorer: Explorer, token: str) -> Any:

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json, visible
+from sinkscope.files.provenance import install_command
 from sinkscope.loops.servers.asked import NOTHING_ASKED, Asked, asked_in
 from sinkscope.loops.servers.endings import Ending
 from sinkscope.loops.text.beginnings import LineSplitter
@@ -121,7 +122,7 @@ def application(
     """
     for name in ("starlette", "uvicorn", "httpx"):
         if find_spec(name) is None:
-            raise SinkscopeError(f'--proxy needs {name}: pip install -e ".[proxy]" in the clone')
+            raise SinkscopeError(f"--proxy needs {name}: {install_command('proxy')}")
     if not re.fullmatch(r"https?://[^/?#@\s]+[^?#@\s]*", upstream):
         raise SinkscopeError(f"--proxy {upstream}: expected the address of a server, such as http://127.0.0.1:11434")
     import httpx
