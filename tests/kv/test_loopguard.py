@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from contextlib import nullcontext
 from itertools import pairwise
@@ -228,6 +229,23 @@ def test_penalty_ends_a_loop_after_few_copies(penalty, needed):
     others = [i for i, token in enumerate(new) if token != 33]
     assert others[0] == 12 + needed
     assert all(after - before <= needed + 2 for before, after in pairwise(others)), "no copy gets long again"
+
+
+def test_copies_that_stay_in_the_text_are_counted_and_a_rewind_that_was_asked_for_warns_once():
+    model = stubborn(4.0)
+    prompt, mask = prompts([10])
+    ask = {"attention_mask": mask, "max_new_tokens": 160, "pad_token_id": 0, "do_sample": False}
+    for act, warns in ((None, 0), ("cut", 0), ("rewind", 1)):
+        with warnings.catch_warnings(record=True) as caught, eager_guard(act=act, penalty=1.0).on(model) as run:
+            warnings.simplefilter("always")
+            new = model.generate(prompt, **ask)[0, 10:].tolist()
+        assert len([one for one in caught if "cannot take back text" in str(one.message)]) == warns
+        first = run.events[0].data
+        assert first["left_in_text"] == first["generated"] - 1 and set(new[: first["generated"]]) == {33}
+        assert f"and left {first['left_in_text']} repeated tokens in the text." in run.summary()
+    tokenizer = tiny_model("llama")[1]
+    told = generate(model, [prompt[0].tolist()], guard=eager_guard(act="rewind"), tokenizer=tokenizer)[0]
+    assert told.events[0].data["left_in_text"] == 0 < told.events[0].data["taken_back"]
 
 
 def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays(model):

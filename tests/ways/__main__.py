@@ -54,6 +54,8 @@ def walk(seconds: float, seed: int, fixed: dict[str, Any], known: bool = False) 
     count = 0
     while time.monotonic() - begin < seconds:
         draw = drawn(generator, fixed)
+        if draw is None:
+            sys.exit(f"error: --only {fixed}: no draw has these values together")
         count += 1
         said = check(draw, count)
         if said is None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -18,8 +20,12 @@ import transformers as tf
 from torch import Tensor
 from transformers import DynamicCache
 
+import sinkscope as ss
+from sinkscope import DRY
+
 from .edits import EDITS, Draw
-from .families import FAMILIES, PAD
+from .families import FAMILIES, PAD, VOCAB
+from .settings import tokenizer
 
 NEW = 6
 SILENT = -12345.0
@@ -37,7 +43,8 @@ class Use:
         draw: The draw.
         ids: Ids of all rows.
         mask: 1 where they are real.
-        inside: Opens the context.
+        inside: Opens the context and gives its runs.
+        edits: The interventions, for functions that enter them by themselves; none by plain means.
     """
 
     call: Callable[..., Any]
@@ -46,6 +53,7 @@ class Use:
     ids: Tensor
     mask: Tensor
     inside: Inside
+    edits: Sequence[Any] | None = None
 
     @property
     def length(self) -> int:
@@ -288,6 +296,24 @@ def begun_inside(use: Use) -> Tensor:
         waiting.go_on()
 
 
+def gradients(use: Use) -> Tensor:
+    """What the inputs do to the logits, beside these."""
+    embedded: list[Tensor] = []
+
+    def keep(_module: Any, _args: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    hook = use.model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad(), use.inside():
+            logits = use.run(0, use.length)
+            (gradient,) = torch.autograd.grad((logits * use.mask[..., None]).tanh().sum(), embedded[-1:])
+    finally:
+        hook.remove()
+    return torch.cat([logits.detach(), gradient], -1)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "min": {"min_new_tokens": NEW},
@@ -298,12 +324,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunked": {"prefill_chunk_size": 7},
     "no eos": {"eos_token_id": None},
     "no cache": {"use_cache": False},
-    "drawn": {"do_sample": True, "temperature": 0.9},
+    "drawn": {"do_sample": True, "temperature": 0.9, "top_k": 20},
+    "nucleus": {"do_sample": True, "top_p": 0.8},
+    "penalty": {"repetition_penalty": 1.3},
+    "dry": {"logits_processor": [DRY(multiplier=4.0, allowed_length=1)]},
+    "bad words": {"bad_words_ids": [[5], [7, 9]]},
+    "stop text": {"stopping_criteria": [tf.MaxLengthCriteria(10_000)]},
 }
+SAMPLES = ("drawn", "nucleus")
 BY_TOKENS = ("beams", "returned", "lookup")
 """Options with which the logits of steps are not those of the rows."""
-ROW_ALONE = ("greedy", "min", "suppress", "no eos", "no cache")
+ROW_ALONE = ("greedy", "min", "suppress", "no eos", "no cache", "penalty", "dry", "lookup")
 """Options under which a row says the same alone."""
+AS_GREEDY = ("no cache", "lookup")
+"""Options which say the same as none."""
 
 
 def generate(use: Use) -> Tensor:
@@ -314,8 +348,136 @@ def generate(use: Use) -> Tensor:
         torch.manual_seed(7)
         output = use.model.generate(input_ids=use.ids, attention_mask=use.mask, **settings)
     if option in BY_TOKENS:
-        return output.sequences
+        return output.sequences[:, use.length :]
     return torch.stack(output.logits, 1)
+
+
+def beam_scores(use: Use) -> Tensor:
+    """How far the scores of beams are from those of their tokens, read one by one into another cache: nowhere."""
+    settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "num_beams": 3, "length_penalty": 0.0}
+    with use.inside():
+        output = use.model.generate(
+            input_ids=use.ids,
+            attention_mask=use.mask,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **settings,
+        )
+        again = copy.copy(use)
+        again.inside = nullcontext
+        again.ids = output.sequences
+        again.mask = torch.cat([use.mask, torch.ones_like(output.sequences[:, use.length :])], 1)
+        again.draw = {**use.draw, "call": "positions" if FAMILIES[use.draw["family"]].positions else "keyword"}
+        cache = again.cache()
+        found = [again.run(0, use.length, cache)[:, -1:]]
+        for start in range(use.length, again.length - 1):
+            found.append(again.run(start, start + 1, cache))
+    logits = torch.cat(found, 1).float()
+    scores = logits.log_softmax(-1).gather(-1, again.ids[:, use.length :, None]).sum((1, 2))
+    return (output.sequences_scores - scores)[:, None, None]
+
+
+def looping(use: Use) -> Tensor:
+    """What is generated while a guard cuts the cache; right is the plain model under masks (`replayed`)."""
+    settings = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False}
+    with use.inside() as runs:
+        output = use.model.generate(
+            input_ids=use.ids,
+            attention_mask=use.mask,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **settings,
+        )
+    logits = torch.stack(output.logits, 1)
+    events = [event for run in runs or () for event in run.events if event.kind == "guard"]
+    return logits - replayed(use, output.sequences, events)
+
+
+def replayed(use: Use, ids: Tensor, events: Sequence[Any]) -> Tensor:
+    """Logits of each new token by the plain model, row by row, where what a guard had cut before is masked."""
+    found: list[Tensor] = []
+    for number in range(len(ids)):
+        row = ids[number, int((use.mask[number] == 0).sum()) :]
+        sees = torch.ones(len(row), len(row), dtype=torch.bool).tril()
+        for event in events:
+            if event.row == number:
+                stays = torch.zeros(event.position + 1, dtype=torch.bool)
+                for start, stop in event.data["kept"]:
+                    stays[start:stop] = True
+                sees[event.position + 1 :, : event.position + 1] &= stays
+        places = torch.arange(len(row))[None]
+        hidden = torch.where(sees, 0.0, torch.finfo(torch.float32).min)
+        output = use.model(input_ids=row[None], attention_mask=hidden[None, None], position_ids=places, use_cache=False)
+        found.append(output.logits[:, -25:-1])
+    return torch.cat(found)
+
+
+def steered(use: Use) -> Tensor:
+    """What is written while a guard cuts and steers."""
+    with use.inside():
+        output = use.model.generate(
+            input_ids=use.ids, attention_mask=use.mask, max_new_tokens=60, eos_token_id=None, do_sample=False
+        )
+    return output[:, use.length :]
+
+
+def ss_generate(use: Use) -> Tensor:
+    """What `ss.generate` writes after prompts of different lengths, which plain transformers reads one by one."""
+    rows = [row[real].tolist() for row, real in zip(use.ids, use.mask.bool(), strict=True)]
+    new = 60 if EDITS[use.draw["edit"]].steers else NEW
+    if use.edits is None:
+        written = []
+        for row in rows:
+            ids = torch.tensor([row])
+            settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": PAD}
+            output = use.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+            written.append(output[0, len(row) :].tolist())
+    else:
+        found = ss.generate(
+            use.model,
+            rows,
+            interventions=list(use.edits),
+            max_new_tokens=new,
+            batch_size=len(rows),
+            tokenizer=tokenizer(),
+        )
+        written = [one.tokens for one in found]
+    wide = torch.full((len(rows), new), -1)
+    for number, tokens in enumerate(written):
+        wide[number, : len(tokens)] = torch.tensor(tokens)
+    return wide
+
+
+def joined(edits: Sequence[Any]) -> Any:
+    """Several interventions as one."""
+    return reduce(or_, edits) if edits else None
+
+
+def conversation(use: Use, answers: str = "recompute") -> Tensor:
+    """Two turns, which plain transformers reads as one text each."""
+    prompts, said = [use.ids[0, : use.prompt].tolist(), use.ids[0, use.prompt :].tolist()], []
+    chat = None
+    if use.edits is not None:
+        chat = ss.Conversation(use.model, joined(use.edits), answers=answers, tokenizer=tokenizer(), chat=False)
+    text: list[int] = []
+    for prompt in prompts:
+        if chat is not None:
+            said.append(list(chat.ask(prompt, max_new_tokens=4).ids))
+            continue
+        ids = torch.tensor([text + prompt])
+        settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": PAD}
+        output = use.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+        said.append(output[0, ids.shape[1] :].tolist())
+        text = output[0].tolist()
+    wide = torch.full((2, 4), -1)
+    for number, tokens in enumerate(said):
+        wide[number, : len(tokens)] = torch.tensor(tokens)
+    return wide
+
+
+def conversation_kept(use: Use) -> Tensor:
+    return conversation(use, "keep")
 
 
 @dataclass(frozen=True)
@@ -327,6 +489,7 @@ class Way:
         alone: The plainest way with the same answer for a row by itself.
         fits: Draws to which it belongs.
         tokens: Whether new tokens are written, after the whole of the ids.
+        nothing: Whether right is 0, because differences are returned.
         plain: Whether right is the plain model, because the call is none of the block's.
     """
 
@@ -335,6 +498,7 @@ class Way:
     fits: Callable[[Draw], bool] = field(default=lambda draw: True)
     tokens: bool = False
     plain: bool = False
+    nothing: bool = False
 
 
 def _rows_move(draw: Draw) -> bool:
@@ -346,11 +510,33 @@ def _long(draw: Draw) -> bool:
 
 
 def _crops(draw: Draw) -> bool:
+    """A window has dropped what a crop needs, and so has a policy."""
     return _long(draw) and FAMILIES[draw["family"]].window is None and not EDITS[draw["edit"]].budget
 
 
 def _another_thread(draw: Draw) -> bool:
-    return draw["wrapper"] in ("bare", "module") and draw["other"] == "nothing" and not EDITS[draw["edit"]].alone
+    wrapper = draw["wrapper"] in ("bare", "module") and draw["other"] == "nothing"
+    return wrapper and draw["hooks"] == "none" and not EDITS[draw["edit"]].alone
+
+
+def _bare(draw: Draw) -> bool:
+    """Whether the model stands by itself, in full precision."""
+    return draw["wrapper"] == "bare" and draw["dtype"] == "float32"
+
+
+def _one_row(draw: Draw) -> bool:
+    return draw["rows"] == 1 and _bare(draw) and _long(draw) and draw["hooks"] == "none"
+
+
+def _scores(draw: Draw) -> bool:
+    return _bare(draw) and not EDITS[draw["edit"]].budget
+
+
+def _replays(draw: Draw) -> bool:
+    """Whether a mask of one's own and positions are taken, and no window hides more."""
+    family = FAMILIES[draw["family"]]
+    takes = family.positions and family.dispatches and family.window is None and draw["attention"] != "own without mask"
+    return takes and EDITS[draw["edit"]].acts and draw["wrapper"] == "bare" and draw["hooks"] == "none"
 
 
 WAYS = {
@@ -367,15 +553,44 @@ WAYS = {
     "static": Way(static, None, _long),
     "begun before": Way(begun_before, None, _another_thread, plain=True),
     "begun inside": Way(begun_inside, None, _another_thread),
+    "gradients": Way(gradients, None, lambda draw: draw["dtype"] == "float32" and draw["wrapper"] != "nnsight"),
     "generate": Way(generate, "generate", tokens=True),
+    "beam scores": Way(beam_scores, "beam scores", _scores, tokens=True, nothing=True),
+    "looping": Way(looping, None, _replays, tokens=True, nothing=True),
+    "steered": Way(steered, "steered", lambda draw: draw["edit"] == "guard steers" and _bare(draw), tokens=True),
+    "ss.generate": Way(
+        ss_generate, "ss.generate", lambda draw: _bare(draw) and draw["padding"] != "right", tokens=True
+    ),
+    "conversation": Way(conversation, None, _one_row, tokens=True),
+    "conversation kept": Way(conversation_kept, None, _one_row, tokens=True),
 }
 
 
+def _drawn(rows: int, length: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=generator)
+
+
+def _with_pads(rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """Some real tokens are what padding is, too."""
+    ids = _drawn(rows, length, generator)
+    ids[torch.rand(ids.shape, generator=generator) < 0.3] = PAD
+    return ids
+
+
+def _repeating(rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """A piece of three tokens again and again."""
+    return _drawn(rows, 3, generator).repeat(1, length // 3 + 1)[:, :length]
+
+
+TEXTS = {"random": _drawn, "has pads": _with_pads, "repeats": _repeating}
+"""The ids that are read."""
+
+
 def inputs(draw: Draw, seed: int) -> tuple[Tensor, Tensor]:
-    """Random ids `[row pos]` and their mask."""
+    """Ids `[row pos]` and their mask."""
     generator = torch.Generator().manual_seed(seed)
     length, rows = draw["length"], draw["rows"]
-    ids = torch.randint(3, 160, (rows, length), generator=generator)
+    ids = TEXTS[draw["text"]](rows, length, generator)
     mask = torch.ones_like(ids)
     if draw["padding"] != "none" and length > 4:
         for row in range(1, rows):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations
 from typing import Any
 
-from .calls import CALLS, OPTIONS, ROW_ALONE, WAYS
+from .calls import CALLS, OPTIONS, ROW_ALONE, SAMPLES, TEXTS, WAYS
 from .edits import EDITS, Draw
-from .families import FAMILIES
-from .settings import ATTENTIONS, OTHERS, WRAPPERS
+from .families import ENDS, FAMILIES
+from .settings import ATTENTIONS, HOOKS, OTHERS, WRAPPERS
 
 DIMENSIONS: dict[str, Mapping[Any, Any]] = {
     "family": FAMILIES,
@@ -24,6 +24,9 @@ DIMENSIONS: dict[str, Mapping[Any, Any]] = {
     "edit": EDITS,
     "other": OTHERS,
     "options": OPTIONS,
+    "hooks": HOOKS,
+    "text": dict.fromkeys(TEXTS),
+    "ends": dict.fromkeys(ENDS),
     "dtype": dict.fromkeys(("float32", "bfloat16", "float16")),
 }
 """All values of each dimension; the first one is the plain one."""
@@ -52,31 +55,43 @@ def allowed(draw: Draw) -> bool:
 
 
 def _meet(draw: Draw) -> bool:
+    """Whether values that depend on each other have an answer together."""
+    edit, way = EDITS[draw["edit"]], WAYS[draw["cache"]]
     if draw["padding"] != "none" and (draw["rows"] == 1 or draw["length"] <= 4):
         return False
-    if draw["padding"] == "right" and draw["cache"] != "none":  # has no meaning for a cache
+    if draw["padding"] == "right" and draw["cache"] not in ("none", "gradients"):  # has no meaning for a cache
         return False
     if draw["options"] != "greedy" and draw["cache"] != "generate":
         return False
-    if draw["dtype"] != "float32" and (draw["cache"] not in ("none", "generate") or draw["options"] == "drawn"):
+    if draw["dtype"] != "float32" and (draw["cache"] not in ("none", "generate") or draw["options"] in SAMPLES):
         return False
-    return draw["edit"] != "trace" or (draw["cache"] == "none" and draw["call"] == "keyword")
+    if edit.acts != (draw["cache"] == "looping") or edit.steers != (draw["cache"] in ("steered", "ss.generate")):
+        return edit.acts == (draw["cache"] == "looping") and not edit.steers and draw["cache"] != "steered"
+    if draw["hooks"] == "changed inside" and draw["cache"] == "outside":
+        return False
+    if edit.site is not None:
+        return draw["cache"] == "none" and draw["call"] == "keyword" and draw["wrapper"] != "nnsight"
+    return not way.plain or draw["hooks"] == "none"
 
 
 def _has_row_alone(draw: Draw) -> bool:
     """Whether an intervention with a memory has its answer on each row by itself."""
+    family = FAMILIES[draw["family"]]
     if WAYS[draw["cache"]].alone is None or draw["padding"] == "right" or draw["length"] < 20:
         return False
     if draw["cache"] == "generate" and (draw["rows"] > 1 or draw["options"] not in ROW_ALONE):
         return False  # rows end at different times
-    if draw["padding"] == "left" and FAMILIES[draw["family"]].absolute and draw["call"] != "positions":
+    if draw["padding"] == "left" and family.absolute and draw["call"] != "positions" and not WAYS[draw["cache"]].tokens:
         return False  # such a model counts the padding, too
     return draw["dtype"] == "float32" and draw["attention"] != "replaced"
 
 
-def drawn(generator: random.Random, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """A random draw; half of its dimensions stay plain, so that rare values meet and a failing draw is small."""
-    while True:
+def drawn(generator: random.Random, fixed: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A random draw; half of its dimensions stay plain, so that rare values meet and a failing draw is small.
+
+    None: the fixed values fit no draw, or hardly any.
+    """
+    for _ in range(5000):
         draw = dict(PLAIN)
         for name, values in DIMENSIONS.items():
             if name in fixed:
@@ -85,6 +100,7 @@ def drawn(generator: random.Random, fixed: Mapping[str, Any]) -> dict[str, Any]:
                 draw[name] = generator.choice(list(values))
         if allowed(draw):
             return draw
+    return None
 
 
 def smaller(draw: Draw, fails: Callable[[Draw], bool]) -> dict[str, Any]:
@@ -106,11 +122,32 @@ def pairs_of(draw: Draw, names: Iterable[str]) -> set[tuple[str, Any, str, Any]]
     return {(first, draw[first], second, draw[second]) for first, second in combinations(names, 2)}
 
 
-RARE = {"wrapper": ("compiled", "lora"), "length": (600,), "other": tuple(OTHERS)[1:]}
-"""Values that take long: the suite meets each of them a few times, and `-m slow` in all pairs."""
+RARE = {
+    "wrapper": ("compiled", "lora"),
+    "length": (600,),
+    "other": tuple(OTHERS)[1:],
+    "cache": ("copied from", "repeated", "conversation kept"),
+    "options": ("nucleus", "bad words", "stop text", "returned", "penalty"),
+    "edit": (
+        *(
+            "h2o",
+            "snapkv",
+            "streaming",
+            "tova",
+            "loopserve",
+            "zero;full",
+            "add;zero",
+            "add embed",
+            "trace most",
+            "trace last",
+        ),
+        *("pattern mean", "pattern last", "adakv 12", "pyramid 12", "tova 12", "h2o 12", "streaming 12"),
+    ),
+}
+"""Values that take long or are like others: the suite meets each of them twice, and `-m slow` in many draws."""
 
 
-def cover(fixed: Mapping[str, Any], tries: int = 40, seed: int = 0) -> list[dict[str, Any]]:
+def cover(fixed: Mapping[str, Any], tries: int = 15, seed: int = 0) -> list[dict[str, Any]]:
     """Draws in which each pair of values that can meet does so at least once, all but pairs with a family.
 
     Families take turns: each meets every value of every other dimension only in `-m slow`.
@@ -136,6 +173,10 @@ def cover(fixed: Mapping[str, Any], tries: int = 40, seed: int = 0) -> list[dict
         if best is not None:
             chosen.append(best)
             missing -= pairs_of(best, names)
+    for name in RARE:
+        for value in RARE[name]:
+            some = [drawn(generator, {name: value, **fixed}) for _ in range(2)]
+            chosen += [draw for draw in some if draw is not None]
     return chosen
 
 

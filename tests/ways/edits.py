@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import sinkscope as ss
 from sinkscope import kv
@@ -15,7 +15,8 @@ from sinkscope import kv
 from .families import FAMILIES, HIDDEN, Family
 
 BIG = 10_000
-LAYER, NEURONS, HEAD = 1, [3, 17], 1
+LAYER, NEURONS, HEAD, EXPERT = 1, [3, 17], 1, 2
+RESID, PATTERN = f"blocks.{LAYER}.hook_resid_post", f"blocks.{LAYER}.attn.hook_pattern"
 VECTOR = torch.linspace(-1, 1, HIDDEN)
 Draw = Mapping[str, Any]
 
@@ -30,6 +31,10 @@ class Edit:
         alone: Right is the same intervention on each row by itself, called in the plainest way: it has a memory.
         budget: Whether it evicts, so that every call after the prompt depends on how the prompt was cut.
         events: Whether an event is logged where logits change.
+        site: What a trace reads; None: the edit is none.
+        reduce: How a trace reduces it, and the same by plain means.
+        steers: Whether it changes what is written after an alarm.
+        acts: Whether it cuts the cache of each row by itself, which is replayed under masks.
         fits: Draws to which it belongs.
     """
 
@@ -38,6 +43,11 @@ class Edit:
     alone: bool = False
     budget: bool = False
     events: bool = False
+    site: str | None = None
+    reduce: Any = "raw"
+    reduced: Callable[[Tensor, Tensor], Tensor] = lambda tensor, real: tensor
+    acts: bool = False
+    steers: bool = False
     fits: Callable[[Draw], bool] = lambda draw: True
 
 
@@ -67,12 +77,63 @@ def add_vector(model: nn.Module, family: Family) -> None:
     family.block(model, LAYER).register_forward_hook(add)
 
 
+def zero_expert(model: nn.Module, family: Family) -> None:
+    down = family.block(model, LAYER).get_submodule(family.experts).down_proj
+    with torch.no_grad():
+        if down.shape[1] == HIDDEN:
+            down[EXPERT, :, NEURONS] = 0
+        else:
+            down[EXPERT, NEURONS] = 0
+
+
+def has_experts(draw: Draw) -> bool:
+    return FAMILIES[draw["family"]].experts is not None and draw["wrapper"] != "lora"
+
+
+def mean_of_real(tensor: Tensor, real: Tensor) -> Tensor:
+    return (tensor * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+
+
+def last_real(tensor: Tensor, real: Tensor) -> Tensor:
+    last = (real * torch.arange(1, real.shape[1] + 1)).argmax(1)
+    return tensor[torch.arange(len(tensor)), last]
+
+
+def most(tensor: Tensor) -> Tensor:
+    """The largest over the second dimension: positions, or heads of attention."""
+    return tensor.amax(1)
+
+
+def add_before(model: nn.Module, family: Family) -> None:
+    """The first layer reads the vector as well."""
+
+    def add(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (args[0] + VECTOR.to(args[0].dtype), *args[1:]), kwargs
+        hidden = kwargs["hidden_states"]
+        return args, {**kwargs, "hidden_states": hidden + VECTOR.to(hidden.dtype)}
+
+    family.block(model, 0).register_forward_pre_hook(add, with_kwargs=True)
+
+
 def has_mlp(draw: Draw) -> bool:
     return FAMILIES[draw["family"]].down is not None
 
 
+def add_and_zero(model: nn.Module, family: Family) -> None:
+    zero_neurons(model, family)
+    add_vector(model, family)
+
+
+WHOLE = {"fits": lambda draw: draw["padding"] == "none"}
 ZERO = {"by_hand": zero_neurons, "fits": has_mlp, "events": True}
+SOON = {"tail_shortest": 6, "tail_beyond": 0, "tail_repeats": 3}
+"""Settings of a monitor that sees a repetition early."""
 EVICTS = {"alone": True, "budget": True}
+
+
+def _nothing() -> list[Any]:
+    return []
 
 
 def _zero() -> Any:
@@ -88,18 +149,52 @@ EDITS = {
     "tova": Edit(lambda: [kv.TOVA(budget=BIG)]),
     "loopserve": Edit(lambda: [ss.LoopServe(alpha=1.0, budget=BIG)]),
     "observe": Edit(lambda: [kv.Observe(lambda rows: None)]),
-    "trace": Edit(lambda: []),
+    "loopserve 0": Edit(lambda: [ss.LoopServe(alpha=1.0, budget=BIG, shortest=0)]),
+    "trace": Edit(_nothing, site=RESID),
+    "trace mean": Edit(_nothing, site=RESID, reduce="mean", reduced=mean_of_real),
+    "trace last": Edit(_nothing, site=RESID, reduce="last", reduced=last_real),
+    "trace most": Edit(_nothing, site=RESID, reduce=most, reduced=lambda tensor, real: most(tensor), **WHOLE),
+    "pattern": Edit(_nothing, site=PATTERN),
+    "pattern mean": Edit(_nothing, site=PATTERN, reduce="mean", reduced=lambda tensor, real: tensor.mean(1)),
+    "pattern last": Edit(_nothing, site=PATTERN, reduce="last", reduced=lambda tensor, real: tensor[:, -1]),
+    "pattern most": Edit(_nothing, site=PATTERN, reduce=most, reduced=lambda tensor, real: most(tensor)),
     "zero": Edit(lambda: [_zero()], **ZERO),
     "zero|guard": Edit(lambda: [_zero() | ss.LoopGuard(budget=BIG)], **ZERO),
     "zero;full": Edit(lambda: [_zero(), kv.Full()], **ZERO),
     "head": Edit(lambda: [ss.Ablate(heads=[(LAYER, HEAD)])], zero_head, events=True),
-    "add": Edit(lambda: [ss.Add(VECTOR, f"blocks.{LAYER}.hook_resid_post")], add_vector),
+    "add": Edit(lambda: [ss.Add(VECTOR, RESID)], add_vector),
+    "add embed": Edit(lambda: [ss.Add(VECTOR, "hook_embed")], add_before),
+    "add;zero": Edit(lambda: [ss.Add(VECTOR, RESID), _zero()], add_and_zero, fits=has_mlp, events=True),
+    "expert": Edit(
+        lambda: [ss.Ablate(sites=[(LAYER, EXPERT, neuron) for neuron in NEURONS])], zero_expert, fits=has_experts
+    ),
     "streaming 12": Edit(lambda: [kv.StreamingLLM(budget=12)], **EVICTS),
     "h2o 12": Edit(lambda: [kv.H2O(budget=12)], **EVICTS),
     "tova 12": Edit(lambda: [kv.TOVA(budget=12)], **EVICTS),
     "snapkv 12": Edit(lambda: [kv.SnapKV(budget=12, window=6)], **EVICTS),
     "adakv 12": Edit(lambda: [kv.AdaKV(budget=12, window=6)], **EVICTS),
     "pyramid 12": Edit(lambda: [kv.Pyramid(budget=12, window=4)], **EVICTS),
+    "progressive 12": Edit(lambda: [kv.make_policy("progressive", budget=12, every=2, after=1)], **EVICTS),
+    "loopserve 12": Edit(
+        lambda: [ss.LoopServe(alpha=0.8, budget=12, shortest=0, interval=2, first=0, sample=8, dense_rows=2)], **EVICTS
+    ),
+    "guard|streaming 12": Edit(lambda: [kv.StreamingLLM(budget=12) | ss.LoopGuard(budget=12)], **EVICTS),
+    "guard acts": Edit(
+        lambda: [
+            ss.LoopGuard(
+                14,
+                anchors=3,
+                variant="always",
+                monitor={"every": 5, "cooldown": 0, "warmup": 0},
+                act="cut",
+                penalty=0,
+                temperature=0,
+            )
+        ],
+        acts=True,
+    ),
+    "guard steers": Edit(lambda: [ss.LoopGuard(14, anchors=3, monitor=SOON, act="cut")], alone=True, steers=True),
+    "guard rewinds": Edit(lambda: [ss.LoopGuard(14, anchors=3, monitor=SOON)], alone=True, steers=True),
     "mean": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value="mean")], alone=True, fits=has_mlp),
     "patch": Edit(lambda: [ss.SinkPatch(layer=LAYER, neurons=[3])], alone=True, fits=has_mlp),
     "tensor 8 bits": Edit(lambda: [ss.Quantize(activations=8, scale="tensor")], alone=True, fits=has_mlp),

@@ -28,6 +28,7 @@ _SIZES = {
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _LLAMA = {**_GROUPED, "head_dim": 16}
 _WINDOW = {"sliding_window": 24}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GPT2 = {
     "vocab_size": VOCAB,
     "n_embd": HIDDEN,
@@ -53,6 +54,7 @@ class Family:
         window: Its sliding window, if it has one.
         absolute: Whether places are counted in the whole row, with its padding, unless the call says them.
         dispatches: Whether its layers look an attention function up by its name.
+        shares_keys: Whether layers read the keys of earlier ones.
         experts: Path of the experts in a layer, if it has any.
     """
 
@@ -65,6 +67,7 @@ class Family:
     window: int | None = None
     absolute: bool = False
     dispatches: bool = True
+    shares_keys: bool = False
     experts: str | None = None
 
     def block(self, model: nn.Module, number: int) -> nn.Module:
@@ -150,7 +153,88 @@ FAMILIES = {
         dispatches=False,
         absolute=True,
     ),
+    "mixtral": Family(
+        lambda: tf.MixtralConfig(**_LLAMA, **_EXPERTS, sliding_window=None), down=None, experts="mlp.experts"
+    ),
+    "qwen3_moe": Family(
+        lambda: tf.Qwen3MoeConfig(**_LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        down=None,
+        experts="mlp.experts",
+    ),
+    "gpt_oss": Family(
+        lambda: tf.GptOssConfig(
+            **_LLAMA,
+            **_WINDOW,
+            **_EXPERTS,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        down=None,
+        window=24,
+        dispatches=False,
+        experts="mlp.experts",
+    ),
+    "phi3": Family(lambda: tf.Phi3Config(**_GROUPED)),
+    "gemma4": Family(
+        lambda: tf.Gemma4TextConfig(
+            **_LLAMA,
+            **_WINDOW,
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=1,
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
+            global_head_dim=16,
+        ),
+        window=24,
+        shares_keys=True,
+    ),
+    "mpt": Family(
+        lambda: tf.MptConfig(
+            vocab_size=VOCAB,
+            d_model=HIDDEN,
+            n_layers=LAYERS,
+            n_heads=4,
+            max_seq_len=2048,
+            initializer_range=0.2,
+            **_ENDS,
+        ),
+        "transformer.blocks.{}",
+        "ffn.down_proj",
+        "attn.out_proj",
+        mask_second=False,
+        positions=False,
+        dispatches=False,
+    ),
+    "gpt_bigcode": Family(
+        lambda: tf.GPTBigCodeConfig(**_GPT2), _H, "mlp.c_proj", "attn.c_proj", mask_second=False, absolute=True
+    ),
+    "codegen": Family(
+        lambda: tf.CodeGenConfig(**_GPT2, rotary_dim=8),
+        _H,
+        "mlp.fc_out",
+        "attn.out_proj",
+        mask_second=False,
+        dispatches=False,
+        absolute=True,
+    ),
+    "gptj": Family(
+        lambda: tf.GPTJConfig(**_GPT2, rotary_dim=8),
+        _H,
+        "mlp.fc_out",
+        "attn.out_proj",
+        mask_second=False,
+        dispatches=False,
+        absolute=True,
+    ),
 }
+
+
+ENDS: dict[str, tuple[int | None, int | None]] = {
+    "usual": (EOS, PAD),
+    "none": (None, PAD),
+    "pad is end": (EOS, EOS),
+    "pad is 0": (None, 0),
+}
+"""The ids of end and padding."""
 
 
 @cache
@@ -162,11 +246,12 @@ def _made(name: str, dtype: str) -> nn.Module:
             if weight.dim() == 1:  # biases of 0 and scales of 1 would hide what forgets them
                 weight.add_(torch.randn_like(weight) * 0.1)
     model.requires_grad_(False)
-    model.generation_config.eos_token_id = EOS
-    model.generation_config.pad_token_id = PAD
     return model.to(getattr(torch, dtype))
 
 
-def model_of(name: str, dtype: str = "float32") -> nn.Module:
+def model_of(name: str, dtype: str = "float32", ends: str = "usual") -> nn.Module:
     """A model of one's own, always the same."""
-    return copy.deepcopy(_made(name, dtype))
+    model = copy.deepcopy(_made(name, dtype))
+    for settings in (model.config, model.generation_config):
+        settings.eos_token_id, settings.pad_token_id = ENDS[ends]
+    return model

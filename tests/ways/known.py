@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from .draws import draw_of
-from .edits import Draw
+from .edits import EDITS, Draw
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,23 @@ class Cause:
         return self.reaches(draw) and re.match(self.says, said) is not None
 
 
-POSITIONAL = ("gpt2", "neox", "falcon", "bloom")
+POSITIONAL = ("gpt2", "neox", "falcon", "bloom", "mpt", "gpt_bigcode", "codegen", "gptj")
 """Families whose names of arguments nnsight hides."""
 RIGHT = r"right: (off by|other tokens)"
 MOVES = ("reordered", "selected", "repeated")
 PADS = ("zero", "head", "observe", "mean", "patch")
 MEMORIES = ("mean", "patch", "tensor 8 bits")
-LEAVES_CACHE = ("zero", "head", "add", "trace", *MEMORIES)
+INSIDE = ("falcon", "bloom", "gpt_neo", "mpt", "codegen", "gptj")
+"""Families that compute attention inside their modules."""
+READS = tuple(name for name, edit in EDITS.items() if edit.site is not None)
+LEAVES_CACHE = ("zero", "head", "add", "add embed", "add;zero", "expert", *READS, *MEMORIES)
 """Edits that leave the cache and the attention alone."""
 COPIES = ("copied", "copied from")
 
 
 def _attends(draw: Draw) -> bool:
     """Whether the attention function is wrapped."""
-    return draw["edit"] not in LEAVES_CACHE
+    return draw["edit"] not in LEAVES_CACHE or draw["cache"] in ("conversation", "conversation kept")
 
 
 def _owns_cache(draw: Draw) -> bool:
@@ -83,11 +86,14 @@ class Refusal:
 
 
 REFUSED = [
-    Refusal(lambda draw: draw["family"] in ("falcon", "bloom", "gpt_neo"), "computes attention inside its modules"),
-    Refusal(lambda draw: draw["family"] == "gpt_neo" and draw["edit"] == "head", "has no part 'o'"),
+    Refusal(lambda draw: draw["family"] in INSIDE, "computes attention inside its modules"),
+    Refusal(
+        lambda draw: draw["family"] in ("gpt_neo", "codegen", "gptj") and draw["edit"] == "head", "has no part 'o'"
+    ),
     Refusal(lambda draw: draw["cache"] in MOVES and _owns_cache(draw), "rows of the cache changed places"),
     Refusal(
-        lambda draw: draw["options"] in ("beams", "returned") and _owns_cache(draw), "rows of the cache changed places"
+        lambda draw: (draw["options"] in ("beams", "returned") or draw["cache"] == "beam scores") and _owns_cache(draw),
+        "rows of the cache changed places",
     ),
     Refusal(lambda draw: draw["options"] == "no cache" and _owns_cache(draw), "use_cache=False"),
     Refusal(lambda draw: draw["options"] == "lookup" and _owns_cache(draw), "assisted generation"),
@@ -95,6 +101,7 @@ REFUSED = [
     Refusal(lambda draw: draw["cache"] == "outside", "in a DynamicSlidingWindowLayer, which may have dropped some"),
     Refusal(lambda draw: draw["cache"] in COPIES, "the latest queries were not seen"),
     Refusal(lambda draw: draw["cache"] in (*COPIES, *MOVES) and draw["edit"] == "patch", "is not known: enter the run"),
+    Refusal(lambda draw: draw["family"] == "gemma4", "model type 'gemma4_text' has no row"),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "hides keys in another way"),
 ]
 """A refusal that stands here is no failure; any other one is."""
@@ -124,6 +131,7 @@ KNOWN: dict[str, Cause] = {
         draw_of(cache="begun inside", edit="zero"),
         lambda draw: draw["cache"] == "begun inside" and (not _attends(draw) or "zero" in draw["edit"]),
         RIGHT,
+        lambda draw: draw["edit"] == "expert",  # may be one that no token takes
     ),
     "memory of rows that change places": Cause(
         draw_of(cache="reordered", edit="mean", rows=2),
@@ -150,10 +158,44 @@ KNOWN: dict[str, Cause] = {
         passes=_may_pass,
         race=True,
     ),
+    "a scale does not follow a crop": Cause(
+        draw_of(cache="cropped", edit="tensor 8 bits"),
+        lambda draw: draw["cache"] == "cropped" and draw["edit"] == "tensor 8 bits",
+        RIGHT,
+        _may_pass,
+    ),
+    "a mean without a cache is another one": Cause(
+        draw_of(cache="generate", edit="mean", options="no cache"),
+        lambda draw: draw["options"] == "no cache" and draw["edit"] in MEMORIES,
+        RIGHT,
+        _may_pass,
+    ),
+    "beams mix the memories of rows": Cause(
+        draw_of(cache="beam scores", edit="tensor 8 bits"),
+        lambda draw: (
+            (draw["cache"] == "beam scores" or draw["options"] in ("beams", "lookup")) and draw["edit"] in MEMORIES
+        ),
+        RIGHT,
+        _may_pass,
+    ),
+    "reduced rows of attention join along a wrong dimension": Cause(
+        draw_of(edit="pattern most", length=300),
+        lambda draw: draw["edit"] in ("pattern most", "pattern mean", "pattern last") and draw["length"] > 256,
+        r"words: RuntimeError: Sizes of tensors|right: shape",
+    ),
     "a thread beside": _race("plain thread", "h2o"),
     "a thread with a block beside": _race("thread with a block", "zero"),
     "a thread with a trace beside": _race("thread with a trace", "zero"),
 }
+
+
+MENDED = {
+    "a trace counts the padding": draw_of(edit="trace", family="gpt2", padding="left", rows=2),
+    "a vector at the embedding is multiplied": draw_of(edit="add embed", family="granite"),
+    "a vector at the embedding is normalised": draw_of(edit="add embed", family="bloom"),
+    "a list of interventions is refused": draw_of(cache="ss.generate", edit="zero;full"),
+}
+"""The smallest draws of causes that were mended: they pass."""
 
 
 def causes_of(draw: Draw) -> dict[str, Cause]:

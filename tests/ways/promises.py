@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,12 @@ from torch import Tensor, nn
 
 import sinkscope as ss
 
-from .calls import SILENT, WAYS, Use, inputs
-from .edits import EDITS, LAYER, Draw
+from .calls import AS_GREEDY, SILENT, WAYS, Use, inputs, positions_of
+from .edits import EDITS, LAYER, PATTERN, Draw
 from .families import FAMILIES, model_of
 from .known import may_be_refused
-from .settings import ATTENTIONS, OTHERS, WRAPPERS
+from .settings import ATTENTIONS, HOOKS, OTHERS, WRAPPERS
 
-SITE = f"blocks.{LAYER}.hook_resid_post"
 TOLERATED = {"float32": 2e-3, "bfloat16": 1.5, "float16": 0.1}
 """Largest difference, in units of the spread of the logits."""
 
@@ -59,6 +59,8 @@ def _broken(draw: Draw, seed: int) -> str | None:
         call = wrapper.called(wrapped)
         before, plain = _state(model), _forward(draw, call, model, ids, mask)
         got, run, wrong = _used(draw, wrapped, call, model, ids, mask)
+        if WAYS[draw["cache"]].nothing:
+            right = torch.zeros_like(got)
         if wrong:
             return f"other thread: {wrong[0]}"
         return (
@@ -69,7 +71,7 @@ def _broken(draw: Draw, seed: int) -> str | None:
 
 
 def _model(draw: Draw) -> nn.Module:
-    model = model_of(draw["family"], draw["dtype"])
+    model = model_of(draw["family"], draw["dtype"], draw["ends"])
     name = ATTENTIONS[draw["attention"]].name
     if name is not None:
         model.set_attn_implementation(name)
@@ -77,22 +79,29 @@ def _model(draw: Draw) -> nn.Module:
 
 
 def _by_hand(draw: Draw, ids: Tensor, mask: Tensor) -> Tensor:
-    edit, hand = EDITS[draw["edit"]], _model(draw)
+    edit, hand, family = EDITS[draw["edit"]], _model(draw), FAMILIES[draw["family"]]
     if not WAYS[draw["cache"]].plain:
-        edit.by_hand(hand, FAMILIES[draw["family"]])
-    if draw["edit"] == "trace":
-        return _layer_output(hand, FAMILIES[draw["family"]], ids, mask)
-    return WAYS[draw["cache"]].run(Use(hand, hand, draw, ids, mask, contextlib.nullcontext))
+        edit.by_hand(hand, family)
+    enter = partial(HOOKS[draw["hooks"]].around, hand, family, contextlib.nullcontext)
+    if edit.site is not None:
+        with enter():
+            return edit.reduced(_read(hand, family, edit.site, ids, mask), mask)
+    return WAYS[draw["cache"]].run(Use(hand, hand, draw, ids, mask, enter))
 
 
-def _layer_output(model: nn.Module, family: Any, ids: Tensor, mask: Tensor) -> Tensor:
+def _read(model: nn.Module, family: Any, site: str, ids: Tensor, mask: Tensor) -> Tensor:
+    """What a trace reads, by plain means."""
+    more = {"position_ids": positions_of(mask)} if family.positions else {}
+    if site == PATTERN:
+        model.set_attn_implementation("eager")
+        return model(input_ids=ids, attention_mask=mask, output_attentions=True, **more).attentions[LAYER]
     kept: list[Tensor] = []
 
     def keep(_module: nn.Module, _args: Any, output: Any) -> None:
         kept.append(output[0] if isinstance(output, tuple) else output)
 
     hook = family.block(model, LAYER).register_forward_hook(keep)
-    model(input_ids=ids, attention_mask=mask)
+    model(input_ids=ids, attention_mask=mask, **more)
     hook.remove()
     return kept[0]
 
@@ -101,10 +110,15 @@ def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     """The same intervention in the plainest way: each row by itself without padding, on the bare model."""
     way = WAYS[WAYS[draw["cache"]].alone]
     plainer = {**draw, "rows": 1, "padding": "none", "call": "keyword"}
+    if draw["options"] in AS_GREEDY:
+        plainer["options"] = "greedy"
     found: list[Tensor] = []
     for row, real in zip(ids, mask.bool(), strict=True):
         one = row[real][None]
-        said = way.run(Use(model, model, plainer, one, torch.ones_like(one), lambda: _entered(draw, model, [])))
+        enter = partial(_entered, draw, model, model, EDITS[draw["edit"]].make(), [])
+        said = way.run(Use(model, model, plainer, one, torch.ones_like(one), enter, EDITS[draw["edit"]].make()))
+        if draw["options"] == "lookup":
+            said = said.argmax(-1)
         if not way.tokens:  # back to where the row stands in the batch
             wide = torch.full((1, len(row), said.shape[-1]), torch.nan)
             wide[0, real] = said[0].float()
@@ -114,11 +128,18 @@ def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _entered(draw: Draw, model: Any, runs: list[Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for one in EDITS[draw["edit"]].make():
-            runs.append(stack.enter_context(one.on(model)))
-        yield
+def _entered(draw: Draw, model: Any, bare: nn.Module, edits: Sequence[Any], runs: list[Any]) -> Iterator[list[Any]]:
+    """Inside the interventions, and among the user's own hooks."""
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[list[Any]]:
+        with contextlib.ExitStack() as stack:
+            for one in edits:
+                runs.append(stack.enter_context(one.on(model)))
+            yield runs
+
+    with HOOKS[draw["hooks"]].around(bare, FAMILIES[draw["family"]], enter) as entered:
+        yield entered
 
 
 def _used(
@@ -126,17 +147,21 @@ def _used(
 ) -> tuple[Tensor, list[Any], list[str]]:
     """What the intervention gives, its runs, and what went wrong in another thread."""
     runs: list[Any] = []
+    edit = EDITS[draw["edit"]]
     with OTHERS[draw["other"]].running(model, ids) as wrong:
-        if draw["edit"] == "trace":
-            got = ss.trace(wrapped, ids, SITE, attention_mask=mask)[SITE]
+        edits = edit.make()
+        enter = partial(_entered, draw, wrapped, model, edits, runs)
+        if edit.site is None:
+            got = WAYS[draw["cache"]].run(Use(call, model, draw, ids, mask, enter, edits))
         else:
-            use = Use(call, model, draw, ids, mask, lambda: _entered(draw, wrapped, runs))
-            got = WAYS[draw["cache"]].run(use)
+            with enter():
+                got = ss.trace(wrapped, ids, edit.site, attention_mask=mask, reduce=edit.reduce)[edit.site]
     return got, runs, wrong
 
 
 def _forward(draw: Draw, call: Any, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    return WAYS["none"].run(Use(call, model, draw, ids, mask, contextlib.nullcontext))
+    plain = {**draw, "cache": "none", "hooks": "none"}
+    return WAYS["none"].run(Use(call, model, plain, ids, mask, contextlib.nullcontext))
 
 
 def _state(model: nn.Module) -> tuple[str, int, tuple[type, ...]]:
@@ -155,8 +180,10 @@ def _differs(draw: Draw, got: Tensor, right: Tensor, mask: Tensor) -> str | None
         same = (got.argmax(-1) == right.argmax(-1)).long().cumprod(1).roll(1, 1)
         same[:, 0] = 1
         counts &= same.bool()[..., None]
-    if got.shape[1] == mask.shape[1] and not WAYS[draw["cache"]].tokens and draw["call"] != "no mask":
-        counts &= mask.bool()[..., None]
+    if got.dim() == 4:  # attention: at padding it means nothing
+        counts &= (mask[:, None, :, None] * mask[:, None, None, :]).bool()
+    elif got.shape[1:2] == mask.shape[1:] and not WAYS[draw["cache"]].tokens and draw["call"] != "no mask":
+        counts &= mask.bool().reshape(*mask.shape, *[1] * (got.dim() - 2))
     off, spread = (got - right)[counts].abs().max(), right[counts].std()
     if off <= TOLERATED[draw["dtype"]] * max(1.0, float(spread)):
         return None
@@ -174,7 +201,9 @@ def _unclean(before: Any, after: Any, same_bits: bool, plain: Tensor, again: Ten
 
 def _unseen(draw: Draw, runs: list[Any], plain: Tensor, got: Tensor) -> str | None:
     """Whether nothing was logged although logits changed."""
-    if not EDITS[draw["edit"]].events or got.shape != plain.shape or torch.equal(got, plain):
+    if EDITS[draw["edit"]].acts:
+        return None if any(run.events for run in runs) else "seen: no event although the guard had to act"
+    if not EDITS[draw["edit"]].events or draw["hooks"] != "none" or got.shape != plain.shape or torch.equal(got, plain):
         return None
     return None if any(run.events for run in runs) else "seen: no event where logits changed"
 

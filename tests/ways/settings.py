@@ -23,8 +23,8 @@ from transformers.masking_utils import sdpa_mask
 
 import sinkscope as ss
 
-from .edits import Draw
-from .families import BOS, EOS, FAMILIES, HIDDEN, PAD, VOCAB
+from .edits import LAYER, Draw
+from .families import BOS, EOS, FAMILIES, HIDDEN, PAD, VOCAB, Family
 
 
 def _own(*args: Any, **kwargs: Any) -> Any:
@@ -128,6 +128,12 @@ def _nnsight(model: nn.Module) -> Any:
     return nnsight.LanguageModel(model, tokenizer=tokenizer())
 
 
+def _offloaded(model: nn.Module) -> nn.Module:
+    from accelerate import cpu_offload
+
+    return cpu_offload(model, execution_device=torch.device("cpu"))
+
+
 def _traced(model: Any) -> Callable[..., Any]:
     """Calls of a model of nnsight."""
 
@@ -156,10 +162,57 @@ def _one_call(draw: Draw) -> bool:
 WRAPPERS = {
     "bare": Wrapper(lambda model: model),
     "module": Wrapper(Around, fits=lambda draw: draw["cache"] != "generate"),
+    "offloaded": Wrapper(_offloaded, fits=lambda draw: draw["cache"] != "gradients"),
     "lora": Wrapper(_lora, fits=lambda draw: find_spec("peft") is not None),
     "compiled": Wrapper(_compiled, fits=lambda draw: draw["other"] == "nothing", same_bits=False),
     "nnsight": Wrapper(_nnsight, _traced, fits=_one_call),
 }
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Hooks of the user's own on layer 0: when they are registered, and when they are removed."""
+
+    before: bool = False
+    inside: bool = False
+    leave: bool = False
+    fits: Callable[[Draw], bool] = lambda draw: draw["wrapper"] not in ("nnsight", "compiled")
+
+    @contextlib.contextmanager
+    def around(self, model: nn.Module, family: Family, enter: Callable[[], Any]) -> Iterator[Any]:
+        """The block, and the hooks around or inside it; without a block the same hooks act."""
+        handles = _user_hooks(model, family) if self.before or self.leave else []
+        try:
+            with enter() as entered:
+                if self.inside:
+                    handles += _user_hooks(model, family)
+                if self.leave:  # one is removed and comes back, as debuggers do
+                    handles.pop().remove()
+                    handles.append(family.block(model, 0).register_forward_hook(_shifted))
+                yield entered
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _shifted(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """The user's own edit."""
+    if isinstance(output, tuple):
+        return (output[0] * 1.25, *output[1:])
+    return output * 1.25
+
+
+def _user_hooks(model: nn.Module, family: Family) -> list[Any]:
+    block = family.block(model, LAYER)
+    return [
+        block.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True),
+        block.register_forward_hook(lambda module, args, kwargs, output: None, with_kwargs=True),
+        family.block(model, 0).register_forward_hook(_shifted),
+    ]
+
+
+HOOKS = {"none": Hooks(fits=lambda draw: True), "before": Hooks(before=True), "inside": Hooks(inside=True)}
+HOOKS["changed inside"] = Hooks(leave=True)
 
 
 Beside = Callable[[Any, torch.Tensor, list[str]], Callable[[], Any]]

@@ -27,7 +27,8 @@ class Add(PlacedEdit):
 
     Attributes:
         vector: `[d_model]`, a tensor or numbers.
-        site: Site by its TransformerLens name: `hook_embed`, or `hook_resid_pre`, `hook_attn_out`, `hook_mlp_out`
+        site: Site by its TransformerLens name: `hook_embed` (what the first layer reads, behind any multiplication or
+            norm of the embedding), or `hook_resid_pre`, `hook_attn_out`, `hook_mlp_out`
             or `hook_resid_post` of a layer, as in "blocks.3.hook_resid_post". A pattern such as
             "blocks.*.hook_resid_post" adds the vector at every site that it matches.
         scale: Factor on the vector.
@@ -75,6 +76,8 @@ class Add(PlacedEdit):
                 raise SinkscopeError(
                     f"site {site.name!r}: a vector is added to the residual stream; expected {', '.join(_WHERE)}"
                 )
+            if site.name == "hook_embed":  # a model may multiply or normalise what its embedding gives
+                (site,) = resolve(target, "blocks.0.hook_resid_pre")
             assert site.module is not None  # only attention rows have none
             added = device_copies(self.scale / site.factor * self.vector)  # what the module gives is multiplied before
             points.append((HookPoint(site.module, site.when), added))

@@ -32,6 +32,14 @@ def find_repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | N
     return begin, None if tail is None else tail.period
 
 
+def copies_of(row: WatchedRow) -> int:
+    """Return the number of tokens at the end of a row's text that repeat what stands before them."""
+    tail = row.monitor.last.tail
+    if tail is None:
+        return 0
+    return max(0, row.written - tail.start - tail.period)
+
+
 def event_data(
     row: WatchedRow,
     period: int | None,
@@ -48,6 +56,7 @@ def event_data(
         "level": level,
         "cached_before": len(cached),
         "taken_back": taken_back,
+        "left_in_text": 0 if taken_back else copies_of(row),
         "kept": ranges_of(kept),
         "kept_count": len(kept),
         "generated": row.written,

@@ -84,13 +84,15 @@ class LoopGuard(Intervention):
             printed.
         act: What an alarm does. "rewind" removes the loop from the output as well, wherever the caller can take tokens
             back: the text is cut after the first copy and continues under the penalty; elsewhere, and without
-            penalty and draws, it is "cut", which removes the loop from the cache. "stop" ends the row, and "report"
-            only adds the event.
+            penalty and draws, it is "cut", which removes the loop from the cache and leaves the copies in the text.
+            "stop" ends the row, and "report" only adds the event. None is "rewind", without the warning that "rewind"
+            gives where nothing can be taken back.
 
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
     "kept_count", "cached_before", "generated" (number of the token), "taken_back" (tokens removed from the output),
-    and "level" (alarms before it, each within W tokens of the next).
+    "left_in_text" (tokens of the copies after the first one that stay in the output), and "level" (alarms before it,
+    each within W tokens of the next).
 
     Raises:
         SinkscopeError: The budget leaves nothing beside the anchors, or another setting is invalid.
@@ -113,7 +115,7 @@ class LoopGuard(Intervention):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7
     seed: Whole = 0
     local: Whole = 4
-    act: Literal["rewind", "cut", "stop", "report"] = "rewind"
+    act: Literal["rewind", "cut", "stop", "report"] | None = None
     KIND: ClassVar[str] = "guard"
 
     def __post_init__(self) -> None:
@@ -208,7 +210,7 @@ class LoopGuard(Intervention):
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         session.before_decode(lambda moment: None)  # so that tokens come one by one, in rows that keep their places
-        if self.act == "rewind" and (self.penalty or self.temperature):  # else the loop would be written again
+        if self.act in ("rewind", None) and (self.penalty or self.temperature):  # else the loop would be written again
             session.rewinder = Rewinder()
         guarding = GuardRun(self, self.settings, run, session)
         session.after_call(guarding.note)
@@ -222,8 +224,10 @@ def event_in_words(event: Event) -> str:
     if data["period"] is not None:
         alarm = f"a repetition of {count_of(data['period'], 'token')}"
     cached = count_of(data["cached_before"], "cached token")
-    back, new = count_of(data["taken_back"], "token"), count_of(data["generated"], "new token")
-    return f"After {new} the guard found {alarm}. It kept {data['kept_count']} of {cached} and took {back} back."
+    new, text = count_of(data["generated"], "new token"), f"took {count_of(data['taken_back'], 'token')} back"
+    if data["left_in_text"]:
+        text = f"left {count_of(data['left_in_text'], 'repeated token')} in the text"
+    return f"After {new} the guard found {alarm}. It kept {data['kept_count']} of {cached} and {text}."
 
 
 @dataclass(eq=False)
@@ -236,6 +240,7 @@ class GuardRun:
         run: The run.
         session: Its session.
         rows: The rows that share a cache, by what is known about it.
+        has_warned: Whether it has said that nothing can be taken back.
         here: The moment after the layers of the latest call of a thread, until the logits have come.
     """
 
@@ -244,6 +249,7 @@ class GuardRun:
     run: Run
     session: Session
     rows: WeakKeyDictionary[CacheState, GuardedRows] = field(default_factory=WeakKeyDictionary)
+    has_warned: bool = False
     here: threading.local = field(default_factory=threading.local)
 
     def note(self, moment: Moment) -> None:
@@ -365,7 +371,7 @@ class GuardRun:
 
     def _respond(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
         """Log the alarms of rows, and cut the cache of those that loop unless alarms are only told."""
-        cuts = self.guard.act in ("cut", "rewind")
+        cuts = self.guard.act in ("cut", "rewind", None)
         if cuts:
             for kv in moment.layers:
                 kv.settle()
@@ -391,7 +397,18 @@ class GuardRun:
             evict_rows(moment.layers, kept)
         if any(taken_back.values()):
             self._rewind(moment, rows, taken_back)
+        if self.guard.act == "rewind" and any(event.data["left_in_text"] for event in events):
+            self._warn_of_copies()
         self.run.log(lambda: events)
+
+    def _warn_of_copies(self) -> None:
+        """Say once what "rewind", which was asked for, cannot do."""
+        if not self.has_warned:
+            self.has_warned = True
+            warn(
+                "LoopGuard(act='rewind') cannot take back text that `model.generate` or a streamer has given out: the "
+                "copies leave the cache and stay in the text; use sinkscope.generate or Conversation, or act='cut'"
+            )
 
     def _bad_tokens(
         self, row: WatchedRow, begin: int, period: int | None, taken_back: int, now: int
