@@ -164,7 +164,7 @@ def _run(
     last_layer = deepest if 0 <= deepest < target.n_layers else None
     unembed = any(module is target.hf for module, _, _ in hooks)
     with attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext(), target.hooks(*hooks):
-        positions: dict[str, Tensor] = {}
+        positions: dict[str, Any] = {}
         if mask is not None and "position_ids" in signature(target.base.forward).parameters:
             positions["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)  # else padding on the left is counted
         target.forward(ids, mask, unembed=unembed, last_layer=last_layer, **positions)
