@@ -2,15 +2,19 @@
 
     python -m experiments.gpu.bands [--out figures/gpu_bands.json] [--seconds 200] [--device cuda]
 
+One short call measures what decides the defaults of a GPU (about eight minutes on an H200):
+
+    python -m experiments.gpu.bands --tried 0 --only prompt choice flex --seconds 450
+
 Steps run in order of value, each is written as it ends, and none begins after `--seconds`; what is done is not done
 again. Times are medians of runs between two events on the device, after a warm-up; layers have `--heads` query heads of
 width 128 and as many or a quarter as many kv heads, in bfloat16, on random numbers. On a GPU,
 `tests/lines/test_loopserve_triton.py` checks that what is timed is right.
 
 - `tiling`: attention on a tenth, three tenths and all of the cells with every tiling.
-- `choice`: the choice of columns and bands, launched step by step and as one graph.
+- `choice`: the choice of columns and bands, launched step by step and as it is recorded for a prompt.
 - `layer`: attention on given shares, the choice and both together, beside FlashAttention and cuDNN's attention.
-- `flex`: FlexAttention with a block mask of the same bands.
+- `flex`: FlexAttention on the same columns and bands (`experiments.gpu.flex`) beside our kernel.
 - `prompt`: a whole prompt of a model of a 7B shape with random weights and planted lines, with `--layers` layers.
 """
 
@@ -29,13 +33,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments import planted_lines
+from experiments.gpu.flex import FlexBands
 from experiments.gpu.steps import Steps, model_of
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import NEAR, PER, TILE, Bands, BlockGrid, choose_bands
-from sinkscope.lines.choice import kept_columns, sampled_rows, select_bands
+from sinkscope.lines.bands import NEAR, TILE, Bands, BlockGrid
+from sinkscope.lines.choice import BandChoice, sampled_rows
 from sinkscope.lines.serve import LoopServe
 from sinkscope.results.console import note
 
@@ -103,52 +108,45 @@ def tiling_step(device: str, heads: int, kv: int, n: int, share: float, tiling: 
     return {**told(tiling), "n": n, "share": float(chosen.attended().mean()), "ms": ms}
 
 
-def chooser(scores: Scores, alpha: float) -> Callable[[], Bands]:
-    """The choice with rows that are on the device already, so that it can be captured."""
-    _, sums = kernels()
-    rows = sampled_rows(BlockGrid(scores.queries, scores.keys), 64, 0, 16).to(scores.key.device)
-    always = kept_columns(scores, scores.queries, 4, 0)
-    return lambda: choose_bands(sums.ComputedRows(scores, rows), alpha, always, 0.75, 16)
-
-
-def graph_of(work: Callable[[], Any]) -> Callable[[], None]:
-    """One launch of everything that a function launches."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
+def chooser(scores: Scores, alpha: float, replayed: bool = False) -> Callable[[], Any]:
+    """The whole choice from the scores of one layer: launched step by step, or as it is recorded for a prompt."""
+    rows = sampled_rows(BlockGrid(scores.queries, scores.keys), LoopServe.sample, 0, LoopServe.dense_rows)
+    choice = BandChoice(alpha, LoopServe.begin, LoopServe.checked, LoopServe.dense_rows, 0.75, None)
+    if not replayed or not scores.key.is_cuda:
+        return lambda: choice.made(scores, rows)
+    given = scores.query, scores.key, rows
+    recorded = choice.recorded(scores, given)
+    for _ in range(2):  # first, and recorded
+        recorded(*given)
+    return partial(recorded, *given)
 
 
 @torch.no_grad()
 def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) -> Row:
-    """The choice alone, and its parts."""
+    """The choice alone, launched step by step and replayed, and its parts."""
     triton, sums = kernels()
     scores, _ = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
     grid = BlockGrid(n, n)
     rows = sampled_rows(grid, 64, 0, 16).to(device)
     found: Row = {"n": n, "kv_heads": kv}
     time_of = partial(milliseconds, device=device, rounds=rounds)
-    for name, checked in (("with_draw", 0), ("checked", 64)):
-        select = partial(select_bands, scores, 0.95, checked=checked, dense_rows=16, dense_above=0.75)
-        found[f"{name}_ms"] = time_of(select)
-    found["ms"] = time_of(chooser(scores, 0.95))
-    began = time.perf_counter()
-    chosen = chooser(scores, 0.95)()
-    found["host_ms"] = 1e3 * (time.perf_counter() - began)
+    step_by_step, replayed = chooser(scores, 0.95), chooser(scores, 0.95, replayed=True)
+    chosen = step_by_step()
+    if device != "cpu":
+        columns, bands, *_ = replayed()
+        found["same"] = bool(torch.equal(columns, chosen.columns) and torch.equal(bands, chosen.bands))
+    for name, work in (("ms", step_by_step), ("replayed_ms", replayed)):
+        found[name] = time_of(work)
+        began = time.perf_counter()
+        work()
+        found[f"host_{name}"] = 1e3 * (time.perf_counter() - began)
     computed = sums.ComputedRows(scores, rows)
     found["normalisers_ms"] = time_of(lambda: sums.ComputedRows(scores, rows))
     found["sums_ms"] = time_of(lambda: computed.sums(chosen))
     density = torch.rand(heads, n, device=device), torch.rand(heads, grid.blocks, device=device)
     least = torch.rand(heads, 32, device=device)
     found["held_ms"] = time_of(lambda: computed.held(*density, least))
-    found["index_ms"] = time_of(lambda: (triton.Listed.of(chosen.columns), triton.Listed.of(chosen.bands)))
-    if device != "cpu":
-        found["graph_ms"] = time_of(graph_of(chooser(scores, 0.95)))
+    found["index_ms"] = time_of(partial(triton.lists_of, chosen))
     return found
 
 
@@ -164,70 +162,48 @@ def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str, til
             found[f"{name}_ms"] = time_of(lambda backend=backend: dense(scores, value, backend))
         except RuntimeError as error:
             found[f"{name}_error"] = str(error).partition("\n")[0]
-    choose = chooser(scores, 0.95)
+    choose, replay = chooser(scores, 0.95), chooser(scores, 0.95, replayed=True)
     for share in (0.05, 0.1, 0.2, 0.35, 0.5, 1.0):
         chosen = bands_of(heads, n, n, share, device)
 
-        def both(chosen: Bands = chosen) -> None:
+        def both(choose: Callable[[], Any] = choose, chosen: Bands = chosen) -> None:
             choose()
             triton.attention_on(scores, value, chosen, [tiling])
 
         row: Row = {"cells": float(chosen.attended().mean())}
         row["attention_ms"] = time_of(lambda chosen=chosen: triton.attention_on(scores, value, chosen, [tiling]))
         row["layer_ms"] = time_of(both)
-        if device != "cpu" and share in (0.1, 0.35):
-            row["layer_graph_ms"] = time_of(graph_of(both))
+        row["layer_replayed_ms"] = time_of(partial(both, replay))
         found[f"share {share}"] = row
     return found
 
 
 @torch.no_grad()
 def flex(device: str, heads: int, kv: int, n: int, share: float, rounds: int, dtype: str) -> Row:
-    """FlexAttention on the same bands, without columns: blocks of 64 queries and 64 keys, listed without its search."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    """FlexAttention on the same columns and bands, and its parts, beside the Triton kernel."""
+    from torch.nn.attention.flex_attention import flex_attention
 
     triton, _ = kernels()
     scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
     chosen = bands_of(heads, n, n, share, device)
-    chosen.columns[:] = False
-    alone = Bands(chosen.columns, chosen.bands, chosen.grid)
-    tile = torch.arange(n // TILE, device=device)
-    back = tile[:, None] - tile
-    seen = alone.bands[:, ::PER][:, back.clamp(min=0)] & (back > 0)  # bands were drawn in runs of four
-
-    def masked() -> BlockMask:
-        return BlockMask.from_kv_blocks(
-            torch.ones_like(tile, dtype=torch.int32).expand(1, heads, -1).contiguous(),
-            tile.int()[None, None, :, None].expand(1, heads, -1, len(tile)).contiguous(),
-            seen.sum(2, dtype=torch.int32)[None],
-            seen.int().argsort(dim=2, descending=True, stable=True).int()[None],
-            BLOCK_SIZE=(TILE, TILE),
-            mask_mod=lambda _batch, _head, at, own: at >= own,
-        )
-
-    compiled = torch.compile(flex_attention, dynamic=False)
-    attend = partial(
-        compiled,
-        scores.query[None],
-        scores.key[None],
-        value[None],
-        block_mask=masked(),
-        enable_gqa=kv != heads,
-        scale=scores.scaling,
-        kernel_options={"BLOCK_M": TILE, "BLOCK_N": TILE} if device != "cpu" else None,
-    )
-    ours = triton.attention_on(scores, value, alone).transpose(0, 1)
-    error = float((attend()[0].float() - ours.float()).norm() / ours.float().norm())
-    ms = milliseconds(attend, device, rounds)
-    own_ms = milliseconds(lambda: triton.attention_on(scores, value, alone), device, rounds)
-    cells = float(alone.attended().mean())
+    compiled = torch.compile(flex_attention, dynamic=False) if device != "cpu" else flex_attention
+    options: Row = {} if device == "cpu" else {"kernel_options": {"BLOCK_M": TILE, "BLOCK_N": TILE}}
+    lists, form = triton.lists_of(chosen), FlexBands.of(chosen)
+    blocks, query = form.block_mask(), scores.query[None]
+    gathered = form.gathered(scores.key)[None], form.gathered(value)[None]
+    attend = partial(compiled, query, *gathered, block_mask=blocks, scale=scores.scaling, **options)
+    ours = partial(triton.attention_on, scores, value, chosen, lists=lists)
+    plain = ours().transpose(0, 1).float()
+    time_of = partial(milliseconds, device=device, rounds=rounds)
     return {
         "n": n,
-        "cells": cells,
-        "mask_ms": milliseconds(masked, device, 2),
-        "ms": ms,
-        "ours_ms": own_ms,
-        "error": error,
+        "cells": float(chosen.attended().mean()),
+        "error": float((attend()[0].float() - plain).norm() / plain.norm()),
+        "ms": time_of(attend),
+        "lists_ms": time_of(lambda: FlexBands.of(chosen).block_mask()),
+        "gather_ms": time_of(lambda: (form.gathered(scores.key), form.gathered(value))),
+        "ours_ms": time_of(ours),
+        "our_lists_ms": time_of(partial(triton.lists_of, chosen)),
     }
 
 
@@ -282,8 +258,8 @@ def best_of(rows: Row) -> Row:
 def main(
     *,
     lengths: Sequence[int] = (16384, 65536, 32768, 8192, 131072),
-    prompts: Sequence[int] = (16384, 32768, 8192, 65536),
-    alphas: Sequence[float] = (0.75, 0.9, 0.995),
+    prompts: Sequence[int] = (16384, 65536, 32768, 131072, 8192),
+    alphas: Sequence[float] = (LoopServe.alpha, 0.9),
     only: Sequence[str] = (),
     tried: int = 7,
     heads: int = 32,
@@ -331,8 +307,8 @@ def main(
         planted_lines.SHAPES["measured"] = (hidden, mlp, layers, query_heads, kv)
         target = model_of(None, "measured", device, dtype)
         ids = planted_lines.text(max(prompts), 0.1).to(target.device)
-        for n in prompts:
-            for alpha in alphas:
+        for alpha in alphas:
+            for n in prompts:
                 do(f"prompt of {n}, alpha {alpha}", partial(prompt, target, ids[:, :n], alpha, device, 3))
         del target
     for n in lengths:
@@ -343,8 +319,9 @@ def main(
         )
     do(f"layer at {first}, a kv head for each", partial(layer, device, heads, heads, first, rounds, dtype, best))
     do(f"choice at {first}, a kv head for each", partial(choice, device, heads, heads, first, rounds, dtype))
-    for share in (0.1, 0.3):
-        do(f"flex at {first}, {share}", partial(flex, device, heads, quarter, first, share, max(3, rounds // 2), dtype))
+    for n in lengths[:2]:
+        for share in (0.1, 0.3):
+            do(f"flex at {n}, {share}", partial(flex, device, heads, quarter, n, share, max(3, rounds // 2), dtype))
     steps.end()
 
 

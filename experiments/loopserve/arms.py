@@ -29,8 +29,9 @@ from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
 from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import NEAR, Bands, BlockGrid, StoredRows, choose_bands
+from sinkscope.lines.bands import BlockGrid, StoredRows, choose_bands
 from sinkscope.lines.choice import kept_columns, sampled_rows
+from sinkscope.lines.copies import Copies
 from sinkscope.lines.sample import draw_of, held_out
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.serve import DENSE_ABOVE
@@ -42,8 +43,6 @@ from sinkscope.opening.load import load
 
 LAST = 16  # dense rows
 EVERY = 3
-ROUNDS = 3
-PARTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)  # of the bands of a head
 HEAD = (
     "tokens",
     "text",
@@ -64,6 +63,7 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
     held: dict[str, list[float]] = {"drawn": [], "last": [], "drawn_cells": [], "last_cells": []}
     spent: dict[str, list[float]] = {"dense": [], "rows": [], "checked": [], "search": [], "attention": []}
     cells, beside = list[float](), list[float]()
+    copies = Copies.of(ids[0].cpu(), ids.shape[1], ids.device)
 
     def timed(name: str, work: Any) -> Any:
         seconds, made = seconds_of(work)
@@ -78,7 +78,9 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
         sparse = BlockGrid(scores.queries, scores.keys).sparse_queries(LAST)
         checked = partial(kept_columns, scores, sparse, LoopServe.begin, LoopServe.checked)
         always = timed("checked", checked)
-        chosen = timed("search", partial(choose_bands, own, LoopServe.alpha, always, DENSE_ABOVE["cpu"], LAST))
+        chosen = timed(
+            "search", partial(choose_bands, own, LoopServe.alpha, always, DENSE_ABOVE["cpu"], LAST, copies.blocks)
+        )
         timed("attention", partial(band_attention, scores, scores.key, chosen))
         cells.append(float(chosen.attended().mean()))
 
@@ -86,14 +88,15 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
         grid, seed = BlockGrid(scores.queries, scores.keys), draw_of(0, layer, scores.queries, scores.keys)
         sparse = grid.sparse_queries(LAST)
         rows = {"drawn": sampled_rows(grid, 64, seed, LAST), "last": torch.arange(sparse - 64, sparse)}
+        others = held_out(sparse - 64, rows["drawn"][rows["drawn"] < sparse - 64], seed)
         for name, own in rows.items():
             chosen = choose_bands(
                 StoredRows(scores, own), alpha, kept_columns(scores, sparse, 4, 0), float("inf"), LAST
             )
-            held[name] += recovered(scores, chosen, held_out(sparse - 64, 64, seed)).tolist()
+            held[name] += recovered(scores, chosen, others).tolist()
             held[f"{name}_cells"] += chosen.attended().tolist()
         if layer % EVERY == 0:
-            stages(scores, rows["drawn"])
+            stages(scores, sampled_rows(grid, LoopServe.sample, seed, LAST, copies))
 
     def see(layer: int, scores: Scores) -> None:
         beside.append(seconds_of(partial(measure, layer, scores))[0])
@@ -102,29 +105,6 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
         seconds, _ = seconds_of(partial(target.base, input_ids=ids, use_cache=False))
     means = {name: fmean(values) for name, values in held.items()}
     return {"heads": held, "mean": means, "stages": spent, "cells": cells, "prompt": seconds - sum(beside)}
-
-
-def head(length: int) -> Row:
-    """Seconds of a head of 64 numbers along drawn bands over those of a dense head, and the shares of the cells."""
-    draw = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 1, length, 64, generator=draw).unbind()
-    scores, grid = Scores(query, key, 0.125), BlockGrid(length, length)
-    none = torch.zeros(1, length, dtype=torch.bool)
-
-    def spent(bands: Tensor) -> tuple[float, float]:
-        chosen = Bands(none, bands, grid, LAST)
-        seconds = [seconds_of(partial(band_attention, scores, key, chosen))[0] for _ in range(ROUNDS)]
-        return float(chosen.attended()), median(seconds)
-
-    dense = spent(torch.ones(1, grid.blocks, dtype=torch.bool))[1]
-    cells, times = list[float](), list[float]()
-    for part in PARTS:
-        bands = torch.rand(1, grid.blocks, generator=draw) < part
-        bands[:, :NEAR] = True
-        share, seconds = spent(bands)
-        cells.append(share)
-        times.append(seconds / dense)
-    return {"cells": cells, "times": times}
 
 
 def over_dense(row: Row) -> tuple[float, float]:
@@ -141,20 +121,15 @@ def prompts(rows: Row) -> Row:
     return {name: row for name, row in rows.items() if name.startswith("prompt")}
 
 
-def tables(rows: Row) -> str:
-    """Milliseconds of a layer and what they come to in a prompt; and times of a head, in brackets its cells."""
+def table(rows: Row) -> str:
+    """Milliseconds of a layer, and what they come to in a prompt."""
     lines: list[list[str]] = []
     for name, row in prompts(rows).items():
         _, kind, length = name.split(", ")
         times = [f"{1e3 * median(seconds):.0f}" for seconds in row["stages"].values()]
         ratios = [f"{ratio:.2f}" for ratio in over_dense(row)]
         lines.append([length, kind, f"{fmean(row['cells']):.0%}", *times, *ratios])
-    heads: list[list[str]] = []
-    for name, row in rows.items():
-        if name.startswith("head"):
-            pairs = zip(row["times"], row["cells"], strict=True)
-            heads.append([name.rpartition(", ")[2], *(f"{time:.2f} ({share:.0%})" for time, share in pairs)])
-    return f"{markdown(HEAD, lines)}\n\n{markdown(('tokens', *(f'{part:.0%} of bands' for part in PARTS)), heads)}"
+    return markdown(HEAD, lines)
 
 
 def main(
@@ -180,13 +155,11 @@ def main(
     torch.set_num_threads(1)
     steps = Steps("loopserve-arms", out, {"alpha": alpha}, "cpu", "float32")
     target = target_of(load(model))
-    for length in (*lengths, 2 * max(lengths)):
-        steps.do(f"head, {length}", partial(head, length))
     for length, kind in product(lengths, kinds):
         ids = piece(target, TEXTS[kind](dialogue_files), length, 1)
         steps.do(f"prompt, {kind}, {length}", partial(prompt, target, ids, alpha))
     if page is not None:
-        put_table(page, "loopserve.arms", tables(steps.rows))
+        put_table(page, "loopserve.arms", table(steps.rows))
     steps.end()
 
 

@@ -1,12 +1,15 @@
-"""What LoopServe's bands cost a real model: cells, KL, loss and time by alpha, kind of text and length.
+"""What LoopServe's bands cost a real model: cells, KL and loss by alpha, kind of text and length.
 
-    python -m experiments.loopserve.real MODEL ... [--dialogue-files FILE ...] [--page docs/serve.md]
+    python -m experiments.loopserve.real MODEL ... [--dialogue-files FILE ...] [--page docs/papers/loopserve.md]
 
 Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters as CSV), and,
-where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between). They are cut
-into pieces of each length; alpha was chosen on piece 0. A prompt is read once by the model's own attention and once
-under `LoopServe(alpha, decode=False, shortest=0)`, with the heads dense that a GPU would compute densely; distributions
-of the next token are compared at `--positions` places of its second half. Steps that are done are not done again.
+where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between; "prompt" of
+LongEval). They are cut into pieces of each length. The default was chosen on other texts: the manual's first part, the
+module `tarfile`, LongEval's prompts 0 to 3, 6, 7, 10 and 11. A prompt is read once by the model's own attention and
+once under `LoopServe(alpha, decode=False, shortest=0)`, with the heads dense that a GPU would compute densely;
+distributions of the next token are compared at `--positions` places of its second half. With `--random-alphas` the
+prompt is also read from embeddings, where copies are not known, so that the whole sample is random. Steps that are
+done are not done again.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from experiments.drawn import markdown, put_table
 from experiments.gpu.steps import Steps
 from experiments.record import Row, read_rows, value_of_each
 from experiments.script import run
-from experiments.timing import seconds_of
 from sinkscope.errors import SinkscopeError
+from sinkscope.lines.copies import Copies
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.serve import DENSE_ABOVE
 from sinkscope.measure.margin import margin_of
@@ -39,24 +42,30 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
 ABOVE = DENSE_ABOVE["cuda"]
+PART = 256  # places at a time
 CHARACTERS = 10  # of a token at most, on average
-HEAD = ("alpha", "text", "tokens", "texts", "attended", "KL", "NLL", "top-1 same", "time over dense")
+HEAD = ("sample, alpha", "text", "tokens", "texts", "attended", "KL", "NLL", "largest", "top-1 same")
+SHORT_HEAD = ("model", "tokens", "sample, alpha", "texts", "attended", "NLL", "worst text", "least top-1 same")
+CHOSE_PROSE = 70_000  # characters of the manual that the default was chosen on
+CHOSE_TALKS = (0, 1, 2, 3, 6, 7, 10, 11)
 
 
 def prose(_: Sequence[Path]) -> str:
     """Python's manual."""
     import pydoc_data.topics
 
-    return "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    return "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))[CHOSE_PROSE:]
 
 
 def code(_: Sequence[Path]) -> str:
     """Modules of Python's library."""
     import argparse
-    import tarfile
+    import inspect
+    import subprocess
     import typing
 
-    return "\n".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (tarfile, argparse, typing))
+    modules = argparse, typing, inspect, subprocess
+    return "\n".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules)
 
 
 def tables(_: Sequence[Path]) -> str:
@@ -66,7 +75,7 @@ def tables(_: Sequence[Path]) -> str:
     file = io.StringIO()
     writer = csv.writer(file)
     writer.writerow(("name", "category", "number", "bidirectional", "width"))
-    for number in (*range(0xC0, 0x250), *range(0x391, 0x700)):
+    for number in (*range(0xC0, 0x250), *range(0x391, 0x700), *range(0x900, 0x1200)):
         letter = chr(number)
         name = unicodedata.name(letter, "none").title()
         kind, side = unicodedata.category(letter), unicodedata.bidirectional(letter)
@@ -99,6 +108,12 @@ def dialogue(files: Sequence[Path]) -> str:
             said.append(f"User: {turn}")
             if answer is not None:
                 said.append(f"Assistant: {answer}")
+    recorded: list[Row] = []
+    for file in files:
+        recorded += [row for row in read_rows(file) if "prompt" in row]
+    for number, row in enumerate(recorded):
+        if number not in CHOSE_TALKS:
+            said.append(row["prompt"])
     return "\n\n".join(said)
 
 
@@ -116,46 +131,44 @@ def piece(target: Target, text: str, length: int, number: int) -> Tensor:
 
 
 @torch.no_grad()
-def next_tokens(target: Target, ids: Tensor, at: Tensor) -> tuple[Tensor, float]:
-    """Logarithms of next-token probabilities after some positions, and the seconds that the layers took."""
-    seconds, output = seconds_of(partial(target.base, input_ids=ids, use_cache=False))
-    hidden = output.last_hidden_state[0, at]
-    parts: list[Tensor] = []
-    for part in hidden.split(128):
-        parts.append(target.hf.get_output_embeddings()(part).float().log_softmax(-1))
-    return torch.cat(parts), seconds
+def hidden_states(target: Target, at: Tensor, **given: Tensor) -> Tensor:
+    """Hidden states from which the next tokens after some positions are told, `[at d_model]`."""
+    return target.base(**given, use_cache=False).last_hidden_state[0, at]
 
 
-def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: tuple[Tensor, float]) -> Row:
-    """One prompt under LoopServe, beside what the model's own attention gives."""
-    wanted, dense_seconds = dense
+@torch.no_grad()
+def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: Tensor, random: bool) -> Row:
+    """One prompt under LoopServe, beside what the model's own attention gives; random samples are of embeddings."""
+    given = {"inputs_embeds": target.hf.get_input_embeddings()(ids)} if random else {"input_ids": ids}
     with LoopServe(alpha=alpha, decode=False, shortest=0, dense_above=ABOVE).on(target) as told:
-        found, seconds = next_tokens(target, ids, at)
-    attended: list[float] = []
+        own = hidden_states(target, at, **given)
+    shares: list[float] = []
     for event in told.events:
         if event.kind == "prefill":
-            attended.append(event.data.get("attended", 1.0))
-    following = ids[0, at + 1][:, None]
-    row: Row = {
-        "kl": float((wanted.exp() * (wanted - found)).sum(1).mean()),
-        "nll": float(-found.gather(1, following).mean()),
-        "dense_nll": float(-wanted.gather(1, following).mean()),
-        "same": float((wanted.argmax(1) == found.argmax(1)).float().mean()),
-        "attended": fmean(attended or [1.0]),  # with alpha 1 nothing is done
-        "time": seconds / dense_seconds,
-    }
-    return row
+            shares.append(event.data.get("attended", 1.0))
+    following, head = ids[0, at + 1], target.hf.get_output_embeddings()
+    parts: list[Tensor] = []
+    for ours, plain, token in zip(own.split(PART), dense.split(PART), following.split(PART), strict=True):
+        found, wanted = (head(states).float().log_softmax(-1) for states in (ours, plain))
+        kl = (wanted.exp() * (wanted - found)).sum(1)
+        nll, dense_nll = (-logs.gather(1, token[:, None])[:, 0] for logs in (found, wanted))
+        parts.append(torch.stack([kl, nll, dense_nll, (wanted.argmax(1) == found.argmax(1)).float()]))
+    tokens = torch.cat(parts, 1)
+    means = dict(zip(("kl", "nll", "dense_nll", "same"), tokens.double().mean(1).tolist(), strict=True))
+    return {**means, "worst_token": float((tokens[1] - tokens[2]).max()), "attended": fmean(shares or [1.0])}
 
 
-def measured(target: Target, ids: Tensor, alphas: Sequence[float], positions: int) -> Row:
+def measured(target: Target, ids: Tensor, alphas: Sequence[float], randoms: Sequence[float], positions: int) -> Row:
     """All alphas on one prompt."""
     length = ids.shape[1]
     at = torch.linspace(length // 2, length - 2, min(positions, length // 2 - 1)).long().to(ids.device)
-    next_tokens(target, ids[:, :64], at[:0])
-    dense = next_tokens(target, ids, at)
-    rows: Row = {"dense_seconds": dense[1]}
+    dense = hidden_states(target, at, input_ids=ids)
+    copies = Copies.of(ids[0].cpu(), length, ids.device).at
+    rows: Row = {"copies": len(copies), "positions": len(at)}
     for alpha in alphas:
-        rows[f"{alpha:g}"] = compared(target, ids, alpha, at, dense)
+        rows[f"{alpha:g}"] = compared(target, ids, alpha, at, dense, False)
+    for alpha in randoms:
+        rows[f"random, {alpha:g}"] = compared(target, ids, alpha, at, dense, True)
     return rows
 
 
@@ -171,27 +184,48 @@ def table(rows: Row) -> str:
     lines: list[list[str]] = []
     for place, found in groups.items():
         cells = [*place, str(len(found))]
-        for name, shown in (("attended", ".0%"), ("kl", ".4f"), ("change", "+.4f"), ("same", ".1%"), ("time", ".2f")):
+        for name, shown in (("attended", ".0%"), ("kl", ".4f"), ("change", "+.4f"), ("same", ".1%")):
             values = value_of_each(found, name)
             cells.append(f"{fmean(values):{shown}}")
             if len(found) > 2 and name in ("change", "same"):
                 cells[-1] += f" ± {margin_of(np.array(values)):{shown.strip('+')}}"
+            if name == "change":
+                cells.append(f"{max(values):+.4f}")
         lines.append(cells)
     return markdown(HEAD, lines)
+
+
+def summary(rows: Row) -> str:
+    """A line for each model, length and sample: all kinds of text together."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for name, row in rows.items():
+        model, _, length, _ = name.split(", ")
+        for alpha, found in row.items():
+            if isinstance(found, dict):
+                groups.setdefault((model, length, alpha), []).append(found)
+    lines: list[list[str]] = []
+    for place, found in groups.items():
+        changes = [row["nll"] - row["dense_nll"] for row in found]
+        cells, same = fmean(value_of_each(found, "attended")), min(value_of_each(found, "same"))
+        mean = f"{fmean(changes):+.4f} ± {margin_of(np.array(changes)):.4f}"
+        lines.append([*place, str(len(found)), f"{cells:.0%}", mean, f"{max(changes):+.4f}", f"{same:.1%}"])
+    return markdown(SHORT_HEAD, lines)
 
 
 def main(
     models: Sequence[str],
     *,
-    alphas: Sequence[float] = (0.98, 0.99, 0.995, 0.999),
-    lengths: Sequence[int] = (2048, 4096, 8192),
+    alphas: Sequence[float] = (LoopServe.alpha,),
+    random_alphas: Sequence[float] = (),
+    lengths: Sequence[int] = (4096, 8192),
     kinds: Sequence[Literal[*TEXTS]] = tuple(TEXTS),
     dialogue_files: Sequence[Path] = (),
     pieces: Sequence[int] = (1,),
-    positions: int = 384,
+    positions: int = 4096,
     seconds: float = 3600.0,
     device: str = "cpu",
     page: Path | None = None,
+    short_page: Path | None = None,
     out: Path = Path("figures/loopserve_real.json"),
 ) -> None:
     """Make what the module describes.
@@ -201,24 +235,28 @@ def main(
         kinds: Kinds of text.
         dialogue_files: JSON lines of dialogues.
         pieces: Which pieces of each text.
-        positions: Places of the second half at which distributions are compared.
+        random_alphas: Alphas with a sample that is random.
+        positions: Places of the second half, at most, at which distributions are compared.
         seconds: No step begins after so many.
-        page: Page whose table is replaced.
+        page: Page whose table of texts is replaced.
+        short_page: Page whose table of lengths is replaced.
     """
-    settings = {"positions": positions, "dense_above": ABOVE}
+    settings = {"dense_above": ABOVE}
     steps = Steps("loopserve-real", out, settings, device, "float32")
     end = time.monotonic() + seconds
     for model in models:
         target: Target | None = None
-        for length, kind, number in product(lengths, kinds, pieces):
+        for number, length, kind in product(pieces, lengths, kinds):
             step = f"{Path(model).stem}, {kind}, {length}, {number}"
             if step in steps.rows or time.monotonic() > end:
                 continue
             target = target or target_of(load(model, device=device))
             ids = piece(target, TEXTS[kind](dialogue_files), length, number).to(target.device)
-            steps.do(step, partial(measured, target, ids, alphas, positions))
+            steps.do(step, partial(measured, target, ids, alphas, random_alphas, positions))
     if page is not None:
         put_table(page, "loopserve.real", table(steps.rows))
+    if short_page is not None:
+        put_table(short_page, "loopserve.real", summary(steps.rows))
     steps.end()
 
 

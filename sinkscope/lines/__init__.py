@@ -2,6 +2,15 @@
 
 A vertical line is a key position. A slash line is an offset: query position less key position (Li et al. 2025,
 LoopServe, section 3.1; Jiang et al. 2024, MInference).
+
+| for | files |
+|---|---|
+| measuring | `sums` (of every line, what lines hold), `votes` (the heaviest), `lines` (the command) |
+| choosing | `sample` and `copies` (which queries), `bands` and `choice` (the search), `triton_sums`, `replay` (on a GPU) |
+| choosing as printed | `faithful` (algorithm 5), `votes` (MInference), `shapes` (A-shape, Tri-shape, MInference) |
+| attending | `sparse` (on a CPU, under a mask), `triton` (on a GPU), `devices` (which of them) |
+| in a model | `serve/`: `sparse_prompts`, `prompt_calls`, `serve` (prompts), `progressive` (decoding), `conversation` |
+| shared | `attention` (scores), `head_lines` (single lines of every head) |
 """
 
 from sinkscope.lines.attention import Scores

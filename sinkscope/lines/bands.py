@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from weakref import WeakValueDictionary
 
 import torch
 from einops import rearrange, repeat
@@ -130,16 +131,24 @@ class Lengths:
     bands: Int[Tensor, " block"]
 
 
+_LENGTHS: WeakValueDictionary[tuple[BlockGrid, torch.device], Lengths] = WeakValueDictionary()
+
+
 @lru_cache(4)  # the layers of a prompt are of one grid
 def lengths_of(grid: BlockGrid, device: torch.device) -> Lengths:
-    """Return the lengths of a grid's lines."""
+    """Return the lengths of a grid's lines, the same object as long as anybody holds it."""
+    known = _LENGTHS.get((grid, device))
+    if known is not None:
+        return known
     position = torch.arange(grid.keys)
     to_end = torch.minimum(TILE - (position - grid.past) % TILE, grid.keys - position)
     own = torch.where(position >= grid.past, to_end, 0)
     near = grid.blocked(own)[grid.before :].sum(1).view(-1, PER).sum(0).flip(0)
     far = crossed(grid, grid.blocked(torch.ones(1, grid.keys, dtype=torch.double)).sum(2))[0].long()
     columns = torch.arange(grid.keys, 0, -1).clamp(max=grid.queries)
-    return Lengths(columns.to(device), own.to(device), torch.cat([near, far[PER:]]).to(device))
+    lengths = Lengths(columns.to(device), own.to(device), torch.cat([near, far[PER:]]).to(device))
+    _LENGTHS[grid, device] = lengths
+    return lengths
 
 
 def crossed(grid: BlockGrid, counts: ByBand) -> ByBand:
@@ -161,6 +170,40 @@ def crossed(grid: BlockGrid, counts: ByBand) -> ByBand:
 
 
 @dataclass(frozen=True, eq=False)
+class CopiedBlocks:
+    """Single blocks of keys that all heads see, because the text copies itself there (`copies.py`).
+
+    Attributes:
+        tile: The tile of queries that sees it, ascending.
+        block: The block of keys; none of its keys comes after a query of the tile.
+        start: Number of pieces in the tiles before each tile, and in all tiles.
+    """
+
+    tile: Int[Tensor, " piece"]
+    block: Int[Tensor, " piece"]
+    start: Int[Tensor, " more_than_tiles"]
+
+    @classmethod
+    def of(cls, tile: Int[Tensor, " pair"], block: Int[Tensor, " pair"], grid: BlockGrid) -> CopiedBlocks:
+        """Return these pairs of tiles and blocks, each once."""
+        pieces = (tile * grid.blocks + block).unique()
+        tile = pieces // grid.blocks
+        start = torch.searchsorted(tile, torch.arange(grid.tiles + 1, device=tile.device))
+        return cls(tile, pieces % grid.blocks, start)
+
+    def to(self, device: torch.device) -> CopiedBlocks:
+        """Return the same on a device."""
+        return CopiedBlocks(self.tile.to(device), self.block.to(device), self.start.to(device))
+
+    def rows(self, tiles: Int[Tensor, " row"], grid: BlockGrid) -> Bool[Tensor, "row block"]:
+        """Return which blocks the queries of these tiles see."""
+        seen = torch.zeros(len(tiles), grid.blocks, dtype=torch.bool, device=tiles.device)
+        row, piece = (tiles[:, None] == self.tile).nonzero().unbind(1)
+        seen[row, self.block[piece]] = True
+        return seen
+
+
+@dataclass(frozen=True, eq=False)
 class Bands:
     """The columns and bands chosen for every head of a layer in one sequence.
 
@@ -169,12 +212,14 @@ class Bands:
         bands: Whether each band is chosen. All heads have the first `PER` bands; a dense head has all.
         grid: The tiles.
         dense_rows: So many queries at the end see everything, as do those of the same tile.
+        copied: Single blocks that all heads see besides.
     """
 
     columns: Bool[Tensor, "head key"]
     bands: Bool[Tensor, "head block"]
     grid: BlockGrid
     dense_rows: int = 0
+    copied: CopiedBlocks | None = None
 
     @property
     def dense(self) -> Bool[Tensor, " head"]:
@@ -192,23 +237,36 @@ class Bands:
         if not sparse:
             return torch.ones(len(self.bands), device=self.bands.device)
         before = BlockGrid(sparse, grid.past + sparse)
-        on_lines = Bands(self.columns[:, : before.keys], self.bands[:, : before.blocks], before).cells()
+        part = Bands(self.columns[:, : before.keys], self.bands[:, : before.blocks], before, copied=self.copied)
+        on_lines = part.cells()
         return (on_lines + grid.cells - before.cells) / grid.cells
 
     def cells(self) -> Float[Tensor, " head"]:
         """Return the number of cells on columns and bands, each counted once, without what dense rows see besides."""
         lengths = lengths_of(self.grid, self.columns.device)
         far = self.bands.float()
-        far[:, :PER] = 0
+        far[:, :PER].zero_()
         left = lengths.columns - lengths.own - self.grid.by_key(crossed(self.grid, far))
-        return (self.bands * lengths.bands).sum(1) + (self.columns * left).sum(1)
+        on_lines = (self.bands * lengths.bands).sum(1) + (self.columns * left).sum(1)
+        if self.copied is None:
+            return on_lines
+        grid, copied = self.grid, self.copied
+        inside = copied.tile < grid.tiles
+        back = grid.before + copied.tile * PER + PER - 1 - copied.block
+        alone = inside & ~self.bands[:, back * inside]
+        others = grid.blocked((~self.columns).float()).sum(2)[:, copied.block * inside]
+        queries = (grid.queries - copied.tile * TILE).clamp(max=TILE)
+        return on_lines + (alone * others * queries).sum(1)
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "head row key"]:
         """Return which keys the queries at these positions see."""
         grid = self.grid
         back = grid.last_block(at)[:, None] - torch.arange(grid.blocks, device=at.device)
-        is_dense = ((at - grid.past) // TILE >= self.sparse_tiles)[:, None]
-        in_band = grid.by_key(self.bands[:, back.clamp(min=0)] | is_dense)
+        tile = (at - grid.past) // TILE
+        more = (tile >= self.sparse_tiles)[:, None]
+        if self.copied is not None:
+            more = more | self.copied.rows(tile, grid)
+        in_band = grid.by_key(self.bands[:, back.clamp(min=0)] | more)
         return (self.columns[:, None] | in_band) & (at[:, None] >= torch.arange(grid.keys, device=at.device))
 
 
@@ -263,7 +321,12 @@ class StoredRows:
 
 
 def choose_bands(
-    sample: StoredRows, alpha: float, always: Bool[Tensor, "head key"], dense_above: float, dense_rows: int
+    sample: StoredRows,
+    alpha: float,
+    always: Bool[Tensor, "head key"],
+    dense_above: float,
+    dense_rows: int,
+    copied: CopiedBlocks | None = None,
 ) -> Bands:
     """Choose columns and bands that hold `alpha` of the sample; all bands where these fill more than `dense_above`.
 
@@ -273,6 +336,7 @@ def choose_bands(
         always: Columns that are chosen whatever they weigh.
         dense_above: Share of the causal cells above which a head is dense.
         dense_rows: Number of queries at the end that see everything.
+        copied: Single blocks that all heads see besides; the search does not count on them.
     """
     grid, heads, device = sample.grid, sample.scores.heads, sample.scores.key.device
     columns = torch.zeros(heads, grid.keys, dtype=torch.bool, device=device)
@@ -286,7 +350,7 @@ def choose_bands(
             band_left = band_left - crossed(grid, grid.blocked(columns.float()).sum(2))
         of_columns, of_bands = column_weight / column_left.clamp(min=1), band_weight / band_left.clamp(min=1)
         of_columns.masked_fill_(always, torch.inf)
-        of_bands[:, :NEAR] = torch.inf
+        of_bands[:, :NEAR].fill_(torch.inf)
         least, enough = _threshold(sample, of_columns, of_bands, alpha)
         # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays. At
         # first only attention that is not a number is not enough: such heads are dense, as without a choice.
@@ -294,9 +358,9 @@ def choose_bands(
             bands = torch.ones_like(bands)
         columns = torch.where(enough, of_columns >= least, columns)
         bands = torch.where(enough, of_bands >= least, bands)
-    found = Bands(columns, bands, grid)
+    found = Bands(columns, bands, grid, copied=copied)
     dense = found.cells() > dense_above * grid.cells
-    return Bands(columns & ~dense[:, None], bands | dense[:, None], grid, dense_rows)
+    return Bands(columns & ~dense[:, None], bands | dense[:, None], grid, dense_rows, copied)
 
 
 def _threshold(

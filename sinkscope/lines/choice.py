@@ -2,8 +2,8 @@
 
 Where algorithm 5 leaves points open, they are settled here as follows:
 
-- *Sample*: query rows are drawn uniformly without replacement, from a seed. If there are fewer queries than the sample
-  size, all are taken.
+- *Sample*: query rows are drawn uniformly without replacement, from a seed (for bands, half of them where the text
+  copies itself: `sample.py`). If there are fewer queries than the sample size, all are taken.
 - *Lengths* are those of the matrix that is to be computed, as in the paper's equation 1; weights are those of the
   sample. The sample is a fixed share of all rows, so the ratio of the two orders lines in the same way.
 - *Always kept*: the main diagonal and position 0, so that every query sees something; more with `begin`.
@@ -18,6 +18,7 @@ Where algorithm 5 leaves points open, they are settled here as follows:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Int
@@ -25,10 +26,12 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, PositiveShare, check_values
 from sinkscope.lines.attention import Scores, attention_of
-from sinkscope.lines.bands import Bands, BlockGrid, StoredRows, choose_bands
+from sinkscope.lines.bands import Bands, BlockGrid, CopiedBlocks, StoredRows, choose_bands, lengths_of
+from sinkscope.lines.copies import Copies
 from sinkscope.lines.devices import triton_module
 from sinkscope.lines.faithful import faithful_lines
 from sinkscope.lines.head_lines import HeadLines, near_lines
+from sinkscope.lines.replay import Replayed
 from sinkscope.lines.sample import sample_queries
 
 SOUGHT = 0.5
@@ -48,6 +51,7 @@ def select_bands(
     checked: int = 0,
     dense_rows: int = 0,
     dense_above: float = math.inf,
+    copies: Copies | None = None,
 ) -> Bands:
     """Choose columns and bands that hold alpha of the attention, for all heads of a layer; nothing waits for a GPU.
 
@@ -60,6 +64,8 @@ def select_bands(
         checked: Number of queries of each head that are checked for a single key (`kept_columns`).
         dense_rows: Number of queries at the end that see everything, with those of the same tile; they are not sampled.
         dense_above: Share of the causal cells above which a head is dense: it gets all bands.
+        copies: Queries at which the text copies itself: half of the sample are drawn among them, and all heads see
+            the blocks of keys that they need. None: all queries are drawn alike.
 
     Raises:
         SinkscopeError: alpha is outside (0, 1], or the sample is below 1.
@@ -68,16 +74,59 @@ def select_bands(
     check_values(PositiveShare, alpha=alpha)
     check_values(Natural, sample=sample)
     scores.check_plain()
-    device, grid = scores.key.device, BlockGrid(scores.queries, scores.keys)
-    rows = sampled_rows(grid, sample, seed, dense_rows)
-    if alpha == 1 or not len(rows):
-        columns = torch.zeros(scores.heads, grid.keys, dtype=torch.bool, device=device)
-        bands = torch.ones(scores.heads, grid.blocks, dtype=torch.bool, device=device)
-        return Bands(columns, bands, grid, dense_rows)
-    module = triton_module(device, "triton_sums")
-    rows_of = StoredRows if module is None else module.ComputedRows
-    always = kept_columns(scores, grid.sparse_queries(dense_rows), begin, checked)
-    return choose_bands(rows_of(scores, rows), alpha, always, dense_above, dense_rows)
+    grid = BlockGrid(scores.queries, scores.keys)
+    copied = None if copies is None else copies.blocks
+    choice = BandChoice(alpha, begin, checked, dense_rows, dense_above, copied)
+    return choice.made(scores, sampled_rows(grid, sample, seed, dense_rows, copies))
+
+
+@dataclass(frozen=True, eq=False)
+class BandChoice:
+    """The choice of columns and bands from given rows, with the settings of `select_bands`."""
+
+    alpha: float
+    begin: int
+    checked: int
+    dense_rows: int
+    dense_above: float
+    copied: CopiedBlocks | None
+
+    @torch.no_grad()
+    def made(self, scores: Scores, rows: Int[Tensor, " row"]) -> Bands:
+        """Choose from the attention of some queries, by their indices; everything, if there are none."""
+        grid, device = BlockGrid(scores.queries, scores.keys), scores.key.device
+        if self.alpha == 1 or not len(rows):
+            columns = torch.zeros(scores.heads, grid.keys, dtype=torch.bool, device=device)
+            bands = torch.ones(scores.heads, grid.blocks, dtype=torch.bool, device=device)
+            return Bands(columns, bands, grid, self.dense_rows)
+        module = triton_module(device, "triton_sums")
+        rows_of = StoredRows if module is None else module.ComputedRows
+        always = kept_columns(scores, grid.sparse_queries(self.dense_rows), self.begin, self.checked)
+        sample = rows_of(scores, rows)
+        return choose_bands(sample, self.alpha, always, self.dense_above, self.dense_rows, self.copied)
+
+    def recorded(
+        self, scores: Scores, given: tuple[Tensor, Tensor, Tensor], kind: type[Replayed] = Replayed
+    ) -> Replayed:
+        """Return the choice for all layers of a prompt, which is called with queries, keys and rows like these.
+
+        It gives columns and bands, the share of the cells of each head, whether it is dense, and what the kernel reads.
+        """
+        module, grid, device = (
+            triton_module(scores.key.device, "triton"),
+            BlockGrid(scores.queries, scores.keys),
+            scores.key.device,
+        )
+        sparse = grid.sparse_queries(self.dense_rows)
+        lengths = [lengths_of(part, device) for part in (grid, BlockGrid(sparse, grid.past + sparse))]
+
+        def work(query: Tensor, key: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+            assert lengths  # a recording reads their memory, so they last as long
+            made = self.made(Scores(query, key, scores.scaling), rows)
+            lists = () if module is None else module.lists_of(made)
+            return made.columns, made.bands, made.attended(), made.dense, *lists
+
+        return kind(work, given)
 
 
 def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool[Tensor, "head key"]:
@@ -96,7 +145,7 @@ def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool
     """
     kv_heads, group = len(scores.key), scores.heads // len(scores.key)
     sought = torch.zeros(scores.heads, scores.keys, device=scores.key.device)
-    sought[:, :begin] = 1.0
+    sought[:, :begin].fill_(1.0)
     if checked == 0:
         return sought > 0
     first = scores.key[:, : max(1, begin)].repeat_interleave(group, 0)  # "kv_head key d -> (kv_head group) key d"
@@ -118,9 +167,12 @@ def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool
     return sought > 0
 
 
-def sampled_rows(grid: BlockGrid, sample: int, seed: int, dense_rows: int) -> Int[Tensor, " row"]:
+def sampled_rows(
+    grid: BlockGrid, sample: int, seed: int, dense_rows: int, copies: Copies | None = None
+) -> Int[Tensor, " row"]:
     """Draw the queries from which columns and bands are chosen: none of those that see everything."""
-    return sample_queries(grid.sparse_queries(dense_rows), sample, seed)
+    at = None if copies is None else copies.at
+    return sample_queries(grid.sparse_queries(dense_rows), sample, seed, at)
 
 
 @torch.no_grad()

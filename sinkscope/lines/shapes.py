@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, PositiveShare, Whole, share_of
 from sinkscope.lines.attention import Scores
+from sinkscope.lines.copies import Copies
 from sinkscope.lines.head_lines import HeadLines, near_lines
 from sinkscope.lines.serve.sparse_prompts import SparsePrompts
 from sinkscope.lines.votes import EARLIEST, NEAREST, SLASH, VERTICAL, heaviest, last_votes, minference_lines
@@ -60,7 +61,7 @@ class AShape(Shape):
     dense_rows: Whole = 0
     budget: PositiveShare | None = None
 
-    def lines(self, scores: Scores, layer: int) -> HeadLines:
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines:
         """Return the first columns and the nearest offsets, and the last rows."""
         if self.budget is None:
             return near_lines(scores, self.first, self.local, self.dense_rows)
@@ -113,7 +114,7 @@ class MInference(Shape):
         """The queries that vote."""
         return self.last
 
-    def lines(self, scores: Scores, layer: int) -> HeadLines:
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines:
         """Return the heaviest lines of each head, as many of each kind as given."""
         if self.budget is None:
             return minference_lines(scores, self.vertical, self.slash, last=self.last)

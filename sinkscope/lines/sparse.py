@@ -32,13 +32,14 @@ Values = Float[Tensor, "kv_head key d_value"]
 Attended = Float[Tensor, "head query d_value"]
 
 
-def band_attention(scores: Scores, value: Values, chosen: Bands) -> Attended:
+def band_attention(scores: Scores, value: Values, chosen: Bands, lists: tuple[Tensor, ...] = ()) -> Attended:
     """Compute causal attention on the columns and bands of every head; the queries are at the last positions.
 
     Args:
         scores: The scores of a layer without window, soft cap and learned sinks.
         value: Values of all positions.
         chosen: Columns and bands of every query head.
+        lists: What `triton.lists_of` gives for these, if that is known already.
 
     Returns:
         The output, in the dtype of `value`, computed in float32 (Triton computes in the dtype of the values and
@@ -51,7 +52,7 @@ def band_attention(scores: Scores, value: Values, chosen: Bands) -> Attended:
     _check(scores, value, chosen.columns.shape, chosen.grid.queries)
     module = triton_module(value.device, "triton")
     if module is not None:
-        return module.attention_on(scores, value, chosen).transpose(0, 1)
+        return module.attention_on(scores, value, chosen, lists=lists).transpose(0, 1)
     if not bool(chosen.bands[:, :PER].all()):  # a GPU would have to wait for it
         raise SinkscopeError("bands of a head lack their own tile: expected the first bands among them")
     out = torch.empty(scores.heads, scores.queries, value.shape[-1], device=value.device, dtype=value.dtype)

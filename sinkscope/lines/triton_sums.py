@@ -47,7 +47,7 @@ class ComputedRows(StoredRows):
         padded = pad(rows, (0, -len(rows) % SIZE)).to(scores.query.device, non_blocking=True)
         position = padded.to(torch.int32) + scores.past
         last = grid.last_block(position)
-        position[len(rows) :] = -1  # which sees nothing
+        position[len(rows) :].fill_(-1)  # which sees nothing
         key = fitting(scores.key, scores.key.dtype)
         query = fitting(scores.query, key.dtype).index_select(1, padded)
         self._arguments: list[Any] = [query, key, position, last, key.stride(0), key.stride(1), scores.scaling * LOG2_E]

@@ -13,7 +13,7 @@ from bench_kit import tiny
 from repository import ROOT
 
 from experiments.drawn import put_table
-from experiments.loopserve import arms, decoding, dialogues, latency, longeval, real, runs
+from experiments.loopserve import arms, cpu, decoding, dialogues, latency, longeval, real, runs
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
@@ -30,18 +30,20 @@ def test_every_method_of_the_experiments_can_be_made():
                 assert str(method) == spec and (method.make() is not None or spec == "full")
 
 
-TABLES = {
-    "longeval": ("papers/loopserve", lambda result: longeval.table(result["sources"])),
-    "real": ("serve", real.table),
-    "arms": ("serve", arms.tables),
-    "decoding": ("serve", decoding.table),
-    "latency": ("serve", latency.table),
-}
+PAPER = "papers/loopserve"
+TABLES = [
+    (PAPER, "longeval", lambda result: longeval.table(result["sources"])),
+    (PAPER, "real", real.table),
+    ("serve", "real", real.summary),
+    ("serve", "cpu", cpu.table),
+    (PAPER, "arms", arms.table),
+    (PAPER, "decoding", decoding.table),
+    (PAPER, "latency", latency.table),
+]
 
 
-@pytest.mark.parametrize(("name", "shown"), TABLES.items())
-def test_the_page_shows_the_committed_numbers(name, shown, tmp_path):
-    place, table = shown
+@pytest.mark.parametrize(("place", "name", "table"), TABLES, ids=lambda word: word if isinstance(word, str) else "")
+def test_the_page_shows_the_committed_numbers(place, name, table, tmp_path):
     before = (ROOT / f"docs/{place}.md").read_text()
     page = tmp_path / "page.md"
     page.write_text(before)
@@ -60,10 +62,11 @@ def test_on_a_cpu_no_prompt_is_read_along_bands_where_that_was_measured_to_be_sl
     assert LoopServe().too_short(SHORTEST["cpu"], SHORTEST["cpu"], cpu) is None
 
 
-def test_on_a_cpu_a_head_is_dense_where_bands_were_measured_to_take_as_long():
-    row = json.loads((ROOT / "figures/loopserve_arms.json").read_text())["result"][f"head, {SHORTEST['cpu']}"]
-    even = np.interp(1.0, row["times"], row["cells"])
-    assert abs(DENSE_ABOVE["cpu"] - even) < 0.1
+def test_on_a_cpu_bands_and_their_choice_pay_where_a_head_reaches_the_limit_at_the_shortest_length():
+    rows = json.loads((ROOT / "figures/loopserve_cpu.json").read_text())["result"]
+    found = rows[f"{SHORTEST['cpu']}"]["processor"]
+    assert abs(DENSE_ABOVE["cpu"] - found["even"]) < 0.15
+    assert found["even_with_choice"] > 0.35
 
 
 @dataclass(frozen=True, kw_only=True)

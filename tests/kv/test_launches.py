@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from kv_kit import model_of
-from torch.utils._python_dispatch import TorchDispatchMode
+from launches import Launches
 from transformers import DynamicCache
 
 from sinkscope.hooks.edit.base import under
@@ -15,22 +13,7 @@ from sinkscope.kv import H2O, TOVA, Full, SnapKV, StreamingLLM
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
 
-VIEWS = "view _unsafe_view t transpose slice select unsqueeze expand alias detach as_strided".split()
 BUDGET, PROMPT = 16, 24
-
-
-class Launches(TorchDispatchMode):
-    """Counts calls that compute something."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._schema.name.removeprefix("aten::")
-        if name not in VIEWS:
-            self.count[name] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def launches(edit, layers: int) -> int:

@@ -17,7 +17,7 @@ from sinkscope.bench.methods import read_method
 from sinkscope.lines import bands as rule
 from sinkscope.lines import choice, recovered
 from sinkscope.lines.attention import Scores, attention_of
-from sinkscope.lines.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, StoredRows, lengths_of
+from sinkscope.lines.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, CopiedBlocks, StoredRows, lengths_of
 from sinkscope.lines.choice import sampled_rows, select_bands
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.serve import DENSE_ABOVE
@@ -25,13 +25,22 @@ from sinkscope.lines.serve.serve import DENSE_ABOVE
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(0, 200))
 
 
+def random_copies(grid: BlockGrid, generator: torch.Generator) -> CopiedBlocks:
+    """Blocks of keys that no tile of queries comes before, some of them twice."""
+    tile = torch.randint(grid.tiles, (2 * grid.tiles,), generator=generator)
+    block = torch.rand(len(tile), generator=generator) * (grid.before + PER * tile)
+    is_before = grid.before + PER * tile > 0
+    return CopiedBlocks.of(tile[is_before], block.long()[is_before], grid)
+
+
 def random_bands(heads: int, queries: int, keys: int, seed: int, dense_rows: int = 0) -> Bands:
-    """A tenth of the columns and a fifth of the bands; head 1 is dense."""
+    """A tenth of the columns, a fifth of the bands and single blocks; head 1 is dense."""
     grid, generator = BlockGrid(queries, keys), torch.Generator().manual_seed(seed)
     bands = torch.rand(heads, grid.blocks, generator=generator) < 0.2
     bands[:, :NEAR] = True
     bands[1:2] = True
-    return Bands(torch.rand(heads, keys, generator=generator) < 0.1, bands, grid, dense_rows)
+    columns, copied = torch.rand(heads, keys, generator=generator) < 0.1, random_copies(grid, generator)
+    return Bands(columns, bands, grid, dense_rows, copied)
 
 
 def seen(chosen: Bands) -> Tensor:
@@ -41,6 +50,10 @@ def seen(chosen: Bands) -> Tensor:
     stop = (query // TILE + 1) * TILE  # one past the last query of the tile, which may not exist
     band = (keys - queries + stop - 1 - key) // BAND
     cells = chosen.bands[:, band.clamp(min=0)] | chosen.columns[:, None]
+    if chosen.copied is not None:
+        block = (key + -(keys - queries) % BAND) // BAND
+        for one_tile, one_block in zip(chosen.copied.tile, chosen.copied.block, strict=True):
+            cells |= (query // TILE == one_tile) & (block == one_block)
     if chosen.dense_rows:
         cells |= stop > queries - chosen.dense_rows
     return cells & (key <= keys - queries + query)

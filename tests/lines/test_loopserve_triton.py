@@ -79,8 +79,9 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype,
     fits: list[bool] = []
     for tiling in kernel.TILINGS:
         constants = {**fixed, "SIZE": tiling["SIZE"]}
-        types = {name: "i32" for name in names} | {"scaling": "fp32", "on_band": "*u8"} | pointers
-        types |= dict.fromkeys(LISTS, "*i32") | dict.fromkeys(constants, "constexpr")
+        types = {name: "i32" for name in names} | {"scaling": "fp32", "on_band": "*u8", "on_column": "*u8"} | pointers
+        types |= dict.fromkeys(LISTS, "*i32") | dict.fromkeys(("copied", "copied_start"), "*i64")
+        types |= dict.fromkeys(constants, "constexpr")
         # Addresses and strides are multiples of 16, as those of a model's tensors are.
         even = [i for i, name in enumerate(names) if types[name] != "constexpr" and name not in (*NUMBERS, "scaling")]
         source = ASTSource(
@@ -123,7 +124,7 @@ def measured(card: str) -> dict[str, Any]:
 def test_on_a_gpu_no_prompt_is_read_along_bands_where_that_was_measured_to_be_slower():
     serve, cuda, at_default = LoopServe(), torch.device("cuda"), 0
     for name, row in measured("h100").items():
-        if name.startswith("prompt of") and row["alpha"] == serve.alpha:
+        if name.startswith("prompt of") and row["alpha"] >= serve.alpha:
             assert serve.too_short(row["n"], row["n"], cuda) is not None or row["times_faster"] > 1, name
             at_default += 1
     assert at_default == 2

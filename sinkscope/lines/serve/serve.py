@@ -25,11 +25,14 @@ from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import Bands, BlockGrid
-from sinkscope.lines.choice import select_bands, select_lines
+from sinkscope.lines.choice import BandChoice, sampled_rows, select_lines
+from sinkscope.lines.copies import Copies
 from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.replay import Replayed
 from sinkscope.lines.sample import draw_of, held_out
 from sinkscope.lines.serve.progressive import Progressive, steps_summary
-from sinkscope.lines.serve.sparse_prompts import SparsePrompts
+from sinkscope.lines.serve.prompt_calls import PromptCall
+from sinkscope.lines.serve.sparse_prompts import Chosen, PromptRow, SparsePrompts
 
 Variant = Literal["bands", "faithful"]
 SHORTEST = {"cpu": 16384, "cuda": 131072}
@@ -42,6 +45,8 @@ DENSE_ABOVE = {"cpu": 0.4, "cuda": 0.55}
 """Share of the causal cells above which a head is dense, by device. On a CPU, heads of 16,384 tokens took as long along
 bands as dense ones at 0.36 and 0.44 of the cells in two runs (`experiments.loopserve.arms`); on a GPU, alpha and 0.55
 were chosen together by what real models lose."""
+RECORDED_ON = {"cuda": Replayed}
+"""What records the choice of a prompt's layers, by device; on a CPU that would save nothing."""
 TOLERATED = 0.02
 """How much less than alpha a head's lines may hold for 16 queries outside the sample before it counts."""
 MEASURED_EVERY = 8
@@ -81,10 +86,7 @@ class LoopServe(SparsePrompts):
     attend to the whole context along their own lines. With `alpha=1` and a budget that covers everything, the model's
     output does not change.
 
-    The defaults were chosen by what real models lose (docs/serve.md has the table). With alpha 0.995 the loss of
-    SmolLM2 rose by at most 0.005 nats a token on texts of four kinds, three of 2,048 tokens and one of 4,096 of each,
-    by 0.010 on one of four texts of 8,192, and 97.4 % or more of the likeliest tokens stayed, for 38 to 82 % of the
-    cells. With 0.99 one text lost 0.022 nats.
+    The defaults were chosen by what real models lose (docs/serve.md has the table, of texts that chose nothing).
     `LoopServe.paper()` uses the paper's settings.
 
     Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
@@ -100,7 +102,8 @@ class LoopServe(SparsePrompts):
             main results, which finds 0.99 to 1 best in its own sweep).
         budget: Tokens that each layer and kv head reads while decoding, besides those since the last selection.
         interval: Tokens between selections, and number of queries that vote (n_d).
-        sample: Number of queries whose attention decides which columns and bands are chosen.
+        sample: Number of queries whose attention decides which columns and bands are chosen; half of them are at tokens
+            that repeat a phrase from far (`copies.py`), if the prompt has such tokens and is given by ids.
         checked: Number of other queries of each head that are checked for a single key which they seek: those that
             score the first tokens lowest. A key that holds half of the attention of one is kept.
         dense_rows: Number of queries at the end of the prompt that attend to everything, with those of the same 64.
@@ -131,7 +134,7 @@ class LoopServe(SparsePrompts):
     """
 
     budget: Budget = field(default=1024, kw_only=False)
-    alpha: PositiveShare = 0.995
+    alpha: PositiveShare = 0.99
     interval: Natural = 16
     sample: Natural = 64
     checked: Whole = 64
@@ -194,25 +197,40 @@ class LoopServe(SparsePrompts):
         if self.decode:
             self.decoding.enter(run, key)
 
-    def lines(self, scores: Scores, layer: int) -> HeadLines | Bands:
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines | Bands:
         """Return columns and bands that hold `alpha` of the sampled attention, or what algorithm 5 chooses."""
-        seed = draw_of(self.seed, layer, scores.queries, scores.keys)
         if self.variant == "faithful":
+            seed = draw_of(self.seed, layer, scores.queries, scores.keys)
             lines = select_lines(scores, self.alpha, sample=self.sample, seed=seed, begin=self.begin)
             return replace(lines, dense_rows=self.dense_rows)
+        return self._choice(scores, copies).made(scores, self._sampled(scores, layer, copies))
+
+    def chosen(self, row: PromptRow, call: PromptCall) -> Chosen:
+        """Return the lines of a row; on a GPU, one launch chooses bands from the third layer on."""
+        scores = row.scores
+        if self.variant == "faithful" or scores.key.device.type not in RECORDED_ON:
+            return super().chosen(row, call)
+        choice = self._choice(scores, row.copies)
+        given = scores.query, scores.key, self._sampled(scores, row.layer, row.copies)
+        key = row.number, scores.query.shape, scores.key.shape, scores.key.dtype, scores.key.device, scores.scaling
+        if key not in call.replayed:
+            call.replayed[key] = choice.recorded(scores, given, RECORDED_ON[scores.key.device.type])
+        columns, bands, attended, is_dense, *lists = call.replayed[key](*given)
+        found = Bands(columns, bands, BlockGrid(scores.queries, scores.keys), self.dense_rows, choice.copied)
+        return Chosen(found, attended, is_dense, tuple(lists))
+
+    def _choice(self, scores: Scores, copies: Copies | None) -> BandChoice:
+        """The settings of the choice of bands."""
         dense_above = self.dense_above
         if dense_above is None:
             dense_above = DENSE_ABOVE.get(scores.key.device.type, 1.0)
-        return select_bands(
-            scores,
-            self.alpha,
-            sample=self.sample,
-            seed=seed,
-            begin=self.begin,
-            checked=self.checked,
-            dense_rows=self.dense_rows,
-            dense_above=dense_above,
-        )
+        copied = None if copies is None else copies.blocks
+        return BandChoice(self.alpha, self.begin, self.checked, self.dense_rows, dense_above, copied)
+
+    def _sampled(self, scores: Scores, layer: int, copies: Copies | None) -> Int[Tensor, " row"]:
+        """The queries from which bands are chosen."""
+        seed, grid = draw_of(self.seed, layer, scores.queries, scores.keys), BlockGrid(scores.queries, scores.keys)
+        return sampled_rows(grid, self.sample, seed, self.dense_rows, copies)
 
     def too_short(self, queries: int, keys: int, device: torch.device) -> str | None:
         """Why a prompt is too short for lines, or its new part; None if it is not."""
@@ -225,12 +243,15 @@ class LoopServe(SparsePrompts):
             return f"{queries} new tokens are too few to pay for a choice of lines"
         return None
 
-    def held_out(self, scores: Scores, layer: int) -> Int[Tensor, " row"] | None:
+    def held_out(self, scores: Scores, layer: int, copies: Copies | None = None) -> Int[Tensor, " row"] | None:
         """Queries that did not choose the lines, in one layer of `MEASURED_EVERY`."""
         if layer % MEASURED_EVERY:
             return None
-        rows = BlockGrid(scores.queries, scores.keys).sparse_queries(self.dense_rows)
-        return held_out(rows, self.sample, draw_of(self.seed, layer, scores.queries, scores.keys))
+        if self.variant == "faithful":
+            copies = None
+        queries = BlockGrid(scores.queries, scores.keys).sparse_queries(self.dense_rows)
+        seed = draw_of(self.seed, layer, scores.queries, scores.keys)
+        return held_out(queries, self._sampled(scores, layer, copies), seed)
 
     def summary(self, run: Run) -> str:
         """Return the share of attention that prompts computed, and the tokens that a decoding step read."""

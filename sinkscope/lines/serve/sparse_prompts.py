@@ -20,8 +20,10 @@ from sinkscope.kv.session import Session
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import Bands, BlockGrid
 from sinkscope.lines.choice import select_bands
+from sinkscope.lines.copies import Copies
 from sinkscope.lines.devices import lack_of_library, triton_module
 from sinkscope.lines.head_lines import HeadLines
+from sinkscope.lines.serve.prompt_calls import PromptCall, PromptCalls
 from sinkscope.lines.sparse import band_attention, line_attention
 from sinkscope.lines.sums import recovered
 from sinkscope.tap.call import Attention
@@ -37,15 +39,19 @@ class PromptRow:
         value: Values.
         layer: Decoder layer.
         real: Which of the padded queries these are; a slice if all are.
+        number: Number of the row in its batch.
+        copies: Where the text copies itself; None if the ids are not known.
     """
 
     scores: Scores
     value: Float[Tensor, "kv_head key d_value"]
     layer: int
     real: Bool[Tensor, " padded"] | slice
+    number: int
+    copies: Copies | None
 
     @classmethod
-    def of(cls, prompt: Attention, view: View, row: int, whole: bool) -> PromptRow:
+    def of(cls, prompt: Attention, view: View, row: int, whole: bool, copies: Copies | None) -> PromptRow:
         """Return a row of a prompt, which is `whole` without padding and holes.
 
         It has no queries if it is all padding.
@@ -55,7 +61,29 @@ class PromptRow:
         if not whole:  # a choice by index copies
             real, occupied = view.query_pos[row] >= 0, view.pos[row, 0] >= 0
             query, key, value = query[:, real], key[:, occupied], value[:, occupied]
-        return cls(Scores(query, key, prompt.scaling), value, prompt.layer, real)
+        return cls(Scores(query, key, prompt.scaling), value, prompt.layer, real, row, copies)
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The lines of a row of a prompt in one layer.
+
+    Attributes:
+        lines: Lines, or columns and bands.
+        attended: Share of the causal cells from which each head computes its output.
+        dense: Whether each head computes all of them.
+        lists: What `triton.lists_of` gives for columns and bands, if it is known.
+    """
+
+    lines: HeadLines | Bands
+    attended: Float[Tensor, " head"]
+    dense: Bool[Tensor, " head"]
+    lists: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, lines: HeadLines | Bands) -> Chosen:
+        """Return these lines with their numbers."""
+        return cls(lines, lines.attended(), lines.dense)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +133,14 @@ class SparsePrompts(Intervention):
     # To be written by a subclass ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def lines(self, scores: Scores, layer: int) -> HeadLines | Bands:
-        """Return lines along which queries of a layer attend, or columns and bands."""
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines | Bands:
+        """Return lines along which queries of a layer attend, or columns and bands; some queries are at copies."""
 
-    def held_out(self, scores: Scores, layer: int) -> Int[Tensor, " row"] | None:
+    def chosen(self, row: PromptRow, call: PromptCall) -> Chosen:
+        """Return the lines of a row with their numbers, which a later layer of the call may overwrite."""
+        return Chosen.of(self.lines(row.scores, row.layer, row.copies))
+
+    def held_out(self, scores: Scores, layer: int, copies: Copies | None = None) -> Int[Tensor, " row"] | None:
         """Queries on which to measure how much attention the lines of a layer hold; None: on none."""
 
     def too_short(self, queries: int, keys: int, device: torch.device) -> str | None:
@@ -123,8 +155,8 @@ class SparsePrompts(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Replace the attention of prompts."""
-        session = Session.of(run)
-        session.replace_prompts(type(self).__name__, lambda prompt, kv: self._attend(prompt, kv, session))
+        session, calls = Session.of(run), PromptCalls(run, key)
+        session.replace_prompts(type(self).__name__, lambda prompt, kv: self._attend(prompt, kv, session, calls))
 
     def summary(self, run: Run) -> str:
         """Return how much of the prompts' attention was computed, or why all; "" if there was no prompt."""
@@ -142,46 +174,54 @@ class SparsePrompts(Intervention):
         return f"{name} computed {fmean(shares):.0%} of the attention of prompts, the choice of lines included."
 
     def _attend(
-        self, prompt: Attention, kv: CacheLayer | None, session: Session
+        self, prompt: Attention, kv: CacheLayer | None, session: Session, calls: PromptCalls
     ) -> Float[Tensor, "batch query head d_value"] | None:
         """Attention of a prompt in one layer; None if the model's own attention reads it."""
         call, view = session.now.call, prompt.view
         assert call is not None and view is not None
         whole_rows = not call.tokens.padded and (kv is None or kv.gapless)
         why_dense = self.why_dense(prompt, view, kv)
+        counts = calls.of(call).counts_of(view)
         if why_dense is not None:
-            _log_prompt(session.run, call, prompt.layer, view, why_dense, {})
+            _log_prompt(session.run, call, prompt.layer, counts, why_dense, {})
             return None
+        rows: dict[int, PromptRow] = {}
+        reads: dict[int, PromptRead] = {}
+        for number in range(len(prompt.query)):
+            copies = calls.copies(call, number, prompt.key.device)
+            row = PromptRow.of(prompt, view, number, whole_rows, copies)
+            if row.scores.queries:
+                rows[number], reads[number] = row, self.read(row, calls.of(call))
+        _log_prompt(session.run, call, prompt.layer, counts, None, reads)
+        if whole_rows and len(reads) == 1:
+            return rearrange(reads[0].output, "head query d_value -> 1 query head d_value")
         batch, heads, queries = prompt.query.shape[:3]
         output = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
-        reads: dict[int, PromptRead] = {}
-        for number in range(batch):
-            row = PromptRow.of(prompt, view, number, whole_rows)
-            if row.scores.queries:
-                reads[number] = read = self.read(row)
-                output[number, row.real] = rearrange(read.output, "head query d_value -> query head d_value")
-        _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
+        for number, read in reads.items():
+            output[number, rows[number].real] = rearrange(read.output, "head query d_value -> query head d_value")
         return output
 
-    def read(self, row: PromptRow) -> PromptRead:
+    def read(self, row: PromptRow, call: PromptCall) -> PromptRead:
         """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
         scores, choice_rows, held_out = row.scores, 0, None
         if self.too_short(scores.queries, scores.keys, scores.key.device) is None:
-            lines = self.lines(scores, row.layer)
-            choice_rows, held_out = min(self.choice_rows, scores.queries), self.held_out(scores, row.layer)
+            chosen = self.chosen(row, call)
+            choice_rows = min(self.choice_rows, scores.queries)
+            held_out = self.held_out(scores, row.layer, row.copies)
         else:
-            lines = select_bands(scores, 1)
+            chosen = Chosen.of(select_bands(scores, 1))
+        lines = chosen.lines
         if isinstance(lines, HeadLines):
             output, kernel = line_attention(scores, row.value, lines), "mask"
         else:
-            output = band_attention(scores, row.value, lines)
+            output = band_attention(scores, row.value, lines, chosen.lists)
             kernel = "blocks" if triton_module(scores.key.device, "triton") is None else "triton"
         shares = None
         if held_out is not None and len(held_out):
             shares = recovered(scores, lines, held_out)
             choice_rows += len(held_out)
         choice = choice_rows * scores.keys / BlockGrid(scores.queries, scores.keys).cells
-        return PromptRead(lines.attended(), lines.dense, kernel, output, shares, choice)
+        return PromptRead(chosen.attended.clone(), chosen.dense.clone(), kernel, output, shares, choice)
 
     def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used."""
@@ -204,13 +244,9 @@ class SparsePrompts(Intervention):
 
 
 def _log_prompt(
-    run: Run, call: Call, layer: int, view: View, why_dense: str | None, reads: dict[int, PromptRead]
+    run: Run, call: Call, layer: int, counts: Int[Tensor, "row 3"], why_dense: str | None, reads: dict[int, PromptRead]
 ) -> None:
     """Log an event for every row that is not all padding."""
-    last_pos = view.query_pos.amax(1)
-    keys = (view.pos[:, 0] >= 0).sum(-1)
-    queries = (view.query_pos >= 0).sum(-1)
-    counts = torch.stack([last_pos, keys, queries], 1)
 
     def events() -> list[Event]:
         logged: list[Event] = []
