@@ -4,7 +4,7 @@
 
 One short call measures what decides the defaults of a GPU (about eight minutes on an H200):
 
-    python -m experiments.gpu.bands --tried 0 --only prompt choice flex --seconds 450
+    python -m experiments.gpu.bands --tried 0 --only prompt choice flex --layers 8 --seconds 450
 
 Steps run in order of value, each is written as it ends, and none begins after `--seconds`; what is done is not done
 again. Times are medians of runs between two events on the device, after a warm-up; layers have `--heads` query heads of

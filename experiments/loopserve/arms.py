@@ -34,7 +34,6 @@ from sinkscope.lines.choice import kept_columns, sampled_rows
 from sinkscope.lines.copies import Copies
 from sinkscope.lines.sample import draw_of, held_out
 from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.serve.serve import DENSE_ABOVE
 from sinkscope.lines.sparse import band_attention
 from sinkscope.lines.sums import recovered, scores_of
 from sinkscope.models.target import Target
@@ -79,7 +78,7 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
         checked = partial(kept_columns, scores, sparse, LoopServe.begin, LoopServe.checked)
         always = timed("checked", checked)
         chosen = timed(
-            "search", partial(choose_bands, own, LoopServe.alpha, always, DENSE_ABOVE["cpu"], LAST, copies.blocks)
+            "search", partial(choose_bands, own, LoopServe.alpha, always, LoopServe.dense_above, LAST, copies.blocks)
         )
         timed("attention", partial(band_attention, scores, scores.key, chosen))
         cells.append(float(chosen.attended().mean()))

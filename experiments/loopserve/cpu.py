@@ -32,7 +32,7 @@ from sinkscope.lines.sparse import band_attention
 
 PARTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)  # of the bands
 CLOCKS: dict[str, Callable[[], float]] = {"processor": time.process_time, "passed": time.perf_counter}
-HEAD = ("tokens", "time", "choice", *(f"{part:.0%} of bands" for part in PARTS), "even below", "with the choice")
+HEAD = ("tokens", "choice", *(f"{part:.0%} of bands" for part in PARTS), "even at", "with the choice")
 
 
 @torch.no_grad()
@@ -87,15 +87,14 @@ def share_at(time: float, times: Sequence[float], cells: Sequence[float]) -> flo
 
 
 def table(rows: Row) -> str:
-    """A line for each length and clock."""
+    """A line for each length: processor times."""
     lines: list[list[str]] = []
     for name, row in rows.items():
-        for clock in CLOCKS:
-            told = row[clock]
-            pairs = zip(told["times"], row["cells"], strict=True)
-            shown = [f"{time:.2f} ({share:.0%})" for time, share in pairs]
-            even = [f"{told[key]:.0%}" for key in ("even", "even_with_choice")]
-            lines.append([name, clock, f"{told['choice']:.2f}", *shown, *even])
+        told = row["processor"]
+        pairs = zip(told["times"], row["cells"], strict=True)
+        shown = [f"{time:.2f} ({share:.0%})" for time, share in pairs]
+        even = [f"{told[key]:.0%}" for key in ("even", "even_with_choice")]
+        lines.append([name, f"{told['choice']:.2f}", *shown, *even])
     return markdown(HEAD, lines)
 
 

@@ -1,6 +1,6 @@
 """What LoopServe and other methods cost a real model along answers of real texts, by settings and by turns.
 
-    python -m experiments.loopserve.decoding settings MODEL ... --dialogue-files FILE ... [--page docs/papers/loopserve.md]
+    python -m experiments.loopserve.decoding settings MODEL ... --dialogue-files FILE ... [--page PAGE]
     python -m experiments.loopserve.decoding turns MODEL --dialogue-files question.jsonl reference_gpt4.jsonl
 
 Each method reads a prompt and then the given answer token by token, and its distributions of the next token are

@@ -4,12 +4,12 @@
 
 Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters as CSV), and,
 where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between; "prompt" of
-LongEval). They are cut into pieces of each length. The default was chosen on other texts: the manual's first part, the
-module `tarfile`, LongEval's prompts 0 to 3, 6, 7, 10 and 11. A prompt is read once by the model's own attention and
-once under `LoopServe(alpha, decode=False, shortest=0)`, with the heads dense that a GPU would compute densely;
-distributions of the next token are compared at `--positions` places of its second half. With `--random-alphas` the
-prompt is also read from embeddings, where copies are not known, so that the whole sample is random. Steps that are
-done are not done again.
+LongEval). They are cut into pieces
+of each length. The default was chosen on other texts: the manual's first part, the module `tarfile`, LongEval's prompts
+0 to 3, 6, 7, 10 and 11. A prompt is read once by the model's own attention and once under
+`LoopServe(alpha, decode=False, shortest=0)`; distributions of the next token are compared at `--positions` places of
+its second half. With `--random-alphas` it is also read from embeddings, in which no copies are known, so that the whole
+sample is random. Steps that are done are not done again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.lines.copies import Copies
 from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.serve.serve import DENSE_ABOVE
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 
-ABOVE = DENSE_ABOVE["cuda"]
 PART = 256  # places at a time
 CHARACTERS = 10  # of a token at most, on average
 HEAD = ("sample, alpha", "text", "tokens", "texts", "attended", "KL", "NLL", "largest", "top-1 same")
@@ -140,7 +138,7 @@ def hidden_states(target: Target, at: Tensor, **given: Tensor) -> Tensor:
 def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: Tensor, random: bool) -> Row:
     """One prompt under LoopServe, beside what the model's own attention gives; random samples are of embeddings."""
     given = {"inputs_embeds": target.hf.get_input_embeddings()(ids)} if random else {"input_ids": ids}
-    with LoopServe(alpha=alpha, decode=False, shortest=0, dense_above=ABOVE).on(target) as told:
+    with LoopServe(alpha=alpha, decode=False, shortest=0).on(target) as told:
         own = hidden_states(target, at, **given)
     shares: list[float] = []
     for event in told.events:
@@ -241,7 +239,7 @@ def main(
         page: Page whose table of texts is replaced.
         short_page: Page whose table of lengths is replaced.
     """
-    settings = {"dense_above": ABOVE}
+    settings = {"dense_above": LoopServe.dense_above}
     steps = Steps("loopserve-real", out, settings, device, "float32")
     end = time.monotonic() + seconds
     for model in models:

@@ -22,7 +22,6 @@ from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import policies, policy_named
 from sinkscope.lines.serve import LoopServe
 from sinkscope.lines.serve.progressive import Progressive
-from sinkscope.lines.serve.serve import DENSE_ABOVE
 from sinkscope.lines.shapes import AShape, MInference, Shape, TriShape
 from sinkscope.loops.guard import LoopGuard
 
@@ -44,8 +43,8 @@ class RandomSlots(Policy):
         return hashed.mul(43758.5453).frac().abs().float().to(at.kv.pos.device)
 
 
-ANYWHERE = {"shortest": 0, "dense_above": DENSE_ABOVE["cuda"]}
-"""Bands of short prompts too, and those of a GPU on every device, because quality is compared and not speed."""
+ANYWHERE = {"shortest": 0}
+"""Bands of short prompts too, because quality is compared and not speed."""
 NAMED_VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a-shape": (AShape, {}),
     "tri-shape": (TriShape, {}),

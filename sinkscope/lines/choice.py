@@ -36,8 +36,6 @@ from sinkscope.lines.sample import sample_queries
 
 SOUGHT = 0.5
 """Share of a query's attention from which on it seeks a key."""
-CELLS = 1 << 26
-"""Cells of attention that are computed at a time, for 256 MB."""
 
 
 @torch.no_grad()
@@ -156,14 +154,11 @@ def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool
     last = rows.view(kv_heads, -1, 1) + scores.past
     found = sought.view(kv_heads, group, -1)
     position = torch.arange(scores.keys, device=rows.device)
-    few = max(1, CELLS // (by_group.shape[1] * scores.keys))
-    # Several heads of keys at once, because on a GPU each launch costs the host more than its work.
-    for start in range(0, kv_heads, few):
-        part = slice(start, start + few)
-        logits = by_group[part] @ scores.key[part].float().mT
-        weight, place = logits.masked_fill_(position > last[part], -torch.inf).softmax(2).max(2)
+    for kv_head in range(kv_heads):
+        logits = by_group[kv_head] @ scores.key[kv_head].float().T
+        weight, place = logits.masked_fill_(position > last[kv_head], -torch.inf).softmax(1).max(1)
         seeks = (weight >= SOUGHT).float()
-        found[part].scatter_add_(2, place.unflatten(1, (group, -1)), seeks.unflatten(1, (group, -1)))
+        found[kv_head].scatter_add_(1, place.view(group, -1), seeks.view(group, -1))
     return sought > 0
 
 

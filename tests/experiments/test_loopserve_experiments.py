@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from bench_kit import dialogues as prompts
@@ -18,7 +17,7 @@ from sinkscope.bench.methods import read_method
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
 from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.serve.serve import DENSE_ABOVE, SHORTEST
+from sinkscope.lines.serve.serve import SHORTEST
 
 
 def test_every_method_of_the_experiments_can_be_made():
@@ -65,7 +64,7 @@ def test_on_a_cpu_no_prompt_is_read_along_bands_where_that_was_measured_to_be_sl
 def test_on_a_cpu_bands_and_their_choice_pay_where_a_head_reaches_the_limit_at_the_shortest_length():
     rows = json.loads((ROOT / "figures/loopserve_cpu.json").read_text())["result"]
     found = rows[f"{SHORTEST['cpu']}"]["processor"]
-    assert abs(DENSE_ABOVE["cpu"] - found["even"]) < 0.15
+    assert abs(LoopServe.dense_above - found["even"]) < 0.15
     assert found["even_with_choice"] > 0.35
 
 

@@ -13,14 +13,12 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.bench.methods import read_method
 from sinkscope.lines import bands as rule
 from sinkscope.lines import choice, recovered
 from sinkscope.lines.attention import Scores, attention_of
 from sinkscope.lines.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, CopiedBlocks, StoredRows, lengths_of
 from sinkscope.lines.choice import sampled_rows, select_bands
 from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.serve.serve import DENSE_ABOVE
 
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(0, 200))
 
@@ -172,9 +170,7 @@ def test_a_key_that_one_query_alone_seeks_is_kept_if_queries_are_checked(checked
     assert held[0] > 0.99 and (held[1] > 0.99) == kept
 
 
-@pytest.mark.parametrize("cells", [1 << 26, 64 * 2 * 300], ids=["all heads of keys at once", "two of three"])
-def test_single_queries_are_checked_as_if_each_stood_alone(cells, monkeypatch):
-    monkeypatch.setattr(choice, "CELLS", cells)
+def test_single_queries_are_checked_as_if_each_stood_alone():
     scores = drawn_scores(6, 200, 300, 3, 12.0)
     kept = choice.kept_columns(scores, 180, 2, 32)
     probs = attention_of(scores, torch.arange(180))
@@ -186,14 +182,13 @@ def test_single_queries_are_checked_as_if_each_stood_alone(cells, monkeypatch):
     assert kept.sum() > 24
 
 
-def test_by_default_the_limit_is_that_of_the_device_and_in_a_bench_that_of_a_gpu():
+def test_a_head_that_would_need_more_cells_than_the_limit_is_dense():
     scores = drawn_scores(8, 600, 600, 1, 2.0)
     serve = {"alpha": 0.8, "shortest": 0, "dense_rows": 0}
     shares = LoopServe(**serve, dense_above=1.0).lines(scores, 0).attended()
-    assert len({(shares > limit).sum().item() for limit in DENSE_ABOVE.values()}) == 2
-    by_default = LoopServe(**serve).lines(scores, 0)
-    assert torch.equal(by_default.dense, shares > DENSE_ABOVE["cpu"])
-    assert read_method("loopserve-p").make().dense_above == DENSE_ABOVE["cuda"]
+    is_dense = shares > LoopServe.dense_above
+    assert is_dense.any() and not is_dense.all()
+    assert torch.equal(LoopServe(**serve).lines(scores, 0).dense, is_dense)
 
 
 @pytest.mark.parametrize("beyond", [{"window": 4}, {"softcap": 1.0}, {"sinks": torch.zeros(2)}], ids=str)

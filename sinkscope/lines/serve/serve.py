@@ -35,16 +35,13 @@ from sinkscope.lines.serve.prompt_calls import PromptCall
 from sinkscope.lines.serve.sparse_prompts import Chosen, PromptRow, SparsePrompts
 
 Variant = Literal["bands", "faithful"]
-SHORTEST = {"cpu": 16384, "cuda": 131072}
-"""Keys from which on prompts are read along bands, by device; both follow a trend. On a CPU, prompts of SmolLM2 with
-2,048, 4,096 and 8,192 tokens took 1.19, 1.11 and 1.06 times as long along bands (`experiments.loopserve.arms`); on an
-H100, those of a 7B shape with 32,768 and 65,536 tokens 1.53 and 1.06 times (`experiments.gpu.bands`)."""
+SHORTEST = {"cpu": 8192, "cuda": 131072}
+"""Keys from which on prompts are read along bands, by device. On a CPU, prompts of SmolLM2 with 8,192 tokens took 0.87
+times as long along bands (`experiments.loopserve.arms`), and shorter ones were not faster. On a GPU it follows a trend:
+on an H100, those of a 7B shape with 32,768 and 65,536 tokens took 1.53 and 1.06 times as long, before the choice was
+recorded and with more cells (`experiments.gpu.bands`)."""
 LEAST_NEW = 8
 """New tokens for each sampled query from which on the choice pays."""
-DENSE_ABOVE = {"cpu": 0.4, "cuda": 0.55}
-"""Share of the causal cells above which a head is dense, by device. On a CPU, heads of 16,384 tokens took as long along
-bands as dense ones at 0.36 and 0.44 of the cells in two runs (`experiments.loopserve.arms`); on a GPU, alpha and 0.55
-were chosen together by what real models lose."""
 RECORDED_ON = {"cuda": Replayed}
 """What records the choice of a prompt's layers, by device; on a CPU that would save nothing."""
 TOLERATED = 0.02
@@ -114,13 +111,12 @@ class LoopServe(SparsePrompts):
         decode: Select tokens progressively while decoding. With `prefill=False` this is the paper's "-D".
         variant: "bands" (`select_bands`), or "faithful", algorithm 5 as printed (`select_lines`), which is computed
             under a mask and saves no time.
-        shortest: Prompts that attend to fewer keys are read by the model's own attention; None: 16,384 on a CPU and
+        shortest: Prompts that attend to fewer keys are read by the model's own attention; None: 8,192 on a CPU and
             131,072 on a GPU, because shorter ones that were measured took longer. So are turns of fewer new tokens than
             eight for each sampled query, and decoding on a GPU reads everything in layers whose keys and values take
             less than 1 GB. With 0, lines are chosen whatever that costs.
-        dense_above: Share of the causal cells above which a head is computed densely; None: 0.4 on a CPU, from where
-            on bands take longer than that, and 0.55 on a GPU, with which alpha was chosen. By default it has no effect
-            on prompts that are too short for bands, on a CPU all below 16,384 keys.
+        dense_above: Share of the causal cells above which a head is computed densely. On a CPU bands take as long as
+            that from 57 to 61 % of the cells on (`experiments.loopserve.cpu`); alpha was chosen with 55 %.
         seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
             differ between the turns of a conversation.
         begin: Number of first tokens that all queries see. Ours; algorithm 5 begins with two empty sets.
@@ -144,7 +140,7 @@ class LoopServe(SparsePrompts):
     decode: bool = True
     variant: Variant = "bands"
     shortest: Whole | None = None
-    dense_above: Annotated[float, Field(ge=0)] | None = None
+    dense_above: Annotated[float, Field(ge=0)] = 0.55
     seed: int = 0
     begin: Whole = 4
 
@@ -203,14 +199,14 @@ class LoopServe(SparsePrompts):
             seed = draw_of(self.seed, layer, scores.queries, scores.keys)
             lines = select_lines(scores, self.alpha, sample=self.sample, seed=seed, begin=self.begin)
             return replace(lines, dense_rows=self.dense_rows)
-        return self._choice(scores, copies).made(scores, self._sampled(scores, layer, copies))
+        return self._choice(copies).made(scores, self._sampled(scores, layer, copies))
 
     def chosen(self, row: PromptRow, call: PromptCall) -> Chosen:
         """Return the lines of a row; on a GPU, one launch chooses bands from the third layer on."""
         scores = row.scores
         if self.variant == "faithful" or scores.key.device.type not in RECORDED_ON:
             return super().chosen(row, call)
-        choice = self._choice(scores, row.copies)
+        choice = self._choice(row.copies)
         given = scores.query, scores.key, self._sampled(scores, row.layer, row.copies)
         key = row.number, scores.query.shape, scores.key.shape, scores.key.dtype, scores.key.device, scores.scaling
         if key not in call.replayed:
@@ -219,13 +215,10 @@ class LoopServe(SparsePrompts):
         found = Bands(columns, bands, BlockGrid(scores.queries, scores.keys), self.dense_rows, choice.copied)
         return Chosen(found, attended, is_dense, tuple(lists))
 
-    def _choice(self, scores: Scores, copies: Copies | None) -> BandChoice:
+    def _choice(self, copies: Copies | None) -> BandChoice:
         """The settings of the choice of bands."""
-        dense_above = self.dense_above
-        if dense_above is None:
-            dense_above = DENSE_ABOVE.get(scores.key.device.type, 1.0)
         copied = None if copies is None else copies.blocks
-        return BandChoice(self.alpha, self.begin, self.checked, self.dense_rows, dense_above, copied)
+        return BandChoice(self.alpha, self.begin, self.checked, self.dense_rows, self.dense_above, copied)
 
     def _sampled(self, scores: Scores, layer: int, copies: Copies | None) -> Int[Tensor, " row"]:
         """The queries from which bands are chosen."""
