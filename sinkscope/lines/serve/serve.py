@@ -36,10 +36,10 @@ from sinkscope.lines.serve.sparse_prompts import Chosen, PromptRow, SparsePrompt
 
 Variant = Literal["bands", "faithful"]
 SHORTEST = {"cpu": 8192, "cuda": 131072}
-"""Keys from which on prompts are read along bands, by device. On a CPU, prompts of SmolLM2 with 8,192 tokens took 0.87
-times as long along bands (`experiments.loopserve.arms`), and shorter ones were not faster. On a GPU it follows a trend:
-on an H100, those of a 7B shape with 32,768 and 65,536 tokens took 1.53 and 1.06 times as long, before the choice was
-recorded and with more cells (`experiments.gpu.bands`)."""
+"""Keys from which on prompts are read along bands, by device. On a CPU, prompts of SmolLM2 with 8,192 tokens took 0.78
+and 0.87 times as long along bands (`experiments.loopserve.arms`), and shorter ones were not faster. On a GPU it follows
+a trend: on an H100, those of a 7B shape with 32,768 and 65,536 tokens took 1.53 and 1.06 times as long, before the
+choice was recorded and with more cells (`experiments.gpu.bands`)."""
 LEAST_NEW = 8
 """New tokens for each sampled query from which on the choice pays."""
 RECORDED_ON = {"cuda": Replayed}
