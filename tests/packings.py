@@ -184,7 +184,10 @@ def widened(model: Any, more: int) -> int:
             rows = linear.weight.new_zeros(more, linear.weight.shape[1])
             bias = None if linear.bias is None else torch.cat([linear.bias, linear.bias.new_zeros(more)])
             put(linear, torch.cat([linear.weight, rows]), bias)
-        put(mlp.down_proj, torch.cat([mlp.down_proj.weight, mlp.down_proj.weight.new_zeros(model_width(model), more)], 1))
+        put(
+            mlp.down_proj,
+            torch.cat([mlp.down_proj.weight, mlp.down_proj.weight.new_zeros(model_width(model), more)], 1),
+        )
     model.config.intermediate_size = first + more
     return first
 

@@ -10,7 +10,7 @@ import torch
 from raw_kit import blocks, part, zeroed
 from torch import Tensor, nn
 
-FACTOR, SAME, READS, EDITED = 3.0, 0.5, 0.3, 4
+FACTOR, SAME, READS = 3.0, 0.5, 0.3
 
 
 @dataclass
@@ -130,11 +130,10 @@ def readers(attention: list[Tensor], spike: PlainSpike) -> int:
 
 
 def without(model, ids: Tensor, spike: PlainSpike, neurons: Sequence[tuple[int, int]], step: int = 1) -> Left:
-    """What is left in the first texts without some neurons; the loss of every so many tokens is read."""
-    some = ids[:EDITED]
-    intact = run(model, some)
+    """What is left without some neurons; the loss of every so many tokens is read."""
+    intact = run(model, ids)
     with zeroed(model, tuple(neurons)):
-        edited = run(model, some)
+        edited = run(model, ids)
     along = [spike.along(seen.states[spike.peak + 1, :, 0]).mean() for seen in (edited, intact)]
     rise = (edited.loss - intact.loss)[:, step - 1 :: step].mean()
     return Left(float(along[0] / along[1]), readers(edited.attention, spike), float(rise.exp()))
@@ -169,13 +168,13 @@ def without_part(model, ids: Tensor, spike: PlainSpike, name: str, at: int = 0) 
         added = seen.mlp[int(layer)]
     if kind == "attention":
         added = seen.states[int(layer) + 1] - seen.states[int(layer)] - added
-    place = torch.zeros_like(ids[:EDITED], dtype=torch.bool)
+    place = torch.zeros_like(ids, dtype=torch.bool)
     place[:, at] = True
     with replaced(model, name, place, added[spike.ordinary].mean(0)):
-        edited = run(model, ids[:EDITED])
-    along = [spike.along(states[spike.peak + 1, :EDITED, at]).mean() for states in (edited.states, seen.states)]
+        edited = run(model, ids)
+    along = [spike.along(states[spike.peak + 1, :, at]).mean() for states in (edited.states, seen.states)]
     heads: list[int] = []
     for attention in (seen.attention, edited.attention):
-        some = [rows[:EDITED, :, at + 1 :, at].float().mean((0, 2)) for rows in attention]
+        some = [rows[:, :, at + 1 :, at].float().mean((0, 2)) for rows in attention]
         heads.append(int((torch.stack(some[spike.first + 1 : spike.last + 2]) > READS).sum()))
     return float(along[0] / along[1]), (heads[0], heads[1])

@@ -23,6 +23,7 @@ from sinkscope.sinks.spikes.records import (
     Readers,
     SinkRate,
     SpikeResult,
+    WithoutWriters,
 )
 from sinkscope.sinks.spikes.result import FindSinks
 
@@ -31,7 +32,11 @@ STOP = PlaceWords("'.' wherever it stands", ".", 0.5)
 NEURONS = (Neuron(2, None, 412), Neuron(2, None, 77))
 NEEDED = Needed(
     neurons=NEURONS,
-    neutral=(0.01, 0.02),
+    parts=tuple(map(str, NEURONS)),
+    left=0.02,
+    left_margin=0.01,
+)
+WITHOUT = WithoutWriters(
     parts=tuple(map(str, NEURONS)),
     left=0.02,
     left_margin=0.01,
@@ -40,7 +45,7 @@ NEEDED = Needed(
     attention=0.1,
     perplexity=1.4,
     perplexity_margin=0.2,
-    random=Chance(0.98, 32, 1.001),
+    random=Chance(0.98, 32, 1.001, 0.99, 12),
     texts=4,
 )
 
@@ -61,18 +66,26 @@ def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResu
         norm=930.0,
         before=20.0,
         ratio=ratio,
+        ratio_layer=2,
         ratio_margin=1.5,
+        ratio_beside=ratio,
         dims=(7,),
         writers=(PartShare("mlp 2", 0.97, 0.01), PartShare("attention 1", 0.03, None)),
-        neurons=(NeuronShare(2, None, 412, 0.83, 0.01), NeuronShare(2, None, 77, 0.14, None)),
+        neurons=(
+            NeuronShare(2, None, 412, 0.83, 0.01, 0.01),
+            NeuronShare(2, None, 77, 0.14, None, 0.02),
+            NeuronShare(2, None, 3, 0.001, None, 0.0),
+        ),
         erasers=(PartShare("mlp 5", -0.4, 0.02),),
         needed=NEEDED,
+        without_writers=WITHOUT,
         alone=(Alone(2, None, 412, 0.3, 20, 1.2, 0.83), Alone(2, None, 77, 0.9, 31, 1.01, 0.14)),
         backups=(Neuron(2, None, 3),),
         marks=(MarkLeft("attention 0", 0.01, 0.001), MarkLeft("L0.H1 and L0.H2", 0.02, None)),
         copies=(Copies(" the", 300, 0.01, 0.9, 1024), Copies(" a", None, 0.0, 0.1, 1024)),
         like=like,
         heads=32,
+        heads_margin=2.0,
     )
 
 

@@ -13,6 +13,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
+from sinkscope.results.cards import Card
 from sinkscope.results.claims import Claim, Claims
 from sinkscope.results.console import WIDTH
 from sinkscope.results.parts import in_words, kind_of, removed
@@ -22,8 +23,8 @@ UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
 MOST_DETAILS = 6
 """Claims below the conclusion."""
-FEW_ROWS, FEW_DETAILS = 6, 8
-"""Rows of most tables, and lines below one, that a command prints unless it is asked to explain."""
+FEW_ROWS, FEW_DETAILS, FEW_CARDS = 6, 8, 4
+"""Rows of most tables, lines below one, and cards that a command prints unless it is asked to explain."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,10 @@ class Result(Envelope):
             return self._claims[0].shortest()
         return instead or f"{self.kind} on {self.model.name}."
 
+    def cards(self) -> list[Card]:
+        """Return labels with numbers that stand above all lines; the tables are then shown on request only."""
+        return []
+
     def details(self) -> list[str]:
         """Return the lines below the conclusion: the next claims (the first, if it was shortened), and the facts."""
         conclusion = self.conclusion()
@@ -133,7 +138,8 @@ class Result(Envelope):
 
     def summary(self) -> str:
         """Return the conclusion, the model, the details and warnings, as lines of plain text."""
-        return "\n".join([f"Conclusion: {self.conclusion()}", *self.lines()])
+        cards = [card.text() for card in self.cards()]
+        return "\n".join([f"Conclusion: {self.conclusion()}", *cards, *self.lines()])
 
     def lines(self) -> list[str]:
         """Return the model, the details and warnings: what stands between tables and the conclusion."""
@@ -216,18 +222,23 @@ class Result(Envelope):
         return draw(self)
 
     def text(self, width: int | None = WIDTH, *, brief: bool = False) -> str:
-        """Return the tables, then the details, and the conclusion last, where a terminal shows it.
+        """Return cards and tables, then the details, and the conclusion last, where a terminal shows it.
+
+        Of a result with cards, tables are shown if it is not brief.
 
         Args:
             width: Characters per line of the tables. None: every column is shown.
             brief: Whether only the first rows and details are shown, and a line says so; else there is also the meaning
                 of the columns.
         """
-        details, rows = self.lines(), MOST_ROWS
+        details, rows, cards, grids = self.lines(), MOST_ROWS, self.cards(), self.grids()
         if brief:
-            rows = self.brief_rows
+            rows, grids = self.brief_rows, [] if cards else grids
+            if len(cards) > FEW_CARDS:
+                details.append(f"{len(cards) - FEW_CARDS} more cards are not shown.")
+            cards = cards[:FEW_CARDS]
             details = [*details[:FEW_DETAILS], "--explain shows more rows, all details and the meaning of the columns."]
-        parts = [grid.text(width, rows) for grid in self.grids()]
+        parts = [card.text(width) for card in cards] + [grid.text(width, rows) for grid in grids]
         if not brief:
             parts += self.below(width)
         return "\n\n".join([*parts, "\n".join([*details, *self.closing()])])
@@ -262,15 +273,17 @@ class Result(Envelope):
         return None
 
     def to_html(self, figure: str = "") -> str:
-        """Return conclusion, details and tables with every column as an HTML fragment, which notebooks show.
+        """Return conclusion, cards, details and tables with every column as an HTML fragment, which notebooks show.
 
         Args:
-            figure: HTML that stands under the conclusion; the tables are then folded. Everything else is escaped here.
+            figure: HTML that stands under the conclusion; the tables are then folded, as they are below cards.
+                Everything else is escaped here.
         """
         parts = ['<div class="sinkscope">', f"<p><b>{html.escape(f'Conclusion: {self.conclusion()}')}</b></p>", figure]
-        parts += [f"<p>{html.escape(line)}</p>" for line in self.lines()]
+        cards = [card.html() for card in self.cards()]
+        parts += [*cards, *(f"<p>{html.escape(line)}</p>" for line in self.lines())]
         tables = [grid.html() for grid in self.grids()]
-        if figure and tables:
+        if (figure or cards) and tables:
             tables = ["<details><summary>Tables</summary>", *tables, "</details>"]
         parts += tables
         parts.append("<details><summary>What the columns mean</summary><dl>")

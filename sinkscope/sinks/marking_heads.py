@@ -203,7 +203,7 @@ def _with_heads(setup: Setup, found: MarkingHeads, first: FirstTokens, tokens: I
     if marked.marking is None:
         return found
     marking = tuple(head for head in first.heads if head in marked.marking.heads)
-    sets, random = random_heads(marking, first.heads, setup.seed), None
+    sets, random = random_heads(marking, marked.order, setup.seed), None
     if sets:
         random = float(first.left(tokens, sets).mean(1).min())
     return replace(found, marking=replace(marked.marking, heads=marking), random=random)

@@ -82,10 +82,9 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     assert chrome.text("#spike-0 summary").endswith(said)
     parts = {"mlp 1": 0.6, "attention 0": -0.12, "embedding": 0.02}  # little is not listed
     written = tuple(PartShare(part, share, None) for part, share in parts.items())
-    hidden = replace(view.circuit[0], found=replace(found, ratio=2 * found.ratio, writers=written))
+    hidden = replace(view.circuit[0], found=replace(found, ratio=1.2, ratio_beside=7.5, writers=written))
     chrome = opened(shown=replace(view, circuit=(hidden,)))
-    plain_ratio = found.norm / bundled.typical_norm[found.peak]
-    said = f"{plain_ratio:.3g} times the typical norm, or {2 * found.ratio:.3g} times without dimensions that are large"
+    said = "1.2 times the typical norm, or 7.5 times without dimensions that are large"
     assert said in chrome.text("#spike-0 summary")
     components = ["the MLP of layer 160%", "the attention of layer 0-12%"]
     lines = chrome.texts("#spike-0 .parts li")
@@ -97,8 +96,9 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     marks = [f"the attention of layer 0{found.marks[0].left:.0%} remains; others: {found.marks[0].others:.0%}"]
     marks.append(f"{found.marks[1].part}{found.marks[1].left:.0%} remains")
     assert chrome.texts("#spike-0 .parts li") == [*writers, *marks]
-    assert view.circuit[0].sentence in chrome.texts("#spike-0 > p")
-    model, ids = bundled.setup.target.hf, measured.survey.ids[:4]
+    for label, said in view.circuit[0].card.rows:
+        assert chrome.text(f"#spike-0 .card-{label.split()[0]}").split() == f"{label} {said}".split()
+    model, ids = bundled.setup.target.hf, measured.survey.ids
     given = attention(model, ids)[..., 1:, 0].mean((1, 3))  # layer head
     assert np.array(view.circuit[0].attention) == pytest.approx(given[found.layers[0] + 1 :].numpy(), abs=1e-4)
     titles = [f"L{n}.H{head}: {given[n, head]:.0%}" for n in range(2, 6) for head in range(8)]

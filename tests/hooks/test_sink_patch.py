@@ -19,6 +19,7 @@ from torch.testing import assert_close
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.results.parts import Neuron
+from sinkscope.sinks.spikes.records import NeuronShare
 
 
 def patch_for(o: Organism, calibrated: float | None = None, **settings) -> SinkPatch:
@@ -175,18 +176,18 @@ def test_expert_neurons_take_the_second_tokens_value():
 
 
 def test_patch_from_result(tmp_path):
-    """The neurons that a spike of the first token needs, with their values on ordinary text."""
+    """All neurons that write a spike of the first token, with their values on ordinary text."""
     found = sample_find_sinks()
     first, elsewhere = found.spikes
-    needed = replace(first.needed, neurons=(Neuron(2, None, 412), Neuron(3, 2, 77)))
-    found = replace(found, spikes=(replace(first, needed=needed), elsewhere))
+    neurons = NeuronShare(2, None, 412, 0.9, None, 0.01), NeuronShare(3, 2, 77, -0.1, None, 0.02)
+    found = replace(found, spikes=(replace(first, neurons=neurons), elsewhere))
     patch = SinkPatch.from_result(found)
     assert patch.sites == (Neuron(2, None, 412), Neuron(3, 2, 77))
     assert patch.calibrated == {Neuron(2, None, 412): 0.01, Neuron(3, 2, 77): 0.02}
     patch.save(tmp_path / "patch.json")
     assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "abc"
     assert SinkPatch.from_result(found, spike=0) == patch
-    parts = replace(first, needed=replace(first.needed, neurons=(), neutral=()))
+    parts = replace(first, needed=replace(first.needed, neurons=()))
     for spikes in ((), (replace(first, needed=None),), (parts,)):
         with pytest.raises(SinkscopeError, match="nothing to patch"):
             SinkPatch.from_result(replace(found, spikes=spikes))

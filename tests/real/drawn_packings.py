@@ -212,7 +212,10 @@ def turned_rotary_pairs(model: Any, generator: torch.Generator) -> Names:
         ):
             cos, sin = (value.repeat_interleave(count, 0) for value in (angle.cos() * factor, angle.sin() * factor))
             first, second = linear.weight.view(-1, 2, half, linear.weight.shape[1]).unbind(1)
-            put(linear, torch.stack([cos * first - sin * second, sin * first + cos * second], 1).reshape_as(linear.weight))
+            put(
+                linear,
+                torch.stack([cos * first - sin * second, sin * first + cos * second], 1).reshape_as(linear.weight),
+            )
     return Names()
 
 
@@ -241,7 +244,10 @@ def heads_that_write_nothing(model: Any, _generator: torch.Generator) -> Names:
         attn = layer.self_attn
         for linear, more in ((attn.q_proj, each), (attn.k_proj, 1), (attn.v_proj, 1)):
             put(linear, torch.cat([linear.weight, linear.weight.new_zeros(more * width, linear.weight.shape[1])]))
-        put(attn.o_proj, torch.cat([attn.o_proj.weight, attn.o_proj.weight.new_zeros(model.config.hidden_size, each * width)], 1))
+        put(
+            attn.o_proj,
+            torch.cat([attn.o_proj.weight, attn.o_proj.weight.new_zeros(model.config.hidden_size, each * width)], 1),
+        )
     _heads(model, heads + each, groups + 1)
     return Names()
 
@@ -356,7 +362,11 @@ def _experts(model: Any, count: int, chosen: int, *, halves: bool, generator: to
             down *= 2
         else:
             router = torch.randn(router.shape, generator=generator) * 0.02
-        weights |= {f"{name}.experts.gate_up_proj": up, f"{name}.experts.down_proj": down, f"{name}.gate.weight": router}
+        weights |= {
+            f"{name}.experts.gate_up_proj": up,
+            f"{name}.experts.down_proj": down,
+            f"{name}.gate.weight": router,
+        }
     mixture = MixtralForCausalLM(config).float().eval()
     mixture.load_state_dict(weights, strict=True)
     mixture.tokenizer = model.tokenizer
@@ -392,5 +402,7 @@ def gemma_louder_before_norms(model: Any, _generator: torch.Generator) -> Names:
 
 
 case("gemma_split_relay", "gemma3", split(3, 1414, (0.5, 0.3, 0.2)), split(4, 84, (0.5, 0.5)), renamed="needed")
-case("gemma_cancelling", "gemma3", cancelling(2, (3, 1414), (2.0, -2.0)), cancelling(4, (4, 84), (0.5, -0.5, 1.0, -1.0)))
+case(
+    "gemma_cancelling", "gemma3", cancelling(2, (3, 1414), (2.0, -2.0)), cancelling(4, (4, 84), (0.5, -0.5, 1.0, -1.0))
+)
 case("gemma_split_of_a_random_vector", "gemma3", split_noisily(5, 584, 0.5), renamed="needed")

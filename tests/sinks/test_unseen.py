@@ -54,8 +54,7 @@ def test_what_was_planted_is_said(name, family, tmp_path):
         words, layers = words_of(h, planted.place), (planted.first, planted.last)
         (spike,) = [one for one in found.spikes if words in one.place.words and one.layers == layers]
         check(planted, spike)
-    said = " ".join([found.conclusion(), *found.details()])
-    assert " 0 of 0 " not in said and "-0%" not in said
+    assert " 0 of 0 " not in found.text() and "-0%" not in found.text()
 
 
 def check(planted: PlantedSpike, spike: SpikeResult):
@@ -71,13 +70,11 @@ def check(planted: PlantedSpike, spike: SpikeResult):
         assert set(spike.marks[0].part.split(" and ")) == {"attention 0", "embedding"}
 
 
-def test_a_sentence_names_no_writer_that_was_erased_before_and_each_that_writes_against(tmp_path):
-    _, found = measured(hard("restart", "mistral"), tmp_path)
-    late, early = found.details()[2:4]
-    assert "L1.N" not in late and "L1.N" in early
+def test_a_card_names_each_writer_with_its_sign(tmp_path):
     _, found = measured(hard("saturated", "llama"), tmp_path)
-    (line,) = [line for line in found.details() if "raises the norm" in line]
-    assert "(408%) raises the norm" in line and "(308%) writes against it" in line and "Without both, 0%" in line
+    (card,) = [card for card in found.cards() if card.title.startswith("Spike")]
+    said = dict(card.rows)
+    assert "408%" in said["writers"] and "-308%" in said["writers"] and said["without"].startswith("0% of the spike")
 
 
 @pytest.mark.parametrize(("name", "family", "first"), [("second_position", "gpt2", 1), ("restart", "mistral", 0)])

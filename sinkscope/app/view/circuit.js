@@ -54,7 +54,7 @@ class Circuit {
 
   block(one, number) {
     const { unfolded } = this.view;
-    const { found: spike, sentence } = one;
+    const { found: spike, card } = one;
     const needed = neededParts(one);
     const component = ({ part, share: written }) => ({ name: partName(part), share: written, needed: needed.includes(part) });
     const writers = spike.writers.filter(({ part, share: written }) => Math.abs(written) >= SHOWN || needed.includes(part));
@@ -68,16 +68,21 @@ class Circuit {
       this.parts("Neurons that write it: their shares of it, and what remains of the spike without each alone", writingNeurons(this.view, one)),
       this.parts("What takes it away again", spike.erasers.map(component)),
       this.parts("What marks the place, and what remains of the spike if that is replaced there", spike.marks.map(({ part, left, others }) => ({ name: partName(part), left, others }))),
-      sentence ? element("p", {}, sentence) : null,
+      this.card(card),
       spike.heads ? this.readers(one, number) : null);
     return block;
   }
 
+  /** Labels with numbers, as the command prints them. */
+  card({ rows }) {
+    const lines = rows.map(([label, said]) => element("tr", { class: `card-${label.split(" ")[0]}` }, element("th", { scope: "row" }, `${label} `), element("td", {}, said)));
+    return element("table", { class: "outcomes" }, element("tbody", {}, ...lines));
+  }
+
   /** How far the norm stands out; twice, where dimensions that are large at all positions hide the spike. */
-  ratio({ ratio, norm, peak }) {
-    const plain = norm / this.view.data.typical_norm[peak];
-    if (Math.abs(plain / ratio - 1) < 0.1) return `${times(ratio)} the typical norm`;
-    return `${times(plain)} the typical norm, or ${times(ratio)} without dimensions that are large at all positions`;
+  ratio({ ratio, ratio_beside: beside }) {
+    if (ratio >= 3) return `${times(ratio)} the typical norm`;
+    return `${times(ratio)} the typical norm, or ${times(beside)} without dimensions that are large at all positions`;
   }
 
   /** A title, and a row for each part: its name, a bar, and numbers. */
@@ -199,14 +204,14 @@ function onTypicalText({ largest, median, positions }) {
 function withoutNeuron(name, spikes) {
   const rows = [];
   for (const [one, { alone, random }] of spikes) {
-    const { place, layers, heads, needed } = one.found;
+    const { place, layers, heads, without_writers: without } = one.found;
     const start = rows.length;
     if (alone) rows.push(["it alone", alone]);
     if (random) rows.push([`random: ${neuronName(random)}`, random]);
-    const set = neededParts(one);
+    const set = without ? without.parts : [];
     if (set.includes(name) && set.length > 1) {
-      rows.push([`with ${set.filter((part) => part !== name).join(", ")}`, { ...needed, heads: needed.heads[1] }]);
-      if (needed.random) rows.push([`${set.length} random neurons`, needed.random]);
+      rows.push([set.length > 4 ? `with ${set.length - 1} other writers` : `with ${set.filter((part) => part !== name).join(", ")}`, { ...without, heads: without.heads[1] }]);
+      if (without.random) rows.push([`${set.length} random neurons`, without.random]);
     }
     if (rows.length > start) rows.splice(start, 0, [`The spike at ${place.words}, ${run(layers)}: ${counted(heads, "head")} read${heads === 1 ? "s" : ""} it`, null]);
   }

@@ -54,8 +54,10 @@ class ModelSink:
 
     @property
     def neurons(self) -> tuple[Neuron, ...]:
-        """The neurons that the spike with most readers needs."""
-        return self.sinks.spikes[0].needed_neurons if self.sinks.spikes else ()
+        """The neurons that write the spike with most readers, if it needs neurons."""
+        if not self.sinks.spikes or not self.sinks.spikes[0].needed_neurons:
+            return ()
+        return self.sinks.spikes[0].writers
 
     @property
     def marks(self) -> list[Head]:

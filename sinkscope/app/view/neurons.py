@@ -16,8 +16,8 @@ from sinkscope.measure import Setup
 from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes import sentences
-from sinkscope.sinks.spikes.controls import random_neurons
+from sinkscope.sinks.spikes.cards import spike_card, writing
+from sinkscope.sinks.spikes.controls import Others
 from sinkscope.sinks.spikes.removal import removals_of
 from sinkscope.sinks.spikes.spike import Measured
 from sinkscope.sinks.spikes.texts import SpikeTexts
@@ -33,7 +33,7 @@ def circuit_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
         texts = SpikeTexts.of(measured.survey, measured.spike)
         one = CircuitSpike(
             found=spike,
-            sentence="" if spike.needed is None else sentences.without(spike, spike.needed),
+            card=spike_card(spike),
             first_reader=measured.spike.reading_layers.start,
             attention=tuple(tuple(round(share, 5) for share in layer) for layer in texts.attention.mean(-1).tolist()),
             random=random_alone(sink.setup, measured, texts),
@@ -53,9 +53,10 @@ def random_alone(setup: Setup, one: Measured, texts: SpikeTexts) -> tuple[Remove
     removed = [neuron.address for neuron in one.result.alone]
     written = [neuron.address for neuron in one.result.neurons]
     drawn: dict[tuple[int, int | None], Neuron] = {}
+    others = Others(setup.target, one.written)
     for neuron in removed:
         if (neuron.layer, neuron.expert) not in drawn:
-            (other,) = random_neurons(setup.target, [neuron], setup.seed, excluded=[*removed, *written])
+            (other,) = others.draw([neuron], setup.seed, excluded=[*removed, *written])
             drawn[neuron.layer, neuron.expert] = other
     removals = removals_of(texts, [(neuron,) for neuron in drawn.values()], every_loss=False)
     left: list[RemovedNeuron] = []
@@ -66,12 +67,10 @@ def random_alone(setup: Setup, one: Measured, texts: SpikeTexts) -> tuple[Remove
 
 
 def named_neurons(sink: ModelSink) -> tuple[Neuron, ...]:
-    """Return the neurons that a sentence about a spike names or that it needs, each once."""
+    """Return the neurons that a spike needs, or that write a tenth of it, each once."""
     neurons: dict[Neuron, None] = {}
     for spike in sink.circuit.spikes:
-        neurons |= dict.fromkeys(one.address for one in sentences.named(spike))
-        if spike.needed is not None:
-            neurons |= dict.fromkeys(spike.needed.neurons)
+        neurons |= dict.fromkeys(one.address for one in writing(spike))
     return tuple(neurons)
 
 

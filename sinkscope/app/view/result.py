@@ -10,8 +10,10 @@ from jaxtyping import Float
 
 from sinkscope.app.view.packed import Packed
 from sinkscope.measure import Result
+from sinkscope.results.cards import Card
 from sinkscope.results.parts import Neuron
 from sinkscope.results.tables import Table
+from sinkscope.sinks.spikes.cards import span
 from sinkscope.sinks.spikes.records import SpikeResult
 
 
@@ -81,14 +83,14 @@ class CircuitSpike:
 
     Attributes:
         found: The spike.
-        sentence: What is left without what it needs, in words. Empty: nothing is known that it needs.
+        card: What is measured of it.
         first_reader: The layer of the first row of `attention`.
         attention: Mean attention of each head to the place, in the layers whose heads can read the spike.
         random: What is left without a random neuron of each layer whose neurons were removed alone.
     """
 
     found: SpikeResult
-    sentence: str
+    card: Card
     first_reader: int
     attention: tuple[tuple[float, ...], ...]
     random: tuple[RemovedNeuron, ...]
@@ -191,6 +193,6 @@ class ModelView(Result):
         for spike in (one.found for one in self.circuit):
             first, last = spike.layers
             needed = "" if spike.needed is None else ", ".join(spike.needed.parts)
-            row = {"place": spike.place.words, "layers": f"{first}-{last}", "ratio": spike.ratio, "heads": spike.heads}
+            row = {"place": spike.place.words, "layers": span(first, last), "ratio": spike.ratio, "heads": spike.heads}
             rows.append({**row, "needed": needed})
         return rows

@@ -17,7 +17,7 @@ from sinkscope.models.checks import check_site
 from sinkscope.models.draws import draws, some_of
 from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Head, Neuron
-from sinkscope.sinks.spikes.controls import random_neurons
+from sinkscope.sinks.spikes.controls import Others
 
 RANDOM_SWITCH = "random neurons zeroed"
 """The switch that is the control of the sink neurons."""
@@ -69,7 +69,7 @@ def switch_off(
     if len(others) < len(heads):
         return Switch(name, edit, meaning=meaning)
     other_heads = some_of(others, len(heads), draws(setup.seed, f"heads beside {word_list(heads)}"))
-    other_neurons = random_neurons(setup.target, neurons, setup.seed, excluded=sink.neurons)
+    other_neurons = Others.of(setup.target, setup.ids, neurons).draw(neurons, setup.seed, excluded=sink.neurons)
     return Switch(name, edit, _off(other_neurons, other_heads), meaning)
 
 

@@ -84,7 +84,7 @@ class SinkPatch(NeuronEdit):
 
     @classmethod
     def from_result(cls, result: Any, spike: int | None = None) -> SinkPatch:
-        """Return the patch for the neurons that a spike of the first token needs, with calibrated values.
+        """Return the patch of all neurons that write a spike of the first token, with calibrated values.
 
         Args:
             result: The result of `find_sinks` or `circuit`.
@@ -108,7 +108,7 @@ class SinkPatch(NeuronEdit):
             raise SinkscopeError(
                 "no neurons were found that a spike of the first token needs, so there is nothing to patch"
             )
-        calibrated = chosen[0].needed.calibrated
+        calibrated = chosen[0].calibrated
         return cls(sites=tuple(calibrated), calibrated=calibrated, model=asdict(result.model))
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -38,6 +38,12 @@ class LayerView:
     post: Float[Tensor, "n neuron"]
     routing: Float[Tensor, "n expert"] | None = None
 
+    def at(self, some: Bool[Tensor, " n"]) -> LayerView:
+        """Return the layer at some of these positions."""
+        routing = None if self.routing is None else self.routing[some.to(self.routing.device)]
+        chosen = some.to(self.post.device)
+        return LayerView(self.layer, self.mlp[chosen], self.post[chosen], routing)
+
 
 @torch.no_grad()
 def view_layer(

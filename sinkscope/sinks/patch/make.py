@@ -1,4 +1,4 @@
-"""A patch of the neurons that a spike needs, made if what it does to repetition and to ordinary text proves it."""
+"""A patch of the neurons that write a spike, made if what it does to repetition and to ordinary text proves it."""
 
 from __future__ import annotations
 
@@ -43,10 +43,14 @@ def verdict_of(proof: PatchProof, limit: float) -> tuple[Verdict, str]:
     left = int((proof.has_spike[PATCHED, 0] & failing).sum())
     if left:
         return "not-repaired", f"under the patch, {count_of(left, 'word')} still reach the spike of {spike}."
+    for one in proof.readings():
+        if one.what == "attention" and one.spike == spike and not one.repaired[PATCHED]:
+            given = f"{one.values[PATCHED]:.0%} of its attention (without it: {one.values[INTACT]:.0%})"
+            return "not-repaired", f"under the patch, text after the copies still gives them {given}."
     rise = proof.ordinary.perplexity[PATCHED].change
     if not rise <= limit:
         return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
-    return "made", f"repeated words no longer reach the spike of {spike}."
+    return "made", f"repeated words no longer reach the spike of {spike}, and text no longer attends to them."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class PatchMade(PatchResult):
     """A patch and the proof for it, or why there is none.
 
     Attributes:
-        verdict: "made"; "not-repaired": repeated words remain sinks; "refused": the patch would harm; "no-sink": there
+        verdict: "made"; "not-repaired": repeated words reach the spike, or text after them still attends to them; "refused": the patch would harm; "no-sink": there
             is nothing to patch; "no-repeats": repetition makes no sink, so nothing can be proved.
         reason: One sentence that explains the verdict.
         sites: The neurons of the patch.
@@ -122,11 +126,11 @@ def patch_make(
     length: Length = 64,
     out: Annotated[str | Path | None, Option(metavar="FILE", required=True, writes=True)] = None,
 ) -> PatchMade:
-    """Make a patch of the neurons that a spike needs, and prove that it keeps repeated words from reaching the spike.
+    """Make a patch of the neurons that write a spike, and prove that it keeps repeated words from reaching the spike.
 
     With the neurons patched, repeated words must not reach half of the first token's projection on the spike's
-    direction, and the perplexity of held-out text must not rise; the same is measured with random neurons. The other
-    spikes of the first token are read, too. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by
+    direction, text after them must give them less than half of the attention that it gives them otherwise, and the
+    perplexity of held-out text must not rise; the same is measured with random neurons. The other spikes of the first token are read, too. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by
     hand.)
 
     Args:

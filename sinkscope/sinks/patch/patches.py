@@ -7,7 +7,7 @@ import os
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Setup
-from sinkscope.sinks.spikes.controls import random_neurons
+from sinkscope.sinks.spikes.controls import Others
 
 PatchArgument = SinkPatch | str | os.PathLike[str] | None
 """A patch, or its file."""
@@ -28,4 +28,5 @@ def read_patch_argument(patch: PatchArgument, **_: object) -> SinkPatch:
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
     """Make a patch of as many random neurons of the same layers and experts, held at their second token's values."""
-    return SinkPatch(sites=random_neurons(setup.target, patch.checked_sites, setup.seed), site=patch.site)
+    neurons = patch.checked_sites
+    return SinkPatch(sites=Others.of(setup.target, setup.ids, neurons).draw(neurons, setup.seed), site=patch.site)

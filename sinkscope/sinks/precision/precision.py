@@ -29,7 +29,7 @@ from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
-from sinkscope.sinks.spikes.controls import INTACT, RANDOM_SETS, random_neurons
+from sinkscope.sinks.spikes.controls import INTACT, Others
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.spikes.texts import left_of
@@ -43,6 +43,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "kv4": {"kv": 4},
 }
 """What is rounded, and how: fields of `Quantize`."""
+RANDOM_SETS = 3  # random parts that are kept exact beside those of a sink; each is a pass of all texts
 WORDS = {
     "a8-tensor": "activations to 8 bits per tensor",
     "a8-token": "activations to 8 bits per token",
@@ -165,13 +166,14 @@ def precision(
             f"{target.name} is a mixture of experts, of which only keys and values can be rounded: give --scheme kv8"
         )
     spikes = sinks_of(setup).spikes
-    neurons = tuple(dict.fromkeys(chain.from_iterable(one.needed_neurons for one in spikes)))
+    neurons = tuple(dict.fromkeys(chain.from_iterable(one.writers for one in spikes if one.needed_neurons)))
     ids = held_out(setup, pieces, length)
     setup.record(pieces=len(ids), length=ids.shape[1])
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
     known = list[Kept]()
     if neurons:
-        drawn = {random_neurons(target, neurons, setup.seed, number): None for number in range(RANDOM_SETS)}
+        others = Others.of(target, setup.ids, neurons)
+        drawn = {others.draw(neurons, setup.seed, number): None for number in range(RANDOM_SETS)}
         random = [one for one in drawn if not {*one} & {*neurons}]
         known.append(Kept("sink neurons", neurons, "neurons", [neurons, *random]))
     if spikes:

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from sinkscope.hooks.trace.layer_view import expert_and_neuron
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.checkpoints.published import Published
 from sinkscope.models.checks import check_site
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
-from sinkscope.results.parts import Component
-from sinkscope.sinks.spikes.controls import random_neurons
+from sinkscope.results.parts import Component, Neuron
+from sinkscope.sinks.spikes.controls import Others
 from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.find import first_spikes
 from sinkscope.sinks.spikes.records import part_of
@@ -27,7 +28,7 @@ from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey, read_survey
 from sinkscope.sinks.spikes.texts import SpikeTexts
 from sinkscope.sinks.spikes.writers import of_layer, writers_of
-from sinkscope.sinks.thresholds import COUNTS, LARGE, TIMES_MEDIAN
+from sinkscope.sinks.thresholds import COUNTS, LARGE, NAMED, TIMES_MEDIAN
 from sinkscope.sinks.tokens import single_token
 
 RATE_TEXTS = 100  # texts of the sink rate (Gu et al. 2024)
@@ -63,11 +64,15 @@ def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
         check_site(survey.target, layer)
         if spike is None:
             continue
-        shares = of_layer(survey, spike, layer, survey.start(layer), CANDIDATES)
-        members = [one.address for one in shares]
+        written = of_layer(survey, spike, layer, survey.start(layer))[0].mean(1)
+        members: list[Neuron] = []
+        for number in written.topk(min(CANDIDATES, len(written))).indices.tolist():
+            if float(written[number]) >= NAMED:
+                members.append(Neuron(layer, *expert_and_neuron(survey.target, layer, number)))
         if not members:
             continue
-        random = [random_neurons(survey.target, members[:1], setup.seed, number, members) for number in range(CONTROLS)]
+        others = Others(survey.target, {layer: written})
+        random = [others.draw(members[:1], setup.seed, number, members) for number in range(CONTROLS)]
         left = SpikeTexts.of(survey, spike).along([*((one,) for one in members), *random]).mean(1)
         lost = (1 - left).tolist()
         least = max(COUNTS, *lost[len(members) :])

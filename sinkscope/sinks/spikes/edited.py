@@ -27,7 +27,7 @@ from sinkscope.sinks.spikes.survey import given_later, to_place
 from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.observers import visible_rows
 
-LOGITS = 1 << 22  # logits of a text at most: of large vocabularies, every second position is read, or fewer
+LOGITS = 1 << 21  # logits of a text at most: of large vocabularies, every second position is read, or fewer
 
 Written = Mapping[Part, Float[Tensor, " d"]]
 """What a component or a head writes at the place instead: its mean over ordinary positions."""
@@ -63,6 +63,7 @@ class EditedTexts:
         begin: Gives what enters a layer, at which the pass may then start. None: it starts at the first.
         whole: Whether the attention of the layers that can read the spike is read; else the pass ends at the peak.
         every_loss: Whether the loss of every token is read, however large the vocabulary is. None: no loss is read.
+        paired: Whether each text is read under the edit of its number alone, as one edit.
     """
 
     target: Target
@@ -74,11 +75,14 @@ class EditedTexts:
     begin: Callable[[int], LayerInput | None] | None = None
     whole: bool = False
     every_loss: bool | None = None
+    paired: bool = False
 
     @torch.no_grad()
     def run(self) -> Effects:
         """Run the texts. Edits of a streamed model are rows of one pass, because it is read from disk once."""
         size = len(self.edits)
+        if self.paired:
+            return self._run_once()
         if self.target.resident:
             size = rows_at_once(self.ids.numel(), max(self.target.d_mlp, self.target.d_model))
         passes, starts = list[Effects](), range(0, len(self.edits), size)
@@ -89,7 +93,7 @@ class EditedTexts:
 
     def _run_once(self) -> Effects:
         """Run all edits in one pass."""
-        target, shape = self.target, (len(self.edits), len(self.ids))
+        target, shape = self.target, (self._times, len(self.ids))
         effects = Effects(
             along=torch.zeros(shape[0], int(self.place.sum())),
             attention=torch.zeros(shape[0], target.n_layers, target.n_heads, shape[1]),
@@ -129,9 +133,14 @@ class EditedTexts:
         start = None if self.begin is None else self.begin(min(layers))
         return None if start is None else replace(start, hidden=self._of_edits(start.hidden))
 
+    @property
+    def _times(self) -> int:
+        """How often each text is read."""
+        return 1 if self.paired else len(self.edits)
+
     def _of_edits(self, values: Shaped[Tensor, "text ..."]) -> Shaped[Tensor, "row ..."]:
         """The same values for each edit."""
-        return values.repeat(len(self.edits), *[1] * (values.dim() - 1))
+        return values.repeat(self._times, *[1] * (values.dim() - 1))
 
     def _hooks(self) -> list[Hook]:
         """The hooks that carry out the edits."""
@@ -148,6 +157,8 @@ class EditedTexts:
     def _rows_with(self, part: Part) -> Bool[Tensor, "row 1 1"]:
         """The rows whose edit has this part."""
         having = torch.tensor([part in edit for edit in self.edits])
+        if self.paired:
+            return having[:, None, None]
         return repeat(having, "edit -> (edit text) 1 1", text=len(self.ids))
 
     def _replaced(self, part: Part) -> list[Hook]:

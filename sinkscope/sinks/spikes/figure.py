@@ -13,8 +13,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of, panels
+from sinkscope.sinks.spikes.cards import run
 from sinkscope.sinks.spikes.records import PartShare, SpikeResult, part_of
-from sinkscope.sinks.spikes.sentences import run
 
 COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7")
 BEFORE, AFTER = "#56b4e9", "#d55e00"
@@ -79,12 +79,12 @@ def _name_neurons(fig: Any, spikes: list[SpikeResult]) -> None:
 
 
 def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
-    """The heads that attend to a spike's place: intact, without what it needs, and without random neurons."""
-    names = [f"layer{run(*spike.layers)}" for spike in spikes if spike.needed is not None]
-    needs = [spike.needed for spike in spikes if spike.needed is not None]
+    """The heads that attend to a spike's place: intact, without its writers, and without random neurons."""
+    names = [f"layer{run(*spike.layers)}" for spike in spikes if spike.without_writers is not None]
+    needs = [spike.without_writers for spike in spikes if spike.without_writers is not None]
     counts = {
         "heads, intact": (BEFORE, [need.heads[0] for need in needs]),
-        "without needed neurons": (AFTER, [need.heads[1] for need in needs]),
+        "without its writers": (AFTER, [need.heads[1] for need in needs]),
         "without random neurons": (GREY, [None if need.random is None else need.random.heads for need in needs]),
     }
     for number, (name, (colour, heads)) in enumerate(counts.items()):

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.spikes.places import Place, per_text, sink_places, split_by_label
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey
-from sinkscope.sinks.thresholds import LATER, READS, SAME, STANDS_OUT
+from sinkscope.sinks.thresholds import LATER, READS, SAME, SMALLEST, STANDS_OUT
 from sinkscope.sinks.tokens import Mask
 
 
@@ -56,16 +58,19 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
     mean = survey.states[:, ordinary].mean(1)
     away = survey.states[:, mask].mean(1) - mean
     size = away.norm(dim=-1)
-    free = survey.ratios[:, mask].mean(1) > STANDS_OUT
+    beside, over = survey.ratios[:, mask].mean(1), survey.norms[:, mask] / typical_of(survey)[:, None]
+    free = beside > STANDS_OUT
     while bool(free.any()):
         peak = int(size.masked_fill(~free, -1).argmax())
-        direction, ratios = away[peak] / size[peak], survey.ratios[peak][mask]
+        direction = away[peak] / size[peak]
         carries = free & (away @ direction >= SAME * size)
         first = last = peak
         while first > 0 and carries[first - 1]:
             first -= 1
         while last + 1 < len(carries) and carries[last + 1]:
             last += 1
+        run = slice(first, last + 1)
+        highest = first + int(over[run].mean(1).argmax())
         yield Spike(
             place=place,
             ordinary=ordinary,
@@ -77,7 +82,14 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
             size=float(size[peak]),
             norm=float(survey.norms[peak, mask].mean()),
             before=float(survey.entered[first, mask].norm(dim=-1).mean()),
-            ratio=float(ratios.mean()),
-            ratio_margin=margin_of(per_text(ratios, mask).numpy()),
+            ratio=float(over[highest].mean()),
+            ratio_layer=highest,
+            ratio_margin=margin_of(per_text(over[highest], mask).numpy()),
+            ratio_beside=float(beside[run].max()),
         )
-        free[first : last + 1] = False
+        free[run] = False
+
+
+def typical_of(survey: Survey) -> Float[Tensor, " layer"]:
+    """Return the typical norm after each layer, as a divisor."""
+    return torch.tensor(survey.typical_norm).clamp(min=SMALLEST)

@@ -26,12 +26,10 @@ from sinkscope.sinks.spikes.removal import count_readers
 from sinkscope.sinks.spikes.result import FindSinks
 from sinkscope.sinks.spikes.steps import Sinks, sinks_of, with_copies
 from sinkscope.sinks.spikes.survey import Survey, survey_of
-from sinkscope.sinks.spikes.texts import most_often
 from sinkscope.sinks.thresholds import READS, SINK_HEADS
 from sinkscope.sinks.tokens import Mask, repetition_limit
 
 FEW_COPIES = 64  # copies that `find_sinks` tries
-OTHER_TEXTS = 6  # texts of the survey with the other choice of BOS
 
 
 @measurement(
@@ -100,8 +98,8 @@ def at_first(survey: Survey) -> Mask:
 
 
 def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:
-    """Return heads that attend to a place, in as many texts as edits are tried in."""
-    received = survey.received(mask)[survey.target.attending][:, :, most_often(mask)]
+    """Return heads that attend to a place, in the texts that have it."""
+    received = survey.received(mask)[survey.target.attending][:, :, mask.any(1)]
     heads, margin = count_readers(received)
     return Readers(place, heads, received[..., 0].numel(), margin, received.shape[2])
 
@@ -132,7 +130,7 @@ def other_bos(setup: Setup) -> OtherBos | None:
     bos = resolve_bos(setup.tokenizer, setup.target.config, None) if setup.bos is None else None
     if setup.bos is None and bos is None:
         return None
-    survey, spikes = survey_of(setup, bos, OTHER_TEXTS), list[OtherSpike]()
+    survey, spikes = survey_of(setup, bos), list[OtherSpike]()
     for one in find_spikes(survey, setup.tokenizer):
         spikes.append(OtherSpike(words_of(one.place), (one.first, one.last), one.ratio))
     token = setup.tokenizer.decode([bos if bos is not None else setup.bos])

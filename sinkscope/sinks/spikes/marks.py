@@ -15,9 +15,9 @@ from torch import Tensor
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.spikes.components import components
-from sinkscope.sinks.spikes.controls import chance_of, random_heads
+from sinkscope.sinks.spikes.controls import random_heads
 from sinkscope.sinks.spikes.records import MarkLeft, part_name
-from sinkscope.sinks.spikes.removal import removals_of
+from sinkscope.sinks.spikes.removal import chance_of, removals_of
 from sinkscope.sinks.spikes.spike import Measured, Part, Parts
 from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
 from sinkscope.sinks.thresholds import ENOUGH, REMAINS, REMOVED
@@ -91,10 +91,9 @@ def _marks(one: Measured, texts: SpikeTexts, sets: Sequence[Parts], random: Sequ
     """Return the records of some sets; of the first beside the random ones."""
     if not sets:
         return []
-    every = [*sets, *random]
-    removals, marks = removals_of(texts, every, _means(texts, every), every_loss=None), list[MarkLeft]()
-    for number, removal in enumerate(removals[: len(sets)]):
-        beside = chance_of(removals[len(sets) :], removal) if number == 0 else None
+    means, marks = _means(texts, [*sets, *random]), list[MarkLeft]()
+    for number, removal in enumerate(removals_of(texts, sets, means, every_loss=None)):
+        beside = chance_of(texts, random, removal, means) if number == 0 else None
         name, heads = " and ".join(map(part_name, removal.parts)), (one.result.heads, removal.heads)
         marks.append(MarkLeft(name, removal.left, removal.left_margin, heads, random=beside))
     return marks
@@ -115,7 +114,7 @@ def _heads(one: Measured, texts: SpikeTexts, parts: Parts, seed: int) -> list[Ma
         for head in found.order[:MOST]:
             if abs(float(without[heads.index(head)].mean())) <= REMAINS:
                 sets.append((head,))
-    return _marks(one, texts, sets, random_heads(found.marking.heads, heads, seed))
+    return _marks(one, texts, sets, random_heads(found.marking.heads, found.order, seed))
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,42 @@
-"""Step 4, the needs: what is left of a spike, of the heads that attend there, and of the loss without its writers."""
+"""Step 4, the needs: the smallest set that a spike needs, and what is left of what it does without all its writers.
+
+1. Search the smallest set of neurons without which less than a quarter of the spike is left; ask for backups if there
+   is none, then for components.
+2. Remove each of its neurons alone.
+3. Remove all neurons that write the spike or against it, beside random sets of as many neurons of the same layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
 import torch
 
 from sinkscope.hooks.edit import Ablate
+from sinkscope.hooks.trace.layer_view import expert_and_neuron
+from sinkscope.measure.margin import margin_of
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
-from sinkscope.results.parts import Neuron
+from sinkscope.results.parts import Component, Neuron
 from sinkscope.sinks.spikes.components import components
-from sinkscope.sinks.spikes.controls import INTACT, RANDOM_SETS, chance_of, random_components, random_neurons
+from sinkscope.sinks.spikes.controls import INTACT, Others, other_components
 from sinkscope.sinks.spikes.edited import Written
-from sinkscope.sinks.spikes.records import Alone, Needed, NeuronShare, PartShare, part_name
-from sinkscope.sinks.spikes.removal import Removal, count_readers, removals_of
+from sinkscope.sinks.spikes.records import Alone, Needed, NeuronShare, PartShare, WithoutWriters, part_name
+from sinkscope.sinks.spikes.removal import Removal, chance_of, count_readers, removals_of
 from sinkscope.sinks.spikes.spike import Measured, Part, Parts
 from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
-from sinkscope.sinks.spikes.writers import neutral_values, of_layer
+from sinkscope.sinks.spikes.writers import backups_of, of_layer
 from sinkscope.sinks.thresholds import COUNTS, LIKE, REMOVED
 
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
 PAIRED = 4  # components that are tried in pairs
+PREFIXES = 16  # sets of the first neurons of an order that are tried one longer than the other
 
 
 @torch.no_grad()
 def needs_of(one: Measured, seed: int = 0) -> Measured:
-    """Remove the writers of a spike: each alone, then together in the order of what that did, beside random ones.
+    """Find the smallest set that a spike needs, and remove its members alone, and all writers beside random sets.
 
     Where no neurons are enough, components are replaced by their mean over ordinary positions, alone and in pairs.
 
@@ -36,38 +45,49 @@ def needs_of(one: Measured, seed: int = 0) -> Measured:
         seed: Seed of the random neurons.
     """
     texts, target = SpikeTexts.of(one.survey, one.spike), one.survey.target
-    writing = [neuron.address for neuron in one.result.neurons]
-    neurons, left = search(texts, writing)
-    needed, random, means = neurons, list[Parts](), dict[Part, torch.Tensor]()
-    if neurons:
-        random += [random_neurons(target, neurons, seed, number, list(left)) for number in range(RANDOM_SETS)]
-    else:
+    needed, left, taken = search(texts, one.result.neurons)
+    one = one.adding(neurons=(*one.result.neurons, *backups_of(one.survey, one.spike, taken)), backups=tuple(taken))
+    removed, random, means = tuple[Part, ...](one.writers), list[Parts](), dict[Part, torch.Tensor]()
+    if not needed:
         parts = components(target, one.spike.peak)
         means = means_of(one.survey, one.spike, parts)
-        needed = enough_components(texts, one.result.writers, means)
-        if needed:
-            random = random_components(parts, needed)
+        left_of_parts = dict(zip(parts, left_without(texts, [(part,) for part in parts], means), strict=True))
+        needed = enough_components(texts, one.result.writers, left_of_parts, means)
+        removed = needed or removed
+        random = other_components(left_of_parts, needed) if needed else []
+    if removed and not random:
+        random = Others(target, one.written).sets(one.writers, seed)
+    if needed:
+        share = texts.along([needed], means)[0]
+        neurons = tuple(part for part in needed if isinstance(part, Neuron))
+        names = tuple(map(part_name, needed))
+        one = one.adding(needed=Needed(neurons, names, float(share.mean()), margin_of(share.numpy())))
+    one = one.adding(alone=alone_of(one, texts, left))
+    return with_effects(one, texts, removed, random, means)
+
+
+def alone_of(one: Measured, texts: SpikeTexts, left: Mapping[Neuron, float]) -> tuple[Alone, ...]:
+    """Remove each neuron of the needed set alone, and each other one without which the spike is another.
+
+    Args:
+        one: The spike, with what it needs.
+        texts: The texts.
+        left: What is left without each writer alone, those of the least first.
+    """
     alone: list[Neuron] = []
     for neuron, share in left.items():
-        if (neuron,) != needed and (neuron in needed or abs(1 - share) >= COUNTS):
+        if neuron in one.needed_neurons or abs(1 - share) >= COUNTS:
             alone.append(neuron)
-    removals = removals_of(texts, [needed] if needed else [], means, every_loss=True)
-    beside = removals_of(texts, [*random, *((neuron,) for neuron in alone)], means, every_loss=False)
-    singles = list(zip(alone, beside[len(random) :], strict=True))
-    if len(neurons) == 1:
-        singles.insert(0, (neurons[0], removals[0]))
-    shares = {neuron.address: neuron.share for neuron in one.result.neurons}
-    records: list[Alone] = []
-    for neuron, removal in singles:
-        outcomes = removal.left, removal.heads, removal.perplexity, shares.get(neuron, 0.0)
+    shares, records = {neuron.address: neuron.share for neuron in one.result.neurons}, list[Alone]()
+    for neuron, removal in zip(alone, removals_of(texts, [(one,) for one in alone], every_loss=False), strict=True):
+        outcomes = removal.left, removal.heads, removal.perplexity, shares[neuron]
         records.append(Alone(neuron.layer, neuron.expert, neuron.neuron, *outcomes))
-    one = one.adding(alone=tuple(records), backups=tuple(neuron for neuron in left if neuron not in writing))
-    return with_needs(one, texts, next(iter(removals), None), beside[: len(random)])
+    return tuple(records)
 
 
 @torch.no_grad()
 def same_needs(one: Measured, other: Measured, number: int, seed: int = 0) -> Measured | None:
-    """Remove what another spike needs, if this is the same at another place: of one direction, removed by one set.
+    """Remove the writers of another spike, if this is the same at another place: of one direction, removed by one set.
 
     Args:
         one: The spike.
@@ -75,17 +95,19 @@ def same_needs(one: Measured, other: Measured, number: int, seed: int = 0) -> Me
         number: Number of the other one.
         seed: Seed of the random neurons.
     """
-    spike, known, neurons = one.spike, other.spike, other.needed_neurons
-    if not neurons or spike.first > known.last or known.first > spike.last:
+    spike, known, neurons = one.spike, other.spike, other.writers
+    if not other.needed_neurons or spike.first > known.last or known.first > spike.last:
         return None
     if other.result.like is not None or float(spike.direction @ known.direction) < LIKE:
         return None
     texts = SpikeTexts.of(one.survey, spike)
     if left_without(texts, [neurons])[0] >= REMOVED:
         return None
-    random = random_neurons(one.survey.target, neurons, seed)
-    removals = removals_of(texts, [neurons], every_loss=True)
-    return with_needs(one.adding(like=number), texts, removals[0], removals_of(texts, [random], every_loss=False))
+    share = texts.along([other.needed_neurons])[0]
+    needed = replace(other.result.needed, left=float(share.mean()), left_margin=margin_of(share.numpy()))
+    random = Others(one.survey.target, other.written).sets(neurons, seed)
+    one = one.adding(like=number, needed=needed if abs(needed.left) < REMOVED else None)
+    return with_effects(one, texts, neurons, random, {})
 
 
 # --- the search ---
@@ -96,78 +118,103 @@ def left_without(texts: SpikeTexts, sets: Sequence[Parts], means: Written | None
     return texts.along(sets, means).mean(1).abs().tolist()
 
 
-def search(texts: SpikeTexts, writing: Sequence[Neuron]) -> tuple[tuple[Neuron, ...], dict[Neuron, float]]:
+def search(
+    texts: SpikeTexts, writers: Sequence[NeuronShare]
+) -> tuple[tuple[Neuron, ...], dict[Neuron, float], list[Neuron]]:
     """Find the smallest set that leaves less than a quarter, of the neurons that write the spike and their backups.
 
+    Neurons that write against it are members only if no set is enough without them.
+
     Args:
         texts: The texts.
-        writing: The neurons that write it.
+        writers: The neurons that write the spike or against it.
 
     Returns:
-        The set, empty if there is none; and what is left without each neuron alone, those of the least first.
+        The set, empty if there is none; what is left without each neuron alone, those of the least first; and the
+        backups that were found.
     """
-    members, needed, left = list(writing), tuple[Neuron, ...](), dict[Neuron, float]()
+    shares = {one.address: one.share for one in writers}
+    writing = [neuron for neuron, share in shares.items() if share > 0]
+    backups, few = list[Neuron](), texts.few()
     for _ in range(BACKUPS + 1):
-        if not members:
-            break
-        alone = dict(zip(members, texts.along([(member,) for member in members]).mean(1).tolist(), strict=True))
-        left = dict(sorted(alone.items(), key=lambda item: abs(item[1])))
-        needed = smallest_set(texts, tuple(left))
-        fresh = [] if needed else taking_over(texts, members)
+        members = [*writing, *backups]
+        needed = smallest_set(few, members, shares)
+        fresh = [] if needed or not members else taking_over(texts, [*shares, *backups])
         if not fresh:
             break
-        members += fresh
-    return needed, left
+        backups += fresh
+    if not needed and len(writing) < len(shares):
+        needed = smallest_set(few, [*shares, *backups], shares)
+    every = [*shares, *backups]
+    left = dict(zip(every, texts.along([(one,) for one in every]).mean(1).tolist(), strict=True)) if every else {}
+    return needed, dict(sorted(left.items(), key=lambda item: abs(item[1]))), backups
 
 
-def smallest_set(texts: SpikeTexts, order: tuple[Neuron, ...]) -> tuple[Neuron, ...]:
+def smallest_set(texts: SpikeTexts, members: Sequence[Neuron], shares: Mapping[Neuron, float]) -> tuple[Neuron, ...]:
     """Return the smallest set of neurons that leaves less than a quarter of the spike; it is empty if none does.
 
-    A neuron joins if without it and those before less is left. Where that is not enough, because some write only when
-    several others are gone, all are tried. Then members are left out that are not needed.
+    The neurons join in the order of what is left without each alone, and again in that of their shares, until less than
+    a quarter is left; then members are left out that are not needed. Of the two sets the smaller counts, and of equal
+    ones that which leaves least.
 
     Args:
         texts: The texts.
-        order: The neurons, those without which least is left first.
+        members: The neurons.
+        shares: What each writes; a backup writes nothing.
     """
-    best, least = order[:1], left_without(texts, [order[:1]])[0]
-    for neuron in order[1:]:
-        if least < REMOVED:
-            break
-        left = left_without(texts, [(*best, neuron)])[0]
-        if left < least:
-            best, least = (*best, neuron), left
-    if least >= REMOVED:
-        best, least = order, left_without(texts, [order])[0]
-    while least < REMOVED and len(best) > 1:
-        fewer = list(combinations(best, len(best) - 1))
+    if not members:
+        return ()
+    alone = dict(zip(members, left_without(texts, [(one,) for one in members]), strict=True))
+    orders = sorted(members, key=lambda one: alone[one]), sorted(members, key=lambda one: -shares.get(one, 0.0))
+    found: list[tuple[int, float, tuple[Neuron, ...]]] = []
+    for order in orders:
+        lengths = [*range(1, min(PREFIXES, len(order)) + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)]
+        sets = [tuple(order[:length]) for length in dict.fromkeys(lengths)]
+        left = left_without(texts, sets)
+        enough = [number for number, share in enumerate(left) if share < REMOVED]
+        if enough:
+            members, least = pruned(texts, sets[enough[0]], left[enough[0]])
+            found.append((len(members), least, members))
+    return min(found, key=lambda one: one[:2])[2] if found else ()
+
+
+def pruned(texts: SpikeTexts, members: tuple[Neuron, ...], least: float) -> tuple[tuple[Neuron, ...], float]:
+    """Leave members out, one after the other, as long as less than a quarter of the spike is left."""
+    while len(members) > 1:
+        fewer = list(combinations(members, len(members) - 1))
         left = left_without(texts, fewer)
         if min(left) >= REMOVED:
-            return best
-        best = fewer[left.index(min(left))]
-    return best if least < REMOVED else ()
+            break
+        least = min(left)
+        members = fewer[left.index(least)]
+    return members, least
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
     """Return who writes the spike when its writers are gone, at most two: a backup fires only then."""
-    target, spike, found = texts.survey.target, texts.spike, list[NeuronShare]()
-    with Ablate(sites=tuple(members)).on(target):
-        for layer in filter(target.has_neurons, range(spike.peak + 1)):
-            found += of_layer(texts.survey, spike, layer)
-    found.sort(key=lambda one: -one.share)
-    return [one.address for one in found if one.address not in members and one.share >= COUNTS][:2]
+    survey, spike, found = texts.survey, texts.spike, dict[Neuron, float]()
+    with Ablate(sites=tuple(members)).on(survey.target):
+        for layer in filter(survey.target.has_neurons, range(spike.peak + 1)):
+            shares = of_layer(survey, spike, layer)[0].mean(1)
+            for number in shares.topk(min(4, len(shares))).indices.tolist():
+                neuron = Neuron(layer, *expert_and_neuron(survey.target, layer, number))
+                if neuron not in members and float(shares[number]) >= COUNTS:
+                    found[neuron] = float(shares[number])
+    return sorted(found, key=lambda neuron: -found[neuron])[:2]
 
 
-def enough_components(texts: SpikeTexts, writers: Sequence[PartShare], means: Written) -> Parts:
-    """Return a component, or else a pair, without which less than a quarter is left; those that write come first.
+def enough_components(
+    texts: SpikeTexts, writers: Sequence[PartShare], left: Mapping[Component, float], means: Written
+) -> Parts:
+    """Return one component or two without which less than a quarter is left, largest writers first; or none.
 
     Args:
         texts: The texts.
         writers: Shares of components.
+        left: How far what is left without each component is from nothing.
         means: What each component writes instead.
     """
-    left = dict(zip(means, left_without(texts, [(part,) for part in means], means), strict=True))
-    names = {part_name(part): part for part in means}
+    names = {part_name(part): part for part in left}
     writing = [names[one.part] for one in writers if abs(one.share) >= COUNTS]
     order = sorted(left, key=lambda part: left[part])
     for part in [*writing, order[0]]:
@@ -183,25 +230,23 @@ def enough_components(texts: SpikeTexts, writers: Sequence[PartShare], means: Wr
 # --- records ---
 
 
-def with_needs(one: Measured, texts: SpikeTexts, removal: Removal | None, random: Sequence[Removal]) -> Measured:
-    """Add what a spike needs, and the heads that attend to its place.
+def with_effects(one: Measured, texts: SpikeTexts, removed: Parts, random: Sequence[Parts], means: Written) -> Measured:
+    """Add the heads that attend to the place, and what is left of all that without some parts.
 
     Args:
-        one: The spike.
-        texts: Texts in which removals were tried.
-        removal: What is left without the needed set. None: no set that was tried is enough.
-        random: What is left without random sets.
+        one: The spike, with what it needs.
+        texts: Its texts.
+        removed: The parts. Empty: nothing is known that writes it.
+        random: Random sets of as many others.
+        means: What replaced components write.
     """
     heads, margin = count_readers(texts.attention)
-    one = one.adding(heads=heads)
-    if removal is None:
+    one = one.adding(heads=heads, heads_margin=margin)
+    if not removed:
         return one
-    neurons = tuple(part for part in removal.parts if isinstance(part, Neuron))
-    neutral = neutral_values(one.survey, one.spike.ordinary, neurons)
-    needed = Needed(
-        neurons=neurons,
-        neutral=tuple(neutral[neuron] for neuron in neurons),
-        parts=tuple(map(part_name, removal.parts)),
+    (removal,) = removals_of(texts, [removed], means, every_loss=True)
+    without = WithoutWriters(
+        parts=tuple(map(part_name, removed)),
         left=removal.left,
         left_margin=removal.left_margin,
         heads=(heads, removal.heads),
@@ -209,24 +254,23 @@ def with_needs(one: Measured, texts: SpikeTexts, removal: Removal | None, random
         attention=removal.attention,
         perplexity=removal.perplexity,
         perplexity_margin=removal.perplexity_margin,
-        random=chance_of(random, removal),
+        random=chance_of(texts, random, removal, means),
         texts=len(texts.rows),
     )
-    one = one.adding(needed=needed)
-    return replace(one, claims=claims_of(one, removal, random))
+    return replace(one.adding(without_writers=without), claims=claims_of(one, removal, without))
 
 
-def claims_of(one: Measured, removal: Removal, random: Sequence[Removal]) -> Claims:
-    """The typed claims about what a spike needs: what is left of it, and of the attention of the heads that read it."""
-    spike, result = one.spike, one.result
-    if not random:
+def claims_of(one: Measured, removal: Removal, without: WithoutWriters) -> Claims:
+    """The typed claims about what writes a spike: what is left of it, and of the attention of its readers."""
+    spike, random = one.spike, without.random
+    if random is None or one.result.needed is None:
         return ()
     of_spike = Outcome("spike", tuple(range(spike.first, spike.last + 1)))
-    sides = [("makes", of_spike, removal.left, min(each.left for each in random), removal.left_margin)]
-    if result.heads:
+    sides = [("makes", of_spike, removal.left, random.left, removal.left_margin)]
+    if one.result.heads:
         of_heads = Outcome("attention", tuple(spike.reading_layers))
-        sides.append(("carries", of_heads, removal.attention, min(each.attention for each in random), None))
-    name = "" if len(one.needed_neurons) == len(one.needed) else "other components, each alone"
+        sides.append(("carries", of_heads, removal.attention, random.attention, None))
+    name = "" if isinstance(removal.parts[0], Neuron) else "other components, each alone"
     claims: list[Claim] = []
     for role, outcome, left, chance, margin in sides:
         claim = Claim(
@@ -235,9 +279,9 @@ def claims_of(one: Measured, removal: Removal, random: Sequence[Removal]) -> Cla
             outcome=outcome,
             place=spike.place.words,
             value=left,
-            contrasts=(INTACT, Contrast("random", chance, len(random), name)),
-            draws=result.needed.texts if result.needed else 0,
-            search=SearchSpace("neurons alone", len(result.alone)),
+            contrasts=(INTACT, Contrast("random", chance, random.sets, name)),
+            draws=without.texts,
+            search=SearchSpace("neurons alone", len(one.result.alone)),
             margin=margin,
         )
         claims.append(claim)

@@ -1,4 +1,4 @@
-"""The parts of a `find_sinks` result as JSON holds them (schema 3)."""
+"""The parts of a `find_sinks` result as JSON holds them (schema 4)."""
 
 from __future__ import annotations
 
@@ -53,35 +53,59 @@ class NeuronShare(Neuron):
     Attributes:
         share: The share.
         margin: Two standard errors over texts. None: too few texts.
+        neutral: Its median value on ordinary text, which a patch writes.
     """
 
     share: float
     margin: float | None
+    neutral: float
 
 
 @dataclass(frozen=True)
 class Chance:
     """What is left without random sets, of each outcome the one nearest to that of the set itself.
 
+    The texts are read under one set each, so the worst text is the worst set.
+
     Attributes:
         left: Share of the spike.
-        heads: Heads that attend to the place.
+        heads: Heads that attend to the place: of the intact model, and as many fewer or more as in the worst text.
         perplexity: Perplexity over that of the intact model. None: it was not measured.
+        attention: What is left of the attention of the heads that attend there before.
+        sets: Number of sets.
     """
 
     left: float
     heads: int
     perplexity: float | None
+    attention: float = 1.0
+    sets: int = 0
 
 
 @dataclass(frozen=True)
 class Needed:
-    """The smallest set found without which less than a quarter of a spike is left.
+    """The smallest set found without which less than a quarter of a spike is left: how few parts are enough.
 
     Attributes:
         neurons: The neurons; empty if components are needed.
-        neutral: Median value of each on ordinary text, which a patch writes.
         parts: The set, as names.
+        left: Share of the spike that is left.
+        left_margin: Two standard errors over texts.
+    """
+
+    neurons: tuple[Neuron, ...]
+    parts: tuple[str, ...]
+    left: float
+    left_margin: float | None
+
+
+@dataclass(frozen=True)
+class WithoutWriters:
+    """What a spike does: what is left of it, of the heads that attend there, and of the loss without all its writers.
+
+    Attributes:
+        parts: What was removed, as names: all neurons that write the spike or against it; or the components that it
+            needs, if no neurons are enough.
         left: Share of the spike that is left.
         left_margin: Two standard errors over texts.
         heads: Heads in the spike's layers that attend to the place, before and after.
@@ -93,8 +117,6 @@ class Needed:
         texts: Number of texts.
     """
 
-    neurons: tuple[Neuron, ...]
-    neutral: tuple[float, ...]
     parts: tuple[str, ...]
     left: float
     left_margin: float | None
@@ -105,11 +127,6 @@ class Needed:
     perplexity_margin: float | None
     random: Chance | None
     texts: int
-
-    @property
-    def calibrated(self) -> dict[Neuron, float]:
-        """The values that a patch writes."""
-        return dict(zip(self.neurons, self.neutral, strict=True))
 
 
 @dataclass(frozen=True)
@@ -139,8 +156,8 @@ class MarkLeft:
         margin: Two standard errors over texts. None: too few texts.
         heads: Heads in the spike's layers that attend to the place, before and after. None: of an older file.
         others: Median share left with as many other components replaced that were tried. None: of heads, or no others.
-        random: The same with as many random heads of the same layer replaced, three draws. None: of components, or
-            there are not as many other heads.
+        random: The same with as many random heads of the same layer replaced. None: of components, or there are not as
+            many other heads.
     """
 
     part: PartName
@@ -185,20 +202,24 @@ class SpikeResult:
         peak: The layer after which it is largest.
         norm: Norm there after the peak.
         before: Norm there before the run.
-        ratio: Norm there over the typical one after the peak, without what dimensions that are massive at all positions
-            have everywhere.
+        ratio: Norm there over the typical one, in the layer of the run where it is largest.
+        ratio_layer: That layer.
         ratio_margin: Two standard errors over texts.
+        ratio_beside: The largest ratio of the run without what dimensions that are massive at all positions have
+            everywhere.
         dims: Residual dimensions that hold at least a tenth of its direction's square.
         writers: What wrote it, largest share first; the shares of all components up to the peak sum to 1.
-        neurons: The neurons that wrote most along its direction, and against it with a share below zero.
+        neurons: Its writers: every neuron that wrote at least 2 % of it, or against it, and backups.
         erasers: What is written against it after the peak.
         needed: The smallest set found that it needs. None: no set that was tried leaves less than a quarter.
+        without_writers: What is left without all its writers. None: no neuron writes it, and nothing is needed.
         alone: What is left without single neurons, in the order of that.
-        backups: Neurons that write it only when others are gone.
+        backups: Writers that write nothing while the others stand.
         marks: What marks the place.
         copies: What copies of tokens reach.
         like: Number of an earlier spike that is the same at another place. None: there is none.
         heads: Heads in its layers that attend to the place.
+        heads_margin: Two standard errors of their number over texts.
     """
 
     place: PlaceWords
@@ -207,18 +228,27 @@ class SpikeResult:
     norm: float
     before: float
     ratio: float
+    ratio_layer: int
     ratio_margin: float | None
+    ratio_beside: float
     dims: tuple[int, ...]
     writers: tuple[PartShare, ...]
     neurons: tuple[NeuronShare, ...]
     erasers: tuple[PartShare, ...]
     needed: Needed | None = None
+    without_writers: WithoutWriters | None = None
     alone: tuple[Alone, ...] = ()
     backups: tuple[Neuron, ...] = ()
     marks: tuple[MarkLeft, ...] = ()
     copies: tuple[Copies, ...] = ()
     like: int | None = None
     heads: int = 0
+    heads_margin: float | None = None
+
+    @property
+    def calibrated(self) -> dict[Neuron, float]:
+        """The values that a patch writes."""
+        return {one.address: one.neutral for one in self.neurons}
 
 
 @dataclass(frozen=True)

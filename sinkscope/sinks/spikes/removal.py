@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.spikes.edited import Written
+from sinkscope.sinks.spikes.records import Chance
 from sinkscope.sinks.spikes.spike import Parts
 from sinkscope.sinks.spikes.texts import SpikeTexts
-from sinkscope.sinks.thresholds import READS
+from sinkscope.sinks.thresholds import READS, SMALLEST
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,46 @@ def removals_of(
         )
         removals.append(removal)
     return removals
+
+
+def chance_of(
+    texts: SpikeTexts, random: Sequence[Parts], removal: Removal, means: Written | None = None
+) -> Chance | None:
+    """Read each text under a random set of its own, and return of each outcome the one nearest to that of the set.
+
+    Args:
+        texts: The texts. A random set more than there are texts begins with the first text again.
+        random: The random sets. None are measured if there are none.
+        removal: What is left without the set that is compared.
+        means: What removed components and heads write instead.
+    """
+    if not random:
+        return None
+    count = max(len(random), len(texts.rows))
+    texts = texts.rows_of(torch.arange(count) % len(texts.rows))
+    sets = [random[number % len(random)] for number in range(count)]
+    before = texts.attention
+    readers = before.mean(-1) > READS
+    if not bool(readers.any()) and not texts.spike.place.is_first:
+        left = texts.along(sets, means, paired=True)[0]
+        return Chance(nearest(left.tolist(), removal.left), 0, None, sets=len(random))
+    effects = texts.effects(sets, means, every_loss=None if removal.perplexity is None else False, paired=True)
+    left, after = texts.left(effects.along, texts.rows)[0], effects.attention[0, texts.reading_layers]
+    of_text = (after > READS).flatten(0, 1).sum(0) - (before > READS).flatten(0, 1).sum(0)
+    intact = int(readers.sum())
+    change = nearest(of_text.tolist(), removal.heads - intact)
+    shares, perplexity = after[readers].sum(0) / before[readers].sum(0).clamp(min=SMALLEST), None
+    rise = (effects.loss[0] - texts.loss).nanmean(1)
+    if bool(rise.isfinite().all()) and removal.perplexity is not None:
+        perplexity = nearest(rise.exp().tolist(), removal.perplexity)
+    attention = nearest(shares.tolist(), removal.attention) if bool(readers.any()) else 1.0
+    left = nearest(left.tolist(), removal.left)
+    return Chance(left, max(0, intact + int(change)), perplexity, attention, len(random))
+
+
+def nearest(values: Sequence[float], to: float) -> float:
+    """Return the one of some values that is nearest to another."""
+    return min(values, key=lambda value: abs(value - to))
 
 
 def count_readers(received: Float[Tensor, "layer head text"]) -> tuple[int, float | None]:

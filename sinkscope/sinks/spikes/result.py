@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope.measure import Number, Result
+from sinkscope.results.cards import Card
 from sinkscope.results.claims import Claim, Claims
 from sinkscope.results.parts import Neuron, in_words
 from sinkscope.results.result import number_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.spikes import sentences
+from sinkscope.sinks.spikes import cards
 from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, Readers, SinkRate, SpikeResult
 
-LINES = 5  # lines below the conclusion
+HEADS_OF_MARKS = (
+    "Marks are components that are replaced alone or in pairs; which heads these depend on, all layers together, is "
+    "measured by `sinkscope heads`."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +41,10 @@ class SpikesFound(Result):
     """
 
     percent = ("share", "remaining")
-    columns = ("neuron", "needed", "share", "remaining", "heads", "perplexity", "place", "layers")
+    columns = ("part", "role", "needed", "share", "remaining", "heads", "perplexity", "place", "layers")
     glossary: ClassVar = {
-        "neuron": "the neuron; or the component, if the spike needs components",
+        "part": "a neuron, a component, or a set of them that was removed as one",
+        "role": "what it does: it writes the spike, writes it only when others are gone, or marks its place",
         "needed": "whether it is in the smallest set found without which less than a quarter of the spike remains",
         "share": "what it adds along the spike's direction, as a share of the spike",
         "remaining": "share of the spike that remains without it alone",
@@ -83,42 +88,35 @@ class SpikesFound(Result):
     def conclusion(self) -> str:
         """Return how many heads attend where; or, if none does, the spikes alone."""
         if self.readers.heads or self.spikes:
-            return sentences.readers(self.readers, self.spikes, self.bos, self.layers_read)
+            return cards.readers(self.readers)
         if self.learned_heads:
-            return self._learned
+            return cards.LEARNED.format(heads=self.learned_heads, total=self.readers.total)
         return self._no_spike
 
-    def details(self) -> list[str]:
-        """Return the spikes, each in a line, and what else heads attend to."""
-        lines = list[str]()
-        for spike in self.spikes:
+    def cards(self) -> list[Card]:
+        """Return a card for each spike, and one for what else heads attend to."""
+        made: list[Card] = []
+        for number, spike in enumerate(self.spikes):
             if spike.like is None:
-                where = "" if lines else " of the residual stream"
-                lines.append(sentences.spike_line(spike, self.typical_norm, where))
-        for number, original in enumerate(self.spikes):
-            others = [one for one in self.spikes if one.like == number]
-            if others:
-                lines.append(sentences.elsewhere(original, others))
-        if not self.spikes and self.readers.heads:
-            lines.append(self._no_spike)
-        for one in self.attended:
-            if self.spikes or one.place.words != self.readers.place:  # else the conclusion says it
-                lines.append(sentences.ATTENDED.format(heads=one.heads, place=one.place.words))
-        if self.learned_heads and (self.readers.heads or self.spikes):  # else the conclusion says it
-            lines.append(self._learned)
-        return lines[:LINES]
+                made.append(cards.spike_card(spike, [one for one in self.spikes if one.like == number]))
+        attended = [one for one in self.attended if self.spikes or one.place.words != self.readers.place]
+        learned = self.learned_heads if self.readers.heads or self.spikes else 0  # else the conclusion says it
+        elsewhere = cards.elsewhere_card(attended, learned, self.bos, self.readers.total)
+        return made if elsewhere is None else [*made, elsewhere]
 
-    @property
-    def _learned(self) -> str:
-        return sentences.LEARNED.format(heads=self.learned_heads, total=self.readers.total)
+    def details(self) -> list[str]:
+        """Return what the labels of the cards mean; or that there is no spike."""
+        if self.spikes:
+            return [cards.LEGEND]
+        return [self._no_spike] if self.readers.heads else []
 
     @property
     def _no_spike(self) -> str:
         ratio, token = f"{self.largest.ratio:.1f}", repr(self.largest.token)
-        return sentences.NO_SPIKE.format(ratio=ratio, token=token, layer=self.largest.layer)
+        return cards.NO_SPIKE.format(ratio=ratio, token=token, layer=self.largest.layer)
 
     def rows(self) -> Table:
-        """A row for each neuron, or component, that was removed alone, or that is needed, in the order of need."""
+        """A row for each writer, for components that a spike needs, and for marks."""
         rows: Table = []
         for spike in self.spikes:
             rows += spike_rows(spike)
@@ -131,7 +129,7 @@ class SpikesFound(Result):
         numbers = [Number("heads", "share of heads that attend to the sink", share, margin=margin, share=True)]
         if self.spike is not None:
             numbers.append(Number("place", "where the norm spike is", self.spike.place.words))
-            numbers.append(Number("layers", "layers in which it stands out", sentences.span(*self.spike.layers)))
+            numbers.append(Number("layers", "layers in which it stands out", cards.span(*self.spike.layers)))
             numbers.append(Number("ratio", "norm of the spike over the typical one", self.spike.ratio))
             if self.needed:
                 numbers.append(Number("neurons", "neurons that the spike needs", in_words(self.needed)))
@@ -148,19 +146,31 @@ def about(claim: Claim, spike: SpikeResult) -> bool:
 
 
 def spike_rows(spike: SpikeResult) -> Table:
-    """Return the rows of a spike: needed members first, then others by what is left without them."""
+    """Return the rows of a spike: needed neurons, other writers, components that it needs, and marks."""
     rows: Table = []
-    members = () if spike.needed is None else spike.needed.neurons
-    where = {"place": spike.place.words, "layers": sentences.span(*spike.layers)}
-    for one in sorted(spike.alone, key=lambda one: (one.address not in members, one.left)):
-        outcomes = {"share": one.share, "remaining": one.left, "heads": one.heads, "perplexity": one.perplexity}
-        rows.append({"neuron": str(one.address), "needed": one.address in members, **outcomes, **where})
-    if spike.needed is not None and not members:
-        needed = spike.needed
-        shares = {one.part: one.share for one in spike.writers}
-        outcomes = {"remaining": needed.left, "heads": needed.heads[1], "perplexity": needed.perplexity}
-        share = sum(shares.get(part, 0.0) for part in needed.parts)
-        rows.append({"neuron": " + ".join(needed.parts), "needed": True, "share": share, **outcomes, **where})
+    members, alone = () if spike.needed is None else spike.needed.neurons, {one.address: one for one in spike.alone}
+    where = {"place": spike.place.words, "layers": cards.span(*spike.layers)}
+    for one in sorted(spike.neurons, key=lambda one: (one.address not in members, -one.share)):
+        left = alone.get(one.address)
+        outcomes = {"remaining": None, "heads": None, "perplexity": None}
+        if left is not None:
+            outcomes = {"remaining": left.left, "heads": left.heads, "perplexity": left.perplexity}
+        role = "backup" if one.address in spike.backups else "writer"
+        rows.append(
+            {"part": str(one.address), "role": role, "needed": one.address in members, "share": one.share}
+            | outcomes | where
+        )  # fmt: skip
+    shares = {one.part: one.share for one in spike.writers}
+    without = spike.without_writers
+    if spike.needed is not None and not members and without is not None:
+        outcomes = {"remaining": without.left, "heads": without.heads[1], "perplexity": without.perplexity}
+        share = sum(shares.get(part, 0.0) for part in spike.needed.parts)
+        row = {"part": " + ".join(spike.needed.parts), "role": "writer", "needed": True, "share": share}
+        rows.append(row | outcomes | where)
+    for mark in spike.marks:
+        heads = None if mark.heads is None else mark.heads[1]
+        row = {"part": mark.part, "role": "mark", "needed": None, "share": None, "remaining": mark.left}
+        rows.append(row | {"heads": heads, "perplexity": None} | where)
     return rows
 
 
@@ -180,15 +190,17 @@ class Circuit(SpikesFound):
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
 
     def conclusion(self) -> str:
-        """Return what marks the place of the first spike, and who reads it with and without its writers."""
-        return super().conclusion() if self.spike is None else sentences.marks(self.spike)
+        """Return what marks the place of the first spike, and who reads it with and without its mark."""
+        return super().conclusion() if self.spike is None else cards.marks(self.spike)
 
     def details(self) -> list[str]:
-        """Return who attends to the place, the heads that mark it, and the lines of `find_sinks`."""
+        """Return who attends to the place, and what the labels mean."""
         if self.spike is None:
             return super().details()
-        lines = [super().conclusion(), *sentences.marking_heads(self.spike), *super().details()]
-        return lines[:LINES]
+        lines = [super().conclusion(), *super().details()]
+        if self.spike.marks and not any(map(cards.has_heads, self.spike.marks)):
+            lines.append(HEADS_OF_MARKS)
+        return lines
 
     def numbers(self) -> list[Number]:
         """Return what marks the place, what remains of the spike without it, and the heads that attend there."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxtyping import Float
@@ -11,9 +12,9 @@ from torch import Tensor
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.results.claims import Claims
 from sinkscope.results.parts import Component, Head, Neuron
+from sinkscope.sinks.spikes.cards import run
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.records import SpikeResult, part_of
-from sinkscope.sinks.spikes.sentences import run
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import COUNTS
 from sinkscope.sinks.tokens import Mask
@@ -37,9 +38,11 @@ class Spike:
         size: Projection of the place's departure on it, mean over the place.
         norm: Norm of the residual stream at the place after the peak, mean over the place.
         before: The same before the run.
-        ratio: Norm at the place over the typical one after the peak, mean over the place, without what dimensions
-            that are massive at all positions have everywhere.
+        ratio: Norm at the place over the typical one, mean over the place, in the layer of the run where it is largest.
+        ratio_layer: That layer.
         ratio_margin: Two standard errors of the ratio over texts. None: too few texts.
+        ratio_beside: The largest ratio of the run without what dimensions that are massive at all positions have
+            everywhere.
     """
 
     place: Place
@@ -53,7 +56,9 @@ class Spike:
     norm: float
     before: float
     ratio: float
-    ratio_margin: float | None = None
+    ratio_layer: int
+    ratio_margin: float | None
+    ratio_beside: float
 
     @property
     def mask(self) -> Mask:
@@ -90,12 +95,14 @@ class Measured:
         spike: The spike.
         survey: Where it was found.
         result: What is measured.
+        written: What every neuron writes of it, by layer.
         claims: What is left of it, and of the attention to it, without that.
     """
 
     spike: Spike
     survey: Survey
     result: SpikeResult
+    written: Mapping[int, Float[Tensor, " neuron"]] = field(default_factory=dict)
     claims: Claims = ()
 
     def adding(self, **measured: Any) -> Measured:
@@ -113,9 +120,14 @@ class Measured:
         return () if self.result.needed is None else self.result.needed.neurons
 
     @property
+    def writers(self) -> tuple[Neuron, ...]:
+        """All neurons that write it, for it or against it, and backups."""
+        return tuple(self.result.calibrated)
+
+    @property
     def patch(self) -> SinkPatch:
-        """The patch of these neurons, which holds the median that each has on ordinary text."""
-        calibrated = {} if self.result.needed is None else self.result.needed.calibrated
+        """The patch of all its writers, which holds the median that each has on ordinary text."""
+        calibrated = self.result.calibrated
         return SinkPatch(sites=tuple(calibrated), calibrated=calibrated)
 
     @property

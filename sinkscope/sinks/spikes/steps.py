@@ -3,7 +3,8 @@
 1. Survey: one pass over typical text.
 2. Spikes: places, directions and runs of layers in which the residual stream stands out.
 3. Writers: what each component and neuron adds along a spike's direction.
-4. Needs: what is left of the spike, of the heads that attend to it, and of the loss without its writers.
+4. Needs: the smallest set that the spike needs; what is left of it, of the heads that attend to it, and of the loss
+   without all its writers.
 5. Marks: what makes the writers fire at the place.
 6. Copies: how far copies of a token go along each spike's direction.
 7. BOS: the survey once more with the other choice.
@@ -58,7 +59,7 @@ def _steps(setup: Setup) -> Sinks:
     spikes = find_spikes(survey, setup.tokenizer)
     measured: list[Measured] = []
     for spike in spikes:
-        one = Measured(spike, survey, with_writers(survey, spike))
+        one = with_writers(survey, spike)
         same = (same_needs(one, other, number, setup.seed) for number, other in enumerate(measured))
         measured.append(next(filter(None, same), None) or needs_of(one, setup.seed))
         setup.progress("spikes", len(measured), len(spikes))
@@ -73,22 +74,26 @@ def _steps(setup: Setup) -> Sinks:
     return Sinks(survey, tuple(ordered))
 
 
-def with_writers(survey: Survey, spike: Spike) -> SpikeResult:
-    """Step 3: the record of a spike, with what writes and erases it."""
+def with_writers(survey: Survey, spike: Spike) -> Measured:
+    """Step 3: a spike, with what writes and erases it."""
     writers, erasers = writers_of(survey, spike)
-    return SpikeResult(
+    neurons, written = neurons_of(survey, spike, writers)
+    result = SpikeResult(
         place=words_of(spike.place),
         layers=(spike.first, spike.last),
         peak=spike.peak,
         norm=spike.norm,
         before=spike.before,
         ratio=spike.ratio,
+        ratio_layer=spike.ratio_layer,
         ratio_margin=spike.ratio_margin,
+        ratio_beside=spike.ratio_beside,
         dims=spike.dims,
         writers=writers,
-        neurons=neurons_of(survey, spike, writers),
+        neurons=neurons,
         erasers=erasers,
     )
+    return Measured(spike, survey, result, written)
 
 
 def with_marks(setup: Setup, sinks: Sinks) -> Sinks:

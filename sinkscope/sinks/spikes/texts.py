@@ -16,14 +16,13 @@ from sinkscope.sinks.spikes.edited import EditedTexts, Effects, Written, losses_
 from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import Survey
-from sinkscope.sinks.tokens import Mask
 
-EDITED = 4  # texts of each edit
+FEW = 4  # texts in which a set is searched
 
 
 @dataclass(frozen=True, eq=False)
 class SpikeTexts:
-    """Some texts of a survey that have a spike's place.
+    """The texts of a survey that have a spike's place.
 
     Attributes:
         survey: The survey.
@@ -37,8 +36,17 @@ class SpikeTexts:
 
     @classmethod
     def of(cls, survey: Survey, spike: Spike) -> SpikeTexts:
+        """Return all texts that have the place."""
+        return cls(survey, spike, spike.mask.any(1).nonzero().flatten())
+
+    def rows_of(self, some: Int[Tensor, " number"]) -> SpikeTexts:
+        """Return the texts of these numbers, which may be the same several times."""
+        return replace(self, rows=self.rows[some])
+
+    def few(self) -> SpikeTexts:
         """Return the first texts that have the place most often."""
-        return cls(survey, spike, most_often(spike.mask))
+        number = self.spike.mask[self.rows].sum(1)
+        return self.rows_of(number.argsort(descending=True, stable=True)[:FEW].sort().values)
 
     @property
     def reading_layers(self) -> list[int]:
@@ -62,17 +70,28 @@ class SpikeTexts:
             survey.losses[key] = losses_at(target, ids, torch.arange(ids.shape[1] - 1), start)
         return survey.losses[key]
 
-    def along(self, edits: Sequence[Parts], means: Written | None = None) -> Float[Tensor, "edit text"]:
-        """What is left of the spike in each text under each edit, from passes that end at the peak and at the place."""
+    def along(
+        self, edits: Sequence[Parts], means: Written | None = None, *, paired: bool = False
+    ) -> Float[Tensor, "edit text"]:
+        """What is left of the spike in each text under each edit, from passes that end at the peak and at the place.
+
+        Args:
+            edits: The parts that each edit removes.
+            means: What removed components and heads write instead.
+            paired: Whether each text is read under the edit of its number alone.
+        """
         rows, end = self.rows, int(self.spike.mask[self.rows].any(0).nonzero().max()) + 1
         ids, place = self.survey.ids[rows, :end], self.spike.mask[rows, :end]
-        if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
+        if not paired and bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
             rows = rows[:1]
-        return self.left(self._edited(rows, end, edits, means).run().along, rows)
+        return self.left(replace(self._edited(rows, end, edits, means), paired=paired).run().along, rows)
 
-    def effects(self, edits: Sequence[Parts], means: Written | None, *, every_loss: bool | None) -> Effects:
+    def effects(
+        self, edits: Sequence[Parts], means: Written | None, *, every_loss: bool | None, paired: bool = False
+    ) -> Effects:
         """Return all effects of each edit, from whole passes."""
-        return replace(self._edited(self.rows, None, edits, means), whole=True, every_loss=every_loss).run()
+        edited = self._edited(self.rows, None, edits, means)
+        return replace(edited, whole=True, every_loss=every_loss, paired=paired).run()
 
     def _edited(self, rows: Tensor, end: int | None, edits: Sequence[Parts], means: Written | None) -> EditedTexts:
         """Some of the texts up to a position, with their edits."""
@@ -85,13 +104,6 @@ class SpikeTexts:
         place = self.spike.mask[rows]
         intact = self.spike.along(self.survey.states[self.spike.peak, rows][place])
         return left_of(per_text(torch.cat([intact[None], along]), place))
-
-
-def most_often(place: Mask) -> Int[Tensor, " some"]:
-    """Return the numbers of the texts that have a place most often."""
-    number = place.sum(1)
-    order = number.argsort(descending=True, stable=True)[:EDITED]
-    return order[number[order] > 0].sort().values
 
 
 def left_of(along: Float[Tensor, "state case"]) -> Float[Tensor, "edit case"]:

@@ -22,15 +22,13 @@ from sinkscope.models.passes.batch import MOST_NUMBERS, rows_at_once
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import components
+from sinkscope.sinks.spikes.controls import Sizes
 from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.records import NeuronShare, PartShare, part_name
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED
 from sinkscope.sinks.tokens import Mask
-
-MOST = 8  # neurons that are listed
-OF_A_LAYER = 4  # ... of one layer
 
 
 def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ...]]:
@@ -54,41 +52,40 @@ def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[PartShare, ...], tup
 
 
 @torch.no_grad()
-def neurons_of(survey: Survey, spike: Spike, writers: Sequence[PartShare]) -> tuple[NeuronShare, ...]:
-    """Return the neurons that write most along the direction, or against it, as shares of the intact spike.
+def neurons_of(survey: Survey, spike: Spike, writers: Sequence[PartShare]) -> tuple[tuple[NeuronShare, ...], Sizes]:
+    """Return every neuron up to the peak that writes along the direction, or against it, the largest share first.
+
+    The second part is what all neurons write. Of a model of which no pass can begin at a later layer, only the layers
+    whose MLP writes as much as a neuron has to are read.
 
     Args:
         survey: The survey.
         spike: The spike.
         writers: Its components.
     """
-    neurons = list[NeuronShare]()
-    written = {one.part: one.share for one in writers}
-    for layer in range(spike.peak + 1):
-        if abs(written.get(f"mlp {layer}", 0.0)) >= NAMED:
-            neurons += of_layer(survey, spike, layer, survey.start(layer), against=True)
-    neurons.sort(key=lambda one: -abs(one.share))
-    return tuple(sorted(neurons[:MOST], key=lambda one: -one.share))
+    found, written = list[NeuronShare](), dict[int, Tensor]()
+    of_mlp = {one.part: abs(one.share) for one in writers}
+    for layer in filter(survey.target.has_neurons, range(spike.peak + 1)):
+        if survey.target.skips_layers or of_mlp.get(f"mlp {layer}", 0.0) >= NAMED:
+            shares, view = of_layer(survey, spike, layer, survey.start(layer))
+            written[layer] = shares.mean(1)
+            for number in (written[layer].abs() >= NAMED).nonzero().flatten().tolist():
+                found.append(_share_of(survey, spike, layer, number, shares[number], view))
+    return tuple(sorted(found, key=lambda one: -one.share)), written
 
 
 def of_layer(
-    survey: Survey,
-    spike: Spike,
-    layer: int,
-    start: LayerInput | None = None,
-    count: int = OF_A_LAYER,
-    *,
-    against: bool = False,
-) -> list[NeuronShare]:
-    """Return the neurons of a layer that write most along the direction; under an ablation, those that do so then.
+    survey: Survey, spike: Spike, layer: int, start: LayerInput | None = None
+) -> tuple[Float[Tensor, "neuron case"], LayerView]:
+    """Return what each neuron of a layer adds along the direction at the place; under an ablation, what it adds then.
+
+    The second part is the layer at ordinary positions.
 
     Args:
         survey: The survey.
         spike: The spike.
         layer: The layer.
         start: What the pass starts with.
-        count: Number of neurons at most.
-        against: Whether neurons that write against the direction count as well.
     """
     target = survey.target
     where = spike.mask | few_ordinary(target, layer, spike.ordinary)
@@ -97,33 +94,30 @@ def of_layer(
         written = _written(target, view, spike.direction, survey.mlp[layer][where])
     of_place = spike.mask[where]
     beyond = (written[of_place] - written[~of_place].mean(0)) / spike.size
-    total = beyond.mean(0)
-    size = total.abs() if against else total
-    neurons: list[NeuronShare] = []
-    for number in size.topk(min(count, len(size))).indices.tolist():
-        if float(size[number]) >= NAMED:
-            margin = margin_of(per_text(beyond[:, number], spike.mask).numpy())
-            expert, neuron = expert_and_neuron(target, layer, number)
-            neurons.append(NeuronShare(layer, expert, neuron, float(total[number]), margin))
-    return neurons
+    return beyond.T, view.at(~of_place)
+
+
+def _share_of(
+    survey: Survey, spike: Spike, layer: int, number: int, shares: Float[Tensor, " case"], ordinary: LayerView
+) -> NeuronShare:
+    """The record of a neuron."""
+    margin = margin_of(per_text(shares, spike.mask).numpy())
+    expert, neuron = expert_and_neuron(survey.target, layer, number)
+    neutral = neutral_post(survey.target, ordinary, number)
+    return NeuronShare(layer, expert, neuron, float(shares.mean()), margin, neutral)
 
 
 @torch.no_grad()
-def neutral_values(survey: Survey, ordinary: Mask, neurons: Sequence[Neuron]) -> dict[Neuron, float]:
-    """Median value of neurons at ordinary positions, which a patch writes; of a routed expert, where it was chosen.
-
-    Args:
-        survey: The survey.
-        ordinary: The positions.
-        neurons: The neurons.
-    """
-    target, values = survey.target, dict[Neuron, float]()
-    for layer in {neuron.layer for neuron in neurons}:
-        view = view_layer(target, layer, survey.ids, few_ordinary(target, layer, ordinary), survey.start(layer))
-        for neuron in neurons:
-            if neuron.layer == layer:
-                values[neuron] = neutral_post(target, view, flat_number(target, layer, neuron.expert, neuron.neuron))
-    return values
+def backups_of(survey: Survey, spike: Spike, neurons: Sequence[Neuron]) -> tuple[NeuronShare, ...]:
+    """Return the records of neurons that write when others are gone, with what they write while these stand."""
+    found: list[NeuronShare] = []
+    for layer in sorted({neuron.layer for neuron in neurons}):
+        shares, view = of_layer(survey, spike, layer, survey.start(layer))
+        for one in neurons:
+            if one.layer == layer:
+                number = flat_number(survey.target, layer, one.expert, one.neuron)
+                found.append(_share_of(survey, spike, layer, number, shares[number], view))
+    return tuple(found)
 
 
 def few_ordinary(target: Target, layer: int, ordinary: Mask) -> Mask:

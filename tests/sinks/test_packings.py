@@ -1,0 +1,171 @@
+"""What the packing of a model may not change: every answer is the same under gauges of neurons and heads, and splits.
+
+`tests/packings.py` has the packings. Only the names of what they rename are others.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attack_kit import text_file
+from covering import slow
+from organisms import HardModel, hard
+from packings import GAUGES, Names, cancelling, composed, packed, split
+
+import sinkscope as ss
+from sinkscope.measure import Setup
+from sinkscope.results.parts import Neuron
+from sinkscope.sinks.spikes.records import SpikeResult, part_of
+
+CLOSE = {"rel": 1e-2, "abs": 2e-3}
+"""How near numbers are: a hundredth, as float32 allows."""
+
+
+def options(h: HardModel, folder: Path) -> dict[str, Any]:
+    return {"tokenizer": h.tokenizer, "text": text_file(h, folder, 20), "bos": None if h.truth.bos else False}
+
+
+def renamed(part: str, names: Names) -> str:
+    """The new name of a part in a file."""
+    old = part_of(part)
+    if isinstance(old, Neuron):
+        return str(Neuron(names.neuron(old.layer, old.neuron)[0], old.expert, names.neuron(old.layer, old.neuron)[1]))
+    if "H" in part:
+        layer, head = names.head(old.layer, old.head)
+        return f"L{layer}.H{head}"
+    return part
+
+
+def effects(spike: SpikeResult) -> list[float]:
+    """What is left without all writers, and beside random sets."""
+    without = spike.without_writers
+    if without is None:
+        return []
+    values = [without.left, *without.heads, without.attention]
+    if without.random is not None:
+        values += [without.random.left, without.random.heads]
+    if without.perplexity is not None:
+        values.append(without.perplexity)
+    return [float(value) for value in values]
+
+
+def shape_of(spike: SpikeResult) -> tuple[Any, ...]:
+    return spike.place.words, spike.layers, spike.peak, spike.ratio_layer, spike.heads
+
+
+def compare(intact: SpikeResult, new: SpikeResult, names: Names) -> None:
+    """A spike in another packing that renames parts and adds none."""
+    assert shape_of(intact) == shape_of(new)
+    assert [intact.norm, intact.before, intact.ratio] == pytest.approx([new.norm, new.before, new.ratio], **CLOSE)
+    shares = {renamed(str(one.address), names): one.share for one in intact.neurons}
+    assert {str(one.address): one.share for one in new.neurons} == pytest.approx(shares, **CLOSE)
+    assert {one.part: one.share for one in new.writers} == pytest.approx(
+        {one.part: one.share for one in intact.writers}, **CLOSE
+    )
+    assert (intact.needed is None) == (new.needed is None)
+    if intact.needed is not None:
+        assert {renamed(part, names) for part in intact.needed.parts} == set(new.needed.parts)
+        assert intact.needed.left == pytest.approx(new.needed.left, **CLOSE)
+    assert effects(intact) == pytest.approx(effects(new), **CLOSE)
+    alone = {renamed(str(one.address), names): (one.left, one.heads) for one in intact.alone}
+    for one in new.alone:
+        assert (one.left, one.heads) == (pytest.approx(alone[str(one.address)][0], **CLOSE), alone[str(one.address)][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "seed"),
+    [
+        ("plain", "llama", 0),
+        ("redundant_pair", "llama", 1),
+        slow("both", "gemma2", 2),
+        slow("rise_and_fall", "llama", 3),
+        slow("plain", "qwen2", 4),
+        slow("plain", "llama", 5),
+        slow("sharp", "llama", 6),
+    ],
+)
+def test_find_sinks_says_the_same_under_drawn_gauges(name, family, seed, tmp_path):
+    h = hard(name, family)
+    new, names = composed(h.model, seed)
+    found, again = (ss.find_sinks(model, max_repeats=8, **options(h, tmp_path)) for model in (h.model, new))
+    assert found.conclusion() == again.conclusion() and len(found.spikes) == len(again.spikes) > 0
+    for spike, other in zip(found.spikes, again.spikes, strict=True):
+        compare(spike, other, names)
+
+
+def marks_of(found: Any, names: Names) -> dict[str, float]:
+    return {
+        " and ".join(sorted(renamed(part, names) for part in mark.names)): mark.left
+        for spike in found.spikes
+        for mark in spike.marks
+    }
+
+
+def test_circuit_heads_patch_attack_and_repeat_say_the_same_under_drawn_gauges(tmp_path):
+    h = hard("plain", "llama")
+    new, names = packed(h.model, [GAUGES[name] for name in ("permuted_neurons", "scaled_neurons", "permuted_heads")], 7)
+    setups = [Setup.open(model, **options(h, tmp_path)) for model in (h.model, new)]
+    circuits = [ss.circuit.on(setup, max_repeats=8) for setup in setups]
+    assert circuits[0].conclusion() == circuits[1].conclusion()
+    assert marks_of(circuits[0], names) == pytest.approx(marks_of(circuits[1], Names()), **CLOSE)
+    heads = [ss.heads.on(setup, n_tokens=6) for setup in setups]
+    marking = [made.marking.heads if made.marking else () for made in heads]
+    assert {renamed(str(head), names) for head in marking[0]} == set(map(str, marking[1]))
+    assert heads[0].every.left == pytest.approx(heads[1].every.left, **CLOSE)
+    assert heads[0].random == (None if heads[1].random is None else pytest.approx(heads[1].random, **CLOSE))
+    patches = [ss.patch_make.on(setup, max_repeats=64, pieces=4, length=16) for setup in setups]
+    assert {renamed(str(site), names) for site in patches[0].sites} == set(map(str, patches[1].sites))
+    assert (patches[0].verdict, patches[0].reason) == (patches[1].verdict, patches[1].reason)
+    if patches[0].proof is not None:
+        assert patches[0].proof.along == pytest.approx(patches[1].proof.along, rel=1e-2, abs=5e-3)
+    repeats = [ss.repeat.on(setup, max_repeats=32) for setup in setups]
+    assert repeats[0].conclusion() == repeats[1].conclusion()
+    attacks = [ss.attack.on(setup, n_tokens=24, sequences=4) for setup in setups]
+    assert renamed_words(attacks[0].conclusion(), names) == attacks[1].conclusion()
+
+
+def renamed_words(text: str, names: Names) -> str:
+    return re.sub(r"L\d+\.[NH]\d+", lambda found: renamed(found[0], names), text)
+
+
+@pytest.mark.parametrize("parts", [(0.5, 0.5), (0.7, 0.25, 0.05), (3.0, -2.0), (0.2,) * 5])
+def test_what_a_spike_does_is_the_same_however_many_neurons_share_the_work(parts, tmp_path):
+    """The needed set is another one; what is left without all writers, the heads and the perplexity are not."""
+    h = hard("redundant_pair", "llama")
+    site = sorted(min(h.truth.sets, key=len))[0]
+    new, _ = packed(h.model, [split(*site, parts)])
+    made = [ss.find_sinks(model, max_repeats=2, **options(h, tmp_path)).spikes[0] for model in (h.model, new)]
+    assert shape_of(made[0]) == shape_of(made[1]) and len(made[1].neurons) == len(made[0].neurons) + len(parts) - 1
+    assert effects(made[0]) == pytest.approx(effects(made[1]), **CLOSE)
+
+
+def test_cancelling_neurons_are_writers_and_change_no_effect(tmp_path):
+    h = hard("plain", "llama")
+    layer, neuron = sorted(h.truth.sets[0])[0]
+    new, _ = packed(h.model, [cancelling(layer, (layer, neuron), (1.5, -1.5, 0.5, 2.0, -2.5))])
+    made = [ss.find_sinks(model, max_repeats=2, **options(h, tmp_path)).spikes[0] for model in (h.model, new)]
+    assert effects(made[0]) == pytest.approx(effects(made[1]), **CLOSE)
+    assert len(made[1].neurons) == len(made[0].neurons) + 5 and not made[1].backups
+    assert sum(one.share for one in made[1].neurons) == pytest.approx(
+        sum(one.share for one in made[0].neurons), **CLOSE
+    )
+
+
+@pytest.mark.parametrize("name", sorted(GAUGES))
+def test_a_gauge_leaves_the_logits(name):
+    h = hard("plain", "llama")
+    new, _ = packed(h.model, [GAUGES[name]])
+    ids = h.natural()
+    with torch.no_grad():
+        torch.testing.assert_close(new(ids).logits, h.model(ids).logits, atol=1e-3, rtol=1e-3)
+    assert (
+        not torch.equal(
+            new.state_dict()["model.layers.0.mlp.down_proj.weight"],
+            h.model.state_dict()["model.layers.0.mlp.down_proj.weight"],
+        )
+        or "neurons" not in name
+    )
