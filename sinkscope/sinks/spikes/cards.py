@@ -171,7 +171,7 @@ def _needed(spike: SpikeResult) -> str:
     names = word_list([component(part) for part in needed.parts], SHOWN)
     every = {str(one.address) for one in spike.neurons if one.share > 0}
     if needed.neurons and every == set(needed.parts):
-        names = {1: "it", 2: "both"}.get(len(every), f"all {len(every)}")
+        names = {1: names, 2: "both"}.get(len(every), f"all {len(every)}")
     elif needed.neurons:
         names = f"{names} ({len(needed.neurons)} of {len(spike.neurons)} writers)"
     return f"{names}; {share_left(needed.left, needed.left_margin)} left without"
@@ -184,7 +184,8 @@ def _without(spike: SpikeResult) -> str:
         return ""
     said = [f"{share_left(without.left, without.left_margin)} of the spike"]
     if any(without.heads):
-        said.append(f"{heads_of(without.heads[1], without.heads_margin[1])} (intact: {without.heads[0]:,})")
+        before = with_margin_of(without.heads[0], without.heads_margin[0])
+        said.append(f"{heads_of(without.heads[1], without.heads_margin[1])} of {before}")
     if without.perplexity is not None:
         said.append(f"perplexity x {with_margin(without.perplexity, without.perplexity_margin)}")
     return ", ".join(said)
@@ -202,7 +203,7 @@ def _random(spike: SpikeResult, chance: Chance) -> str:
 def _members(spike: SpikeResult) -> list[Alone]:
     """The neurons that were removed alone, those of the needed set first, then those of the largest effect."""
     members = () if spike.needed is None else spike.needed.neurons
-    if not members:
+    if not members or len(spike.neurons) == 1:  # what is left without all writers says it
         return []
     return sorted(spike.alone, key=lambda one: (one.address not in members, one.left))
 
@@ -296,8 +297,12 @@ def share_left(share: float, margin: float | None) -> str:
 
 def heads_of(heads: int, margin: float | None) -> str:
     """Return a number of heads with its margin over texts, if that shows."""
-    said = f"{heads:,} head{'' if heads == 1 else 's'}"
-    return said if margin is None or margin < 0.5 else f"{said} (± {margin:,.0f})"
+    return f"{with_margin_of(heads, margin)} head{'' if heads == 1 else 's'}"
+
+
+def with_margin_of(heads: int, margin: float | None) -> str:
+    """Return a count with its margin over texts, if that shows."""
+    return f"{heads:,}" if margin is None or margin < 0.5 else f"{heads:,} (± {margin:,.0f})"
 
 
 def times(ratio: float) -> str:
