@@ -9,6 +9,8 @@ from pathlib import Path
 from sinkscope.app.pages import text
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
+from sinkscope.files.plain import visible
+from sinkscope.results.cards import Card
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, strings
 
@@ -39,12 +41,14 @@ class CardPart:
         command: Command that runs it alone.
         conclusion: What it found, or why there is no result.
         numbers: Its numbers and words, each with its control.
+        cards: Its labels with numbers.
     """
 
     name: str
     command: str
     conclusion: str
     numbers: tuple[Number, ...] = ()
+    cards: tuple[Card, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,14 +111,19 @@ class SinkCard(Result):
             lines.append("With --quick, most parts rest on fewer samples.")
         return lines
 
+    def cards(self) -> list[Card]:
+        """Return the cards of the first part: the spikes."""
+        return list(self.parts[0].cards)
+
     def first_screen(self) -> str:
-        """Return a tile for each topic (number, control, conclusion) as escaped HTML.
+        """Return a tile for each topic (number, control, conclusion), then the cards of the spikes, as escaped HTML.
 
         In a comparison, what changed stands first.
         """
         tiles = "".join(_tile(part) for part in self.parts if part.name in TOPICS)
         changed = f"<p><b>{text(self.conclusion())}</b></p>" if self.against else ""
-        return f'{changed}<div class="tiles">{tiles}</div>'
+        cards = "".join(visible(card.html()) for card in self.cards())
+        return f'{changed}<div class="tiles">{tiles}</div>{cards}'
 
     def rows(self) -> Table:
         """Return one row per number and word; in a comparison, beside those of the other card."""

@@ -289,7 +289,7 @@ def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
         missing = f"not measured, because {outcome.rstrip('.')}."
         return CardPart(part.name, part.command, missing)
     numbers = tuple(number for number in outcome.numbers() if number.value is not None)
-    return CardPart(part.name, part.command, outcome.conclusion(), numbers)
+    return CardPart(part.name, part.command, outcome.conclusion(), numbers, tuple(outcome.cards()))
 
 
 def weight_bytes(target: Target, dtype: torch.dtype | str | None = None) -> int:

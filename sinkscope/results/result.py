@@ -80,6 +80,7 @@ class Result(Envelope):
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
     table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field with records
     brief_rows: ClassVar[int] = FEW_ROWS  # rows that a command prints, unless it is asked to explain
+    tables_on_request: ClassVar[bool] = False  # a command prints them only if it is asked to explain
     columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
     glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
     page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
@@ -111,7 +112,7 @@ class Result(Envelope):
         return instead or f"{self.kind} on {self.model.name}."
 
     def cards(self) -> list[Card]:
-        """Return labels with numbers that stand above all lines; the tables are then shown on request only."""
+        """Return labels with numbers that stand above tables and lines."""
         return []
 
     def details(self) -> list[str]:
@@ -224,8 +225,6 @@ class Result(Envelope):
     def text(self, width: int | None = WIDTH, *, brief: bool = False) -> str:
         """Return cards and tables, then the details, and the conclusion last, where a terminal shows it.
 
-        Of a result with cards, tables are shown if it is not brief.
-
         Args:
             width: Characters per line of the tables. None: every column is shown.
             brief: Whether only the first rows and details are shown, and a line says so; else there is also the meaning
@@ -233,7 +232,7 @@ class Result(Envelope):
         """
         details, rows, cards, grids = self.lines(), MOST_ROWS, self.cards(), self.grids()
         if brief:
-            rows, grids = self.brief_rows, [] if cards else grids
+            rows, grids = self.brief_rows, [] if self.tables_on_request else grids
             if len(cards) > FEW_CARDS:
                 details.append(f"{len(cards) - FEW_CARDS} more cards are not shown.")
             cards = cards[:FEW_CARDS]

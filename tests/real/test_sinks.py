@@ -40,14 +40,15 @@ def test_patch_eval_says_of_each_spike_what_plain_hooks_read(setup):
     words = [setup.tokenizer(word, add_special_tokens=False).input_ids[0] for word in proof.words]
     rows = torch.tensor([[setup.bos] + proof.repeats * [word] for word in words])
     ids = torch.cat([rows, text_rows(setup.tokenizer, setup.halves.report, 1, AFTER, None).expand(len(rows), -1)], 1)
-    end, spikes = rows.shape[1], first_spikes(survey_of(setup, setup.bos), setup.tokenizer)
+    survey = survey_of(setup, setup.bos)
+    end, spikes, received = rows.shape[1], first_spikes(survey, setup.tokenizer), survey.attention[..., 0].mean(-1)
     pieces = held_out(setup, 2, 64)
     assert [one.last for one in spikes] == [8, 29] and proof.failing.any(1).all()
     for case, held in enumerate(({}, values)):
         with plain.held(model, held):
             states = plain.residuals(model, rows)
             given = [
-                torch.stack([a[0, :, end:, 1:end].sum(-1).mean() for a in plain.attentions(model, row[None])])
+                torch.stack([a[0, :, end:, 1:end].sum(-1).mean(-1) for a in plain.attentions(model, row[None])])
                 for row in ids
             ]
             chances = [model(row[None]).logits[0, -1].softmax(-1)[row[-1]].item() for row in rows]
@@ -55,7 +56,8 @@ def test_patch_eval_says_of_each_spike_what_plain_hooks_read(setup):
         for number, spike in enumerate(spikes):
             along = (states[spike.peak, :, -1] - spike.mean) @ spike.direction / spike.size
             assert proof.along[case, number] == pytest.approx(along.numpy(), rel=1e-3, abs=1e-4)
-            layers = torch.stack(given)[:, spike.first + 1 : spike.last + 2].mean(1)
+            some = slice(spike.first + 1, spike.last + 2)
+            layers = torch.stack(given)[:, some][:, received[some] > 0.3].mean(1)  # of the heads that read it
             attention = [one for one in proof.readings() if one.what == "attention"][number]
             assert attention.values[case] == pytest.approx(layers[proof.failing[number]].mean().item(), rel=1e-3)
         assert proof.following.one_more[case] == pytest.approx(chances, rel=1e-2)

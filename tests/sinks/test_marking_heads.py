@@ -45,7 +45,8 @@ def check(o: Organism, found: MarkingHeads):
     assert marking <= planted and {head.layer for head in found.marking.heads} == {truth.marking_layer}
     for group in groups:  # a tenth of all may be kept by heads that are not named
         assert marking & set(truth.group_heads[group]) or groups.count(group) <= 0.1 * len(groups) + 1
-    assert found.every.left <= 0.01 and found.marking.left <= 0.1 + found.every.left and found.random >= 0.6
+    assert found.every.left <= 0.01 and found.marking.left <= 0.1 + found.every.left
+    assert found.random >= 0.3 + found.marking.left  # the worst of a dozen sets, which may hold heads of other groups
     assert set(sites_of(found.neurons)) == set(truth.neurons)
     for group, left in zip(groups, found.left, strict=True):
         serving = tuple(head for head, value in zip(found.heads, left, strict=True) if value < 0.5)

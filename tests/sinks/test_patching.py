@@ -30,6 +30,7 @@ from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.make import PatchMade, Verdict, patch_make, verdict_of
 from sinkscope.sinks.patch.measure import AFTER
 from sinkscope.sinks.patch.proof import PatchProof, Reading
+from sinkscope.sinks.spikes.steps import sinks_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -86,9 +87,10 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
     ordinary = text_rows(o.tokenizer, setup.halves.report, 1, AFTER, None)
     after = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
     end, layers = rows.shape[1], slice(spike.first + 1, spike.last + 2)
+    reading = attention(o.model, sinks_of(setup).survey.ids)[layers, ..., 1:, 0].mean((1, 3)) > 0.3  # layer head
     for condition, edit in enumerate((None, patch)):
         with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():
-            given = attention(o.model, after)[layers, :, :, end:, 1:end].sum(-1).mean()
+            given = attention(o.model, after)[layers, :, :, end:, 1:end].sum(-1).mean((1, 3))[reading].mean()
             chances = o.model(after).logits[range(len(rows)), end - 1].softmax(-1)[range(len(rows)), ids]
         assert read(proof, "attention").values[condition] == pytest.approx(float(given), rel=1e-3, abs=1e-5)
         assert proof.following.one_more[condition] == pytest.approx(chances.numpy(), rel=1e-3, abs=1e-6)

@@ -157,6 +157,6 @@ def patch_eval(
     edit.check(setup.target)
     most = repetition_limit(setup.target, max_repeats, 1 + AFTER)
     setup.record(patch=None if isinstance(patch, SinkPatch) else Path(patch).name, max_repeats=most)
-    spikes = first_spikes(survey_of(setup, setup.bos), setup.tokenizer)
-    proof = proof_of(setup, spikes, edit, most, pieces, length)
+    survey = survey_of(setup, setup.bos)
+    proof = proof_of(setup, survey, first_spikes(survey, setup.tokenizer), edit, most, pieces, length)
     return PatchEvaluation(neurons=edit.checked_sites, proof=proof)

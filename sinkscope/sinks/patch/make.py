@@ -58,8 +58,8 @@ class PatchMade(PatchResult):
     """A patch and the proof for it, or why there is none.
 
     Attributes:
-        verdict: "made"; "not-repaired": repeated words reach the spike, or text after them still attends to them; "refused": the patch would harm; "no-sink": there
-            is nothing to patch; "no-repeats": repetition makes no sink, so nothing can be proved.
+        verdict: "made"; "not-repaired": repeated words reach the spike, or text after them attends to them; "refused":
+            the patch would harm; "no-sink": there is nothing to patch; "no-repeats": repetition makes no sink, so nothing can be proved.
         reason: One sentence that explains the verdict.
         sites: The neurons of the patch.
         calibrated: Their neutral values.
@@ -130,8 +130,8 @@ def patch_make(
 
     With the neurons patched, repeated words must not reach half of the first token's projection on the spike's
     direction, text after them must give them less than half of the attention that it gives them otherwise, and the
-    perplexity of held-out text must not rise; the same is measured with random neurons. The other spikes of the first token are read, too. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by
-    hand.)
+    perplexity of held-out text must not rise; the same is measured with random neurons. The other spikes of the first
+    token are read, too. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
 
     Args:
         spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token
@@ -155,7 +155,7 @@ def patch_make(
         return PatchMade(verdict="no-sink", reason=reason)
     patch = replace(chosen.patch, model=vars(setup.info()))
     others = [one.spike for one in sinks.at_first if one is not chosen]
-    proof = proof_of(setup, [chosen.spike, *others], patch, most, pieces, length)
+    proof = proof_of(setup, sinks.survey, [chosen.spike, *others], patch, most, pieces, length)
     verdict, reason = verdict_of(proof, limit)
     if out is not None and verdict == "made" and is_first():
         patch.save(out)

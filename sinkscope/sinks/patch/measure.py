@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -34,6 +34,8 @@ from sinkscope.sinks.repetition.readings import attention_from
 from sinkscope.sinks.repetition.sweep import append_copy
 from sinkscope.sinks.spikes.copies import along_spikes, copies_of
 from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, token_texts
 
 AFTER = 16  # tokens of ordinary text after the copies
@@ -44,12 +46,13 @@ PATCHES = ("none", "patch", "random patch")
 
 @torch.no_grad()
 def proof_of(
-    setup: Setup, spikes: Sequence[Spike], patch: SinkPatch, limit: int, pieces: int, length: int
+    setup: Setup, survey: Survey, spikes: Sequence[Spike], patch: SinkPatch, limit: int, pieces: int, length: int
 ) -> PatchProof:
     """Measure what a patch does to repeated words and to ordinary text.
 
     Args:
         setup: The whole model and its text.
+        survey: The survey in which the spikes were found.
         spikes: The spikes of the first token.
         patch: The patch.
         limit: Largest number of repetitions.
@@ -66,10 +69,10 @@ def proof_of(
     slowest = max((half for half in halves if half is not None), default=limit)
     count = max(2, min(limit, 2 * slowest))  # twice as many as the slowest word and spike need, and no more
     rows = repeated(before, ids, count)
-    cases: list[Tensor] = []
+    cases, reading = list[Tensor](), [(spike, readers_of(survey, spike)) for spike in spikes]
     for edit in edits:
         setup.progress("patches", len(cases), len(edits))
-        cases.append(read_copies(setup, spikes, edit, rows, len(before)))
+        cases.append(read_copies(setup, reading, edit, rows, len(before)))
     read, number = torch.stack(cases), len(spikes)
     texts = text_rows(setup.tokenizer, setup.halves.report, len(rows), rows.shape[1], setup.bos)
     others = texts[torch.arange(len(rows)) % len(texts)]
@@ -88,16 +91,20 @@ def proof_of(
 
 @torch.no_grad()
 def read_copies(
-    setup: Setup, spikes: Sequence[Spike], edit: SinkPatch | None, rows: TokenRows, before: int
+    setup: Setup,
+    spikes: Sequence[tuple[Spike, Bool[Tensor, "layer head"]]],
+    edit: SinkPatch | None,
+    rows: TokenRows,
+    before: int,
 ) -> Float[Tensor, "reading word"]:
     """Read copies and the text that follows them, in one pass over each word.
 
-    The readings are the last copy on each spike's direction, the attention to copies in each spike's layers, and the
-    probability of one more (`AfterCopies`).
+    The readings are the last copy on each spike's direction, the attention that the heads that read each
+    spike give to copies, and the probability of one more (`AfterCopies`).
 
     Args:
         setup: The whole model and its text.
-        spikes: The spikes whose directions and layers are read.
+        spikes: The spikes whose directions are read, each with the heads that read it.
         edit: The edit. None: none.
         rows: Copies of the words, each after `before` other tokens.
         before: Number of tokens before the copies.
@@ -111,17 +118,25 @@ def read_copies(
     chances = list[Tensor]()
 
     def keep(number: int, output: Any) -> None:
-        along[number].append(spikes[number].along(first_tensor(output)[:, end - 1].float().cpu()))
+        along[number].append(spikes[number][0].along(first_tensor(output)[:, end - 1].float().cpu()))
 
     def run(some: TokenRows) -> None:
         chances.append(target.logits_at(some, torch.tensor([end - 1]))[:, 0].float().softmax(-1).cpu())
 
-    hooks = [(target.layers[one.peak], "post", on_output(partial(keep, n))) for n, one in enumerate(spikes)]
+    hooks = [(target.layers[one.peak], "post", on_output(partial(keep, n))) for n, (one, _) in enumerate(spikes)]
     with under(edit, target), target.hooks(*hooks):
-        received = attention_from(target, texts, copies, end, run)[:, 0] / AFTER  # word layer
-    attention = [received[:, spike.first + 1 : spike.last + 2].nanmean(1) for spike in spikes]
+        received = attention_from(target, texts, copies, end, run)[:, 0] / AFTER  # word layer head
+    attention = [received[:, readers].mean(1) for _, readers in spikes]  # NaN if no head reads it
     one_more = torch.cat(chances).gather(1, rows[:, -1:])[:, 0]
     return torch.stack([*map(torch.cat, along), *attention, one_more])
+
+
+def readers_of(survey: Survey, spike: Spike) -> Bool[Tensor, "layer head"]:
+    """Mark the heads that read a spike in ordinary text, of all layers of a model."""
+    reading = survey.received(spike.mask).nanmean(-1) > READS
+    layers = torch.zeros(len(reading), 1, dtype=torch.bool)
+    layers[spike.first + 1 : spike.last + 2] = True
+    return reading & layers
 
 
 @torch.no_grad()

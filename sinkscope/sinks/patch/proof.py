@@ -18,7 +18,7 @@ CASES = ("intact", "patched", "random", "one copy", "other tokens")
 SENTENCES = {
     "norm": "Under the patch, copies of {words} reach at most {after:.0%} of the spike of {spike} (without it: "
     "{before:.0%}; random neurons: {random:.0%}).",
-    "attention": "Heads that can read the spike of {spike} give the copies {after:.0%} (without the patch: "
+    "attention": "Heads that read the spike of {spike} give the copies {after:.0%} (without the patch: "
     "{before:.0%}; random neurons: {random:.0%}) of their attention.",
     "next token": "The model repeats the word with a probability of {after:.0%} (without the patch: {before:.0%}; "
     "random neurons: {random:.0%}).",
@@ -31,8 +31,8 @@ class AfterCopies:
     """Attention and output after copies of each word: without the patch, with it, and with random neurons.
 
     Attributes:
-        attention: Share of its attention that the text gives to the copies, mean over the heads of the layers that can
-            read each spike. NaN: no such layer attends.
+        attention: Share of its attention that the text gives to the copies, mean over the heads that read each spike in
+            ordinary text. NaN: no head does.
         one_more: Probability that the model writes the word once more after the last copy.
     """
 
@@ -94,8 +94,8 @@ class Reading:
     """What is read at and after copies: without the patch, with it, and with random neurons.
 
     Attributes:
-        what: "norm": how far copies go along the spike at most; "attention": what text after the copies gives them, in
-            the layers that can read the spike; "next token": the probability of one more copy.
+        what: "norm": how far copies go along the spike at most; "attention": what text after the copies gives them, of
+            the heads that read the spike; "next token": the probability of one more copy.
         spike: The spike, by its layers. Empty: it is not of one spike.
         words: Number of words.
         values: The numbers.

@@ -184,7 +184,7 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     there = torch.zeros_like(ids, dtype=torch.bool)
     there[:, before:-TAIL] = True
     keys = torch.stack([place.matches(ids) & ~there, there], 2).float()
-    received = attention_from(target, ids, keys, sweep.rows.shape[1], target.forward) / TAIL  # row place layer
+    received = attention_from(target, ids, keys, sweep.rows.shape[1], target.forward).mean(-1) / TAIL  # row place layer
     visible = torch.arange(sweep.rows.shape[1], ids.shape[1])[:, None] + 1
     times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
     count = len(sweep.rows)
@@ -212,8 +212,8 @@ def attention_from(
     keys: Float[Tensor, "row pos kind"],
     begin: int,
     run: Callable[[TokenRows], object],
-) -> Float[Tensor, "row kind layer"]:
-    """Sum the attention from the positions from `begin` on to kinds of keys over these queries, mean over heads.
+) -> Float[Tensor, "row kind layer head"]:
+    """Sum the attention from the positions from `begin` on to kinds of keys over these queries.
 
     NaN in layers without softmax attention.
 
@@ -226,12 +226,12 @@ def attention_from(
     """
     received = []
     for rows, kinds in zip(ids.split(SEQUENCES), keys.split(SEQUENCES), strict=True):
-        total = torch.full((len(rows), keys.shape[2], target.n_layers), torch.nan)
+        total = torch.full((len(rows), keys.shape[2], target.n_layers, target.n_heads), torch.nan)
         total[:, :, target.attending] = 0
 
         def add(layer: int, _start: int, probs: Tensor, total: Tensor = total, kinds: Tensor = kinds) -> None:
             given = einsum(probs, kinds.to(probs.device), "row head query key, row key kind -> row head kind")
-            total[:, :, layer] += target.shards.gather(given, target.n_heads, 1).mean(1).cpu()
+            total[:, :, layer] += target.shards.gather(given, target.n_heads, 1).transpose(1, 2).cpu()
 
         with attention_rows(target, add, whole=False, begin=begin):
             run(rows)

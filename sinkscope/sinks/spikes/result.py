@@ -41,6 +41,7 @@ class SpikesFound(Result):
     """
 
     percent = ("share", "remaining")
+    tables_on_request = True
     columns = ("part", "role", "needed", "share", "remaining", "heads", "perplexity", "place", "layers")
     glossary: ClassVar = {
         "part": "a neuron, a component, or a set of them that was removed as one",
