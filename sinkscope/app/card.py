@@ -116,7 +116,7 @@ class SinkCard(Result):
         return list(self.parts[0].cards)
 
     def first_screen(self) -> str:
-        """Return a tile for each topic (number, control, conclusion), then the cards of the spikes, as escaped HTML.
+        """Return a tile for each topic (number, control, conclusion) and the cards of the spikes, as escaped HTML.
 
         In a comparison, what changed stands first.
         """
