@@ -7,9 +7,12 @@ Rows:
   depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
   everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
   keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the forward passes that its four steps cannot do
-  without, and reads nothing: typical text with BOS and without it, the needed neurons, three random sets and each
-  neuron alone in four texts each, from the layer of the sink on, and the copies up to it. The notebook's time over that
-  of arm C, `bound`, is the most that any program with these steps can reach.
+  without, and reads nothing, over the same twelve texts: with BOS and without it; the layers up to that of the sink
+  once more, for what each neuron writes; from that layer on, without all writers, with a random set for each text, and
+  without each neuron alone; and the copies up to it. The notebook's time over that of arm C, `bound`, is the most that
+  any program with these steps can reach.
+  What the notebook's way does not know: whether the neurons write along one direction, whether heads attend to the
+  place and how many stay, the perplexity, controls, places other than the first token, and BOS.
   Each arm is a process of its own on one thread; time runs from load to result, imports are excluded; memory is the
   growth of resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, all of whose layers are read.
@@ -132,10 +135,7 @@ def plain_arm(folder: str) -> Row:
 
     from sinkscope.models.target import LayerInput
     from sinkscope.opening.open import open_target
-    from sinkscope.sinks.spikes.controls import RANDOM_SETS
-    from sinkscope.sinks.spikes.find_sinks import OTHER_TEXTS
     from sinkscope.sinks.spikes.survey import SURVEYED
-    from sinkscope.sinks.spikes.texts import EDITED
 
     truth = json.loads((Path(folder) / "truth.json").read_text())
     neurons = truth["neurons"]
@@ -150,9 +150,10 @@ def plain_arm(folder: str) -> Row:
             target.forward(ids, last_layer=last, start=start)
 
         sink, whole = int(neurons[0]["layer"]), target.n_layers - 1
-        forward(SURVEYED, PIECE, 0, whole)
-        forward(OTHER_TEXTS, PIECE, 0, whole)
-        forward(EDITED * (1 + RANDOM_SETS + len(neurons)), PIECE, sink, whole)
+        for _ in ("BOS", "no BOS"):
+            forward(SURVEYED, PIECE, 0, whole)
+        forward(SURVEYED, PIECE, 0, sink)
+        forward(SURVEYED * (2 + len(neurons)), PIECE, sink, whole)
         forward(1, REPEATS + 1, 0, sink)
         return {"layers_read": target.n_layers}
 

@@ -31,6 +31,8 @@ REMAINS = 0.75  # share of a spike above which no part marked it, and of its hea
 COUNTS = 0.1  # share of a spike from which a part or a dimension counts: what it writes, changes, takes over; chosen
 LISTED = 0.005  # ... and from which a component is listed; chosen
 NAMED = 0.02  # ... and a neuron, if its MLP writes as much; chosen
+TRACE = 0.0001  # ... of a neuron that counts together with others whose columns are parallel; chosen
+PARALLEL = 0.999  # cosine of two columns from which they are parallel; chosen
 ERASES = 0.05  # ... and what is written against it after its peak; chosen
 RAISED = 1.1  # share of a spike above which random heads are said to work against it; chosen
 

@@ -169,3 +169,13 @@ def test_a_gauge_leaves_the_logits(name):
         )
         or "neurons" not in name
     )
+
+
+def test_a_neuron_that_is_packed_as_many_small_ones_is_found(tmp_path):
+    """Sixty parts of 1.7 % each, and one of a thousandth: all of them are writers, and none of them alone writes 2 %."""
+    h = hard("plain", "llama")
+    layer, neuron = sorted(h.truth.sets[0])[0]
+    new, _ = packed(h.model, [split(layer, neuron, (0.999 / 60,) * 60 + (0.001,))])
+    made = [ss.find_sinks(model, max_repeats=2, **options(h, tmp_path)).spikes[0] for model in (h.model, new)]
+    assert len(made[1].neurons) == len(made[0].neurons) + 60
+    assert effects(made[0]) == pytest.approx(effects(made[1]), **CLOSE)

@@ -59,7 +59,8 @@ class PatchMade(PatchResult):
 
     Attributes:
         verdict: "made"; "not-repaired": repeated words reach the spike, or text after them attends to them; "refused":
-            the patch would harm; "no-sink": there is nothing to patch; "no-repeats": repetition makes no sink, so nothing can be proved.
+            the patch would harm; "no-sink": there is nothing to patch; "no-repeats": repetition makes no sink, so
+            nothing can be proved.
         reason: One sentence that explains the verdict.
         sites: The neurons of the patch.
         calibrated: Their neutral values.

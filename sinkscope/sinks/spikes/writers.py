@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from sinkscope.hooks.trace.layer_view import (
     LayerView,
@@ -27,7 +28,7 @@ from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.records import NeuronShare, PartShare, part_name
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey
-from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED
+from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED, PARALLEL, TRACE
 from sinkscope.sinks.tokens import Mask
 
 
@@ -55,7 +56,8 @@ def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[PartShare, ...], tup
 def neurons_of(survey: Survey, spike: Spike, writers: Sequence[PartShare]) -> tuple[tuple[NeuronShare, ...], Sizes]:
     """Return every neuron up to the peak that writes along the direction, or against it, the largest share first.
 
-    The second part is what all neurons write. Of a model of which no pass can begin at a later layer, only the layers
+    Neurons of a layer whose columns are parallel count together, because one neuron can be packed as many. The second
+    part is what all neurons write. Of a model of which no pass can begin at a later layer, only the layers
     whose MLP writes as much as a neuron has to are read.
 
     Args:
@@ -67,11 +69,29 @@ def neurons_of(survey: Survey, spike: Spike, writers: Sequence[PartShare]) -> tu
     of_mlp = {one.part: abs(one.share) for one in writers}
     for layer in filter(survey.target.has_neurons, range(spike.peak + 1)):
         if survey.target.skips_layers or of_mlp.get(f"mlp {layer}", 0.0) >= NAMED:
-            shares, view = of_layer(survey, spike, layer, survey.start(layer))
-            written[layer] = shares.mean(1)
-            for number in (written[layer].abs() >= NAMED).nonzero().flatten().tolist():
+            with survey.target.loaded(layer):
+                shares, view = of_layer(survey, spike, layer, survey.start(layer))
+                written[layer] = shares.mean(1)
+                numbers = writing(survey.target, layer, written[layer].abs())
+            for number in numbers:
                 found.append(_share_of(survey, spike, layer, number, shares[number], view))
     return tuple(sorted(found, key=lambda one: -one.share)), written
+
+
+def writing(target: Target, layer: int, sizes: Float[Tensor, " neuron"]) -> list[int]:
+    """Return the neurons of a layer that write enough, alone or together with those whose columns are parallel.
+
+    Args:
+        target: The model.
+        layer: The layer.
+        sizes: What each neuron writes along the direction or against it.
+    """
+    some = (sizes >= TRACE).nonzero().flatten()
+    if not len(some):
+        return []
+    beside = normalize(columns(target, layer, some).cpu(), dim=1)
+    parallel = (beside @ beside.T).abs() >= PARALLEL
+    return some[(parallel.float() @ sizes[some]) >= NAMED].tolist()
 
 
 def of_layer(
