@@ -1,0 +1,70 @@
+"""Packings of two real models: what is said of a spike is the same, but for the names of what a packing renames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from drawn_packings import CASES
+from packings import Names, packed
+
+from sinkscope.measure import Setup
+from sinkscope.sinks.spikes.find import find_spikes
+from sinkscope.sinks.spikes.needs import needs_of
+from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.steps import with_writers
+from sinkscope.sinks.spikes.survey import survey_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+TEXTS = 5
+TEXT = "The quick brown fox jumps over the lazy dog. In 1921, the city council of Vienna decided to"
+CLOSE = {"rel": 1e-2, "abs": 3e-3}
+MEASURED: dict[str, list[SpikeResult]] = {}
+
+
+@torch.no_grad()
+def measured(model: Any, tokenizer: Any) -> list[SpikeResult]:
+    """The spikes of the first token in a few texts."""
+    setup = Setup.open(model, tokenizer=tokenizer)
+    survey, found = survey_of(setup, setup.bos, TEXTS), list[SpikeResult]()
+    for spike in find_spikes(survey, setup.tokenizer):
+        if spike.place.is_first:
+            found.append(needs_of(with_writers(survey, spike)).result)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_packing_changes_nothing_but_names(name, request):
+    case = CASES[name]
+    real = request.getfixturevalue(case.model)
+    new, names = packed(real.model, case.packings, seed=3)
+    ids = torch.tensor([[real.tokenizer.bos_token_id, *real.tokenizer(TEXT, add_special_tokens=False).input_ids]])
+    with torch.no_grad():
+        logs = [model(ids).logits.log_softmax(-1) for model in (real.model, new)]
+    torch.testing.assert_close(*logs, atol=2e-3, rtol=0)
+    if case.model not in MEASURED:
+        MEASURED[case.model] = measured(real.model, real.tokenizer)
+    for intact, one in zip(MEASURED[case.model], measured(new, real.tokenizer), strict=True):
+        compare(intact, one, names, case.renamed)
+
+
+def compare(intact: SpikeResult, new: SpikeResult, names: Names, renamed: frozenset[str]) -> None:
+    def moved(layer: int) -> int:
+        return names.layers.get(layer, layer)
+
+    last = moved(intact.layers[1])
+    assert (moved(intact.layers[0]), moved(intact.peak)) == (new.layers[0], new.peak) and new.layers[1] >= last
+    factor = new.norm / intact.norm if "norms" in renamed else 1.0
+    assert [intact.ratio, factor * intact.norm] == pytest.approx([new.ratio, new.norm], **CLOSE)
+    if not renamed & {"needed", "experts"}:
+        needed = {names.neuron(one.layer, one.neuron) for one in intact.needed.neurons}
+        assert needed == {(one.layer, one.neuron) for one in new.needed.neurons}
+    shares = sum(one.share for one in intact.neurons), sum(one.share for one in new.neurons)
+    assert shares[0] == pytest.approx(shares[1], **CLOSE)
+    without, other = intact.without_writers, new.without_writers
+    assert (without.left, without.perplexity) == (
+        pytest.approx(other.left, **CLOSE),
+        pytest.approx(other.perplexity, **CLOSE),
+    )
+    assert without.heads == other.heads and without.random.heads == pytest.approx(other.random.heads, abs=1)
