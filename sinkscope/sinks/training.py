@@ -137,7 +137,8 @@ def read_sinks(setup: Setup) -> dict[str, float]:
     spike = max(spikes, key=lambda one: one.size)
     numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": spike.ratio}
     writers, _ = writers_of(survey, spike)
-    for neuron in neurons_of(survey, spike, writers)[:1]:
+    neurons, _ = neurons_of(survey, spike, writers)
+    for neuron in neurons[:1]:
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
         if neuron.expert is not None:
             numbers["spike_expert"] = neuron.expert

@@ -172,7 +172,7 @@ def test_a_gauge_leaves_the_logits(name):
 
 
 def test_a_neuron_that_is_packed_as_many_small_ones_is_found(tmp_path):
-    """Sixty parts of 1.7 % each, and one of a thousandth: all of them are writers, and none of them alone writes 2 %."""
+    """Sixty parts of 1.7 % each, and one of a thousandth: all are writers, though none alone writes 2 %."""
     h = hard("plain", "llama")
     layer, neuron = sorted(h.truth.sets[0])[0]
     new, _ = packed(h.model, [split(layer, neuron, (0.999 / 60,) * 60 + (0.001,))])

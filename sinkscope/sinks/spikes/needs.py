@@ -96,15 +96,16 @@ def same_needs(one: Measured, other: Measured, number: int, seed: int = 0) -> Me
         seed: Seed of the random neurons.
     """
     spike, known, neurons = one.spike, other.spike, other.writers
-    if not other.needed_neurons or spike.first > known.last or known.first > spike.last:
+    needed = other.result.needed
+    if needed is None or not needed.neurons or spike.first > known.last or known.first > spike.last:
         return None
     if other.result.like is not None or float(spike.direction @ known.direction) < LIKE:
         return None
     texts = SpikeTexts.of(one.survey, spike)
     if left_without(texts, [neurons])[0] >= REMOVED:
         return None
-    share = texts.along([other.needed_neurons])[0]
-    needed = replace(other.result.needed, left=float(share.mean()), left_margin=margin_of(share.numpy()))
+    share = texts.along([needed.neurons])[0]
+    needed = replace(needed, left=float(share.mean()), left_margin=margin_of(share.numpy()))
     random = Others(one.survey.target, other.written).sets(neurons, seed)
     one = one.adding(like=number, needed=needed if abs(needed.left) < REMOVED else None)
     return with_effects(one, texts, neurons, random, {})
@@ -135,7 +136,7 @@ def search(
     """
     shares = {one.address: one.share for one in writers}
     writing = [neuron for neuron, share in shares.items() if share > 0]
-    backups, few = list[Neuron](), texts.few()
+    backups, few, needed = list[Neuron](), texts.few(), tuple[Neuron, ...]()
     for _ in range(BACKUPS + 1):
         members = [*writing, *backups]
         needed = smallest_set(few, members, shares)
