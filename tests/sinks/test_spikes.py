@@ -168,7 +168,7 @@ def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_
     )
     assert found.details()[0] == ss.find_sinks().conclusion()
     said = dict(found.cards()[0].rows)["marks"]
-    assert said.startswith("without attention 0 0%, 9 heads   without L0.H0 0%, 1 head")
+    assert said.startswith("without attention 0 0%, 10 heads   without L0.H0 0%, 1 head")
     assert {row["part"] for row in found.rows() if row["role"] == "mark"} == {"attention 0", "L0.H0"}
 
 

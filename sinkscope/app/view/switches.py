@@ -69,7 +69,9 @@ def switch_off(
     if len(others) < len(heads):
         return Switch(name, edit, meaning=meaning)
     other_heads = some_of(others, len(heads), draws(setup.seed, f"heads beside {word_list(heads)}"))
-    other_neurons = Others.of(setup.target, setup.ids, neurons).draw(neurons, setup.seed, excluded=sink.neurons)
+    layers = tuple(sorted({neuron.layer for neuron in neurons}))
+    written = setup.once((Others.of, layers), lambda: Others.of(setup.target, setup.ids, neurons))
+    other_neurons = written.draw(neurons, setup.seed, excluded=sink.neurons)
     return Switch(name, edit, _off(other_neurons, other_heads), meaning)
 
 

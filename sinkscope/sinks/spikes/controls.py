@@ -78,7 +78,8 @@ class Others:
         found: dict[frozenset[Part], Parts] = {}
         for number in range(TRIES * RANDOM_SETS):
             drawn = self.draw(neurons, seed, number, excluded)
-            found.setdefault(frozenset(drawn), drawn)
+            if not {*drawn} & {*neurons}:  # else there are too few others
+                found.setdefault(frozenset(drawn), drawn)
             if len(found) == RANDOM_SETS:
                 break
         return list(found.values())
