@@ -164,7 +164,7 @@ def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_
     assert left.others == pytest.approx(beside, abs=1e-3)
     assert found.conclusion() == (
         "The attention of layer 0 marks the first token: without it, 0% of the spike remains (without others: 100%), "
-        "and 10 heads of 20 attend there."
+        "and 10 of 20 heads attend there."
     )
     assert found.details()[0] == ss.find_sinks().conclusion()
     said = dict(found.cards()[0].rows)["marks"]

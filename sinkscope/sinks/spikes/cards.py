@@ -184,8 +184,8 @@ def _without(spike: SpikeResult) -> str:
         return ""
     said = [f"{share_left(without.left, without.left_margin)} of the spike"]
     if any(without.heads):
-        before = with_margin_of(without.heads[0], without.heads_margin[0])
-        said.append(f"{heads_of(without.heads[1], without.heads_margin[1])} of {before}")
+        before, after = map(with_margin_of, without.heads, without.heads_margin)
+        said.append(f"{after} of {before} heads")
     if without.perplexity is not None:
         said.append(f"perplexity x {with_margin(without.perplexity, without.perplexity_margin)}")
     return ", ".join(said)
@@ -245,7 +245,7 @@ def marks(spike: SpikeResult) -> str:
         return NO_MARKS.format(place=place)
     mark, heads = spike.marks[0], ""
     if mark.heads is not None and any(mark.heads):
-        heads = f", and {heads_of(mark.heads[1], None)} of {mark.heads[0]} attend there"
+        heads = f", and {mark.heads[1]:,} of {mark.heads[0]:,} heads attend there"
     parts = [_with_article(name) for name in mark.names]
     return MARKS.format(
         parts=capital(word_list(parts)),
