@@ -21,7 +21,8 @@ from sinkscope.files.plain import plain
 from sinkscope.hooks.edit.base import Event, Intervention, Run, under
 from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.kv.session import Session
-from sinkscope.kv.usage import HeldTokens
+from sinkscope.kv.usage import HeldTokens, full_read
+from sinkscope.kv.windows import layer_window
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.measure.margin import mean_known
@@ -134,6 +135,7 @@ class Answer:
         read: `read` of each decoding step after the first.
         events: Actions of the method.
         steps: Numbers for each new token, by name.
+        whole: What each of these steps reads with a full cache, in layers with a sliding window the window.
     """
 
     tokens: list[int]
@@ -143,6 +145,7 @@ class Answer:
     read: Sequence[float] = ()
     events: tuple[dict[str, Any], ...] = ()
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    whole: Sequence[float] = ()
 
 
 Logits = Float[Tensor, "row vocab"]
@@ -198,11 +201,13 @@ def answer_rows(
     events: list[Event] = [] if run is None else run.events
     seconds = (time.perf_counter() - started) / len(rows)
     answers: list[Answer] = []
+    windows = [layer_window(target, layer) for layer in target.attending]
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
         prompt, length = len(rows[row]), len(tokens)
-        read: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
-        cached: Sequence[float] = read
+        cached: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
+        whole = [full_read(count, windows) for count in range(prompt + 1, prompt + length)]
+        read = whole
         if run is not None:
             read = [float(call.read_by_row()[row]) for call in held[1:length]]
             cached = [float(call.held_by_row()[row]) for call in held[1:length]]
@@ -217,7 +222,7 @@ def answer_rows(
         text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
         ended: EndReason = "eos" if tokens[-1] in ends and not along else "cap"
         steps = _steps_of(values, row, length)
-        answers.append(Answer(tokens, text, ended, costs, read, row_events(events, row, length), steps))
+        answers.append(Answer(tokens, text, ended, costs, read, row_events(events, row, length), steps, whole))
     return answers
 
 
@@ -237,7 +242,8 @@ def _generated(
     with under(edit, target) as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
         if run is not None:
             Session.of(run).own_cache()
-            run.session.after_call(lambda moment: held.append(HeldTokens.by(moment.layers)))
+            windows = Session.of(run).watching.windows
+            run.session.after_call(lambda moment: held.append(HeldTokens.by(moment.layers, windows)))
         return target.hf.generate(**options), run, held
 
 

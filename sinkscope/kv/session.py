@@ -210,7 +210,7 @@ class Session:
                 if watching.owns_cache:
                     layers = taken_over(cache, call, kwargs, self.target, is_known=is_known)
                 if state is None or not is_known:
-                    self._states[cache] = state = CacheState()
+                    self._states[cache] = state = CacheState(meter=Meter(watching.windows))
                     self.meters.append(state.meter)
                 now.cache = cache
                 now.state = state

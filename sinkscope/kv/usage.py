@@ -13,6 +13,7 @@ from torch import Tensor
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.results.notation import count_of
+from sinkscope.tap.view import ChunkWindow
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,20 @@ class HeldTokens(NamedTuple):
     read: Float[Tensor, " row"]
 
     @classmethod
-    def by(cls, layers: Sequence[CacheLayer]) -> HeldTokens:
-        """Return what the layers of a cache hold; this does not wait for the device."""
+    def by(cls, layers: Sequence[CacheLayer], windows: Sequence[int | None] = ()) -> HeldTokens:
+        """Return what the layers of a cache hold; this does not wait for the device.
+
+        Args:
+            layers: The layers.
+            windows: Sliding window of each decoder layer, if it has one.
+        """
         first = layers[0]
         held: Tensor | int = 0
         read: Tensor | int = 0
         for kv in layers:
             here = _held(kv, first)
-            read = read + here
+            window = windows[kv.number] if windows else None
+            read = read + (here if window is None else _within(kv, window, first))
             if kv.whole_layer is not None:  # the layer is a copy of a part
                 here = _held(kv.whole_layer, first) + kv.seen - kv.whole_layer.seen
             held = held + here
@@ -135,10 +142,15 @@ _WAITING = 64
 
 
 class Meter:
-    """Counts tokens and bytes of one cache, in a memory that does not grow with the number of calls."""
+    """Counts tokens and bytes of one cache, in a memory that does not grow with the number of calls.
 
-    def __init__(self) -> None:
+    Args:
+        windows: Sliding window of each decoder layer, if it has one: what it hides is held and not read.
+    """
+
+    def __init__(self, windows: Sequence[int | None] = ()) -> None:
         self.calls = 0
+        self._windows = windows  # of each decoder layer
         self._waiting: list[_Call] = []
         self._slot_bytes: dict[int, int] = {}  # by layer
         self._heads = 1  # kv heads of a layer that are here
@@ -169,7 +181,7 @@ class Meter:
                 slots += allocated_slots(kv.whole_layer)
             allocated += slots * self._slot_bytes[kv.number]
         used = self._rows * allocated + further_bytes
-        self._waiting.append(_Call(HeldTokens.by(layers), used, decodes))
+        self._waiting.append(_Call(HeldTokens.by(layers, self._windows), used, decodes))
         if len(self._waiting) >= _WAITING:
             self._add_up()
 
@@ -215,6 +227,29 @@ def _held(layer: CacheLayer, first: CacheLayer) -> Float[Tensor, " row"] | int:
     if layer.gapless:
         return slots
     return slots - layer.holes().to(first.keys.device)
+
+
+def _within(layer: CacheLayer, window: int, first: CacheLayer) -> Float[Tensor, " row"] | int:
+    """Tokens of each row in a layer that its newest query sees, its own included."""
+    if layer.gapless and layer.slots == layer.seen and not isinstance(window, ChunkWindow):
+        return min(layer.slots, window)
+    pos = layer.pos
+    newest = pos.amax((1, 2))[:, None, None]
+    begin = newest - newest % window if isinstance(window, ChunkWindow) else newest - window + 1
+    return ((pos >= 0) & (pos >= begin)).sum(-1).float().mean(1).to(first.keys.device)
+
+
+def full_read(tokens: int, windows: Sequence[int | None]) -> float:
+    """Return how many of so many tokens the newest one attends to with a full cache, itself too; mean over layers."""
+    seen: list[int] = []
+    for window in windows:
+        count = tokens
+        if isinstance(window, ChunkWindow):
+            count = (tokens - 1) % window + 1
+        elif window is not None:
+            count = min(tokens, window)
+        seen.append(count)
+    return sum(seen) / len(seen)
 
 
 def allocated_slots(layer: CacheLayer) -> int:

@@ -197,10 +197,8 @@ class CopiedBlocks:
 
     def rows(self, tiles: Int[Tensor, " row"], grid: BlockGrid) -> Bool[Tensor, "row block"]:
         """Return which blocks the queries of these tiles see."""
-        seen = torch.zeros(len(tiles), grid.blocks, dtype=torch.bool, device=tiles.device)
-        row, piece = (tiles[:, None] == self.tile).nonzero().unbind(1)
-        seen[row, self.block[piece]] = True
-        return seen
+        own = (tiles[:, None] == self.tile).int()
+        return own.new_zeros(len(tiles), grid.blocks).scatter_add_(1, self.block.expand_as(own), own) > 0
 
 
 @dataclass(frozen=True, eq=False)

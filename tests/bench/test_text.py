@@ -82,6 +82,6 @@ def test_prompts_without_an_answer_are_refused(tmp_path: Path, last: dict[str, A
 )
 def test_steps_that_read_everything_are_not_averaged(read: list[float], cells: float | None, expected: float):
     costs = {"prompt_tokens": 10, "cells": cells}
-    answer = Answer([1, 2, 3, 4], "", "cap", costs, read, steps={"kl": (1.0, 2.0, 3.0, 4.0)})
+    answer = Answer([1, 2, 3, 4], "", "cap", costs, read, steps={"kl": (1.0, 2.0, 3.0, 4.0)}, whole=(11, 12, 13))
     metrics = metrics_of(answer)
     assert metrics == {"kl": expected, "first": 1.0}

@@ -303,6 +303,24 @@ def test_the_models_own_cache_is_counted_as_it_is(family):
     assert run.usage[0].stock_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("policy", [Full(), StreamingLLM(budget=30, first=4)])
+def test_a_window_reads_what_is_in_it(family, policy):
+    """By the masks of each step: 24 tokens are held, 16 of which a layer with a window sees."""
+    model = model_of(family)
+    ids, mask = prompts([40, 13], 6)
+    seen: list[list[float]] = []
+
+    def count(rows):
+        seen.append((rows.probs[:, :, -1] > 0).sum(-1).float().mean(1).tolist())
+
+    with (policy | Observe(count, last=1)).on(model) as run:
+        decode(model, ids, mask, 40)
+    steps = torch.tensor(seen).unflatten(0, (7, -1))[1:].mean((0, 1))
+    torch.testing.assert_close(torch.tensor(run.usage[0].mean_read), steps.double(), check_dtype=False)
+    assert run.usage[0].mean_read[0] < run.usage[0].mean_held[0]
+
+
 def test_tokens_are_counted_since_the_number_of_rows_changed():
     """By `batch_repeat_interleave`, say: nobody knows which row became which."""
     count = TokenCount()

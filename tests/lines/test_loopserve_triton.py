@@ -20,6 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines import band_attention, devices, select_bands
 from sinkscope.lines.attention import Scores
+from sinkscope.lines.bands import BlockGrid
+from sinkscope.lines.choice import BandChoice, sampled_rows
+from sinkscope.lines.copies import Copies
 from sinkscope.lines.serve import LoopServe
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
@@ -172,3 +175,23 @@ def test_on_a_gpu_it_is_what_is_used(dtype, error, queries, past):
     seen = chosen.rows(torch.arange(queries, device="cuda") + past).cpu()
     wanted = dense(scores, seen) @ per_head(value, 4)
     assert float((out - wanted).norm() / wanted.norm()) < error
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("queries", "past"), [(1000, 0), (300, 211)])
+@pytest.mark.filterwarnings("error")  # a recording that fails is a warning
+def test_on_a_gpu_a_recorded_choice_is_the_one_that_is_launched_step_by_step(queries, past):
+    pytest.importorskip("sinkscope.lines.triton")
+    copies = Copies.of(torch.arange(queries + past) % 280, queries, torch.device("cuda"))
+    choice, replayed = BandChoice(0.8, 4, 64, 16, 0.9, copies.blocks), None
+    for seed in range(5):
+        draw = torch.Generator().manual_seed(seed)
+        query, key = torch.randn(4, queries, 64, generator=draw), torch.randn(2, queries + past, 64, generator=draw)
+        scores = Scores(2 * query.cuda(), key.cuda(), 0.25)
+        rows = sampled_rows(BlockGrid(queries, queries + past), 64, seed, 16, copies)
+        replayed = replayed or choice.recorded(scores, (scores.query, scores.key, rows))
+        columns, bands, attended, *_ = replayed(scores.query, scores.key, rows)
+        wanted = choice.made(scores, rows)
+        assert torch.equal(columns, wanted.columns) and torch.equal(bands, wanted.bands), seed
+        torch.testing.assert_close(attended, wanted.attended())

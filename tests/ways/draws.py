@@ -123,8 +123,8 @@ def pairs_of(draw: Draw, names: Iterable[str]) -> set[tuple[str, Any, str, Any]]
 
 
 RARE = {
-    "wrapper": ("compiled", "lora"),
-    "length": (600,),
+    "wrapper": ("compiled", "lora", "offloaded"),
+    "length": (300, 600),
     "other": tuple(OTHERS)[1:],
     "cache": ("copied from", "repeated", "conversation kept"),
     "options": ("nucleus", "bad words", "stop text", "returned", "penalty"),

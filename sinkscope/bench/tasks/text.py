@@ -112,8 +112,8 @@ def metrics_of(answer: Answer) -> Metrics:
     The first token comes from the prompt, and some policies then read everything for a while. Those steps lose nothing,
     unless the prompt itself was read along lines.
     """
-    prompt = answer.costs["prompt_tokens"] or 0
-    lossy = [step for step, read in enumerate(answer.read, 1) if read < prompt + step]
+    steps = zip(answer.read, answer.whole, strict=True)
+    lossy = [step for step, (read, whole) in enumerate(steps, 1) if read < whole - 1e-6]
     begin = 0
     if lossy and answer.costs["cells"] is None:
         begin = lossy[0]
