@@ -122,6 +122,11 @@ class AttentionWatch:
                 return  # the model is not told of padding
             shown = torch.ones_like(sees)
         if bool((sees != shown).any()):
+            if bool((view.query_pos[:, -1] < 0).any()):
+                raise UnsupportedError(
+                    f"rows of this batch are padded on the right, where {self.target.name} would write on: cache "
+                    "policies and guards need padding on the left (tokenizer.padding_side = 'left')"
+                )
             raise UnsupportedError(
                 f"layer {attention.layer} of {self.target.name} hides keys in another way than by the window of its "
                 "configuration, which cache policies and attention observers go by: use another model"

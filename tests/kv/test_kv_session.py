@@ -279,3 +279,11 @@ def test_a_policy_that_never_acts_warns_at_the_end(model):
     assert not warned(StreamingLLM(budget=8), generate) and not warned(StreamingLLM(budget=8))
     assert not warned(StreamingLLM(budget=8), lambda: decode(model, IDS, MASK, 14), read)
     assert not warned(Full(), read) and not warned(AShape(), read)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_padding_on_the_right_is_refused_with_the_remedy(family):
+    model = model_of(family)
+    ids, mask = prompts([20, 13])
+    with refused("padded on the right, .*padding_side = 'left'"), Full().on(model), torch.no_grad():
+        model(input_ids=ids.flip(1), attention_mask=mask.flip(1))

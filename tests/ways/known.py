@@ -102,7 +102,7 @@ REFUSED = [
     Refusal(lambda draw: draw["cache"] in COPIES, "the latest queries were not seen"),
     Refusal(lambda draw: draw["cache"] in (*COPIES, *MOVES) and draw["edit"] == "patch", "is not known: enter the run"),
     Refusal(lambda draw: draw["family"] == "gemma4", "model type 'gemma4_text' has no row"),
-    Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "hides keys in another way"),
+    Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "are padded on the right"),
 ]
 """A refusal that stands here is no failure; any other one is."""
 
@@ -147,7 +147,7 @@ KNOWN: dict[str, Cause] = {
     ),
     "memory of a copied cache": Cause(
         draw_of(cache="copied", edit="mean"),
-        lambda draw: draw["cache"] in COPIES and draw["edit"] in MEMORIES,
+        lambda draw: draw["cache"] in COPIES and EDITS[draw["edit"]].alone,
         RIGHT,
         passes=_may_pass,
     ),

@@ -107,35 +107,41 @@ class GgufHeader:
         if linear and kind == "none":
             kind, factor = "linear", linear
         factor = float(factor or 1.0)
-        frequencies, long = self.factors(_FREQUENCIES), self.factors(_LONG)
         trained = int(self.scaling("original_context_length") or config.max_position_embeddings)
-        if kind in ("none", "linear", "longrope") and (frequencies or long):
-            divisor = factor if kind == "linear" else 1.0
-            attention = float(self.scaling("attn_factor") or 1.0)
-            if long is None:
-                trained, attention = config.max_position_embeddings, 1.0
-            return {
-                "rope_type": "longrope",  # divides each frequency by a number of its own
-                "long_factor": [divisor * one for one in long or frequencies or ()],
-                "short_factor": [divisor * one for one in self.factors(_SHORT) or long or frequencies or ()],
-                "factor": 1.0,
-                "attention_factor": attention,
-                "original_max_position_embeddings": trained,
-            }
+        has_tensor = any(self.factors(name) for name in (_FREQUENCIES, _LONG))
+        if has_tensor and kind in ("none", "linear", "longrope"):
+            return self._by_tensors(factor if kind == "linear" else 1.0, trained)
+        if has_tensor or kind not in ("none", "linear", "yarn"):
+            raise self._refusal(f"{kind!r}" + " and factors of a tensor" * has_tensor)
         if kind == "linear":
             return {"rope_type": "linear", "factor": factor}
-        if kind == "yarn" and not (frequencies or long):
-            for key, neutral in _NEUTRAL.items():
-                if self.scaling(key) not in (None, neutral):
-                    raise self._refusal(f"yarn with {key} = {self.scaling(key)}")
-            yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
-            for field, key in _YARN.items():
-                if self.scaling(key) is not None:
-                    yarn[field] = self.scaling(key)
-            return yarn
-        if kind == "none":
-            return {}
-        raise self._refusal(f"{kind!r}" + " and factors of a tensor" * bool(frequencies or long))
+        return self._yarn(factor, trained) if kind == "yarn" else {}
+
+    def _by_tensors(self, divisor: float, trained: int) -> dict[str, Any]:
+        """A number for each frequency, by which it is divided: longrope has them for two ranges of lengths."""
+        frequencies, long = self.factors(_FREQUENCIES), self.factors(_LONG)
+        attention = 1.0
+        if long is not None:
+            attention = float(self.scaling("attn_factor") or 1.0)
+        return {
+            "rope_type": "longrope",
+            "long_factor": [divisor * one for one in long or frequencies or ()],
+            "short_factor": [divisor * one for one in self.factors(_SHORT) or long or frequencies or ()],
+            "factor": 1.0,
+            "attention_factor": attention,
+            "original_max_position_embeddings": trained,
+        }
+
+    def _yarn(self, factor: float, trained: int) -> dict[str, Any]:
+        """What yarn needs."""
+        for key, neutral in _NEUTRAL.items():
+            if self.scaling(key) not in (None, neutral):
+                raise self._refusal(f"yarn with {key} = {self.scaling(key)}")
+        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
+        for field, key in _YARN.items():
+            if self.scaling(key) is not None:
+                yarn[field] = self.scaling(key)
+        return yarn
 
     def _refusal(self, what: str) -> SinkscopeError:
         return UnsupportedError(
