@@ -7,7 +7,7 @@ it is the same whatever the numbers of neurons and heads are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -36,10 +36,12 @@ class Others:
     Attributes:
         target: The model.
         written: How much each neuron writes; those that write nothing are drawn only if there are too few others.
+        orders: The neurons of a layer and an expert from which was drawn.
     """
 
     target: Target
     written: Sizes
+    orders: dict[tuple[int, int | None], list[Neuron]] = field(default_factory=dict)
 
     @classmethod
     @torch.no_grad()
@@ -86,6 +88,12 @@ class Others:
 
     def _beside(self, one: Neuron) -> list[Neuron]:
         """The neurons of a layer and an expert, those that write most first."""
+        key = one.layer, one.expert
+        if key not in self.orders:
+            self.orders[key] = self._ordered(one)
+        return self.orders[key]
+
+    def _ordered(self, one: Neuron) -> list[Neuron]:
         size = self.written[one.layer].abs()
         order = size.argsort(descending=True, stable=True)
         beside: list[Neuron] = []

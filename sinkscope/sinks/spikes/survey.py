@@ -86,7 +86,7 @@ class Survey:
         typical = norms[:, :, 1:].flatten(1).median(1).values.clamp(min=SMALLEST)
         return norms / typical[:, None, None]
 
-    @property
+    @cached_property
     def typical_norm(self) -> list[float]:
         """Median norm of later positions after each layer."""
         return self.norms[:, :, 1:].flatten(1).median(1).values.tolist()
