@@ -14,13 +14,19 @@ _NUMBERS = {
     **{word: number for number, word in enumerate(_WORDS, 2)},
     **{"dozen": 12, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "hundred": 100},
 }
-_THINGS = "times|copies|lines|rows|repetitions|repeats|verses|cells|entries|zeros|ones|bars"
+_THINGS = "copies|lines|rows|repetitions|repeats|verses|cells|entries|zeros|ones|bars"
 _WHICH = "(?:(?:identical|equal|more|empty|blank|short|long|new|the same) )?"  # "12 identical lines"
 _GIVEN = "the|these|those|my|our|your|its|all|has|have|had|was|were|contains|every|each"  # what exists
-_COMPARED = r"\w+er|more|less|as|the|that|what|worse|a|an|per|each|every|daily|weekly"
+_WRITTEN = r"words?|sentences?|phrases?|lines?|letters?|texts?|names?|strings?|following|same|numbers?(?!\s+of)"
+_UNITS = "second|minute|hour|day|night|week|month|year"
+_COMPARED = (  # what makes "10 times" a comparison or a frequency: "10 times the price", not "10 times the word"
+    r"(?!(?:under|after|over|her|another|together)\b)\w+er|more|less|worse|what|an?|as\s+(?!(?:an?|if)\b)\w+|daily|weekly"
+    rf"|the\s+(?!(?:{_WRITTEN})\b)\w+|that\s+(?:of|much|many|number|amount|size|value)|that(?=[.,;?!]|$)"
+    rf"|(?:per|each|every)\s+(?:{_UNITS})"
+)
 _REQUEST = re.compile(
-    rf"(?:\b(?P<given>{_GIVEN})\s+)?\b(?P<number>\d{{1,4}}|{'|'.join(_NUMBERS)})\s+{_WHICH}(?:{_THINGS})\b"
-    rf"(?!\s+(?:{_COMPARED})\b)",
+    rf"(?:\b(?P<given>{_GIVEN})\s+)?\b(?P<number>\d{{1,4}}|{'|'.join(_NUMBERS)})\s+{_WHICH}"
+    rf"(?:times\b(?!\s+(?:{_COMPARED})\b)|(?:{_THINGS})\b)",
     re.IGNORECASE,
 )
 
