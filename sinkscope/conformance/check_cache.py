@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sinkscope.conformance.checks import CHECKS
+from sinkscope.conformance.checks import CHECKS, OF_A_BUDGET
 from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit
 from sinkscope.conformance.subject import EXPECTED, Factory, factory_named
 from sinkscope.errors import SinkscopeError
@@ -27,6 +27,7 @@ class CacheCheck(Result):
     Attributes:
         cache: The factory, as module:function.
         checks: The checks in their order.
+        evicts: Whether the factory can be asked to keep only a part.
     """
 
     kind = "check-cache"
@@ -36,6 +37,7 @@ class CacheCheck(Result):
 
     cache: str
     checks: tuple[CheckedBehaviour, ...]
+    evicts: bool = False
 
     def rows(self) -> Table:
         """Return one row per check; those that fail stand first."""
@@ -46,8 +48,15 @@ class CacheCheck(Result):
 
     @property
     def exit_code(self) -> int:
-        """1 if a check fails, or none applies."""
-        return int(bool(self._with("fails")) or not self._with("passes"))
+        """1 if a check fails, if none applies, or if a cache takes a budget and no check of a budget applies."""
+        return int(bool(self._with("fails") or self._apart_from_its_budget()) or not self._with("passes"))
+
+    def _apart_from_its_budget(self) -> list[CheckedBehaviour]:
+        """The checks of a budget, if the cache takes one and none of them applies."""
+        checks = [one for one in self.checks if one.check.replace(" ", "_") in OF_A_BUDGET]
+        if not self.evicts or any(one.verdict != "does not apply" for one in checks):
+            return []
+        return checks
 
     def conclusion(self) -> str:
         """Return how many checks pass, and which fail."""
@@ -58,6 +67,8 @@ class CacheCheck(Result):
             return f"{name} fails {len(failed)} of {count_of(applied, 'check')}, first of all: {failed[0].check}."
         if not applied:
             return f"No check applies to {name}: {apart[0].seen.rstrip(chr(46))}."
+        if unchecked := self._apart_from_its_budget():
+            return f"{name} takes a budget, and no check of a budget applies: {unchecked[0].seen.rstrip(chr(46))}."
         return f"{name} passes {count_of(applied, 'check')} (not applicable: {len(apart)})."
 
     def details(self) -> list[str]:
@@ -83,7 +94,9 @@ def check_cache(
 ) -> CacheCheck:
     """Check a KV cache on small models whose needs are known: a sink, distant facts, windows, learned sink logits.
 
-    The exit status is 1 if a check fails, or none applies.
+    What the factory raises, and NotImplementedError at any time, is a refusal: the check does not apply. Any other
+    exception is a failure. The exit status is 1 if a check fails, if none applies, or if the cache takes a budget and
+    no check of a budget applies.
 
     Args:
         factory: The name of a policy, or a function, as module:function (from Python also the function itself), that
@@ -123,4 +136,5 @@ def check_cache(
         provenance=provenance(started=started, attention="sdpa"),
         cache=f"{factory.__module__}:{factory.__name__}",
         checks=tuple(rows),
+        evicts=kit.evicts,
     )

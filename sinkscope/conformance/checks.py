@@ -17,6 +17,8 @@ from sinkscope.conformance.subject import parameters
 
 CHECKS: dict[str, Check] = {}
 """All checks by name, in their order."""
+OF_A_BUDGET: dict[str, Check] = {}
+"""Those that only use caches which evict."""
 LONG_FLOW = Flow(lengths=(600,))
 _LONG = 2 * WINDOW + 8
 _LARGER = 2.0  # times the budget: what rows and heads that are padded to the longest may take
@@ -28,6 +30,12 @@ def check(function: Check) -> Check:
     """Register a check; its name says the behaviour."""
     CHECKS[function.__name__] = function
     return function
+
+
+def check_of_a_budget(function: Check) -> Check:
+    """Register a check of what a cache keeps."""
+    OF_A_BUDGET[function.__name__] = function
+    return check(function)
 
 
 def _tight(flow: Flow) -> Flow:
@@ -55,7 +63,7 @@ def with_room_for_everything_logits_are_the_plain_models(kit: Kit) -> str:
     return kit.right(Flow(lengths=(6,), steps=2), Flow(), LONG_FLOW, budget=False)
 
 
-@check
+@check_of_a_budget
 def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
     """Tokens on both sides of a hole are as far from new ones as they were."""
     flow = _tight(Flow(steps=6))
@@ -65,7 +73,7 @@ def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
     return f"an error of {kit.close(outcome.logits, right_logits(flow, outcome.sees), flow):.1g}"
 
 
-@check
+@check_of_a_budget
 def facts_on_both_sides_of_a_hole_are_recalled(kit: Kit) -> str:
     """The recall model answers from facts that were kept, as it does if a mask hides the others."""
     asked = 0
@@ -89,7 +97,7 @@ def _said(logits: Logits) -> Tensor:
     return logits[:, 1:-1].argmax(-1)
 
 
-@check
+@check_of_a_budget
 def the_first_tokens_survive(kit: Kit) -> str:
     """The model loses nothing that the first token alone would give back."""
     loss = 0.0
@@ -129,7 +137,7 @@ def _loss(logits: Logits, whole: Logits) -> float:
     return float((right.exp() * (right - logits[:, 1:].log_softmax(-1))).sum(-1).mean())
 
 
-@check
+@check_of_a_budget
 def the_budget_holds_at_every_step_in_tokens(kit: Kit) -> str:
     """A step reads at most the budget and its own token, on average over layers and kv heads."""
     most = 0.0
@@ -151,7 +159,7 @@ def _tokens(outcome: FlowResult, column: int) -> Tensor:
     return torch.stack([sees[:, :, column].sum(-1).float().mean(1) for sees in outcome.sees.values()]).mean(0)
 
 
-@check
+@check_of_a_budget
 def the_budget_holds_at_every_step_in_bytes(kit: Kit) -> str:
     """What is evicted is freed: no view keeps it alive, and nothing else holds it."""
     flow = replace(Flow(lengths=(96,), steps=4), budget=16)

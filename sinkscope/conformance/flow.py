@@ -114,7 +114,7 @@ def outcome_of(factory: Factory, flow: Flow) -> FlowResult:
             call(*other, flow.prompt, flow.prompt + 1, notes=False)
             held.clear()
             lengths.clear()
-            used.reset()
+            _change(used, "reset")
             recorder.forget()
         ids, mask = flow.tokens()
         sizes = [*(flow.chunks or (flow.prompt,)), *[1] * flow.steps]
@@ -126,7 +126,7 @@ def outcome_of(factory: Factory, flow: Flow) -> FlowResult:
             if flow.rejected and at == flow.prompt + 1:  # a draft is read and cropped
                 wrong = torch.cat([ids[:, :at], ids.flip(0).roll(1, 1)[:, : flow.rejected]], 1)
                 call(wrong, mask[:, -1:].expand_as(wrong) * wrong.ne(0), at, wrong.shape[1], notes=False)
-                _crop(used, flow.rejected)
+                _change(used, "crop", -flow.rejected)
                 recorder.forget(flow.rejected)
             logits = torch.cat([logits, call(ids, mask, at, at + size)], 1)
             at += size
@@ -134,15 +134,20 @@ def outcome_of(factory: Factory, flow: Flow) -> FlowResult:
         return FlowResult(logits, recorder.sees, held, lengths, recorder.rotated_again)
 
 
-def _crop(used: Any, tokens: int) -> None:
-    """Take tokens back.
+def _change(used: Any, method: str, *given: int) -> None:
+    """Crop or reset a cache.
 
     Raises:
-        NotImplementedError: The cache says that it cannot.
+        NotImplementedError: The cache has no such method, or layers of transformers say that they cannot.
     """
+    for one in (used, *getattr(used, "layers", ())):
+        if not hasattr(one, method):
+            raise NotImplementedError(f"{type(one).__name__} has no {method}")
     try:
-        used.crop(-tokens)
+        getattr(used, method)(*given)
     except RuntimeError as error:
+        if "`crop` was called, but" not in str(error):  # how transformers says what others say by NotImplementedError
+            raise
         raise NotImplementedError(str(error)) from None
 
 

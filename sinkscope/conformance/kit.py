@@ -25,7 +25,6 @@ SEEN = "[sees.sum(-1) for sees in outcome.sees.values()]"
 ERROR = "(outcome.logits - right_logits(flow, outcome.sees)).abs().max()"
 """The largest error of the logits, as Python that shows it."""
 ROTATED = "keys are rotated again, so no mask says what is right: facts on both sides of a hole say it"
-_OPERATIONS = ("crop", "reset")
 
 
 class ApartError(Exception):
@@ -187,7 +186,7 @@ class Kit:
 
         Raises:
             ApartError: The cache refuses, or keeps everything and is asked for less.
-            FaultError: Another error was raised.
+            FaultError: Another error was raised in use.
         """
         if flow.budget is not None and not self.evicts:
             raise ApartError("it cannot be asked to keep a part: its factory has no budget or share")
@@ -196,8 +195,7 @@ class Kit:
             return outcome_of(self.factory, flow)
         except Exception as error:  # what others wrote may fail in any way
             reason = str(error).partition("\n")[0]
-            operation = isinstance(error, AttributeError) and error.name in _OPERATIONS
-            if operation or isinstance(error, NotImplementedError | SinkscopeError):
+            if isinstance(error, NotImplementedError):
                 raise ApartError(f"it refuses: {reason}") from None
             if "CUDA" in reason and not torch.cuda.is_available():  # as of a cache that is offloaded
                 raise ApartError(f"it needs a GPU, and there is none here: {reason}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from transformers import Cache, DynamicCache
@@ -84,10 +84,17 @@ def made(factory: Factory, model: Any, prompt: int, budget: int | None) -> Any:
 
 @contextmanager
 def entered(subject: Any, model: Any) -> Iterator[Any]:
-    """Return the cache that the model is called with, while what is checked acts."""
+    """Return the cache that the model is called with, while what is checked acts.
+
+    Raises:
+        NotImplementedError: It refuses this model as it is entered.
+    """
     if isinstance(subject, Cache):
         yield subject
         return
-    scope = subject.on(model) if isinstance(subject, Intervention) else subject
-    with scope:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(subject.on(model) if isinstance(subject, Intervention) else subject)
+        except SinkscopeError as error:
+            raise NotImplementedError(str(error)) from error
         yield DynamicCache(config=model.config)

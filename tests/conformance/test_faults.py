@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from covering import every_nth
 from faulty_caches import FAULTS
 from right_caches import RIGHT, ROUNDING, Keeper, cache_of
+from transformers import DynamicCache, StaticCache
 from versions import OLD_TRANSFORMERS
 
-from sinkscope.conformance.checks import CHECKS
+import sinkscope as ss
+from sinkscope.conformance.checks import CHECKS, OF_A_BUDGET
 from sinkscope.conformance.kit import TOLERANCE, Kit
+from sinkscope.kv import Policy
 
 LIMITS = {  # of caches that are right otherwise: they raise, or nothing in them could do it
     "dynamic_cache_without_config": ["states_of_a_hybrid_are_kept", "a_cropped_draft_leaves_no_trace_in_states"],
@@ -71,3 +76,61 @@ def test_bytes_count_at_every_call_and_not_at_the_last_alone():
         return cache_of(config, lambda: Late(budget))
 
     assert Kit(late).checked(CHECKS["the_budget_holds_at_every_step_in_bytes"]).verdict == "fails"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scores(Policy):
+    """Scores that a mistake spoils."""
+
+    mistake: str = ""
+
+    def scores(self, at):
+        if self.mistake == "of the wrong shape":
+            return at.kv.pos[:, 0].float()
+        if self.mistake == "not a number":
+            return at.kv.pos * float("nan")
+        if self.mistake == "of queries that were not watched":
+            return at.window_rows(4).sum((1, 2))
+        raise NotImplementedError("it does not evict")
+
+
+@pytest.mark.parametrize("mistake", ["of the wrong shape", "not a number", "of queries that were not watched"])
+def test_an_error_of_sinkscope_in_use_is_a_failure_and_no_refusal(mistake):
+    """These passed 10 checks, and 7 did not apply."""
+
+    def policy(budget):
+        return _Scores(budget=budget, mistake=mistake)
+
+    result = ss.check_cache(policy, only=list(OF_A_BUDGET))
+    assert {one.verdict for one in result.checks} == {"fails"} and result.exit_code == 1
+
+
+def test_a_cache_whose_evictions_are_all_refused_does_not_pass():
+    def policy(budget):
+        return _Scores(budget=budget)
+
+    easy = "with_room_for_everything_logits_are_the_plain_models"
+    result = ss.check_cache(policy, only=[easy, *OF_A_BUDGET])
+    assert [one.verdict for one in result.checks].count("passes") == 1 and result.exit_code == 1
+    assert "no check of a budget applies: it refuses: it does not evict." in result.conclusion()
+    assert ss.check_cache(policy, only=[easy]).exit_code == 0, "no check of a budget was asked for"
+
+
+def test_a_crop_that_crashes_fails_and_a_cache_without_crop_refuses():
+    class Crashing(DynamicCache):
+        def crop(self, tokens_to_remove):
+            raise RuntimeError("The size of tensor a (3) must match the size of tensor b (2)")
+
+    class Nothing(Keeper):
+        def crop(self, tokens_to_remove):
+            None.crop(tokens_to_remove)  # type: ignore[attr-defined]
+
+    def static(config, max_cache_len):
+        return StaticCache(config=config, max_cache_len=max_cache_len)
+
+    def verdict(factory):
+        return Kit(factory).checked(CHECKS["a_cropped_draft_leaves_no_trace"]).verdict
+
+    assert verdict(lambda config: Crashing(config=config)) == "fails"
+    assert verdict(lambda config: cache_of(config, lambda: Nothing(99))) == "fails"
+    assert verdict(static) == "does not apply"
