@@ -241,9 +241,10 @@ def _generated(
     held: list[HeldTokens] = []
     with under(edit, target) as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
         if run is not None:
-            Session.of(run).own_cache()
-            windows = Session.of(run).watching.windows
-            run.session.after_call(lambda moment: held.append(HeldTokens.by(moment.layers, windows)))
+            session = Session.of(run)
+            session.own_cache()
+            windows = session.watching.windows
+            session.after_call(lambda moment: held.append(HeldTokens.by(moment.layers, windows)))
         return target.hf.generate(**options), run, held
 
 

@@ -8,51 +8,32 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.edit.positions import Call, TokenPositions
+from sinkscope.hooks.rows import TokenPositions
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.scope import cache_layers
-from sinkscope.kv.windows import check_mask
-from sinkscope.models.call_cache import cache_in, cache_parameter
+from sinkscope.models.call_cache import cache_parameter
 from sinkscope.models.target import Target
 
 
-def used_cache(arguments: dict[str, Any], target: Target, *, is_seen: bool) -> Any:
-    """Return the cache that a call with these arguments is to use, a new one if it brings none; None if it uses none.
-
-    Raises:
-        UnsupportedError: It holds room for tokens that are still to come, and attention is seen by others.
-    """
-    cache = cache_in(arguments)
+def used_cache(arguments: dict[str, Any], target: Target) -> Any:
+    """Return a new cache for a call with these arguments, which brings none; None if it is to use none."""
     use_cache = arguments.get("use_cache")
     if use_cache is None:
         use_cache = getattr(target.config, "use_cache", True)
-    if cache is None and use_cache:
-        cache = new_cache(target)
+    return new_cache(target) if use_cache else None
+
+
+def check_seen(cache: Any, *, is_seen: bool) -> None:
+    """Refuse a cache on which attention cannot be seen, if somebody sees it.
+
+    Raises:
+        UnsupportedError: It holds room for tokens that are still to come.
+    """
     if is_seen and getattr(cache, "is_compileable", False):
         raise UnsupportedError(
             f"the cache is {_named(cache)}, which holds room for tokens that are still to come: "
             "attention is observed and replaced on a plain DynamicCache; pass `DynamicCache()` or nothing"
         )
-    return cache
-
-
-def taken_over(
-    cache: Any, call: Call, arguments: dict[str, Any], target: Target, *, is_known: bool
-) -> list[CacheLayer]:
-    """Return the layers of the cache of a call, which are ours from now on.
-
-    Args:
-        cache: The cache.
-        call: The call.
-        arguments: Its arguments.
-        target: The model.
-        is_known: Whether an earlier call of the run used this cache.
-    """
-    if not is_known:
-        adopt(cache, target, call.earlier)
-    if call.past and call.new > 1:
-        check_mask(arguments.get("attention_mask"), call, target)
-    return own_layers(cache)
 
 
 def adopt(cache: Any, target: Target, columns: TokenPositions) -> None:
@@ -109,7 +90,7 @@ def _named(cache: Any) -> str:
 
 def new_cache(target: Target) -> Any:
     """Return an empty cache, of the class that the model asks for."""
-    asked = cache_parameter(target.base.forward)
+    asked = cache_parameter(target.base)
     for kind in get_args(getattr(asked, "annotation", None)):
         if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
             return kind()

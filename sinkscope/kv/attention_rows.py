@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.hooks.edit.positions import Call
+from sinkscope.hooks.call import Call
 from sinkscope.kv.slots import Slots
 from sinkscope.models.grouped_heads import per_query_head
 
@@ -58,9 +58,3 @@ class Watcher:
     fn: Callable[[AttentionRows], None]
     layers: list[int] | None
     last: int | None
-
-    def first_query(self, queries: int) -> int:
-        """Return the index of the first query that it sees, of a call with `queries` of them."""
-        if self.last is None:
-            return 0
-        return max(0, queries - self.last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,16 +10,19 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.edit.positions import Call
+from sinkscope.hooks.call import Call
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.cache_state import CurrentCall
+from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
 from sinkscope.tap.listeners import Handler
 from sinkscope.tap.view import View
+
+Replacement = Callable[[Attention, Moment], Tensor | None]
+"""Gives the attention of a call with several tokens, or None to leave it to the model."""
 
 
 class AttentionWatch:
@@ -32,15 +35,14 @@ class AttentionWatch:
         windows: Sliding window of each layer; None where it sees everything.
         keeps_decoding_queries: Whether those of generated tokens are kept, too.
         replacement: Computes attention `[batch query head d_value]` in calls with several tokens, unless it gives None.
-            It is called with the attention, whose `view` is known, and the layer's cache if that is a `CacheLayer`.
+            It is called with the attention, whose `view` is known, and the call.
     """
 
-    def __init__(self, target: Target, now: CurrentCall) -> None:
+    def __init__(self, target: Target) -> None:
         self.target = target
-        self.now = now
         self.owns_cache = False
         self.watchers: list[Watcher] = []
-        self.replacement: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
+        self.replacement: Replacement | None = None
         self.queries_kept = 0
         self.keeps_decoding_queries = False
         self.windows = [layer_window(target, layer) for layer in range(target.n_layers)]
@@ -50,69 +52,67 @@ class AttentionWatch:
         """Whether anybody sees the rows of attention, or replaces what is computed from them."""
         return bool(self.watchers) or self.replacement is not None
 
-    def handler(self, call: Call, layers: Sequence[CacheLayer], configs: frozenset[int]) -> Handler:
-        """Return what handles the attention of a call.
+    def handler(self, moment: Moment, configs: frozenset[int]) -> Handler:
+        """Return what handles the attention of a call; `configs` are the ids of the configurations of the model.
+
+        It is idle if the model can compute the attention alone, in less time.
+        """
+        own_masks = is_ragged = False
+        for kv in moment.layers:  # a plain loop: every token comes here
+            if kv.slot_positions is not None:
+                own_masks = True
+            if self.windows[kv.number] is not None or not kv.gapless:
+                is_ragged = True
+        idle = not self.watchers and not self.keeps_decoding_queries
+        if moment.call.new > 1 or moment.state.prefilling or (own_masks and is_ragged):
+            idle = False
+        layers = dict[int, CacheLayer]()
+        if not idle:
+            for number, kv in enumerate(getattr(moment.cache, "layers", ())):
+                if isinstance(kv, CacheLayer):
+                    layers[number] = kv
+        see = partial(self.see, moment, layers, own_masks)
+        return Handler(see, configs, replaces_mask=own_masks, idle=idle)
+
+    def see(self, moment: Moment, layers: dict[int, CacheLayer], own_masks: bool, attention: Attention) -> None:
+        """Handle the attention of one layer in one call: decide what computes it and who sees its rows.
 
         Args:
-            call: The call.
-            layers: The layers of the cache that this run owns.
-            configs: Ids of the configurations of the model.
+            moment: The call.
+            layers: The layers of its cache that are `CacheLayer`s, by number.
+            own_masks: Whether our masks replace the model's own, because some layer does not hold all tokens so far.
+            attention: The attention.
         """
-        return Handler(self.see, configs, replaces_mask=self.now.own_masks, idle=not self._is_needed(call, layers))
-
-    def _is_needed(self, call: Call, layers: Sequence[CacheLayer]) -> bool:
-        """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
-        if self.watchers or self.keeps_decoding_queries:
-            return True
-        if call.new > 1 or (self.now.state is not None and self.now.state.prefilling):
-            return True
-        if not self.now.own_masks:
-            return False
-        for kv in layers:
-            if self.windows[kv.number] is not None or not kv.gapless:
-                return True
-        return False
-
-    def _layer(self, layer: int) -> CacheLayer | None:
-        """A layer's cache in this call; None if it is not a `CacheLayer`."""
-        layers = getattr(self.now.cache, "layers", None)
-        if not layers or layer >= len(layers):
-            return None
-        kv = layers[layer]
-        return kv if isinstance(kv, CacheLayer) else None
-
-    def see(self, attention: Attention) -> None:
-        """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
         layer = attention.layer
         queries = attention.queries
-        attention.viewed = self._view_of
+        kv = layers.get(layer)
+        sees_all = kv is not None and kv.gapless and self.windows[layer] is None
+        if queries > 1 or not sees_all:  # else the only query certainly sees every slot
+            attention.viewed = partial(self._view_of, moment, kv)
         if self.queries_kept and not attention.is_repeated:
-            self._note_queries(attention)
-        if queries > 1 and self.owns_cache and not self.now.own_masks:
-            self._check_view(attention)
-        watchers = [watcher for watcher in self.watchers if watcher.layers is None or layer in watcher.layers]
-        replaces = self.now.own_masks or (self.replacement is not None and queries > 1)
-        if not watchers and not replaces:
-            return
-        if replaces:
-            attention.mask_is_stale = self.now.own_masks
-            attention.compute = self._compute
-        for watcher in watchers:
-            attention.show(partial(self._show_rows, watcher, attention), first=watcher.first_query(queries))
+            self._note_queries(moment, attention)
+        if queries > 1 and self.owns_cache and not own_masks:
+            self._check_view(sees_all, attention)
+        if own_masks or (self.replacement is not None and queries > 1):
+            attention.mask_is_stale = own_masks
+            attention.compute = partial(self._compute, moment, own_masks)
+        for watcher in self.watchers:
+            if watcher.layers is None or layer in watcher.layers:
+                first = 0 if watcher.last is None else max(0, queries - watcher.last)
+                attention.show(partial(self._show_rows, watcher, moment, kv, attention), first=first)
 
-    def _last_sees_all(self, attention: Attention) -> bool:
-        """Whether the last query certainly sees every slot of its layer."""
-        kv = self._layer(attention.layer)
-        return kv is not None and kv.gapless and self.windows[attention.layer] is None
-
-    def _check_view(self, attention: Attention) -> None:
+    def _check_view(self, sees_all: bool, attention: Attention) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.
+
+        Args:
+            sees_all: Whether they show it every slot.
+            attention: The attention of the layer.
 
         Raises:
             UnsupportedError: It does.
         """
         shown = attention.shown_to_last()
-        if shown is None and self._last_sees_all(attention):
+        if shown is None and sees_all:
             return
         view, last = attention.view, slice(attention.queries - 1, attention.queries)
         assert view is not None
@@ -132,47 +132,39 @@ class AttentionWatch:
                 "configuration, which cache policies and attention observers go by: use another model"
             )
 
-    def _show_rows(self, watcher: Watcher, attention: Attention, first: int, probs: Tensor) -> None:
-        call = self.now.call
-        assert call is not None
-        watcher.fn(
-            AttentionRows(attention.layer, first, probs, self._pos(attention), self._layer(attention.layer), call)
-        )
+    def _show_rows(
+        self, watcher: Watcher, moment: Moment, kv: CacheLayer | None, attention: Attention, first: int, probs: Tensor
+    ) -> None:
+        pos = slot_positions(moment.call, attention) if kv is None else kv.pos
+        watcher.fn(AttentionRows(attention.layer, first, probs, pos, kv, moment.call))
 
-    def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
+    def _compute(self, moment: Moment, own_masks: bool, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
         if self.replacement is not None and attention.queries > 1:
-            replaced = self.replacement(attention, self._layer(attention.layer))
+            replaced = self.replacement(attention, moment)
             if replaced is not None:
                 return replaced, None
-        if not self.now.own_masks:
+        if not own_masks:
             return None
         return attention.under_view(), None
 
-    def _view_of(self, attention: Attention) -> View | None:
-        """What the queries of this call see; None if a single one certainly sees every slot."""
-        call = self.now.call
-        assert call is not None
-        if attention.queries == 1 and self._last_sees_all(attention):
-            return None
-        return View(self._pos(attention), call.on(attention.key.device), self.windows[attention.layer])
+    def _view_of(self, moment: Moment, kv: CacheLayer | None, attention: Attention) -> View:
+        """What the queries of this call see."""
+        pos = slot_positions(moment.call, attention) if kv is None else kv.pos
+        return View(pos, moment.call.on(attention.key.device), self.windows[attention.layer])
 
-    def _pos(self, attention: Attention) -> Int[Tensor, "batch kv_head slot"]:
-        """True position of each slot, which is a column where the cache is not ours."""
-        kv, key, call = self._layer(attention.layer), attention.key, self.now.call
-        if kv is not None:
-            return kv.pos
-        assert call is not None
-        columns = call.columns[:, -key.shape[2] :].to(key.device)
-        # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
-        return columns[:, None].expand(key.shape[:3])
-
-    def _note_queries(self, attention: Attention) -> None:
+    def _note_queries(self, moment: Moment, attention: Attention) -> None:
         """Keep the latest queries of a layer."""
-        call, state, layer = self.now.call, self.now.state, attention.layer
-        if call is None or state is None:
-            return
-        if call.new > 1 or state.prefilling or self.keeps_decoding_queries:
+        state, layer = moment.state, attention.layer
+        if moment.call.new > 1 or state.prefilling or self.keeps_decoding_queries:
             earlier = state.queries.get(layer)
-            latest = LatestQueries.of(attention, call, self.windows[layer], earlier, self.queries_kept)
+            latest = LatestQueries.of(attention, moment.call, self.windows[layer], earlier, self.queries_kept)
             state.queries[layer] = latest
+
+
+def slot_positions(call: Call, attention: Attention) -> Int[Tensor, "batch kv_head slot"]:
+    """Return the true position of each slot of a cache that is not ours, where it is a column."""
+    key = attention.key
+    columns = call.columns[:, -key.shape[2] :].to(key.device)
+    # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
+    return columns[:, None].expand(key.shape[:3])

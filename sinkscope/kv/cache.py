@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.edit.positions import TokenPositions
+from sinkscope.hooks.rows import TokenPositions
+from sinkscope.kv import growing_tensor
 from sinkscope.kv.growing_tensor import Growth
 from sinkscope.kv.slots import Slots
 
@@ -85,8 +86,14 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             gapless = self.gapless or not self.is_initialized
             self.gapless = gapless and columns.padded <= columns.seen - new
             self._holes = None
-        if self.is_initialized:
-            self.keys, self.values = self.growth.appended(self.keys, self.values, key_states, value_states)
+        growth = self.growth
+        if self.is_initialized and growth.room is None and not growth.grew:  # short, as a rule
+            is_short = self.keys.shape[-2] < growing_tensor.COPY_LIMIT
+            self.keys = torch.cat([self.keys, key_states], -2)
+            self.values = torch.cat([self.values, value_states], -2)
+            growth.grew = not is_short
+        elif self.is_initialized:
+            self.keys, self.values = growth.appended(self.keys, self.values, key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
             self.growth = Growth(grew=True)
@@ -94,14 +101,17 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen, including evicted ones; it determines the positions of new tokens."""
-        return self.seen
+        return 0 if self.columns is None else self.columns.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that a mask covers, and the offset of the first.
 
         An offset of 0 would show the future.
         """
-        return self.slots + int(query_length), self.seen - self.slots
+        if self.columns is None:
+            return int(query_length), 0
+        slots = self.keys.shape[-2]
+        return slots + int(query_length), self.columns.seen - slots
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last tokens. Tokens that were evicted earlier do not come back."""
@@ -155,7 +165,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             pos = changed(pos)
         self.numbers = self.moved_numbers(changed)
         self.hold(changed(self.keys), changed(self.values), pos, self.gapless)
-        self.columns = TokenPositions(changed(self.columns.pos))
+        self.columns = TokenPositions.of(changed(self.columns.pos))
 
 
 def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> TokenPositions:
@@ -171,5 +181,5 @@ def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_he
         )
     earlier = layer.columns
     if earlier is None:
-        earlier = TokenPositions(torch.zeros(len(keys), 0, dtype=torch.int64, device=keys.device))
+        earlier = TokenPositions.none(len(keys), keys.device)
     return earlier.read(torch.ones(len(keys), keys.shape[-2], dtype=torch.bool, device=keys.device))

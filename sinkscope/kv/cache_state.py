@@ -1,4 +1,4 @@
-"""What is known about a cache across the calls of a run, and about the call in which a thread is."""
+"""What policies and guards know of a cache across the calls of a run, and of the call that is about to run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from sinkscope.hooks.edit.positions import Call
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinkscope.hooks.call import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.usage import Meter
@@ -14,13 +18,14 @@ from sinkscope.kv.usage import Meter
 
 @dataclass(eq=False)
 class CacheState:
-    """What is known about one cache across the calls of a run.
+    """What is known about one cache across the calls of a run; it lies on the cache (`hooks.rows`).
 
     Attributes:
         prefilling: Whether the last call read a prompt or part of one.
         prompt: Number of real tokens in each row at the end of the last prefill; empty before it.
         decoded: Number of single-token calls since then.
         queries: The latest queries of each layer, if requested.
+        guarded: What a guard knows of the rows.
         meter: Counter of tokens and bytes.
     """
 
@@ -28,20 +33,36 @@ class CacheState:
     prompt: tuple[int, ...] = ()
     decoded: int = 0
     queries: dict[int, LatestQueries] = field(default_factory=dict)
+    guarded: Any = None
     meter: Meter = field(default_factory=Meter)
 
-    def note_held(self, layers: list[CacheLayer]) -> None:
-        """Count what is held after a call."""
-        queries = sum([latest.nbytes for latest in self.queries.values()])
-        self.meter.note(layers, decodes=not self.prefilling, further_bytes=queries)
+    def take(self, rows: Int[Tensor, " row"]) -> None:
+        """Let the rows be others of the batch, by their numbers; a guard begins to watch them anew."""
+        if self.prompt:
+            self.prompt = tuple(self.prompt[row] for row in _numbers(rows))
+        self.queries = {layer: queries.take(rows) for layer, queries in self.queries.items()}
+        self.guarded = None
+
+
+def _numbers(rows: Int[Tensor, " row"]) -> list[int]:
+    """The numbers of rows, which may be given by a mask."""
+    if rows.dtype == torch.bool:
+        rows = rows.nonzero()[:, 0]
+    return rows.tolist()
+
+
+class EndedCall(threading.local):
+    """The call that ended last in a thread; None if there is none, or somebody has taken it."""
+
+    moment: Moment | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """The moment before or after a forward call.
+    """A forward call of a run with policies, guards or observers; made before it, and read before and after it.
 
     Attributes:
-        cache: The cache.
+        cache: The cache; None if the call uses none.
         layers: Those of its layers that hold keys and values; `number` says of which decoder layer.
         call: The forward call.
         state: What is known about this cache.
@@ -54,23 +75,10 @@ class Moment:
     state: CacheState
     prefill_ended: bool
 
-
-class CurrentCall(threading.local):
-    """The forward call that the current thread is in.
-
-    Attributes:
-        call: The forward call; None outside of one.
-        cache: The cache of that call.
-        state: What is known about that cache.
-        own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
-    """
-
-    call: Call | None = None
-    cache: Any = None
-    state: CacheState | None = None
-    own_masks: bool = False
-
-    def end(self) -> None:
-        """Forget the call, which has ended."""
-        self.call = self.cache = self.state = None
-        self.own_masks = False
+    def layer(self, number: int) -> CacheLayer | None:
+        """Return the cache of a decoder layer; None if it is not a `CacheLayer`."""
+        layers = getattr(self.cache, "layers", None)
+        if not layers or number >= len(layers):
+            return None
+        kv = layers[number]
+        return kv if isinstance(kv, CacheLayer) else None

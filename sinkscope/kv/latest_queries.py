@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.hooks.edit.positions import Call
+from sinkscope.hooks.call import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.tap.call import Attention
 from sinkscope.tap.view import View
@@ -53,10 +53,13 @@ class LatestQueries:
             pos = pos[:, -count:].clone()
         return cls(query, pos, window, attention.module, attention.probs_function())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the queries; their positions, which every process of a split model has, are few."""
-        return self.query.nbytes
+    def take(self, rows: Int[Tensor, " row"]) -> LatestQueries:
+        """Return those of other rows of the batch, by their numbers."""
+        return replace(self, query=self.query[rows.to(self.query.device)], pos=self.pos[rows.to(self.pos.device)])
+
+    def __deepcopy__(self, memo: object) -> LatestQueries:
+        """Return itself, because nothing changes it: a copy would copy the attention module as well."""
+        return self
 
     def rows(self, kv: CacheLayer, last: int) -> Float[Tensor, "batch head query slot"]:
         """Return the attention of the `last` ones, in float32, to what a layer holds; 0 at padding."""

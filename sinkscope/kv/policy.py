@@ -72,7 +72,7 @@ class LayerMoment:
     @property
     def length(self) -> Int[Tensor, " batch"]:
         """Number of real tokens of each row so far, evicted or not."""
-        return self.moment.call.before.to(self.kv.keys.device)
+        return self.moment.call.earlier.length.to(self.kv.keys.device)
 
     def window_rows(self, last: int) -> Float[Tensor, "batch head query slot"]:
         """Recompute, in float32, the attention of the `last` queries to everything in the cache; 0 at padding.
@@ -214,16 +214,22 @@ class Policy(Intervention):
         if not moment.prefill_ended and (self.every == "prefill" or moment.state.decoded % self.every):
             return
         rows = self.kept_per_row(moment.state, session)
+        has_one_budget = type(self).layer_budget is Policy.layer_budget
+        protects = any(rows.first) or any(rows.latest)
         one_too_many: dict[tuple[torch.Size, torch.device], list[tuple[CacheLayer, Tensor]]] = {}
         for kv in moment.layers:
             at = LayerMoment(kv, moment, session, rows)
-            budget, exact = self.layer_budget(at), None
+            budget, exact, slots = rows.one_budget, None, kv.keys.shape[-2]
+            if not has_one_budget:
+                budget = self.layer_budget(at)
             if isinstance(budget, int) and type(self).select is Policy.select:  # every head keeps as many
-                if kv.slots <= budget:
+                if slots <= budget:
                     continue
                 exact = budget if kv.gapless else None
-            if exact == kv.slots - 1:
-                ranked = self._ranked(self._checked_scores(at), at)
+            if exact == slots - 1:
+                ranked = self._checked_scores(at)
+                if protects:
+                    ranked = self._ranked(ranked, at)
                 one_too_many.setdefault((ranked.shape, ranked.device), []).append((kv, ranked))
             else:
                 kv.evict(self.chosen(at), exact)
@@ -240,7 +246,7 @@ class Policy(Intervention):
     def _checked_scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """The scores of a layer's slots."""
         scores = self.scores(at)
-        check_scores(scores, at.kv.pos, self.shown_name, at.layer, at.moment.prefill_ended)
+        check_scores(scores, at.kv, self.shown_name, at.moment.prefill_ended)
         return scores.float()
 
     def kept_per_row(self, state: CacheState, session: Session) -> KeptPerRow:

@@ -10,9 +10,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.kv.slots import Slots
 
 
-def check_scores(scores: object, pos: Int[Tensor, "batch kv_head slot"], name: str, layer: int, is_first: bool) -> None:
+def check_scores(scores: object, kv: Slots, name: str, is_first: bool) -> None:
     """Check that there is a number for each slot.
 
     On an accelerator only the first scores of a cache are checked for NaN, because every later check would have to wait
@@ -20,24 +21,24 @@ def check_scores(scores: object, pos: Int[Tensor, "batch kv_head slot"], name: s
 
     Args:
         scores: What was returned.
-        pos: True position of each slot.
+        kv: The slots.
         name: Name of the policy.
-        layer: The layer.
         is_first: Whether these are the first scores after a prompt.
 
     Raises:
         SinkscopeError: The scores have the wrong shape, or some are NaN.
     """
-    if not isinstance(scores, Tensor) or scores.shape != pos.shape:
+    shape, layer = kv.keys.shape[:3], kv.number
+    if not isinstance(scores, Tensor) or scores.shape != shape:
         raise SinkscopeError(
             f"{name}.scores returned a {type(scores).__name__} of shape {tuple(getattr(scores, 'shape', ()))} for "
-            f"layer {layer}: expected a tensor of shape {tuple(pos.shape)}, one number per row, kv head, slot"
+            f"layer {layer}: expected a tensor of shape {tuple(shape)}, one number per row, kv head, slot"
         )
     checked = is_first or scores.device.type == "cpu"
     if not checked or not scores.is_floating_point() or not scores.numel():
         return
     # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
-    if math.isnan(scores.amin().item()) and bool((scores.isnan() & (pos >= 0)).any()):
+    if math.isnan(scores.amin().item()) and bool((scores.isnan() & (kv.pos >= 0)).any()):
         raise SinkscopeError(
             f"{name}.scores returned NaN for layer {layer}: slots without a score cannot be compared; return "
             "-torch.inf for what is worth nothing"
@@ -73,6 +74,5 @@ def check_layer_room(
 def unseen_queries() -> UnsupportedError:
     """Return the error of a policy that needs queries which were read before it could see them."""
     return UnsupportedError(
-        "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
-        "prompt inside, into the cache to go on with)"
+        "the latest queries were not seen, because this cache was filled outside of the `with`: read the prompt inside"
     )

@@ -8,27 +8,27 @@ attention rows are built. What is seen of the attention is in `attention_watch`,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
-from torch import Tensor, nn
+from torch import nn
 
 from sinkscope.errors import UnsupportedError, warn
+from sinkscope.hooks.call import Call
 from sinkscope.hooks.edit.base import Run
-from sinkscope.hooks.edit.positions import Call
-from sinkscope.kv.adopt import own_layers, taken_over, used_cache
+from sinkscope.kv.adopt import adopt, check_seen, own_layers, used_cache
 from sinkscope.kv.attention_rows import AttentionRows, Watcher
-from sinkscope.kv.attention_watch import AttentionWatch
+from sinkscope.kv.attention_watch import AttentionWatch, Replacement
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.cache_state import CacheState, CurrentCall, Moment
-from sinkscope.kv.generation import Generation
-from sinkscope.kv.rewind import Rewinder
+from sinkscope.kv.cache_state import CacheState, EndedCall, Moment
+from sinkscope.kv.generation import Generation, Rewinder, check_token_by_token
 from sinkscope.kv.usage import Meter, Usage
-from sinkscope.kv.windows import check_attention, check_servable
+from sinkscope.kv.windows import attention_elsewhere, check_mask, check_servable
 from sinkscope.models.call_cache import with_cache
 from sinkscope.models.hooks import AroundCall, Kwargs
-from sinkscope.tap.call import Attention
-from sinkscope.tap.internals import following_generate
+from sinkscope.tap.internals import GenerateFollower, following_generate
+from sinkscope.tap.stock import check_recomputed
 from sinkscope.tap.tap import tapped
 
 _ACTING: WeakValueDictionary[int, Run] = WeakValueDictionary()
@@ -39,9 +39,11 @@ class Session:
     """The state that all policies and observers of a run share; `Session.of(run)` makes it when first asked.
 
     Attributes:
-        now: What the current thread is doing.
         watching: What is seen of the attention, and what replaces it.
         generation: What `generate` is doing in the current thread.
+        acts_on_tokens: Whether something acts on generated tokens.
+        keeps_ended: Whether a guard asks for `ended`.
+        ended: The call that ended last in the current thread, whose logits come after it.
         anchors: Number of first positions that the policies and guards of the run keep.
         rewinder: Passes on what a guard removes from the output; None if no guard does.
         meters: Counters of tokens and bytes, one for each cache, also of caches that are gone.
@@ -52,19 +54,20 @@ class Session:
         check_servable(target)
         self._run = ref(run)  # which holds the session: no circle keeps what they hold in memory
         self.target = target
-        self._config = target.config
-        self.now = CurrentCall()
-        self.watching = AttentionWatch(target, self.now)
+        self.watching = AttentionWatch(target)
         self.anchors = 0
         self.rewinder: Rewinder | None = None
-        self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
+        self._caches: WeakSet[Any] = WeakSet()  # those that were used
         self.meters: list[Meter] = []
         self._policy_name: str | None = None
         self._reader: str | None = None  # what decides how prompts are read
         self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
         self._before_decode: list[Callable[[Moment], None]] = []
         self._after_call: list[Callable[[Moment], None]] = []
-        self.generation = Generation(self._before_decode)
+        self.acts_on_tokens = False
+        self.keeps_ended = False
+        self.ended = EndedCall()
+        self.generation = Generation()
         run.stack.callback(self._leave)
         self._configs = run.stack.enter_context(tapped(target))
         run.stack.push(self._warn_of_idle_policy)
@@ -76,9 +79,16 @@ class Session:
     @classmethod
     def of(cls, run: Run) -> Session:
         """Return the session of a run."""
-        if run.session is None:
-            run.session = cls(run)
-        return run.session
+        session = cls.in_run(run)
+        if session is None:
+            run.session = session = cls(run)
+        return session
+
+    @classmethod
+    def in_run(cls, run: Run | None) -> Session | None:
+        """Return the session of a run; None if no policy, guard or observer is entered."""
+        session = None if run is None else run.session
+        return session if isinstance(session, Session) else None
 
     @property
     def run(self) -> Run:
@@ -109,8 +119,14 @@ class Session:
             self._own_model()
             self.watching.owns_cache = True
             self.run.stack.callback(self._settle)
-            generation = self.generation
-            self.run.stack.enter_context(following_generate(self.target.hf, generation.set_prompting, generation.begin))
+            follower = GenerateFollower(self.run.acts_here, self._begin_generation, self.generation.set_prompting)
+            self.run.stack.enter_context(following_generate(self.target.hf, follower))
+
+    def _begin_generation(self, method: str, options: dict[str, Any], settings: Any) -> None:
+        """Note the settings of `generate`, and refuse it if nothing could act on its tokens."""
+        self.generation.settings = settings
+        if self.acts_on_tokens:
+            check_token_by_token(method, options)
 
     def _own_model(self) -> None:
         """Let this run be the one that acts on its model, until it ends."""
@@ -130,14 +146,16 @@ class Session:
         last: int | None = None,
     ) -> None:
         """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all."""
+        check_recomputed(self.target)
         self.watching.watchers.append(Watcher(fn, layers, last))
 
-    def replace_prompts(self, name: str, compute: Callable[[Attention, CacheLayer | None], Tensor | None]) -> None:
+    def replace_prompts(self, name: str, compute: Replacement) -> None:
         """Let `compute` give the attention of calls with several tokens (`AttentionWatch.replacement`).
 
         Raises:
             UnsupportedError: Another run on this model acts already, or another one in this run does the same.
         """
+        check_recomputed(self.target)
         self._own_model()
         if self._reader is not None:
             raise UnsupportedError(
@@ -148,13 +166,19 @@ class Session:
 
     def window_queries(self, last: int, decoding: bool = False) -> None:
         """Keep the `last` queries of prompts for `LayerMoment.window_rows`; with `decoding`, generated tokens too."""
+        check_recomputed(self.target)
         watching = self.watching
         watching.queries_kept = max(watching.queries_kept, last)
         watching.keeps_decoding_queries = watching.keeps_decoding_queries or decoding
 
-    def before_decode(self, fn: Callable[[Moment], None]) -> None:
-        """Call `fn` before every call that reads a single generated token."""
-        self._before_decode.append(fn)
+    def before_decode(self, fn: Callable[[Moment], None] | None = None) -> None:
+        """Call `fn`, if there is one, before every call that reads a single generated token.
+
+        Tokens then have to come one by one, in rows that keep their places.
+        """
+        self.acts_on_tokens = True
+        if fn is not None:
+            self._before_decode.append(fn)
 
     def after_call(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` after every call whose cache consists of `CacheLayer`s."""
@@ -168,7 +192,7 @@ class Session:
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
-        if error is None and self._acted is False and self._before_decode and self.watching.replacement is None:
+        if error is None and self._acted is False and self.acts_on_tokens and self.watching.replacement is None:
             warn(
                 f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
                 "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
@@ -177,7 +201,7 @@ class Session:
 
     def _settle(self) -> None:
         """Leave whole caches behind."""
-        for cache in list(self._states):
+        for cache in list(self._caches):
             for kv in own_layers(cache):
                 kv.settle()
 
@@ -190,7 +214,7 @@ class Session:
 
     # What the model calls ---------------------------------------------------------------------------------------
 
-    def follow(self, call: Call, module: nn.Module, kwargs: Kwargs) -> AroundCall:
+    def follow(self, call: Call, module: nn.Module, given: Kwargs) -> AroundCall:
         """Follow a forward call, in the order in which all come to act; its arguments are given by name.
 
         The cache is taken over; policies and guards act on it (`before_decode`); the model runs, in every layer of
@@ -198,60 +222,79 @@ class Session:
         computes it if the cache lacks tokens, and shows rows to policies and observers; guards and observers look at
         what came out (`after_call`); and what the cache holds is counted.
         """
-        now, watching = self.now, self.watching
-        check_attention(self.target, self._config)
-        cache = used_cache(kwargs, self.target, is_seen=watching.is_seen)
-        layers = list[CacheLayer]()
-        try:
+        cache, changed = call.cache, None
+        if cache is None:
+            cache = used_cache(given, self.target)
             if cache is not None:
-                kwargs = with_cache(module, kwargs, cache)
-                state = self._states.get(cache)
-                is_known = call.past > 0 and state is not None  # else it is new, or was emptied
-                if watching.owns_cache:
-                    layers = taken_over(cache, call, kwargs, self.target, is_known=is_known)
-                if state is None or not is_known:
-                    self._states[cache] = state = CacheState(meter=Meter(watching.windows))
-                    self.meters.append(state.meter)
-                now.cache = cache
-                now.state = state
-                if layers:
-                    self._act_before(layers, call, state)
-                    now.own_masks = any([kv.edited for kv in layers])
-            now.call = call
-            COLUMNS.set(call.tokens)
-            with watching.handler(call, layers, self._configs):
-                output = yield (), kwargs
-            if layers and now.state is not None:
-                for act in self._after_call:
-                    act(Moment(cache, layers, call, now.state, prefill_ended=False))
-                now.state.note_held(layers)
-            return output
+                changed = (), with_cache(module, given, cache)
+                self.run.know_rows(cache, call.state)
+        state, layers = self._taken_over(cache, call), list[CacheLayer]()
+        if cache is not None and self.watching.owns_cache:
+            for layer in cache.layers:
+                if isinstance(layer, CacheLayer):
+                    layers.append(layer)
+            if call.past and call.new > 1:
+                check_mask(given.get("attention_mask"), call, self.target)
+        moment = Moment(cache, layers, call, state, False)
+        if layers:
+            moment = self._act_before(moment)
+        COLUMNS.set(call.tokens)
+        try:
+            with self.watching.handler(moment, self._configs) as handler:
+                yield changed
+            if not handler.was_reached:
+                raise attention_elsewhere(self.target)
         finally:
-            now.end()
             COLUMNS.set(None)
+        if layers:
+            for act in self._after_call:
+                act(moment)
+            state.meter.note(layers, decodes=not state.prefilling, queries=state.queries)
+            if self.keeps_ended:
+                self.ended.moment = moment
 
-    def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
+    def _taken_over(self, cache: Any, call: Call) -> CacheState:
+        """What is known of the cache of a call; its layers are ours from the first call on, if the run owns caches."""
+        state = call.state.of_cache
+        if not isinstance(state, CacheState):
+            state = CacheState(meter=Meter(self.watching.windows))
+            if cache is None:
+                return state
+            check_seen(cache, is_seen=self.watching.is_seen)
+            if self.watching.owns_cache:
+                adopt(cache, self.target, call.earlier)
+            call.state.of_cache = state
+        if cache not in self._caches:  # a new one, or a copy
+            self._caches.add(cache)
+            self.meters.append(state.meter)
+        return state
+
+    def _act_before(self, moment: Moment) -> Moment:
+        """Let policies and guards act before a generated token; a prompt sees everything. The moment as it then is."""
+        call, state, layers = moment.call, moment.state, moment.layers
         if call.new > 1 or call.past == 0 or self.generation.prompting:
             state.prefilling = True
             self._acted = bool(self._acted) or self.generation.prompting
-            for kv in layers:  # a prompt sees everything
+            for kv in layers:
                 kv.settle()
                 kv.reordered = False
-            return
+            return moment
         prefill_ended = state.prefilling or not state.prompt  # of a cache that others filled, too
         state.prefilling = False
+        self._acted = True
         if prefill_ended:
             state.prompt = tuple(call.before.tolist())
             state.decoded = 0
         else:
             state.decoded += 1
-        self._acted = True
-        if self._before_decode:
+        if self.acts_on_tokens:
             if layers[0].reordered:
                 raise UnsupportedError(
                     "rows of the cache changed places or number after the prompt, as in beam search, and cache "
                     "policies and guards follow each row: use num_beams=1"
                 )
-            moment = Moment(self.now.cache, layers, call, state, prefill_ended)
+            if prefill_ended:
+                moment = replace(moment, prefill_ended=True)
             for act in self._before_decode:
                 act(moment)
+        return moment

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from sinkscope.hooks.edit.positions import TokenPositions
+from sinkscope.hooks.rows import TokenPositions
 from sinkscope.kv.growing_tensor import Growth
 
 
@@ -78,7 +78,7 @@ class Slots:
             if not new:
                 return known
         assert self.columns is not None
-        latest = self.columns.pos[:, self.seen - new :].to(self.keys.device)
+        latest = self.columns.pos[:, self.columns.seen - new :].to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
         pos = latest[:, None].expand(-1, self.keys.shape[1], -1)
         if known is not None:
@@ -139,7 +139,8 @@ class Slots:
         The call does not wait for the device.
         """
         pos = self.pos.take(index)
-        self.numbers = self.moved_numbers(lambda numbers: numbers.take(index))
+        for name in self.numbers:
+            self.numbers[name] = self.extra(name).take(index)
         # Whole slots, which is ten times as fast as `gather`.
         keys = torch.embedding(self.keys.flatten(0, 2), index)
         values = torch.embedding(self.values.flatten(0, 2), index)

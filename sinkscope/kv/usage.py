@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.results.notation import count_of
 from sinkscope.tap.view import ChunkWindow
 
@@ -75,7 +76,7 @@ class HeldTokens(NamedTuple):
         held: Tensor | int = 0
         read: Tensor | int = 0
         for kv in layers:
-            here = _held(kv, first)
+            here = kv.keys.shape[-2] if kv.gapless else _held(kv, first)
             window = windows[kv.number] if windows else None
             read = read + (here if window is None else _within(kv, window, first))
             if kv.whole_layer is not None:  # the layer is a copy of a part
@@ -157,30 +158,35 @@ class Meter:
         self._rows = self._seen = self._most_seen = 0
         self._all, self._decoding = TokenCount(), TokenCount()
 
-    def note(self, layers: list[CacheLayer], *, decodes: bool = False, further_bytes: int = 0) -> None:
+    def note(
+        self, layers: list[CacheLayer], *, decodes: bool = False, queries: Mapping[int, LatestQueries] | None = None
+    ) -> None:
         """Count what the layers hold after a call.
 
         Args:
             layers: The layers.
             decodes: Whether the call read a generated token.
-            further_bytes: Bytes kept for the cache beside its layers.
+            queries: The latest queries of layers, which are kept beside them.
         """
         first = layers[0]
-        if not first.slots:
+        if first.columns is None or not first.keys.shape[-2]:
             return
         if not self._slot_bytes:
             self._slot_bytes = {kv.number: _slot_bytes(kv) for kv in layers}
         self.calls += 1
         self._rows, self._heads = first.keys.shape[:2]
-        self._seen = first.seen
-        self._most_seen = max(self._most_seen, first.seen)
+        self._seen = first.columns.seen
+        self._most_seen = max(self._most_seen, self._seen)
         allocated = 0
         for kv in layers:
-            slots = allocated_slots(kv)
+            room = kv.growth.room
+            slots = kv.keys.shape[-2] if room is None else room.keys.shape[-2]
             if kv.whole_layer is not None:
                 slots += allocated_slots(kv.whole_layer)
             allocated += slots * self._slot_bytes[kv.number]
-        used = self._rows * allocated + further_bytes
+        used = self._rows * allocated
+        for latest in (queries or {}).values():
+            used += latest.query.nbytes  # their positions, which every process of a split model has, are few
         self._waiting.append(_Call(HeldTokens.by(layers, self._windows), used, decodes))
         if len(self._waiting) >= _WAITING:
             self._add_up()

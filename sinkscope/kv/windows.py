@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.edit.positions import Call
+from sinkscope.hooks.call import Call
 from sinkscope.kv.scope import cache_layers
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.tap.internals import attention_name
-from sinkscope.tap.stock import NAME
+from sinkscope.tap.stock import NAME, configs_of
 from sinkscope.tap.view import ChunkWindow
 
 
@@ -54,22 +54,13 @@ def check_servable(target: Target) -> None:
         )
 
 
-def check_attention(target: Target, config: Any) -> None:
-    """Refuse an attention that was set after a run was entered.
-
-    Args:
-        target: The model.
-        config: Its configuration, which takes long to look up at every token.
-
-    Raises:
-        UnsupportedError: It was.
-    """
-    name = attention_name(config)
-    if name != NAME:
-        raise UnsupportedError(
-            f"the attention of {target.name} was set to {name!r} inside the `with`, which would go past what acts "
-            "here: set it before the `with`"
-        )
+def attention_elsewhere(target: Target) -> UnsupportedError:
+    """Return the error for a call whose attention did not come by the tap, because it was set after entering a run."""
+    names = ", ".join(sorted({repr(attention_name(config)) for config in configs_of(target)} - {repr(NAME)}))
+    return UnsupportedError(
+        f"the attention of {target.name} was set to {names} inside the `with`, which goes past what acts here: set it "
+        "before the `with`"
+    )
 
 
 def check_mask(mask: Any, call: Call, target: Target) -> None:

@@ -21,6 +21,7 @@ from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
 from sinkscope.kv.rewind import generate_with_rewind
+from sinkscope.kv.session import Session
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.models.checks import check_length, end_ids, tokenizer_of
@@ -127,7 +128,8 @@ def generate(
             torch.manual_seed(seed_of(seed, f"prompts from {start}"))
             batch = rows[start : start + batch_size]
             with under(edit, target) as run:
-                rewinds = run is not None and run.session is not None and run.session.rewinder is not None
+                session = Session.in_run(run)
+                rewinds = session is not None and session.rewinder is not None
                 options["streamer"] = None
                 if on_text is not None and not rewinds:
                     options["streamer"] = _Streamer(tok, start, on_text)

@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Whole
-from sinkscope.hooks.edit.base import Intervention, under
+from sinkscope.hooks.edit.base import Intervention, runs_here, under
 from sinkscope.models.origin import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
@@ -159,7 +159,8 @@ class Setup:
         return under(self.edit, self.target)
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """Return what is made the first time that something is asked for with this key."""
+        """Return what is made when something is first asked for with this key, under the same interventions."""
+        key = (*runs_here(self.target.hf), *key)
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]

@@ -6,7 +6,8 @@ transformers 5.24 renamed `past_key_values` to `cache`. No other file of sinksco
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -42,9 +43,24 @@ def tokens_in(cache: Any) -> int:
     return count
 
 
-def cache_parameter(forward: Callable[..., Any]) -> inspect.Parameter | None:
-    """Return the parameter for the cache; None if there is none of a known name."""
-    parameters = inspect.signature(forward).parameters
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the `forward` of a module, by name.
+
+    Those of its class, because wrappers that are set on a module (of nnsight, for instance) take any arguments.
+    """
+    return _parameters_of_class(type(module))
+
+
+@lru_cache(256)
+def _parameters_of_class(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+    parameters = dict(inspect.signature(kind.forward).parameters)
+    parameters.pop("self", None)
+    return parameters
+
+
+def cache_parameter(module: nn.Module) -> inspect.Parameter | None:
+    """Return the parameter for the cache of a module; None if there is none of a known name."""
+    parameters = parameters_of(module)
     for name in CACHE_NAMES:
         if name in parameters:
             return parameters[name]
@@ -53,7 +69,7 @@ def cache_parameter(forward: Callable[..., Any]) -> inspect.Parameter | None:
 
 def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
     """Return the cache as an argument by name, for the `forward` and the `generate` of a model."""
-    parameter = cache_parameter(model.forward)
+    parameter = cache_parameter(model)
     if parameter is not None:
         return {parameter.name: cache}
     from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -74,10 +90,7 @@ def with_cache(model: nn.Module, arguments: Mapping[str, Any], cache: Any) -> di
 
 def by_name(module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Return all arguments of a call by the names of the parameters."""
-    if not args:
-        return dict(kwargs)
-    names = inspect.signature(module.forward).parameters
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
 
 
 def bridge_hooks(bridge: nn.Module) -> list[Hook]:

@@ -14,8 +14,8 @@ from sinkscope.models.shards import Shards, check_no_gradient, split_of
 Hook = tuple[nn.Module, str, Any]
 """A module, a moment, and a function with the signature of torch's hooks. Moments are "pre", "first" (before all others
 that are "pre"), "post", and "always" (after an error, too)."""
-AroundCall = Generator[tuple[Args, Kwargs], Any]
-"""Yields once: gives the arguments with which a module is to run, and takes its output."""
+AroundCall = Generator[tuple[Args, Kwargs] | None, Any]
+"""Yields once: gives the arguments with which a module is to run (None: those that it has), and takes its output."""
 
 
 def hidden_of(args: Args, kwargs: Kwargs) -> Tensor:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
@@ -14,10 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output
+from sinkscope.models.call_cache import parameters_of
+from sinkscope.models.hooks import Hook, first_tensor, hidden_of, on_input, on_output
 from sinkscope.models.modules.parts import Parts
 
 _COMPILER = threading.Lock()
+_SKIPPING = threading.RLock()  # while layers of some model are skipped, in one thread
 _FORCED: list[AbstractContextManager[None]] = []  # a stance of the compiler for each that asks; all threads share it
 
 
@@ -51,6 +52,19 @@ class LayerInput:
     layer: int
     hidden: Float[Tensor, "batch pos d_model"]
     wrapped: bool
+
+
+def _of_this_thread(fn: Callable[..., Any], arguments: int) -> Callable[..., Any]:
+    """A hook that acts in calls of this thread alone."""
+    owner = threading.get_ident()
+
+    def hook(*given: Any) -> Any:
+        # PyTorch adds a hook before it notes that the hook takes keywords: a call that runs meanwhile gives none.
+        if threading.get_ident() != owner or len(given) != arguments:
+            return None
+        return fn(*given)
+
+    return hook
 
 
 class Target(Parts):
@@ -99,7 +113,7 @@ class Target(Parts):
     ) -> Float[Tensor, "batch some vocab"]:
         """Run a pass, and return the logits at some positions, which most models then compute alone."""
         kept: dict[str, Any] = {}
-        if "logits_to_keep" in signature(self.hf.forward).parameters:
+        if "logits_to_keep" in parameters_of(self.hf):
             kept = {"logits_to_keep": positions.to(self.device)}
         logits = self.forward(ids, unembed=True, start=start, **kept).logits
         return logits if kept else logits[:, positions]
@@ -123,26 +137,32 @@ class Target(Parts):
 
     @contextmanager
     def skipping(self, count: int, wrapped: bool) -> Iterator[None]:
-        """Context manager in which the first layers pass on what they get.
+        """Context manager in which the first layers pass on what they get in this thread; no other enters it meanwhile.
 
         Args:
             count: Number of these layers.
             wrapped: Whether the layers of the model return a tuple.
         """
+        owner = threading.get_ident()
 
-        def passed_on(hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-            if wrapped:
-                return (hidden_states,)
-            return hidden_states
+        def passing_on(run: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() != owner:
+                    return run(*args, **kwargs)
+                hidden = hidden_of(args, kwargs)
+                return (hidden,) if wrapped else hidden
 
-        with ExitStack() as stack:
+            return forward
+
+        with _SKIPPING, ExitStack() as stack:
             for layer in self.layers[:count]:
                 attributes = vars(layer)  # a bridge hands what is set on it to the module inside
+                run = layer.forward
                 if "forward" in attributes:  # some libraries replace it as well
                     stack.callback(attributes.update, forward=attributes["forward"])
                 else:
                     stack.callback(attributes.pop, "forward")
-                attributes["forward"] = passed_on
+                attributes["forward"] = passing_on(run)
             if self.store is not None:  # they are not read either
                 self.store.skipped = count
                 stack.callback(setattr, self.store, "skipped", 0)
@@ -154,10 +174,17 @@ class Target(Parts):
         raise Stop
 
     @contextmanager
-    def hooks(self, *hooks: Hook) -> Iterator[None]:
-        """Context manager with hooks."""
+    def hooks(self, *hooks: Hook, owned: bool = True) -> Iterator[None]:
+        """Context manager with hooks.
+
+        Args:
+            hooks: The hooks.
+            owned: Whether they see the calls of this thread alone, whatever other threads do with the model meanwhile.
+        """
         with without_compiler(), ExitStack() as stack:
             for module, when, fn in hooks:
+                if owned:
+                    fn = _of_this_thread(fn, 3 if when in ("first", "pre") else 4)
                 if when in ("first", "pre"):
                     handle = module.register_forward_pre_hook(fn, with_kwargs=True, prepend=when == "first")
                 else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries
 from sinkscope.tap.internals import eager_attention, sdpa_attention
 from sinkscope.tap.rows import Rows, additive, attention_probs, shown
-from sinkscope.tap.stock import stock_attention, stock_name
+from sinkscope.tap.stock import stock_attention, stock_name, stock_of
 from sinkscope.tap.view import View
 
 _CHUNK = 256  # queries whose rows are built at a time at most, if a handler does not say another number
@@ -49,6 +49,7 @@ class Attention:
         mask: The model's mask, in the form that its attention takes. None means causal, or that a handler determines
             what is seen.
         settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
+        queries: Number of queries in this call.
         needs_mask: Whether some handler needs rows under the mask.
         viewed: Says what is seen, by true positions, if a handler knows it; None if the only query sees every key, so
             that no mask is needed.
@@ -65,17 +66,13 @@ class Attention:
     value: Float[Tensor, "batch kv_head key d_value"]
     mask: Any
     settings: dict[str, Any]
+    queries: int
     needs_mask: bool = False
     viewed: Callable[[Attention], View | None] | None = None
     mask_is_stale: bool = False
     compute: Callable[[Attention], AttentionOutput | None] | None = None
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
-
-    @property
-    def queries(self) -> int:
-        """Number of queries in this call."""
-        return self.query.shape[2]
 
     @cached_property
     def view(self) -> View | None:
@@ -156,6 +153,9 @@ class Attention:
 
     def probs_function(self) -> Callable[[Tensor, Tensor, Tensor | None], Rows]:
         """Return `attention_probs` of any queries and keys of this layer under a mask, which does not hold these."""
+        settings = self.settings
+        if "softcap" not in settings and "s_aux" not in settings:  # as in most models, at every token
+            return partial(attention_probs, scaling=settings.get("scaling") or self.scaling)
         return partial(attention_probs, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
 
     def show(self, fn: RowsFunction, *, needs_mask: bool = False, first: int = 0, chunk: int | None = None) -> None:
@@ -180,6 +180,8 @@ class Attention:
         """Return the model's own attention over what `view` shows."""
         if self.view is None:
             return self.stock(None)[0]
+        stock = stock_of(self.module.config)
+        stock.check_recomputed(self.module, self.query, self.key, self.value, self.scaling)
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
         is_eager = self._needs_eager or stock_name(self.module.config) == "eager"
         own = eager_attention(self.module) if is_eager else sdpa_attention()
@@ -200,18 +202,24 @@ class Attention:
         output, weights = self._attended()
         for rows_range, listeners in self._listeners.items():
             for part in self._parts(rows_range):
-                _tell(listeners, part.start, self._rows(part, rows_range.needs_mask))
+                rows = self._rows(part, rows_range.needs_mask)
+                for fn in listeners:
+                    fn(part.start, rows)
         self._listeners.clear()  # they hold this object, and it holds queries, keys and values
         return output, weights
 
     def _attended(self) -> AttentionOutput:
         """Output and weights; the rows of a single query, of which the output is made, are shown at once."""
-        by_view = [rows_range for rows_range in self._listeners if not rows_range.needs_mask]
-        if by_view and self.queries == 1:  # the rows are built anyway: the output comes from them
-            rows = self._rows(slice(0, 1), False)
-            for rows_range in by_view:
-                _tell(self._listeners.pop(rows_range), 0, rows)
-            return self._weighted(rows), rows
+        if self.queries == 1:
+            rows: Tensor | None = None
+            for rows_range in list(self._listeners):
+                if not rows_range.needs_mask:
+                    if rows is None:
+                        rows = self._rows(slice(0, 1), False)
+                    for fn in self._listeners.pop(rows_range):
+                        fn(0, rows)
+            if rows is not None:  # they were built anyway: the output comes from them
+                return self._weighted(rows), rows
         if self.compute is not None:
             replaced = self.compute(self)
             if replaced is not None:
@@ -248,14 +256,9 @@ class Attention:
         query, key, probs = self.query[:, :, part], self.key, self.probs_function()
         if needs_mask:
             return probs(query, key, self.mask_of(part))
-        if self.view is None:
+        if self.viewed is None or self.view is None:
             return probs(query, key, None)
         later = self.queries - part.stop  # new tokens that none of these queries sees
         earlier = slice(0, key.shape[2] - later)
         mask = self.view.section(part, earlier).sees_by_head(query.shape[1])
         return torch.nn.functional.pad(probs(query, key[:, :, earlier], mask), (0, later))
-
-
-def _tell(listeners: Iterable[RowsFunction], first: int, rows: Tensor) -> None:
-    for fn in listeners:
-        fn(first, rows)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,6 +26,13 @@ def attention_name(config: Any) -> str:
 def set_attention(config: Any, name: str) -> None:
     """Make modules with this configuration use this attention from now on, and none with a part of it."""
     config._attn_implementation_internal = name  # the public setter changes the configurations inside as well
+
+
+def attention_functions() -> Mapping[str, Callable[..., Any]]:
+    """Return the attention functions that models look up by name, also those that somebody has replaced."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS
 
 
 def eager_attention(module: Any) -> Callable[..., Any]:
@@ -46,6 +57,57 @@ def is_checkpointing(layer: nn.Module) -> bool:
     return layer.training and bool(getattr(layer, "gradient_checkpointing", False))
 
 
+@dataclass(frozen=True, eq=False)
+class GenerateFollower:
+    """Somebody whom `generate` tells which calls read a prompt, which only it knows.
+
+    A chunked prompt may end with a chunk of one token, which looks like a generated token to the model.
+
+    Attributes:
+        acts_here: Says whether it is concerned by what the current thread does.
+        check: Called with the name of a method of the model that `generate` calls, `_prefill` or (for assisted
+            generation) `_get_candidate_generator`, the arguments of the forward call, and the generation settings; may
+            raise.
+        prompting: Called with True before a prompt is read, and with False afterwards.
+    """
+
+    acts_here: Callable[[], bool]
+    check: Callable[[str, dict[str, Any], Any], None]
+    prompting: Callable[[bool], None] = lambda _reads: None
+
+
+@contextmanager
+def following_generate(model: Any, follower: GenerateFollower) -> Iterator[None]:
+    """Context manager in which the `generate` of a causal language model tells a follower what it does."""
+
+    def acting() -> list[GenerateFollower]:
+        return [one for one in _FOLLOWERS.get(model, ()) if one.acts_here()]
+
+    def prefill(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
+        followers = acting()
+        for one in followers:
+            one.check("_prefill", model_kwargs, generation_config)
+        for one in followers:
+            one.prompting(True)
+        try:
+            return type(model)._prefill(model, input_ids, generation_config, model_kwargs, **more)
+        finally:
+            for one in followers:
+                one.prompting(False)
+
+    def candidates(*args: Any, **kwargs: Any) -> Any:
+        for one in acting():
+            one.check("_get_candidate_generator", {}, None)
+        return type(model)._get_candidate_generator(model, *args, **kwargs)
+
+    with _placed(model, _prefill=prefill, _get_candidate_generator=candidates):
+        _FOLLOWERS[model] = [*_FOLLOWERS.get(model, ()), follower]
+        try:
+            yield
+        finally:
+            _FOLLOWERS[model] = [one for one in _FOLLOWERS[model] if one is not follower]
+
+
 @contextmanager
 def without_continuous_batching(model: Any, error: Exception) -> Iterator[None]:
     """Context manager in which `generate_batch` and what it is made of raise an error.
@@ -60,48 +122,37 @@ def without_continuous_batching(model: Any, error: Exception) -> Iterator[None]:
     def refused(*_: Any, **__: Any) -> Any:
         raise error
 
-    before = vars(model).get(_BATCHING)
-    if hasattr(type(model), _BATCHING):
-        setattr(model, _BATCHING, refused)
-    try:
+    with _placed(model, **({_BATCHING: refused} if hasattr(type(model), _BATCHING) else {})):
         yield
-    finally:
-        vars(model).pop(_BATCHING, None)
-        if before is not None:
-            setattr(model, _BATCHING, before)
+
+
+_FOLLOWERS: WeakKeyDictionary[Any, list[GenerateFollower]] = WeakKeyDictionary()
+_PLACED: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+"""How many contexts want a function in the place of a method of a model."""
+_BEFORE: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+"""What stood on the model itself before."""
+_LOCK = threading.RLock()
 
 
 @contextmanager
-def following_generate(
-    model: Any, prompting: Callable[[bool], None], check: Callable[[str, dict[str, Any], Any], None]
-) -> Iterator[None]:
-    """Context manager in which `generate` reports which calls read a prompt, which only it knows.
-
-    A chunked prompt may end with a chunk of one token, which looks like a generated token to the model.
-
-    Args:
-        model: The causal language model.
-        prompting: Called with True before a prompt is read, and with False afterwards.
-        check: Called with the name of a method of the model that `generate` calls, `_prefill` or (for assisted
-            generation) `_get_candidate_generator`, the arguments of the forward call, and the generation settings; may
-            raise.
+def _placed(model: Any, **functions: Any) -> Iterator[None]:
+    """Context manager with functions in place of methods of a model; they leave when the last context that wants them
+    ends, in whatever order contexts of several threads end.
     """
-
-    def prefill(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
-        check("_prefill", model_kwargs, generation_config)
-        prompting(True)
-        try:
-            return type(model)._prefill(model, input_ids, generation_config, model_kwargs, **more)
-        finally:
-            prompting(False)
-
-    def candidates(*args: Any, **kwargs: Any) -> Any:
-        check("_get_candidate_generator", {}, None)
-        return type(model)._get_candidate_generator(model, *args, **kwargs)
-
-    model._prefill = prefill
-    model._get_candidate_generator = candidates
+    with _LOCK:
+        count, before = _PLACED.setdefault(model, Counter()), _BEFORE.setdefault(model, {})
+        for name, function in functions.items():
+            if not count[name]:
+                if name in vars(model):
+                    before[name] = vars(model)[name]
+                setattr(model, name, function)
+            count[name] += 1
     try:
         yield
     finally:
-        del model._prefill, model._get_candidate_generator
+        with _LOCK:
+            for name in functions:
+                count[name] -= 1
+                if not count[name]:
+                    vars(model).pop(name, None)
+                    vars(model).update({name: before.pop(name)} if name in before else {})

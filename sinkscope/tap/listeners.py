@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ class Handler:
         needs_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
         replaces_mask: Whether it determines what is seen, so that no mask is needed.
         idle: Whether it has nothing to do unless others listen too. The model then computes attention alone.
+        was_reached: Whether attention of the model came by.
     """
 
     see: Callable[[Attention], None]
@@ -26,19 +27,20 @@ class Handler:
     needs_mask: bool = False
     replaces_mask: bool = False
     idle: bool = False
+    was_reached: bool = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Handler:
         """See attention in this context, before those that are already listening."""
         HANDLERS.set((self, *HANDLERS.get()))
+        return self
 
     def __exit__(self, *_: object) -> None:
         """Stop listening."""
-        HANDLERS.set(tuple([other for other in HANDLERS.get() if other is not self]))
+        others = HANDLERS.get()
+        if others[0] is self:
+            HANDLERS.set(others[1:])
+        else:
+            HANDLERS.set(tuple([other for other in others if other is not self]))
 
 
 HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=())
-
-
-def listeners_to(configs: Iterable[int]) -> list[Handler]:
-    """Return who listens to a model with one of these configurations."""
-    return [handler for handler in HANDLERS.get() if not handler.configs.isdisjoint(configs)]

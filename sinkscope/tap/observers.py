@@ -45,6 +45,7 @@ def visible_rows(
     rows_per_chunk: int = 256,
     whole: bool = True,
     begin: int = 0,
+    proving: bool = False,
 ) -> Iterator[None]:
     """Do as `attention_rows`, and also tell the observer which keys the queries see.
 
@@ -57,6 +58,7 @@ def visible_rows(
         whole: Whether the rows of all heads are shown. If not, a process of several shows those of the heads that it
             holds, and the observer gathers what it makes of them, which is smaller (`target.shards.gather`).
         begin: The first query whose row is shown.
+        proving: As for `listening`.
     """
     wanted = target.attending
     if layers is not None:
@@ -75,7 +77,7 @@ def visible_rows(
 
     is_bridge = target.kind == "bridge"
     if not is_bridge and target.adapter.attention_interface:
-        with listening(target, see):
+        with listening(target, see, proving=proving):
             yield
         return
     hooks = list[Hook]()

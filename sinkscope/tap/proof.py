@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +45,7 @@ def attention_error(target: Target) -> float:
     Raises:
         UnsupportedError: They cannot be compared; the message says why.
     """
+    target = _twin(target)
     adapter, layers = target.adapter, target.attending[:_ATTENTION_LAYERS]
     chunks: dict[int, list[Tensor]] = {}
     values, outputs, heads = dict[int, Tensor](), dict[int, Any](), dict[int, Tensor]()
@@ -69,8 +72,8 @@ def attention_error(target: Target) -> float:
         projected += target.part_hooks(layer, part, "post", on_output(partial(keep_projected, layer)))
     ids = token_ids(target, _LONG)
     with _narrowed(target):
-        tap = listening(target, keep_values) if adapter.attention_interface else target.hooks(*projected)
-        with tap, attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3):
+        tap = listening(target, keep_values, proving=True) if adapter.attention_interface else target.hooks(*projected)
+        with tap, attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3, proving=True):
             target.forward(ids, last_layer=layers[-1])
         with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
             target.forward(ids, last_layer=layers[-1])
@@ -96,6 +99,21 @@ def attention_error(target: Target) -> float:
             own = own / own.sum(-1, keepdim=True)
         errors.append(float((rows - own).abs().max()))
     return float(torch.tensor(errors).max())  # NaN if one is
+
+
+def _twin(target: Target) -> Target:
+    """The same weights in modules of their own, so that no other thread sees what is set on these meanwhile.
+
+    It is the model itself where modules cannot be copied, because somebody has put other things into them.
+    """
+    if target.kind != "hf":
+        return target
+    shared = {id(tensor): tensor for tensor in (*target.hf.parameters(), *target.hf.buffers())}
+    try:
+        twin = copy.deepcopy(target.hf, shared)
+    except Exception:
+        return target
+    return replace(target, model=twin, hf=twin)
 
 
 @contextmanager

@@ -23,20 +23,32 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from sinkscope.models.target import Target, without_compiler
 from sinkscope.tap.call import Attention, AttentionOutput
 from sinkscope.tap.internals import set_attention
-from sinkscope.tap.listeners import HANDLERS, Handler, listeners_to
-from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, stock_attention, stock_name
+from sinkscope.tap.listeners import HANDLERS, Handler
+from sinkscope.tap.stock import NAME, STOCK, Stock, check_recomputed, configs_of, stock_attention, stock_name
 
 _LATEST: ContextVar[ref[Tensor] | None] = ContextVar("sinkscope_latest_queries", default=None)
 _LOCK = threading.Lock()
 
 
 @contextmanager
-def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None]:
-    """Context manager in which `see` is called with the attention of every layer."""
+def listening(target: Target, see: Callable[[Attention], None], *, proving: bool = False) -> Iterator[None]:
+    """Context manager in which `see` is called with the attention of every layer in this context.
+
+    Args:
+        target: The model.
+        see: Called with the attention.
+        proving: Whether this is how the model is compared with what sinkscope recomputes.
+
+    Raises:
+        UnsupportedError: The model attends by a function of the user's own.
+    """
+    if not proving:
+        check_recomputed(target)
     with tapped(target) as configs, Handler(see, configs, needs_mask=True):
         yield
 
@@ -75,11 +87,14 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> AttentionOutput:
     """The attention function that transformers calls in every layer."""
-    config = id(module.config)
+    config = module.config
+    number, stock = id(config), STOCK.get(id(config))
+    own = stock_attention(module) if stock is None or stock.attention is None else stock.attention
     listeners: list[Handler] = []
     idle, needs_mask = True, False
     for handler in HANDLERS.get():  # a plain loop: every layer comes here
-        if config in handler.configs:
+        if number in handler.configs:
+            handler.was_reached = True
             listeners.append(handler)
             idle = idle and handler.idle
             needs_mask = needs_mask or handler.needs_mask
@@ -94,7 +109,7 @@ def _attend(
     if chosen is not None:
         attention_mask = _among_chosen(attention_mask, chosen)
     if idle:
-        return stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
+        return own(module, query, key, value, attention_mask, **kwargs)
     latest = _LATEST.get()
     is_repeated = latest is not None and latest() is query
     _LATEST.set(ref(query))
@@ -106,6 +121,7 @@ def _attend(
         value,
         attention_mask,
         kwargs,
+        query.shape[2],
         needs_mask,
         is_repeated=is_repeated,
     )
@@ -136,10 +152,15 @@ def _within_blocks(
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:
     """The mask function that transformers calls once per forward call; no mask if a handler determines what is seen."""
-    name = stock_name(config)
-    for handler in listeners_to([id(config)]):
-        if handler.replaces_mask:
-            return None
-        if handler.needs_mask:
-            name = "sdpa"
-    return AttentionMaskInterface()[name](config=config, **kwargs)
+    stock, number = STOCK.get(id(config)), id(config)
+    name = stock_name(config) if stock is None else stock.name
+    for handler in HANDLERS.get():
+        if number in handler.configs:
+            if handler.replaces_mask:
+                return None
+            if handler.needs_mask:
+                name = "sdpa"
+    # Nothing stands here for an attention that was registered alone: transformers gives it no mask either.
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](config=config, **kwargs)

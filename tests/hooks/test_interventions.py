@@ -17,8 +17,9 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
+from sinkscope.hooks.call import begin_call
 from sinkscope.hooks.edit import Ablate
-from sinkscope.hooks.edit.positions import Tracker
+from sinkscope.hooks.rows import put_rows
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 PADDED = torch.tensor([[3, 3, 1, 5, 6, 7], [1, 8, 9, 10, 11, 12]])
@@ -137,18 +138,21 @@ def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
         part = slice(width - n, width) if left else slice(0, n)
         real[row, part] = True
         want[row, part] = torch.arange(n)
-    tracker, held = Tracker(), FakeCache()
+    held = FakeCache()
     got, start = [], 0
     for size in [*cuts, width]:
         stop = min(width, start + size)
         if stop == start:
             break
-        call = tracker.begin(torch.full((len(lengths), stop - start), 7), shape_mask(real, start, stop, masked), held)
+        tokens = torch.full((len(lengths), stop - start), 7)
+        mask = shape_mask(real, start, stop, masked)
+        call = begin_call(0, 0, {"input_ids": tokens, "attention_mask": mask, "past_key_values": held})
+        put_rows(held, 0, call.state)
         got.append(call.index)
         held.seen = start = stop
     assert torch.equal(torch.cat(got, 1), want)
     # A token without mask comes after all real ones.
-    call = tracker.begin(torch.full((len(lengths), 1), 7), None, held)
+    call = begin_call(0, 1, {"input_ids": torch.full((len(lengths), 1), 7), "past_key_values": held})
     assert call.index.flatten().tolist() == lengths
 
 

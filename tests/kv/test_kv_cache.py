@@ -16,7 +16,7 @@ from refusals import refused
 from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache
 
-from sinkscope.hooks.edit.positions import TokenPositions
+from sinkscope.hooks.rows import TokenPositions
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.usage import HeldTokens, TokenCount, allocated_slots
@@ -69,7 +69,7 @@ class Slow:
                     if real[-1]:
                         self.held[row][head][sum(real) - 1] = [float(keys[row, head, column]), 0]
         columns = torch.tensor(self.real)
-        token = COLUMNS.set(TokenPositions(torch.where(columns, columns.long().cumsum(1) - 1, -1)))
+        token = COLUMNS.set(TokenPositions.of(torch.where(columns, columns.long().cumsum(1) - 1, -1)))
         layer.update(keys, -keys)
         COLUMNS.reset(token)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.edit.positions import Call, Tracker
+from sinkscope.hooks.call import Call, begin_call
+from sinkscope.hooks.rows import RowState, forget_rows, put_rows
 from sinkscope.models.call_cache import CACHE_NAMES, bridge_hooks, by_name, cache_in, tokens_in
 from sinkscope.models.hooks import Args, AroundCall, Hook, Kwargs
 from sinkscope.models.target import Target
@@ -46,28 +49,58 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
+class CallSession(Protocol):
+    """What policies, guards and observers of a run share; `kv.session.Session` is one."""
+
+    @property
+    def usage(self) -> list[Any]:
+        """What each cache of the run held."""
+        ...
+
+    def follow(self, call: Call, module: nn.Module, given: Kwargs) -> AroundCall:
+        """Act on the cache of a call before and after it; its arguments are given by name."""
+        ...
+
+
+class _Here(threading.local):
+    """The call in which a thread is.
+
+    Attributes:
+        call: Its record; None outside a call, or if the run does not act on it.
+        following: What the session does about it.
+    """
+
+    call: Call | None = None
+    following: AroundCall | None = None
+
+
 class Run:
-    """Interventions active on one model, from entry to exit. All state lives here, none on the intervention objects.
+    """Interventions active on one model, from entry to exit. All state lives here or on the caches, none on the model.
 
     A run acts on forward calls of the thread that entered it, and of threads that have not entered a run on the same
     model themselves. Generating in a worker thread, as for streaming, therefore works unchanged, and two threads
-    with one run each do not disturb each other.
+    with one run each do not disturb each other. A call that began before the run was entered stays plain to its end,
+    and one that began inside is edited to its end: leaving waits for it.
     """
 
     def __init__(self, target: Target, parts: tuple[Intervention, ...]) -> None:
         self.target = target
         self.parts = parts  # what acts, in order
         self.stack = ExitStack()
-        self.tracker = Tracker()
+        self.number = next(_NUMBERS)
         self.thread: int | None = None  # the one that entered it
-        self._local = threading.local()
+        self.session: CallSession | None = None  # once a policy or an observer of attention is entered
+        self.passes = 0  # whole ones on which the run acted
+        self._here = _Here()
+        self._is_open = False  # whether calls that begin now are acted on
+        self._live: dict[Call, threading.Thread] = {}  # calls that have begun and not ended
+        self._steps = itertools.count()
+        self._caches: WeakSet[Any] = WeakSet()  # on which something is known of rows
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
         self._names = {module: name for name, module in target.hf.named_modules()}
         self._ran: dict[nn.Module, bool] = {}  # whether edited modules did
-        self.passes = 0  # whole ones on which the run acted
-        self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
 
     def __enter__(self) -> Run:
         """Begin to act on the model."""
@@ -77,11 +110,23 @@ class Run:
         with ExitStack() as self.stack:
             self.stack.enter_context(_registered(self))
             self.stack.enter_context(without_continuous_batching(self.target.hf, _no_packed_rows(self.target)))
-            self._follow_calls()
+            if self.target.kind == "bridge":
+                self.stack.enter_context(self.target.hooks(*bridge_hooks(self.target.hf)))
+            self.stack.callback(self._forget_rows)
+            # Hooks of every thread, which find out by themselves whose call it is.
+            self.stack.enter_context(
+                self.target.hooks(
+                    (self.target.base, "pre", self._begin_call),
+                    (self.target.base, "always", self._end_call),
+                    owned=False,
+                )
+            )
             for key, part in enumerate(self.parts):
                 part.enter(self, key)
             self.stack.push(self._check_edited)
+            self.stack.callback(self._close)
             self.stack = self.stack.pop_all()
+            self._is_open = True
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -103,18 +148,25 @@ class Run:
 
     @property
     def call(self) -> Call | None:
-        """The forward call that this thread is in; None outside a call, or if the run does not act on it.
+        """The record of the forward call that this thread is in; None outside a call, or if the run does not act on it.
 
         Raises:
             UnsupportedError: A backward pass recomputes a layer, and it is not known for which call.
         """
-        call: Call | None = getattr(self._local, "call", None)
+        call = self._here.call
         if call is None and in_backward():
             raise UnsupportedError(
                 f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
                 "known: checkpoint no layer inside the `with`"
             )
         return call
+
+    def acts_here(self) -> bool:
+        """Return whether the run acts on calls that begin now in this thread."""
+        me = threading.get_ident()
+        if not self._is_open or me == self.thread:
+            return self._is_open
+        return all(other.thread != me for other in _ACTIVE.get(self.target.hf, ()))
 
     @property
     def events(self) -> list[Event]:
@@ -150,13 +202,15 @@ class Run:
         self._pending.clear()
 
     def hook(self, *hooks: Hook) -> None:
-        """Register torch hooks with kwargs until the run ends."""
-        self.stack.enter_context(self.target.hooks(*hooks))
+        """Register torch hooks with kwargs until the run ends. They run in all threads, and ask for `call` first."""
+        self.stack.enter_context(self.target.hooks(*hooks, owned=False))
 
     def hook_edit(self, module: nn.Module, when: str, fn: Callable[..., Any]) -> None:
         """Register the hook of an edit, which would be lost if the module did not run or were replaced."""
 
         def noting(*args: Any) -> Any:
+            if self.call is None:
+                return None
             self.keep(module)
             return fn(*args)
 
@@ -183,70 +237,98 @@ class Run:
                 "off what does their work in another way (a fused kernel, a captured graph, a skipped layer)"
             )
 
-    def _follow_calls(self) -> None:
-        """Follow the forward calls of the model with a generator for each: `call` is set while one runs.
+    def _close(self) -> None:
+        """Act on no call that begins from now on, and wait for those of other threads that have begun."""
+        self._is_open = False
+        self._drop_call()
+        me = threading.current_thread()
+        while any(thread is not me and thread.is_alive() for thread in list(self._live.values())):
+            time.sleep(_WAIT)
 
-        After an error or an interruption the generator is closed: at once, or where torch runs no hook, as after
-        Ctrl-C, before the next call or at the end.
-        """
-        if self.target.kind == "bridge":
-            self.hook(*bridge_hooks(self.target.hf))
-        self.stack.callback(self._leave_call)
-        self.hook((self.target.base, "pre", self._begin_call), (self.target.base, "always", self._end_call))
+    def _forget_rows(self) -> None:
+        """Leave caches as they were."""
+        for cache in list(self._caches):
+            forget_rows(cache, self.number)
 
-    def _leave_call(self) -> None:
-        """Close the generator of a call that has ended or broken off."""
-        following: AroundCall | None = vars(self._local).pop("following", None)
-        if following is not None:
-            following.close()
+    def know_rows(self, cache: Any, state: RowState) -> None:
+        """Lay what is known of some rows on their cache."""
+        with suppress(TypeError):  # an object that cannot be referred to weakly
+            self._caches.add(cache)
+        put_rows(cache, self.number, state)
 
-    def _begin_call(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        """Run a generator up to its `yield`; the arguments for the module, or None if the run does not act."""
-        self._leave_call()
-        if not _acts(self):
+    def _begin_call(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> tuple[Args, Kwargs] | None:
+        """Make the record of a call; the arguments for the module, or None if they stay as they are."""
+        here = self._here
+        if here.call is not None:  # it was broken off, as by Ctrl-C, after which PyTorch runs no hook
+            self._drop_call()
+        if kwargs is None or not self.acts_here():
             return None
-        following = self._follow(module, args, kwargs)
-        given = next(following)
-        self._local.following = following
-        return given
-
-    def _end_call(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        """Let the generator go on with the output, if there is one."""
-        if output is not None and hasattr(self._local, "following"):
-            with suppress(StopIteration):
-                self._local.following.send(output)
-        self._leave_call()
-
-    def _follow(self, module: nn.Module, args: Args, kwargs: Kwargs) -> AroundCall:
-        """Yield the arguments of a forward call and take its output; a session acts on its cache."""
-        given = by_name(module, args, kwargs)
-        tokens = given.get("input_ids")
-        if tokens is None:
-            tokens = given["inputs_embeds"]
-        call = self.tracker.begin(tokens, given.get("attention_mask"), cache_in(given))
-        if is_checkpointing(self.target.layers[0]):
+        given = by_name(module, args, kwargs) if args else kwargs
+        first = self.target.layers[0]
+        if first.training and is_checkpointing(first):
             raise UnsupportedError(
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable()"
             )
-        self._local.call = call
-        try:
-            if self.session is None:
-                output = yield args, kwargs
-            else:
-                output = yield from self.session.follow(call, module, given)
-        finally:
-            self._local.call = None
+        call = begin_call(self.number, next(self._steps), given)
+        self._live[call] = threading.current_thread()
+        if not self._is_open:  # it was closed in the meantime
+            del self._live[call]
+            return None
+        here.call = call
+        if call.cache is not None and (call.past == 0 or call.state.partial):
+            self.know_rows(call.cache, call.state)
+        if self.session is None:
+            return None
+        here.following = self.session.follow(call, module, given)
+        return next(here.following)
+
+    def _end_call(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
+        """End the record of a call with its output, or, after an error, without."""
+        here = self._here
+        call, following = here.call, here.following
+        if call is None:
+            return
+        if output is not None and following is not None:
+            here.following = None
+            try:
+                following.send(output)
+            except StopIteration:
+                pass
+            except BaseException:
+                self._drop_call()
+                raise
+        if output is None:
+            self._drop_call()
+            return
+        here.call = None
+        del self._live[call]
         self.passes += 1
-        cache = cache_in(output)
-        if call.past == 0 and cache is not None:  # else the cache was given, and is bound
-            self.tracker.bind(call.sequence, cache)
-            if tokens_in(cache) > call.new:
-                raise UnsupportedError(
-                    f"positions cannot be counted in {self.target.name}, because its cache does not come as "
-                    f"{' or '.join(CACHE_NAMES)}, or does not hold what earlier calls have read; rename that argument, "
-                    "or install the versions in constraints.txt"
-                )
+        if call.past == 0:
+            self._note_cache(call, cache_in(output))
+
+    def _note_cache(self, call: Call, cache: Any) -> None:
+        """Lay what is known of the rows of a first call on the cache that it made, if it was given none."""
+        if cache is None:
+            return
+        if call.cache is None:
+            self.know_rows(cache, call.state)
+        if tokens_in(cache) > call.new:
+            raise UnsupportedError(
+                f"positions cannot be counted in {self.target.name}, because its cache does not come as "
+                f"{' or '.join(CACHE_NAMES)}, or does not hold what earlier calls have read; rename that argument, "
+                "or install the versions in constraints.txt"
+            )
+
+    def _drop_call(self) -> None:
+        """Forget the call in which this thread is."""
+        here = self._here
+        call, following = here.call, here.following
+        here.call = here.following = None
+        if call is not None:
+            self._live.pop(call, None)
+        if following is not None:
+            following.close()
 
 
 def _no_packed_rows(target: Target) -> UnsupportedError:
@@ -257,16 +339,10 @@ def _no_packed_rows(target: Target) -> UnsupportedError:
 
 
 _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
+_WAIT = 0.001  # seconds between two looks at calls that have not ended
+_NUMBERS = itertools.count()
 _ACTIVE: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
 _ACTIVE_LOCK = threading.Lock()
-
-
-def _acts(run: Run) -> bool:
-    me = threading.get_ident()
-    if me == run.thread:
-        return True
-    with _ACTIVE_LOCK:
-        return all(other.thread != me for other in _ACTIVE.get(run.target.hf, ()))
 
 
 @contextmanager
@@ -274,16 +350,21 @@ def _registered(run: Run) -> Iterator[None]:
     """Register the run with its model, which sends no trace of nnsight to a server meanwhile."""
     model, given = run.target.hf, run.target.model
     with _ACTIVE_LOCK:
-        _ACTIVE.setdefault(model, []).append(run)
+        _ACTIVE[model] = [*_ACTIVE.get(model, ()), run]  # a new list: others read it without the lock
         if run.target.kind == "nnsight":
             vars(given)["_remote_backend"] = _refuse_remote
     try:
         yield
     finally:
         with _ACTIVE_LOCK:
-            _ACTIVE[model].remove(run)
+            _ACTIVE[model] = [other for other in _ACTIVE[model] if other is not run]
             if all(other.target.model is not given for other in _ACTIVE[model]):
                 vars(given).pop("_remote_backend", None)
+
+
+def runs_here(model: nn.Module) -> list[int]:
+    """Return the numbers of the runs that act on calls of a model which begin now in this thread."""
+    return [run.number for run in _ACTIVE.get(model, ()) if run.acts_here()]
 
 
 def _refuse_remote(*_: Any) -> None:

@@ -78,7 +78,7 @@ class NeuronEdit(PlacedEdit):
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the values that replace `values.old`.
 
-        `values.of` is the `NeuronGroup`, and `values.memory["first"]` has the values at the first token.
+        `values.of` is the `NeuronGroup`, and `values.memory.of_rows["first"]` has the values at the first token.
         """
 
     def hook_points(self, target: Target) -> list[tuple[HookPoint, NeuronGroup]]:
@@ -97,7 +97,7 @@ class NeuronEdit(PlacedEdit):
         old, index, memory, group = values.old, values.index, values.memory, values.of
         memory.keep("first", old, index == 0)
         changed = new = self.new_values(values)
-        first = group.size(memory["first"].nan_to_num(0))[:, None]
+        first = group.size(memory.of_rows["first"].nan_to_num(0))[:, None]
         has_moved = group.size((new - old).detach()) > EVENT_SHARE * first
         if group.head is not None:
             old, new = group.size(old), group.size(new)
@@ -176,6 +176,11 @@ class Ablate(NeuronEdit):
     def _heads(self) -> Sequence[tuple[int, int]]:
         return cast("tuple[tuple[int, int], ...]", self.heads)
 
+    @property
+    def remembers(self) -> str:
+        """The row's mean, if that is the value."""
+        return "the mean of the prompt" if self.value == "mean" else ""
+
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the number, or the mean of the row where there is one."""
         new: Any = self.value
@@ -188,10 +193,11 @@ class Ablate(NeuronEdit):
 
     def _mean(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The mean of the first call that has one; before it nothing changes."""
+        values.call.check_read("the mean of the row", "give a number as value", enough=1)
         old, there = values.old, (values.index > 0)[..., None]
         exact = torch.promote_types(old.dtype, torch.float32)
         mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
-        earlier = values.memory.get("mean", mean)
+        earlier = values.memory.of_rows.get("mean", mean)
         mean = torch.where(earlier.isnan(), mean, earlier)
-        values.memory["mean"] = mean.detach()  # for later calls
+        values.memory.of_rows["mean"] = mean.detach()  # for later calls
         return torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))

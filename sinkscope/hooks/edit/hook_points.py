@@ -12,13 +12,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from sinkscope.errors import UnsupportedError
+from sinkscope.hooks.call import Call
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.hooks.edit.expert_edit import expert_hook
-from sinkscope.hooks.edit.positions import Call, Memory
 from sinkscope.hooks.edit.sites import NeuronGroup
+from sinkscope.hooks.rows import Memory
+from sinkscope.models.call_cache import cache_in
 from sinkscope.models.hooks import Hook, device_copies, on_hidden, on_input
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
+from sinkscope.tap.internals import GenerateFollower, following_generate
 
 Edit = Callable[[Tensor], Tensor | None]
 """Gives new values `[... d]` for those that pass a hook point, or None to leave them."""
@@ -90,7 +94,7 @@ class Values:
         old: The values; of a head, the columns of its output.
         of: What the edit says of the hook point.
         call: The forward call.
-        memory: What the edit keeps of these rows between calls.
+        memory: What the edit remembers of these rows between calls.
         run: The run in which the edit acts.
     """
 
@@ -123,10 +127,40 @@ class PlacedEdit(Intervention):
             return super().summary(run)
         return f"{type(self).__name__} acted in {count_of(run.passes, 'call')}."
 
+    @property
+    def remembers(self) -> str:
+        """What the edit has to remember of earlier calls; "" if each call is edited by itself."""
+        return ""
+
+    @property
+    def by_token(self) -> bool:
+        """Whether what it remembers changes with every token, so that a token may not be read and taken back."""
+        return False
+
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on the modules beside which the values pass."""
+        if self.remembers:
+            follower = GenerateFollower(run.acts_here, self._check_generation)
+            run.stack.enter_context(following_generate(run.target.hf, follower))
         for number, (point, of) in enumerate(self.hook_points(run.target)):
             run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of)))
+
+    def _check_generation(self, method: str, options: dict[str, Any], _settings: Any) -> None:
+        """Refuse kinds of generation in which what the edit remembers is not that of single tokens, one by one.
+
+        Raises:
+            UnsupportedError: Generation runs without a cache; or it is assisted, and that matters.
+        """
+        name = f"{type(self).__name__} remembers {self.remembers}"
+        if method != "_prefill":
+            if self.by_token:
+                raise UnsupportedError(
+                    f"{name}, and assisted generation reads tokens that it takes back: generate without an assistant"
+                )
+        elif not options.get("use_cache") and cache_in(options) is None:
+            raise UnsupportedError(
+                f"{name}, and without a cache each call is a first one: generate with use_cache=True"
+            )
 
     def _edit(self, run: Run, key: tuple[int, int], of: Any, tensor: Tensor) -> Tensor | None:
         """New values; None if the run does not act on this call."""
@@ -135,5 +169,5 @@ class PlacedEdit(Intervention):
             return None
         # OPT and experts run batch and position together.
         old = tensor.reshape(*call.index.shape, tensor.shape[-1])
-        memory = call.sequence.memory.setdefault(key, Memory())
+        memory = call.state.memory.setdefault(key, Memory())
         return self.edited(Values(old, of, call, memory, run)).reshape(tensor.shape)

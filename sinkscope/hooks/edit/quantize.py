@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_fields, checked_value
 from sinkscope.hooks.edit.hook_points import HookPoint, PlacedEdit, Values
-from sinkscope.hooks.edit.positions import Memory
 from sinkscope.hooks.edit.sites import (
     Positions,
     SiteLike,
@@ -88,6 +87,16 @@ class Quantize(PlacedEdit):
         if self.activations is None and self.kv is None:
             raise SinkscopeError("Quantize: nothing is to be rounded; give activations=8 or kv=8, in bits")
 
+    @property
+    def remembers(self) -> str:
+        """The largest values so far, if they set the scale."""
+        return "the largest values of the row" if self.scale == "tensor" else ""
+
+    @property
+    def by_token(self) -> bool:
+        """Whether every token may change the scale."""
+        return self.scale == "tensor"
+
     def hook_points(self, target: Target) -> list[tuple[HookPoint, _Rounded]]:
         """Return the inputs of linear modules, and the outputs of the projections of keys and values."""
         for layer in self.layers:
@@ -125,7 +134,7 @@ class Quantize(PlacedEdit):
         old = of.heads(values.old)
         exact = self._exact_tokens(index)[..., None, None].expand_as(old).clone()
         exact[..., of.exact] = True
-        largest = self._largest(old.masked_fill(exact, 0), values.memory)
+        largest = self._largest(old.masked_fill(exact, 0), values)
         new = values.old.clone()
         of.heads(new).copy_(torch.where(exact, old, round_values(old, largest, of.bits)))
         return new
@@ -143,15 +152,14 @@ class Quantize(PlacedEdit):
         return exact
 
     def _largest(
-        self, values: Float[Tensor, "batch pos head width"], memory: Memory
+        self, rounded: Float[Tensor, "batch pos head width"], values: Values
     ) -> Float[Tensor, "batch _ head 1"]:
         """The largest absolute value of each token and head, or of all tokens of a row so far."""
-        largest = values.float().abs().amax(-1, keepdim=True)
-        if self.scale == "tensor":
-            largest = largest.amax(1, keepdim=True)
-            largest = torch.maximum(largest, memory.get("largest", largest))
-            memory["largest"] = largest.detach()
-        return largest
+        largest = rounded.float().abs().amax(-1, keepdim=True)
+        if self.scale == "token":
+            return largest
+        values.call.check_read("the largest of their values", 'round with scale="token"')
+        return values.memory.add("largest", largest, values.call.past).amax(1, keepdim=True)
 
 
 def _as_one_head(values: Tensor) -> Tensor:

@@ -50,9 +50,6 @@ class SinkPatch(NeuronEdit):
             which spreads the sink if that token is one.
         model: The model for which the patch was made; stored in the file.
 
-    In beam search after a one-token prompt without calibrated values, beams that change places keep the second value
-    of the row, not of the beam.
-
     Raises:
         SinkscopeError: There are no neurons, a value is not a number, or a needed calibrated value is missing.
 
@@ -159,10 +156,5 @@ class SinkPatch(NeuronEdit):
 
     def _second_value(self, values: Values) -> Float[Tensor, "batch neuron"]:
         """The value at the second token of each row."""
-        call, memory = values.call, values.memory
-        if "second" not in memory and call.sequence.partial and call.past > 1:
-            raise SinkscopeError(
-                f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
-                "neuron's value at the second one is not known: enter the run first, or give calibrated values"
-            )
-        return memory.keep("second", values.old, values.index == 1)
+        values.call.check_read("the neuron's value at the second one", "give calibrated values", enough=1)
+        return values.memory.keep("second", values.old, values.index == 1)

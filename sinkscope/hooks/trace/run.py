@@ -117,22 +117,44 @@ def trace(
                     f"site {site.name!r} was never reached on this {target.kind} model, because its module did not run "
                     "(a bridge replaces those that fuse several projections); leave it out of sites"
                 )
-            # Rows of attention come in chunks of queries; every other site has one chunk.
-            own = chunks[site.name]
-            batches[site.name].append(own[0] if len(own) == 1 else torch.cat(own, 2))
+            own, axis = chunks[site.name], 0
+            if len(own) > 1:  # rows of attention come in chunks of queries; every other site has one chunk
+                axis = _query_axis(reduce, site.name, target.n_heads)
+            batches[site.name].append(torch.cat(own, axis))
     return {name: torch.cat(tensors) for name, tensors in batches.items()}
 
 
 def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: RealTokens, name: str, tensor: Tensor) -> None:
     """Reduce and keep what passes a site."""
-    if not isinstance(reduce, str):
-        reduced = reduce(tensor)
-    elif name.endswith("hook_pattern"):  # no dimension of it is that of the positions in `real`
-        reduced = REDUCERS[reduce](tensor, torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device))
-    else:
-        reduced = REDUCERS[reduce](tensor, real.to(tensor.device))
+    if name.endswith("hook_pattern"):  # no dimension of it is that of the positions in `real`
+        real = torch.ones(tensor.shape[:2], dtype=torch.bool)
     # A copy: Falcon adds into its MLP's output in place after the hook has seen it.
-    chunks.setdefault(name, []).append(reduced.detach().to("cpu", copy=True))
+    chunks.setdefault(name, []).append(_reduced(reduce, tensor, real).detach().to("cpu", copy=True))
+
+
+def _reduced(reduce: str | Reducer, tensor: Tensor, real: RealTokens) -> Tensor:
+    if isinstance(reduce, str):
+        return REDUCERS[reduce](tensor, real.to(tensor.device))
+    return reduce(tensor)
+
+
+def _query_axis(reduce: str | Reducer, name: str, heads: int) -> int:
+    """The dimension of reduced rows of attention along which queries stand: it is tried with two numbers of them.
+
+    Raises:
+        SinkscopeError: They stand along none, so that chunks cannot be joined.
+    """
+    shapes = list[tuple[int, ...]]()
+    for queries in (2, 3):
+        rows = torch.full((1, heads, queries, 5), 0.2)
+        shapes.append(tuple(_reduced(reduce, rows, torch.ones(rows.shape[:2], dtype=torch.bool)).shape))
+    for axis, (two, three) in enumerate(zip(*shapes, strict=False)):
+        if (two, three) == (2, 3):
+            return axis
+    raise SinkscopeError(
+        f"reduce gives {name} of 2 and of 3 queries the shapes {shapes[0]} and {shapes[1]}, and rows come in chunks of "
+        "queries: reduce over heads or keys, and over queries what is returned"
+    )
 
 
 def _run(

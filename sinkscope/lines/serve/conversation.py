@@ -18,9 +18,9 @@ from transformers import DynamicCache, LogitsProcessorList
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values
-from sinkscope.hooks.edit import positions
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.decode import ForcedAnswer, decoding
+from sinkscope.hooks.rows import RowState
 from sinkscope.kv.adopt import refuse_states
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheState, Moment
@@ -94,26 +94,26 @@ class TurnRecorder(Intervention):
     """
 
     cache: DynamicCache
-    earlier: positions.GrowingBatch | None
+    earlier: RowState | None
     state: CacheState | None = None
-    after_prompt: positions.GrowingBatch | None = None
-    after_answer: positions.GrowingBatch | None = None
+    after_prompt: RowState | None = None
+    after_answer: RowState | None = None
 
     def enter(self, run: Run, key: int) -> None:
         """Follow the calls."""
         session = Session.of(run)
         session.own_cache()
         if self.earlier is not None:
-            run.tracker.bind(self.earlier.copy(), self.cache)
+            run.know_rows(self.cache, self.earlier.copy())
         session.after_call(self._note_call)
 
     def _note_call(self, moment: Moment) -> None:
         if moment.cache is not self.cache:  # a logits processor runs the model on a cache of its own
             return
         self.state = moment.state
-        self.after_answer = moment.call.sequence
+        self.after_answer = moment.call.state
         if self.after_prompt is None:  # the first call reads the prompt
-            self.after_prompt = moment.call.sequence.copy()
+            self.after_prompt = moment.call.state.copy()
 
 
 class Conversation:
@@ -173,7 +173,7 @@ class Conversation:
         self._chat: Any = chat  # whether it is one is known when the first turn is taken
         self._messages: list[dict[str, str]] = []  # of a chat
         self._layers: list[CacheLayer] = []  # of the cache between two turns; they never change
-        self._sequence: positions.GrowingBatch | None = None  # its tokens, and what edits know about them
+        self._sequence: RowState | None = None  # its tokens, and what edits know about them
 
     @property
     def ids(self) -> list[int]:

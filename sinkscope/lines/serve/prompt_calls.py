@@ -11,12 +11,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sinkscope.hooks.call import Call
 from sinkscope.hooks.edit.base import Run
-from sinkscope.hooks.edit.positions import Call, Memory
+from sinkscope.hooks.rows import Memory
 from sinkscope.lines.copies import Copies
 from sinkscope.lines.replay import Replayed
-from sinkscope.models.call_cache import by_name
-from sinkscope.models.hooks import Args, Kwargs
 from sinkscope.tap.view import View
 
 _UNKNOWN = -1  # the id of an embedding, and of a token that was read before the run
@@ -66,22 +65,21 @@ class PromptCalls:
         """Find the copies in a row of a prompt; None if no id of it is known. The first layer waits for the device."""
         found = self.of(call).copies
         if (row, device) not in found:
-            ids = call.sequence.memory[self._key]["ids"][row]
+            ids = call.state.memory[self._key].of_tokens["ids"][row]
             real = ids[call.columns[row] >= 0].cpu()
             queries = int((call.index[row] >= 0).sum())
             is_known = bool((real[len(real) - queries :] != _UNKNOWN).any())
             found[row, device] = Copies.of(real, queries, device) if is_known else None
         return found[row, device]
 
-    def _note(self, module: Any, args: Args, kwargs: Kwargs) -> None:
+    def _note(self, *_: Any) -> None:
         """Add the ids of a call to those before it."""
         run = self._run()
         call = None if run is None else run.call
         if call is None:
             return
-        ids = by_name(module, args, kwargs).get("input_ids")
-        new = torch.full_like(call.index, _UNKNOWN) if ids is None else ids.to(call.index.device)
-        memory = call.sequence.memory.setdefault(self._key, Memory())
-        earlier = memory.get("ids", new[:, :0])[:, : call.past]
+        new = torch.full_like(call.index, _UNKNOWN) if call.ids is None else call.ids.to(call.index.device)
+        memory = call.state.memory.setdefault(self._key, Memory())
+        earlier = memory.of_tokens.get("ids", new[:, :0])[:, : call.past]
         unknown = new.new_full((call.rows, call.past - earlier.shape[1]), _UNKNOWN)
-        memory["ids"] = torch.cat([earlier, unknown, new], 1)
+        memory.of_tokens["ids"] = torch.cat([earlier, unknown, new], 1)

@@ -13,9 +13,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.files.records import check_fields
+from sinkscope.hooks.call import Call
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.hooks.edit.positions import Call
 from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.session import Session
 from sinkscope.lines.attention import Scores
 from sinkscope.lines.bands import Bands, BlockGrid
@@ -156,7 +157,8 @@ class SparsePrompts(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Replace the attention of prompts."""
         session, calls = Session.of(run), PromptCalls(run, key)
-        session.replace_prompts(type(self).__name__, lambda prompt, kv: self._attend(prompt, kv, session, calls))
+        name = type(self).__name__
+        session.replace_prompts(name, lambda prompt, moment: self._attend(prompt, moment, run, calls))
 
     def summary(self, run: Run) -> str:
         """Return how much of the prompts' attention was computed, or why all; "" if there was no prompt."""
@@ -174,16 +176,16 @@ class SparsePrompts(Intervention):
         return f"{name} computed {fmean(shares):.0%} of the attention of prompts, the choice of lines included."
 
     def _attend(
-        self, prompt: Attention, kv: CacheLayer | None, session: Session, calls: PromptCalls
+        self, prompt: Attention, moment: Moment, run: Run, calls: PromptCalls
     ) -> Float[Tensor, "batch query head d_value"] | None:
         """Attention of a prompt in one layer; None if the model's own attention reads it."""
-        call, view = session.now.call, prompt.view
-        assert call is not None and view is not None
+        call, view, kv = moment.call, prompt.view, moment.layer(prompt.layer)
+        assert view is not None
         whole_rows = not call.tokens.padded and (kv is None or kv.gapless)
         why_dense = self.why_dense(prompt, view, kv)
         counts = calls.of(call).counts_of(view)
         if why_dense is not None:
-            _log_prompt(session.run, call, prompt.layer, counts, why_dense, {})
+            _log_prompt(run, call, prompt.layer, counts, why_dense, {})
             return None
         rows: dict[int, PromptRow] = {}
         reads: dict[int, PromptRead] = {}
@@ -192,7 +194,7 @@ class SparsePrompts(Intervention):
             row = PromptRow.of(prompt, view, number, whole_rows, copies)
             if row.scores.queries:
                 rows[number], reads[number] = row, self.read(row, calls.of(call))
-        _log_prompt(session.run, call, prompt.layer, counts, None, reads)
+        _log_prompt(run, call, prompt.layer, counts, None, reads)
         if whole_rows and len(reads) == 1:
             return rearrange(reads[0].output, "head query d_value -> 1 query head d_value")
         batch, heads, queries = prompt.query.shape[:3]
@@ -247,6 +249,7 @@ def _log_prompt(
     run: Run, call: Call, layer: int, counts: Int[Tensor, "row 3"], why_dense: str | None, reads: dict[int, PromptRead]
 ) -> None:
     """Log an event for every row that is not all padding."""
+    step = call.step  # and not the call, which holds the cache
 
     def events() -> list[Event]:
         logged: list[Event] = []
@@ -255,7 +258,7 @@ def _log_prompt(
                 continue
             data: dict[str, Any] = {"keys": row_keys, "queries": row_queries}
             data |= {"dense": why_dense} if row not in reads else reads[row].event_data()
-            logged.append(Event(row, call.step, position, layer, None, "prefill", data))
+            logged.append(Event(row, step, position, layer, None, "prefill", data))
         return logged
 
     run.log(events)

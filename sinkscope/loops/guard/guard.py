@@ -14,12 +14,10 @@ What happens in each call of the model (`GuardRun.on_logits`):
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -29,9 +27,9 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.hooks.edit.positions import TokenPositions
-from sinkscope.kv.cache_state import CacheState, Moment
-from sinkscope.kv.rewind import Rewinder
+from sinkscope.hooks.rows import TokenPositions
+from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.generation import Rewinder
 from sinkscope.kv.session import Session
 from sinkscope.loops.guard.cut import cached_positions, event_data, evict_rows, find_repetition
 from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors, push
@@ -209,11 +207,11 @@ class LoopGuard(Intervention):
         session.own_cache(first=self.kept_first)
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
-        session.before_decode(lambda moment: None)  # so that tokens come one by one, in rows that keep their places
+        session.keeps_ended = True
+        session.before_decode()  # so that tokens come one by one, in rows that keep their places
         if self.act in ("rewind", None) and (self.penalty or self.temperature):  # else the loop would be written again
             session.rewinder = Rewinder()
         guarding = GuardRun(self, self.settings, run, session)
-        session.after_call(guarding.note)
         run.hook((run.target.hf, "post", guarding.on_logits))
 
 
@@ -239,36 +237,22 @@ class GuardRun:
         settings: Settings of the monitor of every row.
         run: The run.
         session: Its session.
-        rows: The rows that share a cache, by what is known about it.
         has_warned: Whether it has said that nothing can be taken back.
-        here: The moment after the layers of the latest call of a thread, until the logits have come.
     """
 
     guard: LoopGuard
     settings: Settings
     run: Run
     session: Session
-    rows: WeakKeyDictionary[CacheState, GuardedRows] = field(default_factory=WeakKeyDictionary)
     has_warned: bool = False
-    here: threading.local = field(default_factory=threading.local)
 
-    def note(self, moment: Moment) -> None:
-        """Note that the layers have run, and the logits are still to come."""
-        self.here.ended = moment
-
-    @property
-    def rewinder(self) -> Rewinder | None:
-        """Passes on what is removed from the output; None if nothing can be."""
-        return self.session.rewinder
-
-    def on_logits(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def on_logits(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
-        moment: Moment | None = getattr(self.here, "ended", None)
-        self.here.ended = None
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if moment is None or ids is None:
+        moment, self.session.ended.moment = self.session.ended.moment, None
+        if moment is None or moment.call.ids is None:
             return
-        rewinder, rows = self.rewinder, None
+        ids = moment.call.ids
+        rewinder, rows = self.session.rewinder, None
         if rewinder is None or rewinder.kept_mask is None:  # else this piece of the generation has ended
             rows = self._rows_of(moment, ids)
         if rows is None:
@@ -317,15 +301,15 @@ class GuardRun:
 
     def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
-        rows = self.rows.get(moment.state)
+        rows: GuardedRows | None = moment.state.guarded
         past = moment.call.past
         if moment.state.prefilling:
-            self.rows[moment.state] = self._new_turn(moment, rows, ids)
+            moment.state.guarded = self._new_turn(moment, rows, ids)
             return None
         if rows is None or past != rows.seen or len(rows.rows) != len(ids):
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
             rows = self._new_rows(moment, past, [[] for _ in ids])
-            self.rows[moment.state] = rows
+            moment.state.guarded = rows
         return rows
 
     def _new_turn(self, moment: Moment, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
@@ -342,8 +326,8 @@ class GuardRun:
 
     def _spare_states(self, moment: Moment) -> None:
         """Take nothing back where layers keep a state, such as those of linear attention."""
-        if self.rewinder is not None:
-            self.rewinder.allowance = None
+        if self.session.rewinder is not None:
+            self.session.rewinder.allowance = None
         states = len(moment.cache.layers) - len(moment.layers)
         warn(
             f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
@@ -427,9 +411,9 @@ class GuardRun:
 
     def _rewind(self, moment: Moment, rows: GuardedRows, taken_back: dict[int, int]) -> None:
         """Take tokens of some rows back, and the token before them, which is read again; the piece ends here."""
-        rewinder, sequence = self.rewinder, moment.call.sequence
+        rewinder, state = self.session.rewinder, moment.call.state
         assert rewinder is not None  # because it has an allowance
-        columns = sequence.columns.pos.clone()
+        columns = state.tokens.pos.clone()
         rewinder.reread_tokens = {}
         for number, count in taken_back.items():
             if not count:
@@ -440,7 +424,7 @@ class GuardRun:
             columns[number] = torch.where(columns[number] < row.length, columns[number], -1)
         used = int((columns >= 0).any(0).nonzero().max()) + 1
         dropped = columns.shape[1] - used
-        sequence.columns = TokenPositions(columns[:, :used])
+        state.tokens = TokenPositions.of(columns[:, :used])
         for kv in moment.layers:
             kv.crop(-dropped)
         rows.seen -= dropped
@@ -449,7 +433,7 @@ class GuardRun:
 
     def _count_to_take_back(self, row: WatchedRow, number: int) -> int:
         """Number of tokens to remove from the output, all copies of the loop but the first; 0 if that cannot be."""
-        rewinder, tail = self.rewinder, row.monitor.last.tail
+        rewinder, tail = self.session.rewinder, row.monitor.last.tail
         if rewinder is None or rewinder.allowance is None or tail is None:
             return 0
         count = row.written - tail.start - tail.period

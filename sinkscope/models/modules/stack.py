@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Found, row_of, shown_row
+from sinkscope.models.call_cache import parameters_of
 from sinkscope.models.target import Target
 
 DRAFT = Found("")
@@ -64,7 +64,7 @@ def _stack_path(model: Any) -> str:
 def base_path(model: Any, stack: str) -> str:
     """Return the path of the innermost module around the layers that takes token ids."""
     base = stack
-    while base and "input_ids" not in inspect.signature(model.get_submodule(base).forward).parameters:
+    while base and "input_ids" not in parameters_of(model.get_submodule(base)):
         base = base.rpartition(".")[0]
     return base
 

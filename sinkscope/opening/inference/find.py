@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
 
 _KNOWN: dict[tuple[type, Adapter | None, str], Found] = {}  # by the class, the row and the configuration of the model
+_LOCK = threading.RLock()
 _TOKENS = 64  # in the vocabulary of a small model
 _LENGTH, AHEAD = (
     9,
@@ -43,6 +45,12 @@ def adapter_of(target: Target, *, proves: bool = True) -> Found:
     Raises:
         UnsupportedError: Nothing is proposed, or the probe refuses it.
     """
+    with _LOCK:  # another thread may be opening a model of the same configuration
+        return _found(target, proves)
+
+
+def _found(target: Target, proves: bool) -> Found:
+    """What `adapter_of` returns."""
     hf = target.hf
     key, row = _key(hf), row_of(hf.config.model_type)
     if key in _KNOWN:
