@@ -19,6 +19,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.generation import MaxTimeCriteria
 
 import sinkscope as ss
 from sinkscope import DRY
@@ -299,8 +300,11 @@ def begun_inside(use: Use) -> Tensor:
 def gradients(use: Use) -> Tensor:
     """What the inputs do to the logits, beside these."""
     embedded: list[Tensor] = []
+    me = threading.get_ident()
 
     def keep(_module: Any, _args: Any, output: Tensor) -> Tensor:
+        if threading.get_ident() != me:
+            return output
         embedded.append(output.detach().requires_grad_())
         return embedded[-1]
 
@@ -329,7 +333,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalty": {"repetition_penalty": 1.3},
     "dry": {"logits_processor": [DRY(multiplier=4.0, allowed_length=1)]},
     "bad words": {"bad_words_ids": [[5], [7, 9]]},
-    "stop text": {"stopping_criteria": [tf.MaxLengthCriteria(10_000)]},
+    "stop text": {"stopping_criteria": [MaxTimeCriteria(3_600)]},
 }
 SAMPLES = ("drawn", "nucleus")
 BY_TOKENS = ("beams", "returned", "lookup")

@@ -100,7 +100,10 @@ REFUSED = [
     Refusal(lambda draw: draw["cache"] == "static" and _attends(draw), "the cache is StaticCache"),
     Refusal(lambda draw: draw["cache"] == "outside", "in a DynamicSlidingWindowLayer, which may have dropped some"),
     Refusal(lambda draw: draw["family"] == "gemma4", "model type 'gemma4_text' has no row"),
-    Refusal(lambda draw: draw["attention"] == "replaced" and _attends(draw), "attention is a function of your own"),
+    Refusal(
+        lambda draw: draw["attention"] == "replaced" and (_attends(draw) or "pattern" in draw["edit"]),
+        "attention is a function of your own",
+    ),
     Refusal(lambda draw: draw["options"] == "no cache" and draw["edit"] in MEMORIES, "without a cache each call is"),
     Refusal(lambda draw: draw["options"] == "lookup" and draw["edit"] == "tensor 8 bits", "tokens that it takes back"),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "are padded on the right"),

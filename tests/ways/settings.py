@@ -40,6 +40,11 @@ def _dispatches(draw: Draw) -> bool:
     return FAMILIES[draw["family"]].dispatches
 
 
+def _needs_no_mask(draw: Draw) -> bool:
+    """Whether plain transformers is right without a mask: not of padding, nor of a later turn of several tokens."""
+    return _dispatches(draw) and draw["padding"] == "none" and not draw["cache"].startswith("conversation")
+
+
 @dataclass(frozen=True)
 class Attention:
     """An attention function.
@@ -79,7 +84,7 @@ ATTENTIONS = {
     "sdpa": Attention(fits=lambda draw: draw["family"] != "gpt_neo"),
     "eager": Attention("eager", fits=lambda draw: True),
     "own with mask": Attention("ways_own", _own, sdpa_mask),
-    "own without mask": Attention("ways_bare", _own, fits=lambda draw: _dispatches(draw) and draw["padding"] == "none"),
+    "own without mask": Attention("ways_bare", _own, fits=_needs_no_mask),
     "replaced": Attention(instead=_flipped),
 }
 

@@ -167,9 +167,9 @@ def _attention(target: Target) -> dict[int, _Attending]:
 
     hooks: list[Hook] = [(target.layers[layer], "pre", on_input(partial(enter, layer))) for layer in layers]
     if target.adapter.attention_interface:
-        tap = listening(target, see)
+        tap = listening(target, see, proving=True)
     else:
-        tap = attention_rows(target, see_rows, layers=layers)
+        tap = attention_rows(target, see_rows, layers=layers, proving=True)
     with tap, target.hooks(*hooks):
         target.forward(token_ids(target, _LENGTH), last_layer=max(layers))
     for layer in layers:

@@ -67,9 +67,9 @@ def layer_sums(target: Target, layers: list[int], *, measures: bool = False) -> 
         checks[layer].see_rows(rows)
 
     if target.adapter.attention_interface:
-        tap = listening(target, see)
+        tap = listening(target, see, proving=True)
     else:
-        tap = attention_rows(target, see_rows, layers=layers)
+        tap = attention_rows(target, see_rows, layers=layers, proving=True)
     with torch.no_grad(), tap, target.hooks(*hooks):
         target.forward(token_ids(target, _TOKENS).expand(PASS_ROWS, -1), last_layer=max(layers))
     return list(checks.values())
