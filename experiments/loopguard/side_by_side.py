@@ -1,6 +1,6 @@
 """A page of outputs side by side: a real model alone, under the guard, and under DRY.
 
-    python -m experiments.loopguard.side_by_side WORK [WORK ...] --model FOLDER [--out docs/guard_outputs.md]
+    python -m experiments.loopguard.side_by_side WORK [WORK ...] --model FOLDER [--out outputs.md]
 
 It shows the first openings of each kind whose output under the guard has an alarm, from the half that was not used for
 choosing: what each wrote from a little before the place where the guard's text goes on.
@@ -26,7 +26,7 @@ BEFORE, SHOWN = 12, 110  # tokens
 ARMS = {FULL: "the model alone", "rewind": "`LoopGuard()`", "DRY, breakers": "DRY"}
 HEAD = """# Outputs side by side
 
-What {model} writes greedily, alone, under [the guard](guard.md) and under DRY (multiplier 0.8, base 1.75, allowed
+What {model} writes greedily, alone, under the guard and under DRY (multiplier 0.8, base 1.75, allowed
 length 2, usual breakers). These are the openings on which the guard acted, at most {each} of each kind, of those that
 were not used for choosing anything. Each excerpt begins {before} tokens before the place where the guard's text goes on
 and has {shown} tokens.
@@ -50,7 +50,7 @@ def excerpt(output: Row, place: int, tokenizer: Any) -> str:
     return "```text\n" + "\n".join(line.rstrip() for line in lines).strip("\n") + "\n```\n"
 
 
-def main(works: Sequence[Path], *, model: Path, out: Path = Path("docs/guard_outputs.md")) -> None:
+def main(works: Sequence[Path], *, model: Path, out: Path = Path("outputs.md")) -> None:
     """Make what the module describes.
 
     Args:

@@ -28,7 +28,7 @@ COLUMNS: ContextVar[TokenPositions | None] = ContextVar("sinkscope_columns", def
 class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Keys and values of one layer, with positions.
 
-    It is empty, untouched, edited or a part (docs/kv_states.md).
+    It is empty, untouched, edited or a part (docs/kv.md).
 
     Attributes:
         reordered: Whether rows changed places or number since the last prompt, as in beam search.

@@ -23,12 +23,13 @@ from sinkscope.kv.usage import HeldTokens, TokenCount, allocated_slots
 from sinkscope.lines.serve.progressive import work_on_copy
 
 HEADS = 2
-PAGE = ROOT / "docs/kv_states.md"
+PAGE = ROOT / "docs/kv.md"
 
 
 def transitions() -> dict[str, dict[str, set[str]]]:
     """Of each operation and each state in which it may be called, the states that may follow, as the page says."""
-    header, _, *rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    section = PAGE.read_text().partition("\n## States of a cache layer\n")[2].partition("\n## ")[0]
+    header, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
     states = [cell.strip() for cell in header.split("|")[2:-1]]
     follows = {}
     for row in rows:
