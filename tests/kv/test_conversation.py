@@ -89,7 +89,9 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family, edit, answers):
         before = sum(LENGTHS[:number]) + number * NEW
         assert turn.prompt_tokens == before + LENGTHS[number]
         assert turn.queries == LENGTHS[number] + (0 if number == 0 else NEW if answers == "recompute" else 1)
-        assert turn.read == turn.prompt_tokens + NEW / 2  # steps read 1 to NEW - 1 of the answer
+        window = getattr(model.config, "sliding_window", None) or chat.target.max_positions
+        seen = [min(turn.prompt_tokens + step, window) for step in range(1, NEW)]  # of the answer, 1 to NEW - 1
+        assert turn.read == sum(seen) / len(seen)
     assert chat.ids == [token for turn in chat.turns for token in (*turn.prompt, *turn.ids)]
 
 
