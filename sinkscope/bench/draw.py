@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
+
+import numpy as np
 
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
+
+_FLATTENS = 10
+
+
+def logarithmic(scores: Sequence[float]) -> bool:
+    """Return whether the largest score would flatten most bars: it is over ten times the median of those above 0."""
+    positive = [score for score in scores if score > 0]
+    return bool(positive) and max(positive) > _FLATTENS * median(positive)
 
 
 def draw_bench(result: Any) -> Any:
@@ -38,4 +50,8 @@ def draw_bench(result: Any) -> Any:
     fig.update_xaxes(tickangle=-35, title_text="")
     if main in PERCENT:
         fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
+    elif logarithmic([*frame[main]]):
+        lowest = frame[main][frame[main] > 0].min()
+        shown = np.log10([lowest / 2, frame["high"].max() * 1.1])
+        fig.update_yaxes(type="log", title_text=f"{main} (logarithmic)", range=shown)
     return figure_of(fig, result, width=1000, height=560, legend=-0.4, bottom=170, barmode="group")

@@ -11,13 +11,18 @@ from pydantic import Field
 
 from sinkscope.conformance.checks import CHECKS, OF_A_BUDGET
 from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit
-from sinkscope.conformance.subject import EXPECTED, Factory, factory_named
+from sinkscope.conformance.subject import EXPECTED, Factory, factory_named, place_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo, provenance
+from sinkscope.files.records import Budget, read_setting
+from sinkscope.kv.registry import policies
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
+
+MOST = 300
+"""Tokens of the largest budget: a text has three times as many, and caches have room for about a thousand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +95,7 @@ def check_cache(
     *,
     only: Sequence[str] = (),
     tolerance: Annotated[float, Field(ge=0)] = TOLERANCE,
+    budget: Annotated[Budget | str | None, Option(metavar="BUDGET")] = None,
     progress: Hidden = None,
 ) -> CacheCheck:
     """Check a KV cache on small models whose needs are known: a sink, distant facts, windows, learned sink logits.
@@ -105,6 +111,8 @@ def check_cache(
         only: Run these checks alone, by their names with underscores.
         tolerance: Largest error of logits, in standard deviations of the right ones. A cache that rounds keys and
             values needs more than the default.
+        budget: What to keep in all checks, in tokens or as a fraction of the prompt, for a cache that needs more than
+            these ask for, which is from an eighth to a half; texts are made long enough, or are left out.
         progress: Called as `progress(what, done, total)`.
 
     Raises:
@@ -118,11 +126,20 @@ def check_cache(
     for one in only:
         if one not in CHECKS:
             raise SinkscopeError(f"check {one!r}: expected one of {', '.join(CHECKS)}")
+    if isinstance(budget, str):
+        budget = read_setting(budget, Budget, "--budget ")
+    if isinstance(budget, int) and budget > MOST:
+        raise SinkscopeError(f"--budget {budget}: expected up to {MOST} tokens, or a share; the texts are short")
+    place = ""
     if isinstance(factory, str):
-        factory = factory_named(factory)
-    if not hasattr(factory, "__name__"):
+        place, factory = factory, factory_named(factory)
+    if ":" not in place or place.partition(":")[0] in policies():  # h2o:0.25 is a policy
+        place = place_of(factory)
+    if not place:
         raise SinkscopeError(f"{factory!r} has no name: {EXPECTED}")
-    kit = Kit(factory, tolerance)
+    kit = Kit(factory, tolerance, place, budget)
+    if budget is not None and not kit.evicts:
+        raise SinkscopeError(f"--budget {budget}: {place} has no parameter budget or share, which would be given it")
     kit.subject()  # bad input is said before anything is checked
     names = [one for one in CHECKS if not only or one in only]
     rows: list[CheckedBehaviour] = []
@@ -132,9 +149,9 @@ def check_cache(
         rows.append(kit.checked(CHECKS[one]))
     return CacheCheck(
         model=ModelInfo("check-cache", "kit", 0, 0, 0, ""),
-        settings={"only": only, "tolerance": tolerance},
+        settings={"only": only, "tolerance": tolerance, "budget": budget},
         provenance=provenance(started=started, attention="sdpa"),
-        cache=f"{factory.__module__}:{factory.__name__}",
+        cache=place,
         checks=tuple(rows),
         evicts=kit.evicts,
     )

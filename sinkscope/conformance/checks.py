@@ -5,6 +5,7 @@ With room for everything a cache changes nothing; with half of the prompt or a t
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -38,8 +39,8 @@ def check_of_a_budget(function: Check) -> Check:
     return check(function)
 
 
-def _tight(flow: Flow) -> Flow:
-    return replace(flow, budget=flow.prompt // 3)
+def _tight(kit: Kit, flow: Flow) -> Flow:
+    return kit.evicting(flow, flow.prompt // 3)
 
 
 @check
@@ -66,7 +67,7 @@ def with_room_for_everything_logits_are_the_plain_models(kit: Kit) -> str:
 @check_of_a_budget
 def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
     """Tokens on both sides of a hole are as far from new ones as they were."""
-    flow = _tight(Flow(steps=6))
+    flow = _tight(kit, Flow(steps=6))
     outcome = kit.outcome(flow)
     if outcome.rotated_again:
         raise ApartError(ROTATED)
@@ -78,7 +79,7 @@ def facts_on_both_sides_of_a_hole_are_recalled(kit: Kit) -> str:
     """The recall model answers from facts that were kept, as it does if a mask hides the others."""
     asked = 0
     for seed in range(len(QUESTIONS)):
-        flow = Flow(model="recall", lengths=(65,), steps=3, budget=32, seed=seed)
+        flow = kit.evicting(Flow(model="recall", lengths=(65,), steps=3, seed=seed), 32)
         outcome = kit.outcome(flow)
         answer = flow.tokens()[0][:, flow.prompt + 1 :]
         if not torch.equal(_said(right_logits(flow, outcome.sees)), answer):
@@ -108,7 +109,8 @@ def the_first_tokens_survive(kit: Kit) -> str:
         Flow(lengths=(16,), steps=24),
         LONG_FLOW,
     ):
-        flows.append(replace(flow, budget=flow.prompt // 2))
+        with suppress(ApartError):
+            flows.append(kit.evicting(flow, flow.prompt // 2))
     for flow, outcome in kit.outcomes(*flows):
         own, control = _given_back(flow, outcome, 0), 0.0
         for column in range(3, flow.prompt - 1, flow.prompt // 5):
@@ -141,7 +143,8 @@ def _loss(logits: Logits, whole: Logits) -> float:
 def the_budget_holds_at_every_step_in_tokens(kit: Kit) -> str:
     """A step reads at most the budget and its own token, on average over layers and kv heads."""
     most = 0.0
-    for flow in (_tight(Flow(steps=4)), _tight(Flow(lengths=(48,), steps=6)), _tight(Flow(turn=6))):
+    for flow in (Flow(steps=4), Flow(lengths=(48,), steps=6), Flow(turn=6)):
+        flow = _tight(kit, flow)
         outcome = kit.outcome(flow)
         assert flow.budget is not None
         for step, column in enumerate(range(flow.prompt, flow.prompt + flow.steps)):
@@ -162,7 +165,7 @@ def _tokens(outcome: FlowResult, column: int) -> Tensor:
 @check_of_a_budget
 def the_budget_holds_at_every_step_in_bytes(kit: Kit) -> str:
     """What is evicted is freed: no view keeps it alive, and nothing else holds it."""
-    flow = replace(Flow(lengths=(96,), steps=4), budget=16)
+    flow = kit.evicting(Flow(lengths=(96,), steps=4), 16)
     outcome = kit.outcome(flow)
     assert flow.budget is not None
     config = kit_model(flow.model).config
@@ -240,10 +243,15 @@ def alone(kit: Kit, *flows: Flow) -> str:
         return error
     share = "share" in parameters(kit.factory)
     for flow in flows:
-        flow = replace(flow, budget=flow.prompt // 2 if share else 8)
+        try:
+            flow = kit.evicting(flow, flow.prompt // 2 if share else 8)
+        except ApartError:
+            continue
+        assert flow.budget is not None
         together = kit.outcome(flow)
         for row, length in enumerate(flow.lengths):
-            own = kit.outcome(replace(flow, lengths=(length,), seed=row, budget=length // 2 if share else 8))
+            tokens = max(1, flow.budget * length // flow.prompt) if share else flow.budget
+            own = kit.outcome(replace(flow, lengths=(length,), seed=row, budget=tokens))
             seen, expected = float(_tokens(together, flow.prompt)[row]), float(_tokens(own, length)[0])
             if seen < expected:
                 raise FaultError(f"row {row} sees {expected:g} tokens, as it does alone", f"{seen:g}", flow, SEEN)

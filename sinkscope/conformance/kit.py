@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,8 +13,9 @@ from transformers import Cache
 
 from sinkscope.conformance.flow import Flow, FlowResult, Logits, error_of, outcome_of, right_logits
 from sinkscope.conformance.models import kit_model
-from sinkscope.conformance.subject import EXPECTED, Factory, made, parameters
+from sinkscope.conformance.subject import EXPECTED, Factory, made, parameters, place_of
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Budget, share_of
 from sinkscope.hooks.edit.base import Intervention
 
 CheckVerdict = Literal["passes", "fails", "does not apply"]
@@ -74,10 +76,14 @@ class Kit:
     Attributes:
         factory: Makes the cache, context manager or policy for a model.
         tolerance: Largest error of logits, in standard deviations of the right ones.
+        name: Where the factory is, as module:name. Empty: where it says itself.
+        budget: What is to be kept, in tokens or as a share of the prompt. None: each check has its own.
     """
 
     factory: Factory
     tolerance: float = TOLERANCE
+    name: str = ""
+    budget: Budget | None = None
 
     def checked(self, check: Check) -> CheckedBehaviour:
         """Return what a check finds."""
@@ -87,9 +93,9 @@ class Kit:
         except ApartError as error:
             return CheckedBehaviour(words, "does not apply", "", str(error))
         except FaultError as error:
-            function = self.factory.__name__
+            module, _, function = (self.name or place_of(self.factory)).partition(":")
             lines = [
-                f"from {self.factory.__module__} import {function}",
+                f"from {module} import {function}",
                 "from sinkscope.conformance.flow import Flow, outcome_of, right_logits",
                 f"flow = {error.flow}",
                 f"outcome = outcome_of({function}, flow)",
@@ -120,17 +126,35 @@ class Kit:
             SinkscopeError: It gives nothing.
         """
         try:
-            return made(self.factory, kit_model("grouped"), 24, 12 if self.evicts else None)
+            flow = self.evicting(Flow(), 12)
+            return made(self.factory, kit_model("grouped"), flow.prompt, flow.budget if self.evicts else None)
         except NotImplementedError as error:
-            raise SinkscopeError(f"{self.factory.__name__} refuses a small Llama: {error}; {EXPECTED}") from None
+            place = self.name or place_of(self.factory)
+            raise SinkscopeError(f"{place} refuses a small Llama: {error}; {EXPECTED}") from None
 
     def flows(self, *flows: Flow) -> list[Flow]:
         """Return flows with room for everything, and then, if less can be asked for, with half of the prompt."""
         tried = list(flows)
         if self.evicts:
             for flow in flows:
-                tried.append(replace(flow, budget=flow.prompt // 2))
+                with suppress(ApartError):
+                    tried.append(self.evicting(flow, flow.prompt // 2))
         return tried
+
+    def evicting(self, flow: Flow, otherwise: int) -> Flow:
+        """Return a flow with the budget that was asked for, or `otherwise`; a text of one call is long enough for it.
+
+        Raises:
+            ApartError: Its text is no longer than the budget.
+        """
+        tokens = otherwise if self.budget is None else self.budget
+        if isinstance(tokens, float):
+            return replace(flow, budget=max(1, share_of(tokens, flow.prompt)))
+        if tokens < flow.prompt:
+            return replace(flow, budget=tokens)
+        if flow.model == "grouped" and len(flow.lengths) == 1 and not flow.chunks:
+            return replace(flow, budget=tokens, lengths=(3 * tokens,))
+        raise ApartError(f"{tokens} tokens are to be kept, and its texts are no longer")
 
     def right(self, *flows: Flow, budget: bool = True) -> str:
         """Check that flows give the right logits: with room for everything, and then with half of the prompt.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -45,6 +46,18 @@ def factory_named(place: str) -> Factory:
         if name not in KNOWN and one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             raise SinkscopeError(f"{place} needs {name}=: {EXPECTED}, or have a default")
     return factory
+
+
+def place_of(factory: Factory) -> str:
+    """Return the name by which a factory is imported, as module:name; empty if it has none.
+
+    A function that another one made is called by the variable of its module that holds it.
+    """
+    module, own = getattr(factory, "__module__", ""), getattr(factory, "__name__", "")
+    held = vars(sys.modules[module]) if module in sys.modules else {}
+    if held.get(own) is not factory:
+        own = next((name for name, value in held.items() if value is factory), own)
+    return f"{module}:{own}" if own else ""
 
 
 def parameters(factory: Factory) -> dict[str, inspect.Parameter]:

@@ -12,6 +12,7 @@ import pytest
 from bench_kit import SETTINGS, made_record
 from refusals import refused
 
+from sinkscope.bench.draw import logarithmic
 from sinkscope.bench.record import BenchRecord, BenchRun
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import task_class
@@ -220,3 +221,8 @@ def test_the_margin_of_several_answers_to_a_prompt_is_over_prompts():
     alone = table(*scored("file", "h2o:8 1 1 0 0")).groups[0]
     often = table(*seeds).groups[0]
     assert (often.low, often.high, often.answers) == (alone.low, alone.high, 32)
+
+
+def test_a_method_that_flattens_the_others_makes_the_axis_logarithmic():
+    assert logarithmic([0.0, 0.02, 0.03, 0.05, 2.1]) and not logarithmic([0.0, 0.2, 0.3, 0.5, 2.1])
+    assert not logarithmic([]) and not logarithmic([0.0, 0.0]), "nothing is above 0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from faulty_caches import crop_does_nothing
 from refusals import refused
@@ -45,6 +46,48 @@ def test_the_reproduction_shows_the_failure(capsys):
         shown = float(capsys.readouterr().out.partition("(")[2].partition(")")[0])
         assert shown > 0.01
     assert ss.check_cache(dynamic, only=(CROP,)).exit_code == 0
+
+
+def maker(budget_of):
+    def make(config, budget):
+        return StreamingLLM(budget=budget_of(budget))
+
+    return make
+
+
+good = maker(int)
+needs_much = maker(lambda budget: budget if budget >= 20 else 0)
+BUDGETS = ("the_first_tokens_survive", "the_budget_holds_at_every_step_in_tokens")
+
+
+def test_the_name_that_was_given_stands_in_the_printed_lines(capsys):
+    """A function that another one made was called `make`, which nothing can import."""
+    late = maker(lambda budget: budget + 99)
+    for factory, name in (("test_check_cache:good", "test_check_cache:good"), (good, f"{__name__}:good")):
+        result = ss.check_cache(factory, only=BUDGETS[:1])
+        assert result.cache == name and result.conclusion().startswith("good passes 1 check")
+    globals()["late"] = late
+    try:
+        (_, row) = ss.check_cache(late, only=BUDGETS).checks
+        assert row.verdict == "fails" and row.reproduction.startswith(f"from {__name__} import late\n")
+        exec(row.reproduction, {})
+    finally:
+        del globals()["late"]
+    assert "tensor(" in capsys.readouterr().out
+
+
+def test_a_budget_is_what_every_check_asks_for():
+    assert "refuses a small Llama" in str(pytest.raises(ss.SinkscopeError, ss.check_cache, needs_much).value)
+    result = ss.check_cache(needs_much, only=BUDGETS, budget=40)
+    assert [one.verdict for one in result.checks] == ["passes"] * 2 and result.checks[1].seen == "at most 41 tokens"
+    quarter = ss.check_cache(good, only=BUDGETS[1:], budget=0.25)
+    assert quarter.checks[0].seen == "at most 13 tokens", "a quarter of 48, and the step's own"
+    chunks = ss.check_cache(good, budget=40, only=["a_prompt_in_chunks_is_the_whole_prompt"])
+    assert chunks.exit_code == 0, "shorter texts are read with room for everything alone"
+    with refused("--budget 301: expected up to 300 tokens"):
+        ss.check_cache(good, budget=301)
+    with refused("has no parameter budget or share"):
+        ss.check_cache(dynamic, budget=8)
 
 
 def test_exit_status_and_bad_input(typed, refusal):
