@@ -12,6 +12,9 @@ import pytest
 import torch
 
 import sinkscope as ss
+from sinkscope.measure import Setup
+from sinkscope.sinks.spikes.circuit import circuit
+from sinkscope.sinks.spikes.find_sinks import find_sinks
 
 LENGTH, TEXTS = 64, 12
 
@@ -28,8 +31,14 @@ def typical() -> str:
 
 
 @pytest.fixture(scope="module")
-def of_smollm2(smollm2):
-    return ss.find_sinks(smollm2.model, tokenizer=smollm2.tokenizer)
+def setup_of_smollm2(smollm2):
+    """What `find_sinks` and `circuit` both measure is measured once."""
+    return Setup.open(smollm2.model, tokenizer=smollm2.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def of_smollm2(setup_of_smollm2):
+    return find_sinks.on(setup_of_smollm2)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +80,8 @@ def test_gemma3_has_the_numbers_of_plain_hooks(gemma3, of_gemma3):
     compare(gemma3, of_gemma3, 4)
 
 
-def test_the_mlp_of_layer_8_marks_the_late_spike_of_smollm2_and_most_heads_stay_without_it(smollm2):
-    found = ss.circuit(smollm2.model, tokenizer=smollm2.tokenizer, max_repeats=64)
+def test_the_mlp_of_layer_8_marks_the_late_spike_of_smollm2_and_most_heads_stay_without_it(smollm2, setup_of_smollm2):
+    found = circuit.on(setup_of_smollm2, max_repeats=64)
     ids = pieces(smollm2.tokenizer, typical(), [smollm2.tokenizer.bos_token_id])
     late, mark = found.first_spikes[0], found.first_spikes[0].marks[0]
     (own,) = [one for one in plain.spikes(plain.run(smollm2.model, ids)) if one.first == late.layers[0]]
