@@ -15,6 +15,7 @@ from plotly.io import from_json
 from plotly.offline import get_plotlyjs
 
 from sinkscope.app.command_run import EXPLAIN_HELP, OUTPUTS
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.catalog import Command, commands
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement
 from sinkscope.results.options import Parameter, introduction
@@ -45,7 +46,11 @@ def interactive_figures(root: Path) -> Iterator[tuple[str, str]]:
     from experiments.gallery import figure_of, pictures
 
     for picture in pictures(root / "figures"):
-        yield f"{picture.stem}.html", figure_of(picture).update_layout(width=None).to_html(include_plotlyjs=PLOTLY)
+        try:
+            figure = figure_of(picture).update_layout(width=None)
+        except SinkscopeError:  # a method of a library that is not installed here; the picture remains
+            continue
+        yield f"{picture.stem}.html", figure.to_html(include_plotlyjs=PLOTLY)
         INTERACTIVE.add(picture.stem)
     yield PLOTLY, get_plotlyjs()
 

@@ -56,8 +56,8 @@ def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama):
         assert (alone[-1] >= 0.5) == (count == marked)
     assert result.values[0, 1].max() < 0.1
     assert [row["repeats"] for row in result.rows()] == [marked, None]
-    says = "Of 2 tokens, those whose copies reach half of the first token within "
-    assert result.conclusion() == f"{says}{4 * expected} copies: 1 in {result.conditions[0]}."
+    says = f"1 of 2 tokens reaches half of the first token's spike in {result.conditions[0]}"
+    assert result.conclusion() == f"{says} within {4 * expected:,} copies."
 
 
 @pytest.mark.parametrize("group", [0, -1])

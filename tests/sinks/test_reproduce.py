@@ -218,7 +218,7 @@ def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, type
     note = record(model='"tiny"', quantity='"note"', value='"a word"', source='"a note"')
     Path("mine.toml").write_text("\n".join([agreeing, other, note]))
     out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
-    assert "Measured values agree with 1 of 1 published ones; 1 more were not measured." in out
+    assert "Measured values agree with 1 of 1 published ones; 1 more was not measured." in out
     assert "first paper" in out and "third paper" not in out
     found = Result.load("found.json")
     assert isinstance(found, Reproduction) and found.exit_code == 0

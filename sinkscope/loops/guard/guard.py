@@ -157,7 +157,9 @@ class LoopGuard(Intervention):
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
-        return f"{event_in_words(cuts[0])} Then {count_of(len(cuts) - 1, 'more alarm')} followed."
+        more = len(cuts) - 1
+        then = f"Then {count_of(more, 'more alarm')} followed." if more else "No further alarms."
+        return f"{event_in_words(cuts[0])} {then}"
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""

@@ -65,13 +65,12 @@ class Repeat(Result):
         """Say how many words converge in each spike; of probabilities, the first claim."""
         if self.quantity != "norm" or self.repeats is None:
             return super().conclusion()
-        said: list[str] = []
-        for condition, repeats in zip(self.conditions, self.repeats, strict=True):
-            said.append(f"{int(np.isfinite(repeats).sum())} in {condition}")
-        count = "" if self.at is None else f" within {int(self.at[-1])} copies"
-        return (
-            f"Of {len(self.tokens)} tokens, those whose copies reach half of the first token{count}: {word_list(said)}."
-        )
+        reached = [int(np.isfinite(repeats).sum()) for repeats in self.repeats]
+        said = [f"{count} in {condition}" for count, condition in zip(reached, self.conditions, strict=True)]
+        words = f"tokens {word_form(reached[0], 'reaches', 'reach')} half of the first token's spike"
+        said[0] = f"{reached[0]} of {len(self.tokens)} {words} in {self.conditions[0]}"
+        within = "" if self.at is None else f" within {int(self.at[-1]):,} copies"
+        return f"{word_list(said)}{within}."
 
     def details(self) -> list[str]:
         """Say the facts; of a reading of spikes, no mean over words of which some converge and others do not."""

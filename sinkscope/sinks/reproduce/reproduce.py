@@ -13,7 +13,7 @@ from sinkscope.models.checkpoints.names import find
 from sinkscope.models.checkpoints.published import Published, published, read_published
 from sinkscope.models.loading.config import float32_by_default
 from sinkscope.models.text import put_before
-from sinkscope.results.notation import count_of
+from sinkscope.results.notation import count_of, word_form
 from sinkscope.results.options import command
 from sinkscope.results.tables import cell
 from sinkscope.sinks.reproduce.protocols import PROTOCOLS
@@ -72,7 +72,7 @@ class Reproduction(Result):
             return f"None of {count_of(unmeasured, 'published result')} was measured."
         said = f"Measured values agree with {agree.count(True)} of {len(agree) - unmeasured} published ones"
         if unmeasured:
-            said += f"; {unmeasured} more were not measured"
+            said += f"; {unmeasured} more {word_form(unmeasured, 'was', 'were')} not measured"
         return f"{said}."
 
     def details(self) -> list[str]:
