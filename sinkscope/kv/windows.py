@@ -47,6 +47,13 @@ def check_servable(target: Target) -> None:
             "policy, guard or attention observer reaches it: use another model for these; find-sinks and edits work on "
             "this one"
         )
+    shared = getattr(target.config, "num_kv_shared_layers", 0) or 0
+    if shared:
+        raise UnsupportedError(
+            f"{count_of(shared, 'layer')} of {target.name} attend to the keys of earlier layers, which cannot be cut "
+            "or observed for these alone: use another model for cache policies, guards and observers; find-sinks and "
+            "edits work on this one"
+        )
     if not cache_layers(target):
         raise UnsupportedError(
             f"the cache of {target.name} is not a plain key/value cache (it keeps a recurrent state, or an indexer "

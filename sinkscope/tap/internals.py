@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections import Counter
@@ -45,6 +46,21 @@ def sdpa_attention() -> Callable[..., Any]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """Return a model with the same weights in modules of its own, which have none of the hooks of the given ones.
+
+    Raises:
+        Exception: Somebody has put something into a module that cannot be copied.
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    for module in twin.modules():
+        for name, value in vars(module).items():
+            if "_forward_" in name and "hooks" in name:
+                value.clear()
+    return twin
 
 
 def in_backward() -> bool:

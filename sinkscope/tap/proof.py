@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +43,6 @@ def attention_error(target: Target) -> float:
     Raises:
         UnsupportedError: They cannot be compared; the message says why.
     """
-    target = _twin(target)
     adapter, layers = target.adapter, target.attending[:_ATTENTION_LAYERS]
     chunks: dict[int, list[Tensor]] = {}
     values, outputs, heads = dict[int, Tensor](), dict[int, Any](), dict[int, Tensor]()
@@ -99,21 +96,6 @@ def attention_error(target: Target) -> float:
             own = own / own.sum(-1, keepdim=True)
         errors.append(float((rows - own).abs().max()))
     return float(torch.tensor(errors).max())  # NaN if one is
-
-
-def _twin(target: Target) -> Target:
-    """The same weights in modules of their own, so that no other thread sees what is set on these meanwhile.
-
-    It is the model itself where modules cannot be copied, because somebody has put other things into them.
-    """
-    if target.kind != "hf":
-        return target
-    shared = {id(tensor): tensor for tensor in (*target.hf.parameters(), *target.hf.buffers())}
-    try:
-        twin = copy.deepcopy(target.hf, shared)
-    except Exception:
-        return target
-    return replace(target, model=twin, hf=twin)
 
 
 @contextmanager

@@ -167,7 +167,8 @@ def _one_call(draw: Draw) -> bool:
 WRAPPERS = {
     "bare": Wrapper(lambda model: model),
     "module": Wrapper(Around, fits=lambda draw: draw["cache"] != "generate"),
-    "offloaded": Wrapper(_offloaded, fits=lambda draw: draw["cache"] != "gradients"),
+    # Two threads cannot run one offloaded model: accelerate takes a layer's weights away under the other.
+    "offloaded": Wrapper(_offloaded, fits=lambda draw: draw["cache"] != "gradients" and draw["other"] == "nothing"),
     "lora": Wrapper(_lora, fits=lambda draw: find_spec("peft") is not None),
     "compiled": Wrapper(_compiled, fits=lambda draw: draw["other"] == "nothing", same_bits=False),
     "nnsight": Wrapper(_nnsight, _traced, fits=_one_call),

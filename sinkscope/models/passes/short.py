@@ -47,6 +47,6 @@ def begins_at(target: Target, layer: int, last: int) -> bool:
     try:
         with target.hooks(ending):
             target.forward(ids, last_layer=last, start=starts[0])
-    except (IndexError, TypeError, ValueError):  # layers pass on more than the residual stream, or do not run
+    except (LookupError, TypeError, ValueError):  # layers pass on more than the residual stream, or do not run
         return False
     return relative_error(ends[1], ends[0]) < _SAME

@@ -20,6 +20,7 @@ from sinkscope.models.passes.short import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose
+from sinkscope.tap.internals import without_hooks
 
 _KNOWN: dict[tuple[type, Adapter | None, str], Found] = {}  # by the class, the row and the configuration of the model
 _LOCK = threading.RLock()
@@ -62,6 +63,10 @@ def _found(target: Target, proves: bool) -> Found:
     if _is_elsewhere(target) or target.kind == "bridge" or getattr(hf, "is_quantized", False):
         sample = sample_of(hf)
         target = Target(sample, sample, "hf", DRAFT)
+    elif target.kind == "hf":  # other threads go on with the model, and hooks on it are the user's
+        with suppress(Exception):
+            twin = without_hooks(hf)
+            target = replace(target, model=twin, hf=twin)
     with evaluating(target.hf):
         adapter = propose(target.hf, row)
         numbers = layer_kinds(Target(hf, hf, "hf", adapter))
