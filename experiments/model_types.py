@@ -85,7 +85,8 @@ sinkscope.
 
 In full, in all layers: {whole}.
 
-`gemma4_text` and `gemma4` cannot be cut to their first layers (`layers=N` is refused): their last layers read keys of earlier ones.
+`gemma4_text` and `gemma4` cannot be cut to their first layers (`layers=N` is refused): their last layers
+read keys of earlier ones.
 Where layers share keys, as in Gemma 3n and some of Gemma 4, cache policies, guards and observers are refused, too.
 
 | types | served | remarks |
