@@ -77,7 +77,8 @@ def test_the_name_that_was_given_stands_in_the_printed_lines(capsys):
 
 
 def test_a_budget_is_what_every_check_asks_for():
-    assert "refuses a small Llama" in str(pytest.raises(ss.SinkscopeError, ss.check_cache, needs_much).value)
+    with pytest.raises(ss.SinkscopeError, match="refuses a small Llama"):
+        ss.check_cache(needs_much)
     result = ss.check_cache(needs_much, only=BUDGETS, budget=40)
     assert [one.verdict for one in result.checks] == ["passes"] * 2 and result.checks[1].seen == "at most 41 tokens"
     quarter = ss.check_cache(good, only=BUDGETS[1:], budget=0.25)
