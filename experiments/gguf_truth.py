@@ -2,11 +2,11 @@
 
     python -m experiments.gguf_truth FILE ... --server PROGRAM [--out figures/gguf_truth.json]
 
-Of each file, and of copies of it to which each scaling of rope was added (linear, yarn, factors of a tensor): the log
-probabilities of the five likeliest next tokens behind texts of several lengths. `docs/serving.md` says how to get the
-server. A row says how far ours are from the server's, in nats, and how often the likeliest token is the same; and both
-for what transformers makes of the file alone. The server computes in the arithmetic of the file (4 bits), so that
-equal models are .1 to .3 nats apart.
+Of each file, and of float32 copies of it to which each scaling of rope was added (none, linear, yarn, factors of a
+tensor): the log probabilities of the five likeliest next tokens behind texts of several lengths. `docs/serving.md` says
+how to get the server. A row says how far ours are from the server's, in nats, and how often the likeliest token is the
+same; and both for what transformers makes of the file alone. The server computes in the arithmetic of the file: with 4
+bits, equal models are .1 to .3 nats apart.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sinkscope.models.text import typical_text
 from sinkscope.opening.load import load
 
 LENGTHS = (16, 64, 256, 700)
-TEXTS, LIKELIEST = 3, 5
+TEXTS, LIKELIEST = 1, 5
 FACTOR, TRAINED = 4.0, 256
 
 
@@ -56,8 +56,13 @@ def frequencies(writer: Any, arch: str, half: int) -> None:
     writer.add_tensor("rope_freqs.weight", np.linspace(1, 8, half, dtype=np.float32))
 
 
+def nothing(writer: Any, arch: str, half: int) -> None:
+    """Add nothing."""
+
+
 SCALINGS: dict[str, Callable[[Any, str, int], None] | None] = {
     "as it is": None,
+    "float32": nothing,
     "linear": linear,
     "yarn": yarn,
     "factors": frequencies,
@@ -65,7 +70,7 @@ SCALINGS: dict[str, Callable[[Any, str, int], None] | None] = {
 
 
 def copy(file: Path, out: Path, change: Callable[[Any, str, int], None]) -> None:
-    """Copy a GGUF file with fields and tensors added."""
+    """Copy a GGUF file in float32, with fields and tensors added."""
     reader = gguf.GGUFReader(str(file))
     arch = reader.fields["general.architecture"].contents()
     heads = reader.fields[f"{arch}.attention.head_count"].contents()
@@ -79,7 +84,8 @@ def copy(file: Path, out: Path, change: Callable[[Any, str, int], None]) -> None
             writer.add_key_value(name, field.contents(), kind, inner)
     change(writer, arch, size // 2)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, np.ascontiguousarray(values, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -93,6 +99,7 @@ def serving(program: Path, file: Path) -> Iterator[str]:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     words = [str(program), "-m", str(file), "--port", str(port), "-c", "1024", "-np", "1", "-t", "1"]
+    words += ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]
     environment = {**os.environ, "LD_LIBRARY_PATH": str(program.parent)}
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     try:
@@ -159,7 +166,7 @@ def main(files: Sequence[Path], *, server: Path, out: Path = Path("figures/gguf_
                     copy(file, made, change)
                 result[f"{file.stem}, {name}"] = of_file(made, server)
             print(f"{file.stem}, {name}", result[f"{file.stem}, {name}"], flush=True)
-    write_atomic(out, record("gguf-truth", result, {"factor": FACTOR, "trained": TRAINED}))
+            write_atomic(out, record("gguf-truth", result, {"factor": FACTOR, "trained": TRAINED}))
 
 
 if __name__ == "__main__":
