@@ -149,7 +149,7 @@ def run_command(command: Command, outline: Mapping[str, Any], **values: Any) -> 
         check_files(files, outline["kinds"], written)
         for name, words in arguments.items():
             arguments[name] = read_words(options[name], words)
-        own = {"to_files": bool(files), "progress": progress}
+        own = {"to_files": files, "progress": progress}
         arguments |= {name: value for name, value in own.items() if name in options}
         function = command.load()
         if not gc.get_freeze_count():

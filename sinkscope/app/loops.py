@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +46,7 @@ def check_loops(
     proxy: Annotated[str | None, Option(metavar="URL")] = None,
     port: Annotated[int, Field(ge=0, le=65535)] = PORT,
     host: Annotated[str, Option(metavar="ADDRESS")] = HOST,
-    to_files: Hidden = False,
+    to_files: Hidden = None,
 ) -> LoopCheck | None:
     """Check whether texts or a stream repeat themselves, and since when. Loads no model.
 
@@ -53,7 +55,8 @@ def check_loops(
 
     Args:
         file: Text, or JSON with text, output or tokens, or with the answers of a server; - is standard input.
-        follow: Watch a stream instead, print each loop as it occurs, and exit with status 3 if there was one.
+        follow: Watch a stream instead, print each loop as it occurs, and exit with status 3 if there was one. With
+            --json, each is a line of JSON, also under --proxy.
         form: What the input is. By default .json, .jsonl and .ndjson are JSON, what a server streamed is read as such,
             also behind its headers and keep-alive lines, and any other file is one text.
         settings: Settings of the monitor, a JSON object such as {"window": 128}.
@@ -66,12 +69,12 @@ def check_loops(
         proxy: Stand between clients and the server at this address, and end answers that loop.
         port: With --proxy: port to listen at.
         host: With --proxy: address to listen at, by default one that other machines cannot reach.
-        to_files: Whether the result is wanted as a file.
+        to_files: What is written of the result: the paths by "json", "html" and "csv".
 
     Example:
         sinkscope loops answers.jsonl
         tail -f server.log | sinkscope loops --follow
-        sinkscope loops --proxy http://127.0.0.1:11434
+        sinkscope loops --proxy http://127.0.0.1:11434 --json -
     """
     data: dict[str, Any] = {}
     if settings is not None:
@@ -84,8 +87,9 @@ def check_loops(
         data["cut"] = cut
     monitor = MonitorSettings.variant(variant, **data)
     Monitor(monitor).update(0)  # no file holds probabilities: settings that need them are refused at once
-    if to_files and (follow or proxy is not None):
-        raise SinkscopeError("--json, --html and --csv write the check of a file: leave them out beside a stream")
+    files: Mapping[str, str] = to_files or {}
+    if files.keys() - {"json"} and (follow or proxy is not None):
+        raise SinkscopeError("--html and --csv write the check of a file: leave them out beside a stream")
     if first and not follow:
         raise SinkscopeError("--first has no effect without --follow: leave it out")
     if proxy is None and (host, port) != (HOST, PORT):
@@ -93,10 +97,10 @@ def check_loops(
     if proxy is not None:
         if file is not None or follow or form != "auto" or prompt:
             raise SinkscopeError("FILE, --follow, --format and --prompt have no effect with --proxy: leave them out")
-        return _proxy(proxy, monitor, host, port)
+        return _proxy(proxy, monitor, host, port, files.get("json"))
     name = "standard input" if file in (None, "-") else Path(file).name
     if follow:
-        return _follow(file or "-", form, Watch(monitor, prompt), first, name)
+        return _follow(file or "-", form, Watch(monitor, prompt), first, name, files.get("json"))
     if file is None:
         raise SinkscopeError("give the file to check, or - for standard input")
     with closing(_open_bytes(file)) as source:
@@ -122,26 +126,44 @@ def _open_bytes(file: str) -> Any:
         raise SinkscopeError(f"cannot read {file}: {reason_of(error)}; give another path") from None
 
 
-def _proxy(upstream: str, monitor: Settings, host: str, port: int) -> None:
+@contextmanager
+def _json_lines(path: str | None) -> Iterator[Callable[[Mapping[str, Any]], None] | None]:
+    """Give what writes a line of JSON at once, to a file or, for "-", to standard output; None without a path."""
+    if path is None:
+        yield None
+        return
+    with nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8") as file:
+        yield lambda told: print(json.dumps(told), file=file, flush=True)
+
+
+def _proxy(upstream: str, monitor: Settings, host: str, port: int, json_file: str | None) -> None:
     """Stand between clients and a server until Ctrl-C."""
-    served = application(upstream, monitor, note, LOOPBACK if host in LOOPBACK else ())
 
     def ready(address: str) -> None:
-        print(f"{address} passes on to {upstream} until Ctrl-C. It watches streamed answers only.", flush=True)
+        text = f"{address} passes on to {upstream} until Ctrl-C. It watches streamed answers only."
+        if json_file == "-":
+            note(text)
+        else:
+            print(text, flush=True)
         if host not in LOOPBACK:
             note(f"note: everyone who can reach {host} can use that server now")
 
-    listen(served, host, port, ready)
+    with _json_lines(json_file) as told:
+        listen(application(upstream, monitor, note, LOOPBACK if host in LOOPBACK else (), told), host, port, ready)
 
 
-def _follow(file: str, form: StreamForm, watch: Watch, first: bool, name: str) -> None:
+def _follow(file: str, form: StreamForm, watch: Watch, first: bool, name: str, json_file: str | None) -> None:
     """Print the repetitions of a stream as they occur; exit with status 3 if one was a loop, or 1 without any text."""
     loops = False
-    for alarm in watch.follow(_open_bytes(file), form=form, name=name):
-        loops = loops or alarm.cut
-        print(visible(str(alarm)), flush=True)
-        if first and loops:
-            break
+    with _json_lines(json_file) as told:
+        for alarm in watch.follow(_open_bytes(file), form=form, name=name):
+            loops = loops or alarm.cut
+            if told is not None:
+                told({**alarm.about(), "output": alarm.stream, "text": alarm.text})
+            if json_file != "-":
+                print(visible(str(alarm)), flush=True)
+            if first and loops:
+                break
     if loops:
         raise click.exceptions.Exit(LOOP_FOUND)
     for one in watch.checked:

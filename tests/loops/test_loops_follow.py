@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from datetime import datetime
 from functools import partial
 
 import pytest
 from loop_texts import prose
-from server_streams import chunks, events
+from server_streams import SERVERS, chunks, events
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.files.store import json_lines
@@ -36,11 +38,38 @@ def _follow(data: str, settings: MonitorSettings | None = None) -> list[Alarm]:
     return list(Watch(settings).follow(Slow(data.encode())))
 
 
-def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again():
-    text = f"{TEXT} {prose(600, 1)} {'round and round it goes ' * 60}"
-    first, second = _follow(text)
-    assert (first.tail.period, second.tail.period) == (len(split(LOOP)), 5) and second.token > first.token + 600
-    assert sorted(split(first.text)) == sorted(split(LOOP))
+def test_an_answer_has_one_alarm_although_it_loops_ten_times():
+    again = " ".join(f"{prose(400, number)} {'round and round it goes ' * 60}" for number in range(9))
+    (alarm,) = _follow(f"{TEXT} {again}")
+    assert alarm.tail.period == len(split(LOOP)) and sorted(split(alarm.text)) == sorted(split(LOOP))
+    code = "x = x + 1\n" * 40
+    doubt, loop = _follow("\n".join(f"{code}{prose(400, number)}" for number in range(5)) + f" {LOOP * 60}")
+    assert (doubt.cut, loop.cut) == (False, True)  # what is worse is told after what may be honest
+
+
+ORIGINS = {
+    "openai": ("cmpl-1", "m"),
+    "responses": ("r", None),
+    "anthropic": ("m", None),
+    "ollama": (None, "m"),
+    "llama.cpp": (None, None),
+}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_json_has_a_line_for_each_alarm_with_time_model_and_id(server, tmp_path, typed):
+    sent = SERVERS[server](TEXT)
+    (tmp_path / "a.txt").write_text(json_lines(sent) if server.startswith("ollama") else events(sent))
+    printed = typed(f"loops {tmp_path}/a.txt --follow --json -", 3).out
+    (told,) = map(json.loads, printed.splitlines())
+    assert (
+        (told["id"], told["model"]) == ORIGINS[server.split("-")[0]]
+        and told["verdict"] == "loops"
+        and told["period"] == 6
+    )
+    assert datetime.fromisoformat(told["time"]).tzinfo is not None and "cup of" in told["text"]
+    typed(f"loops {tmp_path}/a.txt --follow --json {tmp_path}/b.jsonl", 3)
+    assert [json.loads(line)["token"] for line in (tmp_path / "b.jsonl").read_text().splitlines()] == [told["token"]]
 
 
 def test_choices_are_watched_apart():

@@ -15,7 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from functools import partial
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +36,10 @@ from starlette.routing import Route
 
 from sinkscope.files.store import json_lines
 from sinkscope.loops import MonitorSettings
+from sinkscope.loops.servers.answers import StreamWatch
 from sinkscope.loops.servers.asked import Asked, asked_in
-from sinkscope.loops.servers.proxy import StreamWatch, application
+from sinkscope.loops.servers.counts import MOST_MODELS, Counts
+from sinkscope.loops.servers.proxy import application
 
 SECRET = "one more cup of tea, "
 LOOPING = f"{prose(80)} {SECRET * 100}"
@@ -221,6 +226,7 @@ def test_a_server_that_is_not_there_is_an_error_in_json():
         upstream = f"http://127.0.0.1:{closed.getsockname()[1]}"
         with _served(application(upstream, MonitorSettings(), print)) as address:
             answer = httpx.post(f"{address}/v1/chat/completions", json={}, trust_env=False)
+            assert httpx.get(f"{address}/health", trust_env=False).status_code == 503
     assert answer.status_code == 502 and "does not answer" in answer.json()["error"]["message"]
 
 
@@ -318,7 +324,7 @@ def test_however_lines_end_they_are_passed_on_at_once_and_cut_behind_an_event(en
 )  # fmt: skip
 def test_what_a_request_asks_for(body, prompt, answers):
     content = b"no json" if body is None else json.dumps(body).encode()
-    assert asked_in(content) == (prompt, answers)
+    assert asked_in(content)[:2] == (prompt, answers)
 
 
 def test_copies_that_were_asked_for_pass_and_others_are_cut(plain):
@@ -347,6 +353,90 @@ def test_a_path_that_leads_elsewhere_is_refused(path, plain):
     assert "a path with . or .. is not passed on" in raw_get(plain.address, path)
 
 
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("server", ["openai-chat", "openai-completions"])
+def test_a_cut_stream_has_the_usage_that_was_asked_for_and_no_other(server, plain):
+    asked = {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Tell me a story."}]}
+    data = ask(plain, server, LOOPING, **USAGE, **asked)
+    assert data.endswith(b"data: [DONE]\n\n")
+    *said, finish, last = _objects(server, data)
+    usage = {"prompt_tokens": 8, "completion_tokens": len(said), "total_tokens": 8 + len(said)}
+    assert finish["choices"] and last["choices"] == [] and last["usage"] == usage and last["id"] == finish["id"]
+    assert last["sinkscope"] == {"usage": "estimated"}
+    assert b"usage" not in ask(plain, server, LOOPING, **asked)
+    assert ask(plain, server, HONEST, **USAGE) == _sent(server, HONEST)
+
+
+def test_the_usage_that_a_server_says_in_each_chunk_is_passed_on():
+    watch = StreamWatch(MonitorSettings(), True, Asked("", 1, "", None, 5))
+    usage: dict[str, int] = {}
+    for number, word in enumerate(TEA):
+        usage = {"prompt_tokens": 70, "completion_tokens": number, "total_tokens": 70 + number}
+        chunk = {"id": "c", "choices": [{"index": 0, "delta": {"content": f"{word} "}}], "usage": usage}
+        watch.feed(events([chunk]).encode())
+        if watch.alarm is not None:
+            break
+    (last,) = [one for one in _objects("openai-chat", watch.ending()) if not one["choices"]]
+    assert last["usage"] == usage and "sinkscope" not in last
+
+
+def counted(address: str) -> dict[str, float]:
+    """The counts at /metrics, without those of the library."""
+    answer = httpx.get(f"{address}/metrics", trust_env=False)
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    rows = [line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#")]
+    return {name.removeprefix("sinkscope_"): float(value) for name, value in rows if "_created" not in name}
+
+
+def test_counts_by_model_and_a_line_of_json_for_each_alarm():
+    told = list[dict[str, Any]]()
+    logged = list[str]()
+    code = "".join(f' {{"id": {number}, "name": "item", "done": false}},\n' for number in range(60))
+    with _served(Upstream().app()) as direct:
+        with _served(application(direct, MonitorSettings(), logged.append, told=told.append)) as address:
+            here = SimpleNamespace(address=address)
+            assert counted(address) == {}
+            data = ask(here, "openai-chat", LOOPING, model="asked", max_tokens=500)
+            written = sum(bool(one["choices"][0]["delta"]) for one in _objects("openai-chat", data))
+            ask(here, "openai-chat", HONEST, model="asked")
+            ask(here, "llama.cpp", LOOPING, model="asked", n_predict=-1)
+            ask(here, "ollama-chat", code)
+            found = counted(address)
+    assert found == {
+        'answers_total{model="m"}': 3, 'answers_total{model="asked"}': 1,
+        'alarms_total{model="m",verdict="loops"}': 1, 'alarms_total{model="m",verdict="suspicious"}': 1,
+        'alarms_total{model="asked",verdict="loops"}': 1, 'alarms_total{model="asked",verdict="suspicious"}': 0,
+        'cuts_total{model="m"}': 1, 'cuts_total{model="asked"}': 1,
+        'saved_tokens_total{model="m"}': 500 - written, 'saved_tokens_total{model="asked"}': 0,
+    }  # fmt: skip
+    assert [(one["model"], one["id"], one["verdict"], one["cut"], one["saved"]) for one in told] == [
+        ("m", "cmpl-1", "loops", True, 500 - written),
+        ("asked", None, "loops", True, None),
+        ("m", None, "suspicious", False, None),
+    ]
+    assert not logged and all(datetime.fromisoformat(one["time"]) for one in told)
+    assert "tea" not in json.dumps(told) and told[0]["request"] == "POST /v1/chat/completions"
+
+
+def test_invented_names_of_models_do_not_fill_the_memory():
+    counts = Counts()
+    for number in range(300):
+        counts.answer(f"m{number}")
+    names = {line for line in counts.text()[0].decode().splitlines() if line.startswith("sinkscope_answers_total")}
+    assert len(names) == MOST_MODELS + 1 and 'sinkscope_answers_total{model="other"} 200.0' in names
+
+
+@pytest.mark.parametrize(("says", "status"), [(200, 200), (404, 200), (503, 503)])
+def test_health_is_that_of_the_server(says, status):
+    async def upstream(scope: Any, receive: Any, send: Any) -> None:
+        await JSONResponse({}, says)(scope, receive, send)
+
+    with _served(upstream) as direct, _served(application(direct, MonitorSettings(), print)) as address:
+        assert httpx.get(f"{address}/health", trust_env=False).status_code == status
+
+
 async def echo(scope: Any, receive: Any, send: Any) -> None:
     """An application that answers with the path as it was sent."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -361,6 +451,28 @@ def raw_get(address: str, path: str) -> str:
     body = connection.getresponse().read().decode()
     connection.close()
     return body
+
+
+MAY_BE_THERE = {"pygments", "rich", "setuptools", "sniffio", "zstandard"}  # httpx takes them where they are
+DISTRIBUTIONS = metadata.packages_distributions()
+
+
+def plain_name(distribution: str) -> str:
+    return distribution.lower().replace("_", "-")
+
+
+def with_what_they_need(names: list[str]) -> set[str]:
+    """Names of distributions, and of those that they need without extras."""
+    found, left = set[str](), list(names)
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for one in metadata.requires(name) or ():
+            if ";" not in one:
+                left.append(plain_name(re.split(r"[^\w.-]", one)[0]))
+    return found
 
 
 def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():
@@ -383,4 +495,10 @@ def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():
             process.kill()
     said = [line for line in err.splitlines() if not line.startswith("import time:")]
     assert len(said) == 1 and said[0].startswith("POST /api/chat: a loop at token") and "tea" not in err
+    container = (Path(__file__).parents[2] / "Containerfile").read_text()
+    (installed,) = re.findall(r"-c constraints.txt (.*)", container)
+    needed = set[str]()
+    for line in err.splitlines():
+        needed |= set(map(plain_name, DISTRIBUTIONS.get(line.rpartition("|")[2].strip().split(".")[0], ())))
+    assert {"starlette", "pydantic"} < needed - MAY_BE_THERE <= with_what_they_need(installed.split()) | {"sinkscope"}
     assert process.returncode == 0 and not [line for line in err.splitlines() if line.endswith((" torch", " numpy"))]

@@ -39,7 +39,7 @@ def view_model(
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
         text: The text; - is standard input. By default a story.
         port: Port of the live page. By default a free one.
-        to_files: Whether the result is wanted; else the live page is served.
+        to_files: What is wanted of the result; if nothing is, the live page is served.
         settings: As for `sinkscope.measure.Setup.open`.
 
     Example:

@@ -33,14 +33,19 @@ class Ending:
                 pass
         self._last = data
 
-    def made(self, about: dict[str, Any], places: Collection[int]) -> bytes:
+    def made(self, about: dict[str, Any], places: Collection[int], usage: dict[str, int] | None = None) -> bytes:
         """Return the last events of the stream: the length is given as the reason, because the text has no end.
 
         Args:
             about: Value of the field `sinkscope`, which says why the stream was cut.
             places: Numbers of the choices or blocks that have not ended.
+            usage: About how many tokens were read and written; None if the request does not ask for them.
         """
         events = self._last_events(about, places)
+        if usage is not None and "choices" in self._last:
+            said = self._last.get("usage")  # some servers say it in every chunk
+            estimate = {"usage": usage, "sinkscope": {"usage": "estimated"}}
+            events.append({**self._last, "choices": [], **({"usage": said} if said else estimate)})
         lines: list[str] = []
         for event in events:
             text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))

@@ -1,6 +1,6 @@
 """A proxy between a client and a server of models that ends answers which loop; `sinkscope loops --proxy` runs it.
 
-It needs starlette, uvicorn and httpx, and no torch.
+It needs starlette, uvicorn, httpx and prometheus-client, and no torch.
 """
 
 from __future__ import annotations
@@ -8,24 +8,25 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import parse_json, visible
+from sinkscope.files.plain import visible
 from sinkscope.files.provenance import install_command
-from sinkscope.loops.servers.asked import NOTHING_ASKED, Asked, asked_in
-from sinkscope.loops.servers.endings import Ending
-from sinkscope.loops.text.beginnings import LineSplitter
-from sinkscope.loops.text.forms import UNREADABLE
+from sinkscope.loops.servers.answers import StreamWatch
+from sinkscope.loops.servers.asked import asked_in
+from sinkscope.loops.servers.counts import Counts
+from sinkscope.loops.servers.own_pages import own_pages
 from sinkscope.loops.text.monitor import Settings
-from sinkscope.loops.text.streams import Alarm, Watch, pieces_of_line
 
 if TYPE_CHECKING:
     import httpx
     from starlette.requests import Request
 
+NEEDS = ("starlette", "uvicorn", "httpx", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "localhost")
 _HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers "
@@ -33,82 +34,14 @@ _HOP_BY_HOP = frozenset(
 )
 
 
-class StreamWatch:
-    """The bytes of one answer: what may be passed on, and whether it loops.
-
-    Bytes are passed on unchanged, a line at a time, so that a stream that is cut ends after a whole event.
-
-    Attributes:
-        alarm: The loop, once every output that has not ended loops.
-        suspect: The first repetition that may be honest, with which the answer goes on.
-
-    Args:
-        settings: Settings of the monitor.
-        events: Whether the answer has server-sent events; otherwise lines of JSON.
-        asked: What was asked.
-    """
-
-    def __init__(self, settings: Settings, events: bool, asked: Asked = NOTHING_ASKED) -> None:
-        self.alarm: Alarm | None = None
-        self.suspect: Alarm | None = None
-        self._lines = LineSplitter()
-        self._watch = Watch(settings, asked.prompt)
-        self._ending = Ending(events)
-        self._events = events
-        self._answers = asked.answers
-        self._begun = set[str]()
-        self._alarms: dict[str, Alarm] = {}
-
-    @property
-    def held(self) -> bytes:
-        """A line that is not complete."""
-        return self._lines.held
-
-    def feed(self, data: bytes) -> bytes:
-        """Take bytes of the answer, and give those that may be passed on. After an alarm there are no more."""
-        passed = b""
-        for line in self._lines.feed(data):
-            passed += line
-            self._read(line)
-            if self.alarm is not None:
-                return passed + b"\n\n" * self._events  # the end of the event
-        return passed
-
-    def ending(self) -> bytes:
-        """Return the events that end the answer after an alarm; they say where the loop is, without its text."""
-        about: dict[str, Any] = {"verdict": "loops"}
-        if self.alarm is not None:
-            about["token"] = self.alarm.token
-            if self.alarm.tail is not None:
-                about["period"] = self.alarm.tail.period
-        places = dict.fromkeys(int(name.split()[1]) for name in self._watch.open)  # of choices or blocks
-        return self._ending.made(about, places)
-
-    def _read(self, line: bytes) -> None:
-        """Feed the monitors with a line. The answer loops when every output that has not ended loops."""
-        try:
-            data = dict(parse_json(line.strip().removeprefix(b"data:")))
-            self._ending.see(data)
-            # It is one answer, although some servers give each chunk a new id.
-            pieces = pieces_of_line({**data, "id": None}, "sse", 0)
-        except UNREADABLE:
-            return  # what is no output of a model is passed on
-        for piece in pieces:
-            self._begun.add(piece.stream)
-            for alarm in self._watch.take(piece):
-                if alarm.cut:
-                    self._alarms.setdefault(alarm.stream, alarm)
-                else:
-                    self.suspect = self.suspect or alarm
-        waiting = self._watch.open.keys()
-        if waiting and waiting <= self._alarms.keys() and len(self._begun) >= self._answers:
-            self.alarm = max((self._alarms[name] for name in waiting), key=lambda alarm: alarm.token)
-
-
 def application(
-    upstream: str, monitor: Settings, log: Callable[[str], object], hosts: tuple[str, ...] = LOOPBACK
+    upstream: str,
+    monitor: Settings,
+    log: Callable[[str], object],
+    hosts: tuple[str, ...] = LOOPBACK,
+    told: Callable[[dict[str, Any]], object] | None = None,
 ) -> Any:
-    """Return the ASGI application.
+    """Return the ASGI application: it answers /metrics and /health itself, and passes all other paths on.
 
     Args:
         upstream: Address of the server, such as http://127.0.0.1:11434.
@@ -116,15 +49,12 @@ def application(
         log: Called with a line for each answer that was cut, was passed on although it repeats itself, or was passed
             on unwatched; it has no content.
         hosts: Names by which clients may call it; empty for any.
+        told: Called with the JSON of each answer that was cut or repeats itself, in place of `log`.
 
     Raises:
-        SinkscopeError: The address is none, or starlette, uvicorn or httpx is missing.
+        SinkscopeError: The address is none, or a package is missing.
     """
-    for name in ("starlette", "uvicorn", "httpx"):
-        if find_spec(name) is None:
-            raise SinkscopeError(f"--proxy needs {name}: {install_command('proxy')}")
-    if not re.fullmatch(r"https?://[^/?#@\s]+[^?#@\s]*", upstream):
-        raise SinkscopeError(f"--proxy {upstream}: expected the address of a server, such as http://127.0.0.1:11434")
+    _check(upstream)
     import httpx
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
@@ -136,6 +66,18 @@ def application(
     server = httpx.URL(upstream)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
     client = httpx.AsyncClient(limits=limits, timeout=waits, trust_env=False, follow_redirects=False)
+    counts = Counts()
+
+    def ended(name: str, watch: StreamWatch) -> None:
+        report = watch.report()
+        if report is None:
+            counts.answer(watch.model)
+            return
+        counts.answer(watch.model, report["verdict"], report["cut"], report["saved"])
+        if told is not None:
+            told({**report, "request": name})
+        else:
+            log(f"{name}: {_said(report)}")
 
     async def forward(request: Request) -> Response:
         headers = _passed_on(request.headers.raw, without=("host", "content-length", "accept-encoding"))
@@ -163,7 +105,7 @@ def application(
         name = f"{request.method} {visible(path.decode('ascii', 'replace'))[:80]}"
         if form is None and request.method == "POST" and answer.status_code == 200:
             log(f"{name}: passed on unwatched, because the answer is not streamed")
-        response = StreamingResponse(_parts(answer, watch, log, name), answer.status_code)
+        response = StreamingResponse(_parts(answer, watch, partial(ended, name)), answer.status_code)
         response.raw_headers = _passed_on(answer.headers.raw, without)
         return response
 
@@ -171,11 +113,30 @@ def application(
     if hosts:  # another site cannot reach the server through a name of its own that leads to this machine
         middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)))
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-    return Starlette(routes=[Route("/{path:path}", forward, methods=methods)], middleware=middleware)
+    routes = [*own_pages(client, server, counts), Route("/{path:path}", forward, methods=methods)]
+    return Starlette(routes=routes, middleware=middleware)
+
+
+def _check(upstream: str) -> None:
+    """Refuse what is no address, or a missing package."""
+    for name in NEEDS:
+        if find_spec(name) is None:
+            raise SinkscopeError(f"--proxy needs {name}: {install_command('proxy')}")
+    if not re.fullmatch(r"https?://[^/?#@\s]+[^?#@\s]*", upstream):
+        raise SinkscopeError(f"--proxy {upstream}: expected the address of a server, such as http://127.0.0.1:11434")
+
+
+def _said(report: dict[str, Any]) -> str:
+    """What the log says about an answer."""
+    if report["cut"]:
+        return f"a loop at token {report['token']}; cut"
+    if report["verdict"] == "loops":
+        return f"a loop at token {report['token']} in one of several outputs; passed on"
+    return f"a repetition at token {report['token']} that may be honest; passed on"
 
 
 async def _parts(
-    answer: httpx.Response, watch: StreamWatch | None, log: Callable[[str], object], name: str
+    answer: httpx.Response, watch: StreamWatch | None, ended: Callable[[StreamWatch], object]
 ) -> AsyncIterator[bytes]:
     """The bytes of an answer until it ends or loops; the call of the server ends with them, or if the client leaves."""
     try:
@@ -185,15 +146,14 @@ async def _parts(
                 continue
             yield watch.feed(part)
             if watch.alarm is not None:
-                log(f"{name}: a loop at token {watch.alarm.token}; cut")
                 yield watch.ending()
                 return
+        if watch is not None:
+            yield watch.held
     finally:
+        if watch is not None:
+            ended(watch)
         await answer.aclose()
-    if watch is not None:
-        yield watch.held
-        if watch.suspect is not None:
-            log(f"{name}: a repetition at token {watch.suspect.token} that may be honest; passed on")
 
 
 def leaves_folder(path: bytes) -> bool:

@@ -147,6 +147,6 @@ def check_file(
     """
     watch, started = Watch(settings, prompt), time.perf_counter()
     for alarm in watch.follow(source, form=form, name=name, strict=True):
-        if told is not None:
+        if told is not None and alarm.cut:
             told(alarm)
     return _result(watch, name, started)

@@ -15,9 +15,34 @@ _THOUGHT = ("reasoning", "reasoning_content", "thinking", "reasoning_details")
 _SAID = tuple("summary content text refusal name arguments input partial_json".split())
 EVENTS = ("data:", "event:", "id:", "retry:", ":")
 """How server-sent events may begin."""
+_IDS = ("custom_id", "id", "request_id")  # the first one that is there: of a batch's line the client's own
+MOST_OF_NAME = 200  # characters of an id, or of a model's name
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading a line that is no output of a model may raise."""
 FIELDS = ("tokens", "output", "text", "content")  # the first that is there: ids are more exact than text
+
+
+class Origin(NamedTuple):
+    """Where an output comes from: the id of its answer or record, and its model; empty if unknown."""
+
+    id: str = ""
+    model: str = ""
+
+
+def origin_of(data: Any) -> Origin | None:
+    """Return what a line of JSON or an event says about where it comes from; None if it says nothing."""
+    if not isinstance(data, dict):
+        return None
+    values: list[str] = []
+    for fields in (_IDS, ("model",)):
+        found = ""
+        for place in (data, data.get("message"), data.get("response")):
+            for field in fields:
+                value = place.get(field) if isinstance(place, dict) else None
+                if not found and isinstance(value, str | int) and not isinstance(value, bool):
+                    found = str(value)[:MOST_OF_NAME]
+        values.append(found)
+    return Origin(*values) if any(values) else None
 
 
 class Piece(NamedTuple):
@@ -29,6 +54,7 @@ class Piece(NamedTuple):
         text: Text of the token.
         last: Whether the stream ends here.
         part: Whether the stream is a part of an answer that may hold no text, such as hidden reasoning.
+        origin: Where it comes from, if known.
     """
 
     stream: str
@@ -36,6 +62,7 @@ class Piece(NamedTuple):
     text: str = ""
     last: bool = False
     part: bool = False
+    origin: Origin | None = None
 
 
 def on_one_line(text: str, limit: int = SHOWN_CHARACTERS) -> str:

@@ -6,6 +6,7 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
@@ -14,7 +15,16 @@ from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.text.beginnings import beginning, lines_of
 from sinkscope.loops.text.counters import asked_copies
-from sinkscope.loops.text.forms import UNREADABLE, Piece, StreamForm, on_one_line, pieces_of, pieces_of_record
+from sinkscope.loops.text.forms import (
+    UNREADABLE,
+    Origin,
+    Piece,
+    StreamForm,
+    on_one_line,
+    origin_of,
+    pieces_of,
+    pieces_of_record,
+)
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings, Settings
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import Splitter
@@ -38,6 +48,7 @@ class Alarm(NamedTuple):
         tail: The repetition that reaches this token; None if the paper's monitor found none.
         text: One copy, or the last tokens, shortened and without control characters.
         cut: Whether it is a loop, which a proxy or a guard ends.
+        origin: Id and model of the answer.
     """
 
     stream: str
@@ -45,6 +56,19 @@ class Alarm(NamedTuple):
     tail: Tail | None
     text: str
     cut: bool = True
+    origin: Origin = Origin()
+
+    def about(self) -> dict[str, Any]:
+        """Return it as JSON without the text, with the time now."""
+        return {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "verdict": "loops" if self.cut else "suspicious",
+            "model": self.origin.model or None,
+            "id": self.origin.id or None,
+            "token": self.token,
+            "period": None if self.tail is None else self.tail.period,
+            "onset": None if self.tail is None else self.tail.start,
+        }
 
     def __str__(self) -> str:
         repetition = "no exact period"
@@ -106,7 +130,8 @@ class Stream:
         self.monitor = Monitor(settings, self._words_of, asked)
         self._has_words: bool | None = None  # else ids
         self._splitter = Splitter()
-        self._quiet_until = 0
+        self._told = 0  # 1: what may be honest, 2: a loop
+        self._origin = Origin()
         self._echoes = Echoes()
         self._suspected: int | None = None
         self._onset: int | None = None  # of what may be honest
@@ -116,7 +141,9 @@ class Stream:
         self._last_copy = 0  # number of tokens up to the last one that repeats
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
-        """Yield the alarms that a piece raises."""
+        """Yield the alarms that a piece raises: at most one for a loop, and before it one for what may be honest."""
+        if piece.origin is not None and not any(self._origin):
+            self._origin = piece.origin
         if piece.key is not None:
             self._has_words = False
             key = piece.key
@@ -152,14 +179,12 @@ class Stream:
                 self._covered = step.step - tail.start
         if step.trigger and self._detected is None:
             self._detected = step.step
-            self._quiet_until = 0  # it may have been suspected before
         if step.suspect and self._suspected is None and tail is not None:
             self._suspected, self._onset = step.step, tail.start
-        if not (step.trigger or step.suspect):
-            return
-        if step.step > self._quiet_until:
-            yield Alarm(name, step.step, tail, self._copy(tail), step.trigger)
-        self._quiet_until = step.step + self.monitor.settings.window  # what goes on is reported once
+        level = 2 if step.trigger else int(step.suspect)
+        if level > self._told:
+            self._told = level
+            yield Alarm(name, step.step, tail, self._copy(tail), step.trigger, self._origin)
 
     def _copy(self, tail: Tail | None) -> str:
         """Text of one copy of the loop, or of the last tokens."""
@@ -288,7 +313,7 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
         if not start.endswith(b"\n"):
             start += source.readline()
         lines = chain([start], iter(source.readline, b""))
-    ids = AnswerIds()
+    ids, origin = AnswerIds(), None
     for place, line in enumerate(lines, 1):
         text = ""
         try:
@@ -298,7 +323,10 @@ def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None
             if text not in ("", "[DONE]"):
                 rest = source.read if whole and place == 1 else bytes
                 for number, row in enumerate(_rows(text, rest), place):
-                    yield from pieces_of_line(ids.settled(row), form, number)
+                    settled = ids.settled(row)
+                    origin = origin_of(settled) or (origin if form == "sse" else None)  # of events the first may say it
+                    for piece in pieces_of_line(settled, form, number):
+                        yield piece._replace(origin=origin)
         except UNREADABLE as error:
             skip(f"{name} line {place} is no output of a model: {error}; it is {on_one_line(text)}")
 

@@ -1,0 +1,112 @@
+"""One streamed answer behind a proxy: what may be passed on, whether it loops, and how it is ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sinkscope.files.plain import parse_json
+from sinkscope.loops.servers.asked import NOTHING_ASKED, Asked
+from sinkscope.loops.servers.endings import Ending
+from sinkscope.loops.text.beginnings import LineSplitter
+from sinkscope.loops.text.forms import UNREADABLE, Origin, origin_of
+from sinkscope.loops.text.monitor import Settings
+from sinkscope.loops.text.streams import Alarm, Watch, pieces_of_line
+
+
+class StreamWatch:
+    """The bytes of one answer: what may be passed on, and whether it loops.
+
+    Bytes are passed on unchanged, a line at a time, so that a stream that is cut ends after a whole event.
+
+    Attributes:
+        alarm: The loop, once every output that has not ended loops.
+        suspect: The first repetition with which the answer goes on: it may be honest, or other outputs do not loop.
+
+    Args:
+        settings: Settings of the monitor.
+        events: Whether the answer has server-sent events; otherwise lines of JSON.
+        asked: What was asked.
+    """
+
+    def __init__(self, settings: Settings, events: bool, asked: Asked = NOTHING_ASKED) -> None:
+        self.alarm: Alarm | None = None
+        self.suspect: Alarm | None = None
+        self._lines = LineSplitter()
+        self._watch = Watch(settings, asked.prompt)
+        self._ending = Ending(events)
+        self._events = events
+        self._asked = asked
+        self._written: dict[str, int] = {}  # pieces of text of each output, which servers send for each token
+        self._origin: Origin | None = None
+        self._begun = set[str]()
+        self._alarms: dict[str, Alarm] = {}
+
+    @property
+    def held(self) -> bytes:
+        """A line that is not complete."""
+        return self._lines.held
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the answer, and give those that may be passed on. After an alarm there are no more."""
+        passed = b""
+        for line in self._lines.feed(data):
+            passed += line
+            self._read(line)
+            if self.alarm is not None:
+                return passed + b"\n\n" * self._events  # the end of the event
+        return passed
+
+    def report(self) -> dict[str, Any] | None:
+        """Return what is told of the answer, without its text; None if it does not repeat itself."""
+        alarm = self.alarm or next(iter(self._alarms.values()), self.suspect)
+        if alarm is None:
+            return None
+        saved = None
+        if self.alarm is not None and self._asked.limit is not None:
+            saved = sum(max(0, self._asked.limit - self._written.get(name, 0)) for name in self._watch.open)
+        told = alarm._replace(origin=Origin(self._origin.id if self._origin else "", self.model)).about()
+        return {**told, "cut": self.alarm is not None, "saved": saved}
+
+    @property
+    def model(self) -> str:
+        """Name of the model: as the answer says, else as the request does."""
+        return (self._origin and self._origin.model) or self._asked.model
+
+    def ending(self) -> bytes:
+        """Return the events that end the answer after an alarm; they say where the loop is, without its text."""
+        about: dict[str, Any] = {"verdict": "loops"}
+        if self.alarm is not None:
+            about["token"] = self.alarm.token
+            if self.alarm.tail is not None:
+                about["period"] = self.alarm.tail.period
+        places = dict.fromkeys(int(name.split()[1]) for name in self._watch.open)  # of choices or blocks
+        return self._ending.made(about, places, self._usage())
+
+    def _usage(self) -> dict[str, int] | None:
+        """About how many tokens were read and written, if the request wants to know."""
+        read, written = self._asked.prompt_tokens, sum(self._written.values())
+        if read is None:
+            return None
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    def _read(self, line: bytes) -> None:
+        """Feed the monitors with a line. The answer loops when every output that has not ended loops."""
+        try:
+            data = dict(parse_json(line.strip().removeprefix(b"data:")))
+            self._ending.see(data)
+            self._origin = self._origin or origin_of(data)
+            # It is one answer, although some servers give each chunk a new id.
+            pieces = pieces_of_line({**data, "id": None}, "sse", 0)
+        except UNREADABLE:
+            return  # what is no output of a model is passed on
+        for piece in pieces:
+            self._begun.add(piece.stream)
+            self._written[piece.stream] = self._written.get(piece.stream, 0) + bool(piece.text)
+            for alarm in self._watch.take(piece):
+                if alarm.cut:
+                    self._alarms.setdefault(alarm.stream, alarm)
+                else:
+                    self.suspect = self.suspect or alarm
+        waiting = self._watch.open.keys()
+        if waiting and waiting <= self._alarms.keys() and len(self._begun) >= self._asked.answers:
+            self.alarm = max((self._alarms[name] for name in waiting), key=lambda alarm: alarm.token)

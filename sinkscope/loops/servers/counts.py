@@ -1,0 +1,49 @@
+"""What a proxy has seen, counted by model, in the text form of Prometheus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MOST_MODELS = 100  # whoever can ask can invent names, and each name is kept
+
+
+class Counts:
+    """Counts answers, alarms, cuts and the tokens that cuts saved, by model. It needs prometheus-client."""
+
+    def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry, Counter
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(f"sinkscope_{name}", text, ["model", *labels], registry=self._registry)
+
+        self._registry = CollectorRegistry()
+        self._models = set[str]()
+        self._answers = counter("answers", "Streamed answers that were watched.")
+        self._alarms = counter("alarms", "Answers with a repetition, at most one of each answer.", "verdict")
+        self._cuts = counter("cuts", "Answers that were ended because they loop.")
+        self._saved = counter("saved_tokens", "Tokens up to their requests' limits that cut answers left unwritten.")
+
+    def answer(self, model: str, verdict: str = "", cut: bool = False, saved: int | None = None) -> None:
+        """Count an answer that has ended.
+
+        Args:
+            model: Name of the model; from the 101st name on, they count as "other".
+            verdict: "loops" or "suspicious"; empty if it does not repeat itself.
+            cut: Whether the proxy ended it.
+            saved: Number of tokens that it could have gone on; None if the request has no limit.
+        """
+        name = model or "unknown"
+        if name not in self._models and len(self._models) >= MOST_MODELS:
+            name = "other"
+        self._models.add(name)
+        self._answers.labels(name).inc()
+        self._cuts.labels(name).inc(cut)
+        self._saved.labels(name).inc(saved or 0)
+        for one in ("loops", "suspicious"):
+            self._alarms.labels(name, one).inc(one == verdict)
+
+    def text(self) -> tuple[bytes, str]:
+        """Return the counts as text, and its type."""
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
