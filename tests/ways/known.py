@@ -99,6 +99,7 @@ REFUSED = [
     Refusal(lambda draw: draw["options"] == "lookup" and _owns_cache(draw), "assisted generation"),
     Refusal(lambda draw: draw["cache"] == "static" and _attends(draw), "the cache is StaticCache"),
     Refusal(lambda draw: draw["cache"] == "outside", "in a DynamicSlidingWindowLayer, which may have dropped some"),
+    Refusal(lambda draw: draw["family"] == "gemma4", "whose positions are not known"),
     Refusal(lambda draw: draw["family"] == "gemma4" and _attends(draw), "attend to the keys of earlier layers"),
     Refusal(
         lambda draw: draw["attention"] == "replaced" and (_attends(draw) or "pattern" in draw["edit"]),

@@ -167,6 +167,11 @@ class PlacedEdit(Intervention):
         call = run.call
         if call is None:
             return None
+        if tensor.numel() != call.index.numel() * tensor.shape[-1]:
+            raise UnsupportedError(
+                f"a module of {run.target.name} reads {tensor.numel() // tensor.shape[-1]} tokens of a call with "
+                f"{call.index.numel()}, whose positions are not known: leave its layer out of the edit"
+            )
         # OPT and experts run batch and position together.
         old = tensor.reshape(*call.index.shape, tensor.shape[-1])
         memory = call.state.memory.setdefault(key, Memory())
