@@ -63,7 +63,8 @@ def fill(folder: Path, text: str):
     )
     found.save(folder / "sinks.json")
     atlas(text).save(folder / "atlas.json")
-    texts = [f"{text} the same again {i}" * 40 for i in range(3)] + [text]
+    # The loops are prose, whatever the text is: of markup, fewer are loops.
+    texts = [f"{text} " + f"and the same again {word} " * 300 for word in ("here", "there", "then")] + [text]
     loops.check(texts, name=text).save(folder / "loops.json")
     (folder / "below").mkdir()
     made = sample_find_sinks()

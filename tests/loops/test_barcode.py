@@ -152,7 +152,7 @@ def test_bad_input_of_barcode_is_refused(refusal):
         ({"heads": [(0, 4)]}, "head 4 is not in .*: give one from 0 to 3"),
         ({"max_new_tokens": 5000}, "ask for at most"),
         ({"prompt": [5, 200]}, "token id 200 is none of"),
-        ({"ids": [5], "prompt": "word"}, "a prompt and ids are given"),
+        ({"ids": [5], "prompt": "word"}, "ids are a whole sequence: give no prompt"),
     ]
     for options, message in cases:
         with refused(message):

@@ -66,7 +66,7 @@ def along(target: Target, layer: int, at: int, edit: tuple[Neuron, ...]) -> Tens
     mask[:, at] = True
     place = Place.of(IDS, mask, None, str)
     zero, way = torch.zeros(target.d_model), direction(target)
-    spike = Spike(place, ~mask, layer, layer, layer, zero, way, 1.0, 1.0, 1.0, 1.0, 1.0)
+    spike = Spike(place, ~mask, layer, layer, layer, zero, way, 1.0, 1.0, 1.0, 1.0, layer, None, 1.0)
     return EditedTexts(target, IDS, mask, spike, [(), edit]).run().along
 
 

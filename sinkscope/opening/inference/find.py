@@ -63,7 +63,7 @@ def _found(target: Target, proves: bool) -> Found:
     if _is_elsewhere(target) or target.kind == "bridge" or getattr(hf, "is_quantized", False):
         sample = sample_of(hf)
         target = Target(sample, sample, "hf", DRAFT)
-    elif target.kind == "hf":  # other threads go on with the model, and hooks on it are the user's
+    elif target.kind == "hf" and target.resident:  # other threads go on with the model, and hooks on it are the user's
         with suppress(Exception):
             twin = without_hooks(hf)
             target = replace(target, model=twin, hf=twin)

@@ -83,7 +83,7 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
             norm=float(survey.norms[peak, mask].mean()),
             before=float(survey.entered[first, mask].norm(dim=-1).mean()),
             ratio=float(over[highest].mean()),
-            ratio_layer=highest,
+            ratio_layer=int(highest),
             ratio_margin=margin_of(per_text(over[highest], mask).numpy()),
             ratio_beside=float(beside[run].max()),
         )
