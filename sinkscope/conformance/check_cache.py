@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -126,10 +126,11 @@ def check_cache(
     for one in only:
         if one not in CHECKS:
             raise SinkscopeError(f"check {one!r}: expected one of {', '.join(CHECKS)}")
+    kept: Any = budget
     if isinstance(budget, str):
-        budget = read_setting(budget, Budget, "--budget ")
-    if isinstance(budget, int) and budget > MOST:
-        raise SinkscopeError(f"--budget {budget}: expected up to {MOST} tokens, or a share; the texts are short")
+        kept = read_setting(budget, Budget, "--budget ")
+    if isinstance(kept, int) and kept > MOST:
+        raise SinkscopeError(f"--budget {kept}: expected up to {MOST} tokens, or a share; the texts are short")
     place = ""
     if isinstance(factory, str):
         place, factory = factory, factory_named(factory)
@@ -137,9 +138,9 @@ def check_cache(
         place = place_of(factory)
     if not place:
         raise SinkscopeError(f"{factory!r} has no name: {EXPECTED}")
-    kit = Kit(factory, tolerance, place, budget)
-    if budget is not None and not kit.evicts:
-        raise SinkscopeError(f"--budget {budget}: {place} has no parameter budget or share, which would be given it")
+    kit = Kit(factory, tolerance, place, kept)
+    if kept is not None and not kit.evicts:
+        raise SinkscopeError(f"--budget {kept}: {place} has no parameter budget or share, which would be given it")
     kit.subject()  # bad input is said before anything is checked
     names = [one for one in CHECKS if not only or one in only]
     rows: list[CheckedBehaviour] = []
