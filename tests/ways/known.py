@@ -106,6 +106,7 @@ REFUSED = [
         "attention is a function of your own",
     ),
     Refusal(lambda draw: draw["options"] == "no cache" and draw["edit"] in MEMORIES, "without a cache each call is"),
+    Refusal(lambda draw: draw["family"] == "mpt", "without a cache each call is"),  # its settings say use_cache=False
     Refusal(lambda draw: draw["options"] == "lookup" and draw["edit"] == "tensor 8 bits", "tokens that it takes back"),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "are padded on the right"),
     Refusal(lambda draw: draw["attention"] == "own without mask", "hides keys in another way"),  # and no window
