@@ -200,6 +200,7 @@ def test_what_is_missing_is_installed_by_the_names_of_its_packages():
     words = install_command("proxy").split()
     assert words[:2] == ["pip", "install"] and [word.strip('"').partition(">")[0] for word in words[2:]] == [
         "httpx",
+        "prometheus-client",
         "starlette",
         "uvicorn",
     ]
