@@ -13,7 +13,6 @@ import lazy_loader
 __version__ = "0.2.0"
 
 _stated, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
-globals()["__lazy_shadowed__"].add("lines")  # the function stays where the package of its name is imported
 
 
 def _measurements() -> dict[str, str]:

@@ -7,6 +7,8 @@ from .app.scan import scan as scan
 from .app.view.notebook import view as view
 from .conformance.check_cache import check_cache as check_cache
 from .errors import SinkscopeError as SinkscopeError
+from .generation.conversation import Conversation as Conversation
+from .generation.progressive import Progressive as Progressive
 from .hooks.edit.base import Event as Event
 from .hooks.edit.base import Intervention as Intervention
 from .hooks.edit.edits import Ablate as Ablate
@@ -14,13 +16,6 @@ from .hooks.edit.quantize import Quantize as Quantize
 from .hooks.edit.sink_patch import SinkPatch as SinkPatch
 from .hooks.edit.steer import Add as Add
 from .hooks.trace.run import trace as trace
-from .lines.lines import lines as lines
-from .lines.serve.conversation import Conversation as Conversation
-from .lines.serve.progressive import Progressive as Progressive
-from .lines.serve.serve import LoopServe as LoopServe
-from .lines.shapes import AShape as AShape
-from .lines.shapes import MInference as MInference
-from .lines.shapes import TriShape as TriShape
 from .loops.barcode import barcode as barcode
 from .loops.dry import DRY as DRY
 from .loops.generate import generate as generate
@@ -42,6 +37,11 @@ from .sinks.reproduce.reproduce import reproduce as reproduce
 from .sinks.spikes.circuit import circuit as circuit
 from .sinks.spikes.find_sinks import find_sinks as find_sinks
 from .sinks.training import SinkCallback as SinkCallback
+from .sparse.lines import lines as lines
+from .sparse.serve import LoopServe as LoopServe
+from .sparse.shapes import AShape as AShape
+from .sparse.shapes import MInference as MInference
+from .sparse.shapes import TriShape as TriShape
 
 __version__: str
 

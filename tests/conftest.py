@@ -191,3 +191,11 @@ def refusal(typed: Callable[..., Any]) -> Callable[..., str]:
         return err[7:].strip()
 
     return run
+
+
+@pytest.fixture
+def model():
+    """A random Llama of two layers."""
+    from kv_kit import shallow_of
+
+    return shallow_of("llama")

@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sinkscope.lines.attention import Scores
-from sinkscope.lines.head_lines import HeadLines
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.head_lines import HeadLines
 
 Line = tuple[str, int]
 """Its kind, and its key or distance."""

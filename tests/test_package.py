@@ -28,9 +28,10 @@ ORDER = (
     "opening",
     "hooks",
     "kv",
+    "generation",
     "measure",
     "sinks",
-    "lines",
+    "sparse",
     "loops",
     "conformance",
     "bench",
@@ -56,10 +57,10 @@ def test_type_checkers_see_the_same_names():
     assert seen | {"__version__"} == set(dir(sinkscope)), "python -m tools.commands writes a line for each measurement"
 
 
-NAMED = "sinkscope.loops.generate, sinkscope.hooks.trace.run, sinkscope.lines.choice; import sinkscope as ss"
+NAMED = "sinkscope.loops.generate, sinkscope.hooks.trace.run, sinkscope.sparse.choice; import sinkscope as ss"
 CALLABLE = "print(all(map(callable, (ss.load, ss.trace, ss.generate, ss.lines))))"
-SHADOWED = """import sinkscope.lines.serve.serve as serve, sinkscope.lines.lines as lines, sinkscope as ss, sys
-print(all(sys.modules[f"sinkscope.lines.{name}"] is one for name, one in (("serve.serve", serve), ("lines", lines))),
+SHADOWED = """import sinkscope.sparse.serve as serve, sinkscope.sparse.lines as lines, sinkscope as ss, sys
+print(all(sys.modules[f"sinkscope.sparse.{name}"] is one for name, one in (("serve", serve), ("lines", lines))),
       callable(ss.lines), hasattr(ss.lines, "nothing"), hasattr(ss.heads, "heads"))"""
 ORDERS = {
     f"import sinkscope, {NAMED}\n{CALLABLE}": "True",
@@ -69,7 +70,7 @@ ORDERS = {
     "from sinkscope.results.result import Result\n"
     "print(len(Result.load('figures/find_sinks.json').figure().data) > 3)": "True",
 }
-for module in ("models.hooks", "lines.choice", "loops.generate", "hooks.trace.run"):
+for module in ("models.hooks", "sparse.choice", "loops.generate", "hooks.trace.run"):
     ORDERS[f"import sinkscope.{module} as other; print(other.__name__)"] = f"sinkscope.{module}"
 FORKS = """import multiprocessing, sys, transformers.modeling_utils
 for code in sys.argv[1:]:

@@ -20,12 +20,12 @@ from test_sparse_attention import inputs
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from sinkscope.lines import band_attention, select_bands
-from sinkscope.lines import triton as kernel
-from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BAND, Bands, StoredRows, choose_bands
-from sinkscope.lines.choice import kept_columns, sampled_rows
-from sinkscope.lines.triton_sums import ComputedRows
+from sinkscope.sparse import band_attention, select_bands
+from sinkscope.sparse import triton as kernel
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.bands import BAND, Bands, StoredRows, choose_bands
+from sinkscope.sparse.choice import kept_columns, sampled_rows
+from sinkscope.sparse.triton_sums import ComputedRows
 
 
 def off(found: Tensor, wanted: Tensor) -> float:

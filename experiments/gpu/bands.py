@@ -9,7 +9,7 @@ One short call measures what decides the defaults of a GPU (about eight minutes 
 Steps run in order of value, each is written as it ends, and none begins after `--seconds`; what is done is not done
 again. Times are medians of runs between two events on the device, after a warm-up; layers have `--heads` query heads of
 width 128 and as many or a quarter as many kv heads, in bfloat16, on random numbers. On a GPU,
-`tests/lines/test_loopserve_triton.py` checks that what is timed is right.
+`tests/sparse/test_loopserve_triton.py` checks that what is timed is right.
 
 - `tiling`: attention on a tenth, three tenths and all of the cells with every tiling.
 - `choice`: the choice of columns and bands, launched step by step and as it is recorded for a prompt.
@@ -38,18 +38,18 @@ from experiments.gpu.steps import Steps, model_of
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
-from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import NEAR, TILE, Bands, BlockGrid
-from sinkscope.lines.choice import BandChoice, sampled_rows
-from sinkscope.lines.serve import LoopServe
 from sinkscope.results.console import note
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.bands import NEAR, TILE, Bands, BlockGrid
+from sinkscope.sparse.choice import BandChoice, sampled_rows
+from sinkscope.sparse.serve import LoopServe
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def kernels() -> tuple[Any, Any]:
     """The modules that need triton."""
-    from sinkscope.lines import triton, triton_sums
+    from sinkscope.sparse import triton, triton_sums
 
     return triton, triton_sums
 

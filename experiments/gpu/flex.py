@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
-from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BAND, PER, TILE, Bands
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.bands import BAND, PER, TILE, Bands
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -29,9 +29,9 @@ from experiments.script import run
 from experiments.timing import clock, interleaved, ratio
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import H2O, TOVA, Full, SnapKV, StreamingLLM
-from sinkscope.lines.serve import LoopServe
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.target import Target
+from sinkscope.sparse.serve import LoopServe
 
 
 def methods(budget: int) -> dict[str, Intervention]:

@@ -24,8 +24,8 @@ from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 from experiments.loopguard.real_openings import openings_of
 from experiments.record import Row, read_rows
 from experiments.script import run
+from sinkscope.generation.decode import decoding, to_end
 from sinkscope.hooks.edit.base import under
-from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.kv.rewind import generate_with_rewind
 from sinkscope.loops.dry import DRY
 from sinkscope.loops.generate import padded

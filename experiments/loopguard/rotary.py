@@ -28,7 +28,7 @@ from experiments.drawn import powers, save
 from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit.decode import decode
+from sinkscope.generation.decode import decode
 from sinkscope.loops.text.signals import tail_period
 from sinkscope.measure import Setup
 from sinkscope.models.checks import attending_layers

@@ -28,17 +28,17 @@ from experiments.loopserve.real import TEXTS, piece
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
-from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import BlockGrid, StoredRows, choose_bands
-from sinkscope.lines.choice import kept_columns, sampled_rows
-from sinkscope.lines.copies import Copies
-from sinkscope.lines.sample import draw_of, held_out
-from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.sparse import band_attention
-from sinkscope.lines.sums import recovered, scores_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.bands import BlockGrid, StoredRows, choose_bands
+from sinkscope.sparse.choice import kept_columns, sampled_rows
+from sinkscope.sparse.copies import Copies
+from sinkscope.sparse.sample import draw_of, held_out
+from sinkscope.sparse.serve import LoopServe
+from sinkscope.sparse.sparse import band_attention
+from sinkscope.sparse.sums import recovered, scores_of
 
 LAST = 16  # dense rows
 EVERY = 3

@@ -24,11 +24,11 @@ from experiments.drawn import markdown, put_table
 from experiments.gpu.steps import Steps
 from experiments.record import Row
 from experiments.script import run
-from sinkscope.lines.attention import Scores
-from sinkscope.lines.bands import NEAR, Bands, BlockGrid
-from sinkscope.lines.choice import BandChoice, sampled_rows
-from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.sparse import band_attention
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.bands import NEAR, Bands, BlockGrid
+from sinkscope.sparse.choice import BandChoice, sampled_rows
+from sinkscope.sparse.serve import LoopServe
+from sinkscope.sparse.sparse import band_attention
 
 PARTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)  # of the bands
 CLOCKS: dict[str, Callable[[], float]] = {"processor": time.process_time, "passed": time.perf_counter}

@@ -35,9 +35,9 @@ from experiments.loopserve.runs import FIXED, LONGBENCH, specs
 from experiments.record import Row
 from experiments.script import run
 from sinkscope.bench.methods import read_method
+from sinkscope.generation.conversation import Conversation
+from sinkscope.generation.decode import ForcedAnswer
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.hooks.edit.decode import ForcedAnswer
-from sinkscope.lines.serve.conversation import Conversation
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of

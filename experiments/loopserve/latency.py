@@ -30,11 +30,12 @@ from experiments.script import run as run_script
 from experiments.timing import seconds_of
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv import AdaKV, SnapKV
-from sinkscope.lines.serve import LoopServe, tokens_read
-from sinkscope.lines.shapes import MInference
+from sinkscope.kv.usage import tokens_read
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
+from sinkscope.sparse.serve import LoopServe
+from sinkscope.sparse.shapes import MInference
 
 OUTPUTS = (40, 80, 120)  # the paper's (section A.13)
 ARMS = ("full", "loopserve", "loopserve-p", "loopserve-d", "snapkv", "adakv")

@@ -30,14 +30,14 @@ from experiments.record import Row, record, value_of_each
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import read_rows
-from sinkscope.hooks.edit.decode import decode
-from sinkscope.lines.attention import Scores
-from sinkscope.lines.sums import line_sums, scores_of
+from sinkscope.generation.decode import decode
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.opening.load import load
 from sinkscope.results.style import BLUE, ORANGE, figure_of
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.sums import line_sums, scores_of
 
 ASKED = "\n\nQuestion: What is this text about?\n\nAnswer:"  # about ordinary text
 END = "Now the record ends."  # of the context, in LongEval's topics

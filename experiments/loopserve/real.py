@@ -33,12 +33,12 @@ from experiments.gpu.steps import Steps
 from experiments.record import Row, read_rows, value_of_each
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
-from sinkscope.lines.copies import Copies
-from sinkscope.lines.serve import LoopServe
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
+from sinkscope.sparse.copies import Copies
+from sinkscope.sparse.serve import LoopServe
 
 PART = 256  # places at a time
 CHARACTERS = 10  # of a token at most, on average

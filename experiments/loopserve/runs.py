@@ -28,10 +28,10 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import Task
 from sinkscope.bench.tasks.recall import Recall
 from sinkscope.files.records import Natural, Whole
-from sinkscope.hooks.edit.decode import to_end
+from sinkscope.generation.conversation import Conversation
+from sinkscope.generation.decode import to_end
 from sinkscope.kv import SnapKV
 from sinkscope.kv.policy import LayerMoment
-from sinkscope.lines.serve.conversation import Conversation
 from sinkscope.measure.margin import SCORES, interval_of, mean_known
 from sinkscope.models.checks import end_ids, tokenizer_of
 from sinkscope.models.target import Target

@@ -22,7 +22,6 @@ from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.output import write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.store import Folder, Keyed
-from sinkscope.lines.lines import lines
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
 from sinkscope.measure import Hidden, Option, Setup
@@ -40,6 +39,7 @@ from sinkscope.sinks.precision.precision import precision
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.spikes.circuit import circuit
 from sinkscope.sinks.spikes.find_sinks import find_sinks
+from sinkscope.sparse.lines import lines
 
 PAGE = "card.html"
 clock = time.perf_counter

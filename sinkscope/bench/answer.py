@@ -18,8 +18,8 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, EndReason, Metrics
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
+from sinkscope.generation.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.hooks.edit.base import Event, Intervention, Run, under
-from sinkscope.hooks.edit.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.kv.session import Session
 from sinkscope.kv.usage import HeldTokens, full_read
 from sinkscope.kv.windows import layer_window

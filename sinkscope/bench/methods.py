@@ -18,12 +18,12 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, read_settings, setting_types
+from sinkscope.generation.progressive import Progressive
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import policies, policy_named
-from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.serve.progressive import Progressive
-from sinkscope.lines.shapes import AShape, MInference, Shape, TriShape
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.sparse.serve import LoopServe
+from sinkscope.sparse.shapes import AShape, MInference, Shape, TriShape
 
 FULL = "full"
 GUARD = "loopguard"

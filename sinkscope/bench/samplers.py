@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from sinkscope.hooks.edit.decode import allow_only
+from sinkscope.generation.decode import allow_only
 from sinkscope.models.draws import draws, gumbel
 
 

@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit.decode import decode
+from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sinkscope.hooks.edit.decode import decode
+from sinkscope.generation.decode import decode
 from sinkscope.measure import Setup
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.checks import check_length

@@ -16,8 +16,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
+from sinkscope.generation.decode import decoding, to_end
 from sinkscope.hooks.edit.base import Event, Intervention, Run, under
-from sinkscope.hooks.edit.decode import decoding, to_end
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
 from sinkscope.kv.rewind import generate_with_rewind
@@ -75,7 +75,7 @@ def generate(
 ) -> list[Generated]:
     """Generate after each prompt, greedily or at a temperature.
 
-    Only the special tokens of the checkpoint's generation settings are used (see `sinkscope.hooks.edit.decode`).
+    Only the special tokens of the checkpoint's generation settings are used (see `sinkscope.generation.decode`).
 
     Args:
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`.

@@ -24,7 +24,7 @@ from pydantic import Field, Strict
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Wording
-from sinkscope.hooks.edit.decode import decode
+from sinkscope.generation.decode import decode
 from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.kv.windows import check_servable
 from sinkscope.loops.continuation import prompt_and_continuation

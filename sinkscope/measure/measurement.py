@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 
 from sinkscope.files.catalog import Command
 from sinkscope.files.progress import watched_by
-from sinkscope.hooks.edit.decode import noted_decoding
+from sinkscope.generation.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.loading.config import float32_by_default
@@ -78,7 +78,7 @@ class Measurement(Generic[P, R]):
     if not TYPE_CHECKING:  # for a type checker, a measurement has no other attributes
 
         def __getattr__(self, name: str) -> ModuleType:
-            """Find a module of the package of the same name, as `import sinkscope.lines.bands as bands` does."""
+            """Find a module of the package of the same name, as `import sinkscope.sparse.bands as bands` does."""
             package = self.__module__.rpartition(".")[0]
             module = sys.modules.get(f"{package}.{name}")
             if module is None or package.rpartition(".")[2] != self.__dict__.get("__name__"):

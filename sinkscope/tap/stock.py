@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.draws import draws
 from sinkscope.models.grouped_heads import per_query_head
-from sinkscope.models.passes.short import relative_error
+from sinkscope.models.short_passes import relative_error
 from sinkscope.models.target import Target
 from sinkscope.tap.internals import attention_functions, attention_name, eager_attention, set_attention
 from sinkscope.tap.rows import attention_probs

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 import sinkscope as ss
 from sinkscope.bench.answer import answer_rows
 from sinkscope.errors import SinkscopeWarning
+from sinkscope.generation.decode import decode, noted_decoding
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.hooks.edit.decode import decode, noted_decoding
 from sinkscope.models.modules.down_projections import w_out
 from sinkscope.models.text.chat import chat_text
 from sinkscope.opening.inference.propose import propose

@@ -7,9 +7,9 @@ from refusals import refused
 
 from sinkscope.bench.methods import ANYWHERE, RandomSlots, method_classes, read_method, read_methods
 from sinkscope.kv import H2O, SnapKV
-from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.shapes import AShape
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.sparse.serve import LoopServe
+from sinkscope.sparse.shapes import AShape
 
 
 @pytest.mark.parametrize(

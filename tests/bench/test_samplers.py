@@ -8,7 +8,7 @@ from bench_kit import tiny
 
 from sinkscope.bench.answer import Answer, answer_rows
 from sinkscope.bench.samplers import RowSampler
-from sinkscope.hooks.edit.decode import ForcedAnswer
+from sinkscope.generation.decode import ForcedAnswer
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.models.draws import draws, gumbel, in_order
 from sinkscope.opening.live import target_of

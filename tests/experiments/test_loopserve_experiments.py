@@ -16,8 +16,7 @@ from experiments.loopserve import arms, cpu, decoding, dialogues, latency, longe
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
-from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.serve.serve import SHORTEST
+from sinkscope.sparse.serve import SHORTEST, LoopServe
 
 
 def test_every_method_of_the_experiments_can_be_made():

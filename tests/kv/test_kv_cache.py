@@ -16,11 +16,11 @@ from refusals import refused
 from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache
 
+from sinkscope.generation.progressive import work_on_copy
 from sinkscope.hooks.rows import TokenPositions
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.usage import HeldTokens, TokenCount, allocated_slots
-from sinkscope.lines.serve.progressive import work_on_copy
 
 HEADS = 2
 PAGE = ROOT / "docs/kv.md"

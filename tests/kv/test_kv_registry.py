@@ -24,8 +24,8 @@ from sinkscope.kv import (
     policy_named,
     register_policy,
 )
-from sinkscope.lines.serve.serve import LoopServe
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.sparse.serve import LoopServe
 
 MODULE = """
     from dataclasses import dataclass
@@ -58,7 +58,7 @@ NAMES = {
     "h2o": H2O(),
     "h2o:0.25": H2O(budget=0.25),
     "sinkscope.kv.streaming_llm:StreamingLLM:12": StreamingLLM(budget=12),
-    "sinkscope.lines.serve:LoopServe:64": LoopServe(budget=64),
+    "sinkscope.sparse.serve:LoopServe:64": LoopServe(budget=64),
     "snapkv:512:window=64:pooling=avg": SnapKV(512, window=64, pooling="avg"),
     "h2o:recent=0.25": H2O(recent=0.25),
     "sinkscope.kv.streaming_llm:StreamingLLM:12:first=2": StreamingLLM(budget=12, first=2),

@@ -21,14 +21,14 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv import TOVA, Full, Observe, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS
-from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.serve.progressive import Progressive
-from sinkscope.lines.shapes import AShape, MInference, TriShape
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
+from sinkscope.sparse.serve import LoopServe
+from sinkscope.sparse.shapes import AShape, MInference, TriShape
 from sinkscope.tap import listeners, stock
 
 IDS, MASK = prompts([14, 9], 4)

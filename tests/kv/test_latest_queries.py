@@ -10,9 +10,10 @@ from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
+from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv import AdaKV, Pyramid, Session, SnapKV
-from sinkscope.lines.serve import LoopServe, Progressive
+from sinkscope.sparse.serve import LoopServe
 
 PROMPT, STEPS = 26, 8
 SMALL = {"budget": 12, "window": 4, "kernel": 3}

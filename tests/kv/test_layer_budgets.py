@@ -10,8 +10,8 @@ from kv_kit import model_of, prompts, run_policy, shallow_of
 from refusals import refused
 from torch import Tensor
 
+from sinkscope.generation.progressive import Progressive
 from sinkscope.kv import H2O, TOVA, AdaKV, LayerMoment, PerLayer, Policy, Pyramid, SnapKV, StreamingLLM
-from sinkscope.lines.serve import Progressive
 
 
 @dataclass(frozen=True, kw_only=True)

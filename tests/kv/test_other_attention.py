@@ -12,9 +12,9 @@ from refusals import refused
 
 import sinkscope as ss
 from sinkscope.kv import H2O, Full, Observe, StreamingLLM
-from sinkscope.lines.shapes import AShape
 from sinkscope.loops.barcode import barcode
 from sinkscope.opening.live import target_of
+from sinkscope.sparse.shapes import AShape
 
 WAYS = [Full(), H2O(20), ss.LoopGuard(budget=20), ss.LoopServe(20), AShape(), Observe(lambda _: None)]
 

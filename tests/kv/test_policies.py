@@ -15,10 +15,10 @@ from kv_kit import shallow_of as model_of
 from organisms.decoders import decoder
 from torch.testing import assert_close
 
+from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
-from sinkscope.lines.serve import Progressive
 
 PROMPT, STEPS = 26, 12
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")

@@ -22,10 +22,10 @@ from sinkscope.conformance.kit import Kit
 from sinkscope.conformance.models import MODELS, kit_model
 from sinkscope.kv import Full, Observe, Policy, make_policy, policies
 from sinkscope.kv.windows import layer_window
-from sinkscope.lines.serve import LoopServe
-from sinkscope.lines.shapes import AShape
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
+from sinkscope.sparse.serve import LoopServe
+from sinkscope.sparse.shapes import AShape
 
 PROMPT, LENGTHS, STEPS = 26, (26, 19), 4  # longer than the windows of 16
 CHUNKS = (7, 9, 7, 3)  # the first is the padding of the second row alone

@@ -12,11 +12,11 @@ from kv_kit import Drawn, shallow_of
 from refusals import refused
 
 import sinkscope as ss
+from sinkscope.generation.conversation import Conversation
 from sinkscope.kv import H2O, make_policy
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.lines.attention import Scores
-from sinkscope.lines.serve.conversation import Conversation
-from sinkscope.lines.shapes import AShape
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.shapes import AShape
 
 CALLED = {one.__name__: one for one in (Drawn, make_policy, CacheLayer, Conversation)}
 CALLED |= {"ss": ss, "llama": partial(shallow_of, "llama")}

@@ -13,9 +13,9 @@ from organisms import organism
 import sinkscope as ss
 from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv import H2O, Full, Observe, SnapKV
-from sinkscope.lines.serve import LoopServe
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
+from sinkscope.sparse.serve import LoopServe
 
 
 @pytest.mark.slow

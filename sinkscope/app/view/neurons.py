@@ -13,7 +13,7 @@ from sinkscope.app.view.readings import four_digits
 from sinkscope.app.view.result import Activation, CircuitSpike, NeuronPage, RemovedNeuron
 from sinkscope.hooks.trace.layer_view import flat_number, view_layer
 from sinkscope.measure import Setup
-from sinkscope.models.passes.batch import rows_at_once
+from sinkscope.measure.batch import rows_at_once
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.cards import spike_card, writing

@@ -22,7 +22,7 @@ from sinkscope.bench.prompt import Prompt, Turn, read_prompts
 from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit.decode import to_end
+from sinkscope.generation.decode import to_end
 from sinkscope.kv import Full
 from sinkscope.models.checks import end_ids, tokenizer_of
 from sinkscope.models.target import Target

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.modules.down_projections import column_factor, typical_neuron, w_out
 from sinkscope.models.modules.experts import experts_of
-from sinkscope.models.passes.short import relative_error
+from sinkscope.models.short_passes import relative_error
 from sinkscope.models.target import Target
 
 PASS_ROWS = 7

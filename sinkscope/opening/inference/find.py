@@ -16,7 +16,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
 from sinkscope.models.loading.config import cpu_by_default, cut_depth, new_model
 from sinkscope.models.modules.stack import DRAFT, first_of_kinds, layer_kinds, stack_of
-from sinkscope.models.passes.short import token_ids
+from sinkscope.models.short_passes import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.probe import probe
 from sinkscope.opening.inference.propose import propose

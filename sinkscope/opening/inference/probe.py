@@ -15,8 +15,8 @@ from sinkscope.models.adapters import PATHS
 from sinkscope.models.loading.config import first_line
 from sinkscope.models.modules.stack import first_of_kinds
 from sinkscope.models.target import Target
+from sinkscope.opening.inference.proof import attention_error
 from sinkscope.opening.inference.sums import layer_sums
-from sinkscope.tap.proof import attention_error
 
 
 @dataclass

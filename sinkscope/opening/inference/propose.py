@@ -33,7 +33,7 @@ from sinkscope.models.modules.stack import (
     not_inferred,
     stack_of,
 )
-from sinkscope.models.passes.short import begins_at, token_ids
+from sinkscope.models.short_passes import begins_at, token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference import names
 from sinkscope.opening.inference.sums import LayerSums, layer_sums

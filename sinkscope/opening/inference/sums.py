@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
-from sinkscope.models.passes.short import token_ids
+from sinkscope.models.short_passes import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.edits import PASS_ROWS, MlpEdits, PassRecorder, as_constant
 from sinkscope.tap.call import Attention

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace.run import trace
-from sinkscope.models.passes.batch import rows_at_once
+from sinkscope.measure.batch import rows_at_once
 from sinkscope.models.target import Target
 from sinkscope.sinks.spikes.records import Copies
 from sinkscope.sinks.spikes.spike import Spike

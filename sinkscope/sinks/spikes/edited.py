@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 from sinkscope.files.progress import report_progress
 from sinkscope.hooks.edit.hook_points import neurons_point
 from sinkscope.hooks.edit.sites import groups_of
+from sinkscope.measure.batch import rows_at_once
 from sinkscope.models.hooks import Hook, first_tensor, on_output
-from sinkscope.models.passes.batch import rows_at_once
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import hook_points_of

@@ -18,8 +18,8 @@ from sinkscope.hooks.trace.layer_view import (
     neutral_post,
     view_layer,
 )
+from sinkscope.measure.batch import MOST_NUMBERS, rows_at_once
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.passes.batch import MOST_NUMBERS, rows_at_once
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import components

@@ -1,0 +1,117 @@
+"""Compare recomputed attention with the model's own, while every window, chunk and choice of keys is small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.grouped_heads import head_projection, per_query_head
+from sinkscope.models.hooks import Hook, on_input, on_output
+from sinkscope.models.short_passes import relative_error, token_ids
+from sinkscope.models.target import Target
+from sinkscope.tap.call import Attention
+from sinkscope.tap.observers import attention_rows
+from sinkscope.tap.stock import configs_of, eager
+from sinkscope.tap.tap import listening
+
+_ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
+_NARROW = 6  # tokens of every window, chunk and choice of keys while attention is checked
+_LONG = 20  # tokens of that check, so that it goes beyond all of them
+_REACHES = {  # in configurations and modules: how far, or to how many keys, a layer attends, and the most meanwhile
+    "sliding_window": _NARROW,
+    "sliding_window_size": _NARROW,
+    "attention_window_size": _NARROW,
+    "attention_chunk_size": _NARROW,
+    "window_size": _NARROW,
+    "local_attention": _NARROW,
+    "index_topk": _NARROW,
+    "topk_blocks": 2,
+}
+_BLOCK = 2  # tokens of a block of keys, where an indexer chooses blocks
+
+
+def attention_error(target: Target) -> float:
+    """Return the largest distance of recomputed attention rows of the first layers from the model's own weights.
+
+    Raises:
+        UnsupportedError: They cannot be compared; the message says why.
+    """
+    adapter, layers = target.adapter, target.attending[:_ATTENTION_LAYERS]
+    chunks: dict[int, list[Tensor]] = {}
+    values, outputs, heads = dict[int, Tensor](), dict[int, Any](), dict[int, Tensor]()
+
+    def keep_rows(layer: int, _first: int, rows: Tensor) -> None:
+        chunks.setdefault(layer, []).append(rows)
+
+    def keep_values(call: Attention) -> None:
+        values[call.layer] = call.value.float()
+
+    def keep_projected(layer: int, given: Tensor) -> None:
+        value = head_projection("v", target, given).transpose(1, 2).float()
+        most = getattr(target.sub(layer, "attn"), "clip_qkv", None) or torch.inf  # MPT
+        values[layer] = value.clamp(-most, most)
+
+    hooks, projected = list[Hook](), list[Hook]()
+    for layer in layers:
+        hooks.append((target.sub(layer, "attn"), "post", on_output(partial(outputs.__setitem__, layer))))
+        if adapter.learned_sinks or not adapter.attention_interface:
+            hooks += target.part_hooks(layer, "o", "pre", on_input(partial(heads.__setitem__, layer)))
+        part = "v"
+        if adapter.qkv_layout is not None and not target.has_part(layer, part):
+            part = "fused_qkv"
+        projected += target.part_hooks(layer, part, "post", on_output(partial(keep_projected, layer)))
+    ids = token_ids(target, _LONG)
+    with _narrowed(target):
+        tap = listening(target, keep_values, proving=True) if adapter.attention_interface else target.hooks(*projected)
+        with tap, attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3, proving=True):
+            target.forward(ids, last_layer=layers[-1])
+        with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
+            target.forward(ids, last_layer=layers[-1])
+    errors = [0.0]
+    for layer in layers:
+        if layer not in chunks:
+            raise UnsupportedError(f"no attention was recomputed in layer {layer}")
+        rows, own = torch.cat(chunks[layer], 2), outputs[layer][1].float()
+        if rows.shape[1] != target.n_heads:
+            raise UnsupportedError(f"layer {layer} has {rows.shape[1]} heads, and the configuration {target.n_heads}")
+        if rows.shape != own.shape:
+            raise UnsupportedError(
+                f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(own.shape)}"
+            )
+        if layer in heads and layer in values:
+            value = per_query_head(values[layer], rows.shape[1])
+            weighted = rearrange(rows @ value, "row head query d_head -> row query (head d_head)")
+            errors.append(relative_error(weighted, heads[layer].float().reshape(1, _LONG, -1)))
+        if not adapter.attention_interface:
+            errors.append(float((rows.sum(-1) - 1).abs().max()))
+        if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
+            rows = rows / rows.sum(-1, keepdim=True)
+            own = own / own.sum(-1, keepdim=True)
+        errors.append(float((rows - own).abs().max()))
+    return float(torch.tensor(errors).max())  # NaN if one is
+
+
+@contextmanager
+def _narrowed(target: Target) -> Iterator[None]:
+    """Context manager in which every window, chunk and choice of keys is small, so that few tokens go beyond it."""
+    owners: list[Any] = configs_of(target)
+    for layer in target.layers:
+        owners += layer.modules()
+    with ExitStack() as stack:
+        for owner in owners:
+            most = dict(_REACHES)
+            if hasattr(owner, "topk_blocks"):
+                most["block_size"] = _BLOCK
+            for name, narrow in most.items():
+                reach = getattr(owner, name, None)
+                if isinstance(reach, int) and reach > narrow:
+                    stack.callback(setattr, owner, name, reach)
+                    setattr(owner, name, narrow)
+        yield

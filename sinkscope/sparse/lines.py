@@ -1,0 +1,296 @@
+"""How few vertical and slash lines carry the attention, and how far they agree between texts (Li et al. 2025, sec. 3).
+
+Observation 1 of LoopServe: how much attention the heaviest lines carry. Observations 2 and 3: how many of them are the
+same in another text, and in the other half of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
+import torch
+from einops import einsum, rearrange, reduce
+from jaxtyping import Float
+from plotly.subplots import make_subplots
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from sinkscope.files.records import PositiveShare, checked_value
+from sinkscope.measure import Hidden, Natural, Number, Result, Setup, measurement
+from sinkscope.measure.attention_texts import texts_of
+from sinkscope.measure.margin import margin_of
+from sinkscope.models.checks import attending_layers
+from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
+from sinkscope.results.notation import count_of
+from sinkscope.results.parts import Lines
+from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.head_lines import HeadLines
+from sinkscope.sparse.sums import line_sums, scores_of, weight_on
+from sinkscope.sparse.votes import top_lines
+
+ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
+RANDOM = "random lines of the same total length"
+TITLES = ("Attention on the lines, mean over heads", "Lines shared, mean over heads")
+_SHARES = ("inputs", "inputs_random", "segments", "segments_relative", "segments_random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineWeights(Result):
+    """Attention on the heaviest lines of every head, mean over the texts, and how far these lines agree.
+
+    Attributes:
+        etas: Shares of all lines that were chosen.
+        tokens: Length of every text.
+        layers: The layers that were measured.
+        mass: Share of the attention that lies on the chosen lines; cells at crossings count once.
+        random_mass: `mass` of random lines with the same total length of each kind as the chosen ones.
+        cells: Share of all cells that the chosen lines cover.
+        inputs: Number of lines chosen in both of two texts divided by the number chosen in either (observation 2); mean
+            over pairs of different texts. None with a single text.
+        inputs_random: `inputs` for the same number of random lines of each kind.
+        segments: Number of lines chosen in both halves of a text divided by the number chosen in the second
+            (observation 3); vertical lines are key positions of the text.
+        segments_relative: The same within each half: the second half's sums leave out keys of the first, and its
+            vertical lines are counted from its beginning.
+        segments_random: `segments` for the same number of random lines of each kind.
+        text_mass: `mass` of each text, mean over heads.
+    """
+
+    page = "measure/lines"
+    glossary: ClassVar[dict[str, str]] = {"eta": "Share of all lines that were chosen."}
+    percent = ("mass", "random_mass", "cells", *_SHARES)
+    columns = ("head", "mass", "random_mass", "cells", "inputs", "inputs_random", "segments")
+
+    etas: tuple[float, ...]
+    tokens: tuple[int, ...]
+    layers: tuple[int, ...]
+    mass: Float[np.ndarray, "eta layer head"]
+    random_mass: Float[np.ndarray, "eta layer head"]
+    cells: Float[np.ndarray, "eta layer head"]
+    inputs: Float[np.ndarray, "eta layer head"] | None
+    inputs_random: Float[np.ndarray, "eta layer head"] | None
+    segments: Float[np.ndarray, "eta layer head"]
+    segments_relative: Float[np.ndarray, "eta layer head"]
+    segments_random: Float[np.ndarray, "eta layer head"]
+    text_mass: Float[np.ndarray, "eta text"]
+
+    @property
+    def shown_eta(self) -> int:
+        """Index of the eta that tables show: the paper's, or the nearest."""
+        return int(np.abs(np.array(self.etas) - PAPER_ETA).argmin())
+
+    def mean(self, name: str) -> Float[np.ndarray, " eta"]:
+        """Return the mean of a field over all heads."""
+        return reduce(getattr(self, name), "eta layer head -> eta", "mean")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per eta and head: eta 0.1 (or the nearest) and the smallest mass first."""
+        columns = {name: getattr(self, name) for name in self.percent}
+        rows = long_table(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
+        return sorted(rows, key=lambda row: (row["eta"] != self.etas[self.shown_eta], row["mass"]))
+
+    def shown(self, name: str) -> float:
+        """Return the mean of a field over all heads, at the eta that is shown."""
+        return float(self.mean(name)[self.shown_eta])
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """What is left of the attention without the heaviest lines."""
+        claim = Claim(
+            "carries",
+            (Lines("vertical"), Lines("slash")),
+            Outcome("the attention", self.layers),
+            place=f"{self.etas[self.shown_eta]:.0%} of all vertical and slash lines",
+            value=1 - self.shown("mass"),
+            contrasts=(Contrast("intact", 1.0), Contrast("random", 1 - self.shown("random_mass"), name=RANDOM)),
+            draws=len(self.tokens),
+            search=SearchSpace("lines", 2 * max(self.tokens)),
+            margin=margin_of(self.text_mass[self.shown_eta]),
+        )
+        return (claim,)
+
+    def conclusion(self) -> str:
+        """Return the attention on the heaviest lines, compared with random lines of the same length."""
+        (claim,) = self.claims
+        return (
+            f"The heaviest {claim.place} carry {1 - claim.value:.1%} of the attention; {claim.control.name} carry "
+            f"{1 - claim.control.value:.1%}."
+        )
+
+    def details(self) -> list[str]:
+        """Return the cells, how many heads reach the paper's share, and how far lines agree."""
+        heads = self.mass[self.shown_eta]
+        lines = [
+            f"{count_of(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
+            f"The lines cover {self.shown('cells'):.1%} of the cells.",
+            f"{(heads >= PAPER_MASS).sum()} of {heads.size} heads reach {PAPER_MASS:.0%}.",
+        ]
+        if self.inputs is not None:
+            same, chance = self.shown("inputs"), self.shown("inputs_random")
+            lines.append(f"Between two texts {same:.1%} of the lines are the same (random {chance:.1%}).")
+        same, chance = self.shown("segments"), self.shown("segments_random")
+        lines.append(f"Of a text's second half, {same:.1%} of the lines are those of its first (random {chance:.1%}).")
+        return lines
+
+    def numbers(self) -> list[Number]:
+        """Return the mass on the heaviest lines, and how many of them two texts share, beside random lines."""
+        eta, margin = self.etas[self.shown_eta], margin_of(self.text_mass[self.shown_eta])
+        label = f"of the attention on the heaviest {eta:.0%} of lines"
+        on_lines = self.shown("mass"), self.shown("random_mass")
+        numbers = [Number(f"mass.{eta:g}", label, *on_lines, margin, share=True, contrast=RANDOM)]
+        if self.inputs is not None:
+            label, shared = "of the heaviest lines shared by two texts", self.shown("inputs")
+            random = self.shown("inputs_random")
+            numbers.append(Number(f"inputs.{eta:g}", label, shared, random, share=True, contrast="random lines"))
+        return numbers
+
+
+def draw(result: LineWeights) -> go.Figure:
+    """Draw mass and agreement of the lines by eta."""
+    fig: Any = make_subplots(2, 1, subplot_titles=TITLES, vertical_spacing=0.12)
+    curves = (
+        ("mass", "heaviest lines", BLUE, "solid", 1),
+        ("random_mass", "random lines of the same length", GREY, "dash", 1),
+        ("cells", "cells covered", GREEN, "dot", 1),
+        ("inputs", "between texts", BLUE, "solid", 2),
+        ("inputs_random", "between texts, random lines", BLUE, "dot", 2),
+        ("segments", "first half in second", ORANGE, "solid", 2),
+        ("segments_relative", "within each half", ORANGE, "dash", 2),
+        ("segments_random", "halves, random lines", ORANGE, "dot", 2),
+    )
+    for field_name, name, color, dash, row in curves:
+        if getattr(result, field_name) is not None:
+            line = {"color": color, "dash": dash}
+            fig.add_scatter(x=result.etas, y=result.mean(field_name), name=name, line=line, row=row, col=1)
+    fig.add_hline(PAPER_MASS, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
+    fig.update_yaxes(tickformat=".0%", rangemode="tozero")
+    fig.update_xaxes(title_text="share of all lines chosen (eta)")
+    return figure_of(fig, result, width=900, height=1000, legend=-0.07, bottom=90)
+
+
+@measurement(
+    group="Dialogues",
+    help="Measure attention on the heaviest lines.",
+    figure=draw,
+    loading="whole",
+    edits=True,
+)
+def lines(
+    setup: Setup,
+    texts: Hidden = None,
+    *,
+    data: str | Path | None = None,
+    count: Natural = 4,
+    length: int | None = None,
+    etas: Sequence[float] = ETAS,
+    layers: Sequence[int] | None = None,
+) -> LineWeights:
+    """Measure how much attention the heaviest lines of every head carry, and how far they agree between texts.
+
+    Attention is recomputed from queries and keys, some rows at a time, while the model runs normally. Memory grows
+    linearly with the length. A second pass corrects for cells where chosen lines cross. Each text is read in one
+    call: what acts later, as a guard or a policy that evicts once the prompt was read, changes nothing here.
+
+    Args:
+        texts: Texts or lists of ids. By default pieces of ordinary text.
+        data: File of JSON lines, each with a "text", to use instead.
+        count: Number of pieces of ordinary text, or of lines of the file.
+        length: Maximum tokens per text, at least 16; longer texts are shortened in the middle. By default the context,
+            or 512 for ordinary text.
+        etas: Share of all lines to choose.
+        layers: Layer to measure. By default all are measured.
+
+    Raises:
+        UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, BLOOM, Falcon).
+        SinkscopeError: Bad input; the message is one line and says what to do.
+
+    Example:
+        sinkscope lines --model llama-3.1-8b --data samsum.jsonl
+    """
+    shares = tuple(sorted({float(eta) for eta in etas}))
+    for eta in shares or (None,):
+        checked_value(PositiveShare, eta, "--eta ", strict=True)
+    setup.record(etas=shares)
+    target = setup.target
+    wanted = attending_layers(setup.target, layers)
+    rows = texts_of(setup, texts, data, count, length)
+    measured: dict[str, list[Float[Tensor, "eta head"]]] = {}  # of one text after the other, layer by layer
+    chosen: list[HeadLines] = []
+    random: list[HeadLines] = []
+
+    def see(layer: int, scores: Scores) -> None:
+        drawn = setup.seed, f"lines of layer {layer} in text {len(chosen) // len(wanted)}"
+        own, numbers = weighed(scores, shares, *drawn)
+        for name, values in numbers.items():
+            measured.setdefault(name, []).append(values.double().cpu())
+        chosen.append(HeadLines(own.chosen.cpu(), own.queries))
+        random.append(chosen[-1].random(*drawn, cells=False))
+        setup.progress("layers", len(chosen), len(wanted) * len(rows))
+
+    with setup.edited(), scores_of(target, see, wanted):
+        for ids in rows:
+            target.forward(ids[None])
+    arrays: dict[str, Any] = {"inputs": None, "inputs_random": None}
+    for name, values in measured.items():
+        mean = reduce(torch.stack(values), "(text layer) eta head -> eta layer head", "mean", text=len(rows))
+        arrays[name] = mean.numpy()
+    if len(rows) > 1:
+        layer_count = len(wanted)
+        for name, drawn in (("inputs", chosen), ("inputs_random", random)):
+            shared = [agreement(drawn[layer::layer_count]) for layer in range(layer_count)]
+            arrays[name] = torch.stack(shared, 1).numpy()
+    mass = torch.stack(measured["mass"])
+    arrays["text_mass"] = reduce(mass, "(text layer) eta head -> eta text", "mean", text=len(rows)).numpy()
+    return LineWeights(etas=shares, tokens=tuple(map(len, rows)), layers=tuple(wanted), **arrays)
+
+
+def weighed(
+    scores: Scores, etas: Sequence[float], seed: int, purpose: str
+) -> tuple[HeadLines, dict[str, Float[Tensor, "eta head"]]]:
+    """The heaviest lines of one layer and text, and what is measured of them, under the names of `LineWeights`."""
+    keys, half = scores.keys, scores.keys // 2
+    first_sums, late = line_sums(scores.part(0, half)), scores.part(half, keys)
+    second_sums = line_sums(late)
+    sums = second_sums + pad(first_sums, (0, keys - half))
+    own = top_lines(sums, etas)
+    as_long = own.random(seed, f"{purpose}, as long", cells=True)
+    both = HeadLines(torch.cat([own.chosen, as_long.chosen]), keys)
+    mass, random_mass = (weight_on(scores, both) / sums[:, 0].sum(1)).split(len(etas))
+    first, second = top_lines(first_sums, etas), top_lines(second_sums, etas, keys - half)
+    inside = top_lines(line_sums(late, since=half), etas)
+    first_random = first.random(seed, f"{purpose}, first half", cells=False)
+    second_random = second.random(seed, f"{purpose}, second half", cells=False)
+    return own, {
+        "mass": mass,
+        "random_mass": random_mass,
+        "cells": own.attended(),
+        "segments": shared_by_second(first, second),
+        "segments_relative": shared_by_second(first, inside),
+        "segments_random": shared_by_second(first_random, second_random),
+    }
+
+
+def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "eta head"]:
+    """Return lines in both of two texts over lines in either, mean over pairs of different texts."""
+    by_key = [rearrange(text.chosen, "eta head kind key -> key kind eta head") for text in lines]
+    chosen = pad_sequence(by_key, batch_first=True).float()  # lines that only one text can have are not shared
+    both = einsum(chosen, chosen, "text key kind eta head, other key kind eta head -> text other eta head")
+    counts = reduce(chosen, "text key kind eta head -> text eta head", "sum")
+    overlap = both / (counts[:, None] + counts - both).clamp(min=1)
+    one, other = torch.triu_indices(len(lines), len(lines), 1)
+    return overlap[one, other].double().mean(0)
+
+
+def shared_by_second(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:
+    """Return the number of lines in both over number of lines of `b`."""
+    keys = min(a.chosen.shape[-1], b.chosen.shape[-1])  # lines that only one can have are not shared
+    both = a.chosen[..., :keys] & b.chosen[..., :keys]
+    return both.sum((-2, -1)) / b.chosen.sum((-2, -1)).clamp(min=1)

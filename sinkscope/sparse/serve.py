@@ -1,0 +1,264 @@
+"""LoopServe (Li et al. 2025, section 5): sparse attention for a new turn's prompt, progressive selection after it.
+
+Algorithm 4, whose turns are those of `Conversation`:
+
+1. Join the turn's prompt, after the previous answer, to everything before it (line 3).
+2. In every layer, for every head, choose lines from a sample of the new queries (line 5: `LoopServe.lines`).
+3. Compute the new queries' attention along these lines (line 6: `SparsePrompts.read`).
+4. Decode; from step 16 on, select `budget` tokens for each head from the latest queries' attention (line 7:
+   `Progressive`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+import torch
+from jaxtyping import Int
+from pydantic import Field
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError, warn
+from sinkscope.files.records import Budget, Natural, PositiveShare, Whole, check_fields
+from sinkscope.generation.progressive import Progressive, steps_summary
+from sinkscope.hooks.edit.base import Run
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.bands import Bands, BlockGrid
+from sinkscope.sparse.choice import BandChoice, sampled_rows, select_lines
+from sinkscope.sparse.copies import Copies
+from sinkscope.sparse.head_lines import HeadLines
+from sinkscope.sparse.prompt_calls import PromptCall
+from sinkscope.sparse.replay import Replayed
+from sinkscope.sparse.sample import draw_of, held_out
+from sinkscope.sparse.sparse_prompts import Chosen, PromptRow, SparsePrompts
+
+Variant = Literal["bands", "faithful"]
+SHORTEST = {"cpu": 8192, "cuda": 131072}
+"""Keys from which on prompts are read along bands, by device. On a CPU, prompts of SmolLM2 with 8,192 tokens took 0.78
+and 0.87 times as long along bands (`experiments.loopserve.arms`), and shorter ones were not faster. On a GPU it follows
+a trend: on an H100, those of a 7B shape with 32,768 and 65,536 tokens took 1.53 and 1.06 times as long, before the
+choice was recorded and with more cells (`experiments.gpu.bands`)."""
+LEAST_NEW = 8
+"""New tokens for each sampled query from which on the choice pays."""
+RECORDED_ON = {"cuda": Replayed}
+"""What records the choice of a prompt's layers, by device; on a CPU that would save nothing."""
+TOLERATED = 0.02
+"""How much less than alpha a head's lines may hold for 16 queries outside the sample before it counts."""
+MEASURED_EVERY = 8
+"""In one of so many layers it is measured what lines hold for queries outside the sample."""
+GPU_LAYER_BYTES = 1 << 30
+"""Keys and values of a layer on a GPU below which a token takes longer if it reads a part of them: on an H100 1.26 and
+1.07 times as long as with stock attention at 134 and 537 MB a layer, and 0.7 times at 1,082 MB
+(`experiments.gpu.overhead`). Where it reads everything, it took 1.14 and 0.88 times as long at the first two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopServeDecoding(Progressive):
+    """The decoding half of LoopServe, under the name that the user wrote.
+
+    Attributes:
+        everywhere: Whether to select even where that takes longer.
+    """
+
+    everywhere: bool = False
+
+    def pays(self, layer: CacheLayer) -> bool:
+        """Return whether reading less can save more than the choice costs."""
+        keys, values = layer.keys, layer.values
+        return self.everywhere or not keys.is_cuda or keys.nbytes + values.nbytes >= GPU_LAYER_BYTES
+
+    @property
+    def shown_name(self) -> str:
+        """Name in messages."""
+        return "LoopServe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopServe(SparsePrompts):
+    """Choose columns and bands of attention for every prompt and head, compute these, and decode from parts of a cache.
+
+    A prompt is any call with several tokens. In a dialogue on one cache it consists of the new turn's tokens, which
+    attend to the whole context along their own lines. With `alpha=1` and a budget that covers everything, the model's
+    output does not change.
+
+    The defaults were chosen by what real models lose (docs/serve.md has the table, of texts that chose nothing).
+    `LoopServe.paper()` uses the paper's settings.
+
+    Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
+    (the reason why the model's own attention read it) or shares of the causal cells, mean over heads: "attended" (what
+    outputs are computed from, 1 for dense heads) and "cells" (the same, and the rows from which lines were chosen);
+    "dense_heads" (number of heads that need so many cells that everything is computed) and "kernel" (what computed the
+    others). In one layer of eight it also has what was lost: "recovered", the share of the attention weight that each
+    head's lines hold for 16 queries that were not sampled. If a quarter of these heads hold clearly less than alpha, a
+    warning says so at the end. `tokens_read` is the counterpart of "cells" for decoding.
+
+    Attributes:
+        alpha: Share of the sampled attention weight that the columns and bands of each head hold (0.955 in the paper's
+            main results, which finds 0.99 to 1 best in its own sweep).
+        budget: Tokens that each layer and kv head reads while decoding, besides those since the last selection.
+        interval: Tokens between selections, and number of queries that vote (n_d).
+        sample: Number of queries whose attention decides which columns and bands are chosen; half of them are at tokens
+            that repeat a phrase from far (`copies.py`), if the prompt has such tokens and is given by ids.
+        checked: Number of other queries of each head that are checked for a single key which they seek: those that
+            score the first tokens lowest. A key that holds half of the attention of one is kept.
+        dense_rows: Number of queries at the end of the prompt that attend to everything, with those of the same 64.
+            They are not sampled. With 0, as in the paper, keys to which only the end of the prompt attends may be lost,
+            for instance the facts that a question is about.
+        first: Number of initial decoding steps that read everything; 0 selects as soon as the prompt has been read.
+        prefill: Read prompts sparsely. With `decode=False` this is the paper's "-P".
+        decode: Select tokens progressively while decoding. With `prefill=False` this is the paper's "-D".
+        variant: "bands" (`select_bands`), or "faithful", algorithm 5 as printed (`select_lines`), which is computed
+            under a mask and saves no time.
+        shortest: Prompts that attend to fewer keys are read by the model's own attention; None: 8,192 on a CPU and
+            131,072 on a GPU, because shorter ones that were measured took longer. So are turns of fewer new tokens than
+            eight for each sampled query, and decoding on a GPU reads everything in layers whose keys and values take
+            less than 1 GB. With 0, lines are chosen whatever that costs.
+        dense_above: Share of the causal cells above which a head is computed densely. On a CPU bands take as long as
+            that from 57 to 61 % of the cells on (`experiments.loopserve.cpu`); alpha was chosen with 55 %.
+        seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
+            differ between the turns of a conversation.
+        begin: Number of first tokens that all queries see. Ours; algorithm 5 begins with two empty sets.
+
+    Raises:
+        SinkscopeError: alpha is outside (0, 1], an interval or sample is below 1, or a policy setting is wrong.
+
+    Example:
+        >>> LoopServe(alpha=0.99, budget=512).interval
+        16
+    """
+
+    budget: Budget = field(default=1024, kw_only=False)
+    alpha: PositiveShare = 0.99
+    interval: Natural = 16
+    sample: Natural = 64
+    checked: Whole = 64
+    dense_rows: Whole = 16
+    first: Whole = 16
+    prefill: bool = True
+    decode: bool = True
+    variant: Variant = "bands"
+    shortest: Whole | None = None
+    dense_above: Annotated[float, Field(ge=0)] = 0.55
+    seed: int = 0
+    begin: Whole = 4
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.prefill and not self.decode:
+            raise SinkscopeError("prefill=False, decode=False: nothing would be done; leave one of them on")
+        _ = self.decoding
+
+    @classmethod
+    def paper(cls, budget: int | float = 1024, **changed: Any) -> LoopServe:
+        """Make the paper's algorithm 5 with the paper's settings; values given here override them.
+
+        Every head is computed along its lines, however many these are, under a mask. Of what algorithm 5 chooses, only
+        the main diagonal is added, so that each query has a key.
+
+        Args:
+            budget: As for the plain constructor.
+            changed: Other fields to set.
+
+        Example:
+            >>> LoopServe.paper(budget=512).variant
+            'faithful'
+        """
+        printed: dict[str, Any] = {"alpha": 0.955, "dense_rows": 0, "variant": "faithful", "shortest": 0}
+        printed |= {"begin": 0, "sample": 48, "checked": 0}
+        return cls(budget, **(printed | changed))
+
+    @property
+    def decoding(self) -> Progressive:
+        """The policy of the decoding half."""
+        everywhere = self.shortest == 0
+        return LoopServeDecoding(budget=self.budget, every=self.interval, after=self.first, everywhere=everywhere)
+
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a budget of the decoding half that is too small for the prompt."""
+        if self.decode:
+            self.decoding.check_prompt(tokens)
+
+    @property
+    def choice_rows(self) -> int:
+        """The sample, and the queries that are checked for a key."""
+        return self.sample + (self.checked if self.variant == "bands" else 0)
+
+    def enter(self, run: Run, key: int) -> None:
+        """Replace attention of prompts, and own the cache."""
+        if self.prefill and self.alpha < 1:
+            super().enter(run, key)
+            run.stack.callback(self._warn, run)
+        if self.decode:
+            self.decoding.enter(run, key)
+
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines | Bands:
+        """Return columns and bands that hold `alpha` of the sampled attention, or what algorithm 5 chooses."""
+        if self.variant == "faithful":
+            seed = draw_of(self.seed, layer, scores.queries, scores.keys)
+            lines = select_lines(scores, self.alpha, sample=self.sample, seed=seed, begin=self.begin)
+            return replace(lines, dense_rows=self.dense_rows)
+        return self._choice(copies).made(scores, self._sampled(scores, layer, copies))
+
+    def chosen(self, row: PromptRow, call: PromptCall) -> Chosen:
+        """Return the lines of a row; on a GPU, one launch chooses bands from the third layer on."""
+        scores = row.scores
+        if self.variant == "faithful" or scores.key.device.type not in RECORDED_ON:
+            return super().chosen(row, call)
+        choice = self._choice(row.copies)
+        given = scores.query, scores.key, self._sampled(scores, row.layer, row.copies)
+        key = row.number, scores.query.shape, scores.key.shape, scores.key.dtype, scores.key.device, scores.scaling
+        if key not in call.replayed:
+            call.replayed[key] = choice.recorded(scores, given, RECORDED_ON[scores.key.device.type])
+        columns, bands, attended, is_dense, *lists = call.replayed[key](*given)
+        found = Bands(columns, bands, BlockGrid(scores.queries, scores.keys), self.dense_rows, choice.copied)
+        return Chosen(found, attended, is_dense, tuple(lists))
+
+    def _choice(self, copies: Copies | None) -> BandChoice:
+        """The settings of the choice of bands."""
+        copied = None if copies is None else copies.blocks
+        return BandChoice(self.alpha, self.begin, self.checked, self.dense_rows, self.dense_above, copied)
+
+    def _sampled(self, scores: Scores, layer: int, copies: Copies | None) -> Int[Tensor, " row"]:
+        """The queries from which bands are chosen."""
+        seed, grid = draw_of(self.seed, layer, scores.queries, scores.keys), BlockGrid(scores.queries, scores.keys)
+        return sampled_rows(grid, self.sample, seed, self.dense_rows, copies)
+
+    def too_short(self, queries: int, keys: int, device: torch.device) -> str | None:
+        """Why a prompt is too short for lines, or its new part; None if it is not."""
+        shortest = self.shortest
+        if shortest is None:
+            shortest = SHORTEST.get(device.type, 0)
+        if keys < shortest:
+            return f"fewer than {shortest} keys"
+        if shortest and queries < LEAST_NEW * self.sample:
+            return f"{queries} new tokens are too few to pay for a choice of lines"
+        return None
+
+    def held_out(self, scores: Scores, layer: int, copies: Copies | None = None) -> Int[Tensor, " row"] | None:
+        """Queries that did not choose the lines, in one layer of `MEASURED_EVERY`."""
+        if layer % MEASURED_EVERY:
+            return None
+        if self.variant == "faithful":
+            copies = None
+        queries = BlockGrid(scores.queries, scores.keys).sparse_queries(self.dense_rows)
+        seed = draw_of(self.seed, layer, scores.queries, scores.keys)
+        return held_out(queries, self._sampled(scores, layer, copies), seed)
+
+    def summary(self, run: Run) -> str:
+        """Return the share of attention that prompts computed, and the tokens that a decoding step read."""
+        steps = steps_summary("LoopServe", run) if self.decode else ""
+        return f"{super().summary(run)} {steps}".strip()
+
+    def _warn(self, run: Run) -> None:
+        """Warn if lines of a run's prompts hold less than they should for queries that did not choose them."""
+        shares: list[float] = []
+        for event in run.events:
+            shares += event.data.get("recovered", ())
+        below = sum(share < self.alpha - TOLERATED for share in shares)
+        if below > len(shares) / 4:
+            warn(
+                f"in {below} of {len(shares)} heads that were measured, LoopServe's lines hold less than alpha="
+                f"{self.alpha} of other queries' attention, the least {min(shares):.2f}: give a larger alpha"
+            )

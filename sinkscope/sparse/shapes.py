@@ -1,0 +1,149 @@
+"""Fixed shapes of attention for prompts, as baselines: A-shape, Tri-shape, and MInference's vertical-slash pattern.
+
+They change only how prompts are read; decoding reads the whole cache, as in the papers. The pattern is applied even if
+plain attention would be faster. Layers that need the model's own attention keep it, and an event of kind "prefill"
+reports this, as under `LoopServe`.
+
+With `budget`, a share of the context takes the place of the sizes, so that a shape can be compared with policies at the
+same share. For a policy, the share is the fraction of tokens that a decoding step reads. For a shape, which only
+concerns prompts, it is defined as follows:
+
+- A-shape, Tri-shape: first and local tokens together are that share of the context, in the proportion of LoopServe's
+  table 7 (128 to 4,096; at least 4 first tokens, as in StreamingLLM). As in that table, Tri-shape has as many dense
+  rows as first tokens. A query then sees at most that share, and the share of causal cells is about twice as large.
+- MInference: for each head, as many lines as fit into that share of the causal cells, with vertical and slash lines in
+  the usual proportion (1,000 to 6,096), and at least one line of each kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinkscope.files.records import Natural, PositiveShare, Whole, share_of
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.copies import Copies
+from sinkscope.sparse.head_lines import HeadLines, near_lines
+from sinkscope.sparse.sparse_prompts import SparsePrompts
+from sinkscope.sparse.votes import EARLIEST, NEAREST, SLASH, VERTICAL, heaviest, last_votes, minference_lines
+
+FIRST, LOCAL = 128, 4096  # LoopServe's table 7
+_LEAST_FIRST = 4
+
+
+class Shape(SparsePrompts):
+    """Base of the fixed attention shapes for prompts: a frozen dataclass of sizes, and `budget` in place of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AShape(Shape):
+    """Every query of a prompt sees the first tokens and the latest ones (Xiao et al. 2024; Li et al. 2025, table 7).
+
+    Attributes:
+        first: Number of first tokens that all queries see.
+        local: Number of latest tokens that a query sees, including itself.
+        dense_rows: Number of last queries that see everything.
+        budget: Share of the context that gives these numbers. None: they are as given.
+
+    Raises:
+        SinkscopeError: `first` is negative, `local` is below 1, or the share is outside (0, 1].
+
+    Example:
+        >>> AShape().first, AShape().local
+        (128, 4096)
+    """
+
+    first: Whole = FIRST
+    local: Natural = LOCAL
+    dense_rows: Whole = 0
+    budget: PositiveShare | None = None
+
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines:
+        """Return the first columns and the nearest offsets, and the last rows."""
+        if self.budget is None:
+            return near_lines(scores, self.first, self.local, self.dense_rows)
+        tokens = max(1, share_of(self.budget, scores.keys))
+        first = max(tokens * FIRST // (FIRST + LOCAL), min(_LEAST_FIRST, tokens - 1))
+        return near_lines(scores, first, tokens - first, first if self.dense_rows else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriShape(AShape):
+    """`AShape`, except that the last queries of a prompt see everything (SCBench, Li et al. 2025; LoopServe's table 7).
+
+    Example:
+        >>> TriShape().dense_rows
+        128
+    """
+
+    dense_rows: Whole = FIRST
+
+
+@dataclass(frozen=True, kw_only=True)
+class MInference(Shape):
+    """Fixed numbers of vertical and slash lines, chosen for each head by the last queries (Jiang et al. 2024).
+
+    The authors search, for each head of a model, which of three patterns is closest to full attention: A-shape,
+    vertical-slash or block-sparse. This is one of the three, in every head: vertical-slash. Their kernel computes whole
+    blocks around slash lines; here only the lines themselves are computed, so that cell counts can be compared.
+
+    Attributes:
+        vertical: Number of vertical lines.
+        slash: Number of slash lines.
+        last: Number of last queries that vote.
+        budget: Share of the causal cells that gives the numbers of lines. None: they are as given.
+
+    Raises:
+        SinkscopeError: A number is below 1, or the share is outside (0, 1].
+
+    Example:
+        >>> MInference().vertical
+        1000
+    """
+
+    vertical: Natural = VERTICAL
+    slash: Natural = SLASH
+    last: Natural = 64
+    budget: PositiveShare | None = None
+
+    @property
+    def choice_rows(self) -> int:
+        """The queries that vote."""
+        return self.last
+
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines:
+        """Return the heaviest lines of each head, as many of each kind as given."""
+        if self.budget is None:
+            return minference_lines(scores, self.vertical, self.slash, last=self.last)
+        return share_lines(scores, self.budget, self.last)
+
+
+def share_lines(scores: Scores, share: float, last: int) -> HeadLines:
+    """Choose lines like `minference_lines`, both numbers scaled so that their cells take up the given share.
+
+    As many of the first positions and nearest offsets are always among them: 30 of 1,000 and 100 of 6,096.
+
+    Args:
+        scores: As for `select_lines`.
+        share: Share of the causal cells; each head gets the largest number of lines that does not exceed it.
+        last: Number of last queries that vote.
+    """
+    column_votes, offset_votes = last_votes(scores, last)
+
+    def lines(slash: Int[Tensor, "head 1"]) -> HeadLines:
+        vertical, nearest = slash * VERTICAL // SLASH, (slash * NEAREST // SLASH).clamp(min=1)
+        columns = heaviest(column_votes, vertical.clamp(min=1), vertical * EARLIEST // VERTICAL)
+        return HeadLines.of(columns, heaviest(offset_votes, slash, nearest), scores.queries)
+
+    fits = torch.ones(scores.heads, 1, dtype=torch.long, device=scores.key.device)
+    too_many = torch.full_like(fits, scores.keys + 1)  # all slash lines and one
+    limit = share * float(lines(fits).lengths().sum())
+    while bool((too_many - fits > 1).any()):
+        middle = (fits + too_many) // 2
+        within = lines(middle).cells()[:, None] <= limit
+        fits = torch.where(within, middle, fits)
+        too_many = torch.where(within, too_many, middle)
+    return lines(fits)

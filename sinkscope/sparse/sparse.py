@@ -1,0 +1,187 @@
+"""Attention on chosen cells alone: on columns and bands in blocks, on single lines under a mask, or on everything.
+
+On CUDA, one Triton kernel computes all heads on columns and bands (`triton.py`). On a CPU each head is computed
+separately, tile by tile of queries: the keys of a tile are those of its bands and the columns outside of these, which
+are gathered for one matrix product. Heads that have all bands are computed by PyTorch's own attention there.
+
+Single slash lines are no faster than dense attention: they are computed under a mask, for comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.grouped_heads import kv_head_of
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.bands import PER, TILE, Bands
+from sinkscope.sparse.devices import triton_module
+from sinkscope.sparse.head_lines import HeadLines
+
+_ROWS = 1024  # queries at a time for which a mask is built
+_TILES = 64  # tiles at a time whose keys are listed
+Values = Float[Tensor, "kv_head key d_value"]
+Attended = Float[Tensor, "head query d_value"]
+
+
+def band_attention(scores: Scores, value: Values, chosen: Bands, lists: tuple[Tensor, ...] = ()) -> Attended:
+    """Compute causal attention on the columns and bands of every head; the queries are at the last positions.
+
+    Args:
+        scores: The scores of a layer without window, soft cap and learned sinks.
+        value: Values of all positions.
+        chosen: Columns and bands of every query head.
+        lists: What `triton.lists_of` gives for these, if that is known already.
+
+    Returns:
+        The output, in the dtype of `value`, computed in float32 (Triton computes in the dtype of the values and
+        accumulates in float32).
+
+    Raises:
+        SinkscopeError: Shapes do not fit, or on a CPU a head lacks the first bands.
+        UnsupportedError: An input requires gradients, or triton is not installed on a GPU.
+    """
+    _check(scores, value, chosen.columns.shape, chosen.grid.queries)
+    module = triton_module(value.device, "triton")
+    if module is not None:
+        return module.attention_on(scores, value, chosen, lists=lists).transpose(0, 1)
+    if not bool(chosen.bands[:, :PER].all()):  # a GPU would have to wait for it
+        raise SinkscopeError("bands of a head lack their own tile: expected the first bands among them")
+    out = torch.empty(scores.heads, scores.queries, value.shape[-1], device=value.device, dtype=value.dtype)
+    is_dense = chosen.dense.tolist()
+
+    def compute(head: int) -> None:
+        if is_dense[head]:
+            _dense(scores, value, head, out[head])
+        else:
+            _tiles(scores, value, chosen, head, out[head])
+
+    _side_by_side(compute, scores.heads)
+    return out
+
+
+def line_attention(scores: Scores, value: Values, lines: HeadLines) -> Attended:
+    """Compute causal attention on single lines of every head, under a mask: as slow as dense attention or slower.
+
+    Args:
+        scores: As for `band_attention`.
+        value: Values of all positions.
+        lines: Chosen lines of every query head. The main diagonal must be among them.
+
+    Raises:
+        SinkscopeError: Shapes do not fit, or a head lacks the main diagonal.
+        UnsupportedError: An input requires gradients.
+    """
+    _check(scores, value, lines.vertical.shape, lines.queries)
+    if not bool(lines.slash[:, 0].all()):
+        raise SinkscopeError("lines of a head lack the main diagonal: expected it among them")
+    out = torch.empty(scores.heads, scores.queries, value.shape[-1], device=value.device, dtype=value.dtype)
+    at = torch.arange(scores.keys, device=value.device)
+    for head in range(scores.heads):
+        own = replace(lines, chosen=lines.chosen[head : head + 1])
+
+        def seen(start: int, stop: int, own: HeadLines = own) -> Tensor:
+            return own.rows(at[start:stop])[0, :, :stop]
+
+        _by_torch(scores, value, head, out[head], _ROWS, seen)
+    return out
+
+
+def _check(scores: Scores, value: Tensor, lines: torch.Size, line_queries: int) -> None:
+    scores.check_plain()
+    query, key = scores.query, scores.key
+    learned = query.requires_grad or key.requires_grad or value.requires_grad
+    if learned and torch.is_grad_enabled():
+        raise UnsupportedError("attention on lines has no gradients: call it, or the model, under torch.no_grad()")
+    heads, queries, width = query.shape
+    kv_heads, keys = value.shape[:2]
+    fits = keys and heads % kv_heads == 0 and key.shape == (kv_heads, keys, width)
+    if not fits or lines != (heads, keys) or line_queries != queries:
+        raise SinkscopeError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}, lines {tuple(lines)}: "
+            "expected the same positions and widths, and heads in equal groups"
+        )
+
+
+def _tiles(scores: Scores, value: Tensor, chosen: Bands, head: int, out: Float[Tensor, "query d_value"]) -> None:
+    """Write the attention of one head, tile by tile."""
+    grid, width = chosen.grid, scores.key.shape[2]
+    own = replace(chosen, columns=chosen.columns[head : head + 1], bands=chosen.bands[head : head + 1])
+    kv_head = kv_head_of(head, scores.heads, len(value))
+    query = scores.query[head].float() * scores.scaling
+    both = torch.cat([scores.key[kv_head].float(), value[kv_head].float()], 1)  # so that they are gathered at once
+    future = torch.ones(TILE, TILE, dtype=torch.bool).triu_(1)
+    stops = torch.arange(TILE, grid.queries + TILE, TILE).clamp(max=grid.queries)
+    start = 0
+    for some in stops.split(_TILES):
+        # What a tile meets before its own keys, all of its queries see: it is what its last query sees.
+        for stop, seen in zip(some.tolist(), own.rows(grid.past + some - 1)[0], strict=True):
+            met = both.index_select(0, seen.nonzero().flatten())
+            weights = query[start:stop] @ met[:, :width].T
+            weights[:, start - stop :].masked_fill_(future[: stop - start, : stop - start], -torch.inf)
+            torch.softmax(weights, 1, out=weights)
+            out[start:stop] = weights @ met[:, width:]
+            start = stop
+
+
+def _side_by_side(compute: Callable[[int], None], heads: int) -> None:
+    """Compute each head in its own thread, because the matrix products of one head are too small to split."""
+    threads = torch.get_num_threads()
+    if min(threads, heads) < 2:
+        for head in range(heads):
+            compute(head)
+        return
+    inference = torch.is_inference_mode_enabled()
+
+    def work(head: int) -> None:
+        with torch.inference_mode(inference):
+            compute(head)
+
+    try:
+        with ThreadPoolExecutor(min(threads, heads), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(work, range(heads)))
+    finally:
+        torch.set_num_threads(threads)  # the number that a thread sets is also what new threads start with
+
+
+def _dense(scores: Scores, value: Tensor, head: int, out: Tensor) -> None:
+    """Write plain causal attention of one head."""
+    from torch.nn.attention.bias import causal_lower_right  # loads sympy, for which no help need wait
+
+    rows = scores.queries
+    if scores.past:
+        rows = _ROWS  # at a time: on a CPU PyTorch builds their mask
+    _by_torch(scores, value, head, out, rows, lambda start, stop: causal_lower_right(stop - start, stop))
+
+
+def _by_torch(
+    scores: Scores, value: Tensor, head: int, out: Tensor, rows: int, mask: Callable[[int, int], Any]
+) -> None:
+    """Write PyTorch's attention of one head.
+
+    Args:
+        scores: The scores of a layer.
+        value: Values of all positions.
+        head: The head.
+        out: Where it is written.
+        rows: Number of queries at a time.
+        mask: Gives the mask of the queries at positions from the first to before the second argument.
+    """
+    kv_head = kv_head_of(head, scores.heads, len(value))
+    for start in range(scores.past, scores.keys, rows):
+        stop = min(scores.keys, start + rows)
+        part = scores.part(start, stop)
+        # On 4-D tensors: for other shapes PyTorch builds the whole matrix.
+        query, key, values = (
+            tensor.to(out.dtype)[None, None] for tensor in (part.query[head], part.key[kv_head], value[kv_head, :stop])
+        )
+        attended = scaled_dot_product_attention(query, key, values, mask(start, stop), scale=scores.scaling)
+        out[start - scores.past : stop - scores.past] = attended[0, 0]

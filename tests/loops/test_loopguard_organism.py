@@ -1,0 +1,172 @@
+"""LoopGuard where the loop, its period and its onset are known and the cache drives it: it has to end the loop."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from organisms import LoopOrganism, loop_organism, tiny_model
+from transformers import LogitsProcessor, TextStreamer
+
+from sinkscope.errors import SinkscopeWarning
+from sinkscope.generation.conversation import Conversation
+from sinkscope.hooks.edit import Event
+from sinkscope.kv.rewind import generate_with_rewind
+from sinkscope.loops import tail_period
+from sinkscope.loops.generate import generate, padded
+from sinkscope.loops.guard import LoopGuard
+
+STEPS, REWOUND = 140, 90  # new tokens; where a loop is taken back, fewer show it
+CASES = [(4, 0, 0), (6, 20, 250), (12, 0, 500)]  # period, onset, where on the ring the prompt begins
+
+
+@cache
+def made(reach: int | None) -> LoopOrganism:
+    """With a reach, the loop lives on its own tail, as the paper has it; with none, heads look back at everything."""
+    return loop_organism(0, reach=reach, n_layers=2, vocab_size=1024)
+
+
+def guarded(
+    o: LoopOrganism, prompts: list[torch.Tensor], guard: LoopGuard, steps: int = STEPS
+) -> tuple[list[list[int]], list[Event]]:
+    ids, mask = padded([prompt[0].tolist() for prompt in prompts], 0, torch.device("cpu"))
+    with guard.on(o.model) as run:
+        out = o.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False)
+    return out[:, ids.shape[1] :].tolist(), run.events
+
+
+def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
+    o = made(64)
+    looping = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES]
+    healthy = o.healthy_prompt(60, start=750)
+    tokens, events = guarded(o, [*[p.ids for p in looping], healthy], LoopGuard.paper())
+    for row, prompt in enumerate(looping):
+        mine = [e for e in events if e.row == row]
+        assert len(mine) == 1 and mine[0].data["period"] == prompt.period
+        found = mine[0].data["generated"]
+        # Two votes. The type-token ratio has its own once one token in five is new; the slower of the others, the
+        # compression ratio, once what there is of different tokens makes 12 % of all, and it is computed every 16.
+        assert 64 <= found <= max(64, (prompt.onset + prompt.period) / 0.12) + 16
+        # The token after the alarm was chosen by the call that raised it; from the next on the cache is clean.
+        assert tokens[row][: found + 1] == o.expected(prompt, found + 1)
+        assert tokens[row][found + 1 :] == o.walk(tokens[row][found], STEPS - found - 1), "the base rule goes on"
+        begin, end = mine[0].data["bad"][-1]
+        whole, period = [*prompt.ids[0].tolist(), *tokens[row]], prompt.period
+        assert end == mine[0].position + 1 and whole[begin : end - period] == whole[begin + period : end]
+        assert begin == end - 256 or whole[begin - 1] != whole[begin - 1 + period], "with the copies in the prompt"
+    assert tokens[-1] == o.walk(int(healthy[0, -1]), STEPS) and {e.row for e in events} == {0, 1, 2}
+
+
+def test_the_default_guard_ends_loops_that_older_copies_hold():
+    o = made(None)
+    prompt = o.looping_prompt(16, delay=20)
+    tokens, events = guarded(o, [prompt.ids], LoopGuard(), 210)
+    assert events and {e.data["taken_back"] for e in events} == {0}
+    assert events[0].data["generated"] <= prompt.onset + 2 * 16 + 64 + 4, "64 tokens after two copies"
+    tail = tokens[0][events[-1].data["generated"] + 1 :]
+    cycle = set(prompt.cycle)
+    assert len(tail) > 60 and sum(token in cycle for token in tail) < 20, "the cycle is over"
+
+
+@pytest.mark.parametrize("talk", [False, True])
+def test_a_loop_is_taken_back_from_the_output(talk):
+    o = made(64)
+    prompt = o.looping_prompt(12, delay=30, start=250)
+    ids, guard = prompt.ids[0].tolist(), LoopGuard(monitor={"tail_beyond": 0})
+    if talk:
+        answered = Conversation(o.model, guard, tokenizer=o.tokenizer)
+        turn = answered.ask(ids, max_new_tokens=REWOUND)
+        tokens, events = list(turn.ids), turn.events
+        assert answered.ask([ids[-1]], max_new_tokens=4).ids, "and the conversation goes on"
+    else:
+        text = o.tokenizer.decode(ids[1:])
+        assert o.tokenizer(text)["input_ids"] == ids
+        shown = []
+        output = generate(
+            o.model,
+            text,
+            tokenizer=o.tokenizer,
+            guard=guard,
+            max_new_tokens=REWOUND,
+            on_text=lambda i, piece: shown.append((i, piece)),
+        )[0]
+        tokens, events = output.tokens, output.events
+        assert shown == [(0, output.text)], "shown when nothing is taken back any more"
+    assert events[0].data["taken_back"] >= 2 * 12
+    stays = events[0].data["generated"] - events[0].data["taken_back"]
+    assert stays <= prompt.onset + 12 + 1, "one copy of the cycle stays"
+    assert len(tokens) == REWOUND and tokens[:stays] == o.expected(prompt, stays)
+    assert tokens[: stays + 24] != o.expected(prompt, stays + 24), "the third copy is left before its end"
+    cycle = list(prompt.cycle)
+    copies = sum(tokens[i : i + 12] == cycle for i in range(REWOUND))
+    assert copies <= 2 and tail_period(tokens, shortest=24) is None
+
+
+@cache
+def two_loops():
+    """A model whose next token depends on the last one above all, and two rows that loop at different times."""
+    model, tokenizer = tiny_model("llama", num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.mul_(0.2)
+    torch.manual_seed(2)
+    rows = [torch.randint(3, 90, (length,)).tolist() for length in (9, 14)]
+    guard = LoopGuard(64, anchors=4, window=48, monitor={"warmup": 0, "tail_shortest": 12, "tail_beyond": 0})
+    return model, tokenizer, rows, guard
+
+
+class LastSeen(LogitsProcessor):
+    """What a penalty of repetitions sees of the rows in the last step."""
+
+    def __call__(self, input_ids, scores):
+        self.ids = input_ids
+        return scores
+
+
+def test_what_was_taken_back_is_not_seen_by_penalties():
+    """Nor in a row of which other rows hold more tokens, where its own removed ones leave gaps."""
+    model, _, rows, guard = two_loops()
+    ids, mask = padded(rows, 0, torch.device("cpu"))
+    seen = LastSeen()
+    ask = {"attention_mask": mask, "pad_token_id": 0, "do_sample": False, "logits_processor": [seen]}
+    with guard.on(model) as run, torch.no_grad():
+        written = generate_with_rewind(run, model, ids, max_new_tokens=48, stopping_criteria=None, **ask)
+    assert any(event.data["taken_back"] for event in run.events)
+    for whole, row in zip(written, seen.ids, strict=True):
+        last = row[ids.shape[1] :]
+        assert set(last[last != 0].tolist()) <= set(whole[ids.shape[1] :].tolist())
+
+
+def test_scores_of_a_text_from_which_a_loop_was_removed_are_not_those_of_its_end():
+    o = made(64)
+    prompt = o.looping_prompt(12, delay=30, start=250).ids[0].tolist()
+
+    def scores(act: str):
+        chat = Conversation(o.model, LoopGuard(act=act, monitor={"tail_beyond": 0}), tokenizer=o.tokenizer)
+        return chat.ask(prompt, max_new_tokens=REWOUND, return_dict_in_generate=True, output_scores=True).output.scores
+
+    with pytest.warns(SinkscopeWarning, match="no scores of it: ask for them with act='cut'"):
+        assert scores("rewind") is None
+    assert len(scores("cut")) == REWOUND
+
+
+def test_a_row_that_is_taken_back_reads_its_own_last_token_again():
+    model, tokenizer, rows, guard = two_loops()
+    options = {"tokenizer": tokenizer, "guard": guard, "max_new_tokens": 48}
+    together = generate(model, rows, batch_size=2, **options)
+    found = [output.events[0].data for output in together]
+    assert found[0]["generated"] != found[1]["generated"] and found[0]["taken_back"] and found[1]["taken_back"]
+    assert [output.tokens for output in together] == [generate(model, [row], **options)[0].tokens for row in rows]
+
+
+@pytest.mark.slow
+def test_what_was_shown_or_given_is_not_taken_back():
+    o = made(64)
+    prompt = o.looping_prompt(12)
+    chat = Conversation(o.model, LoopGuard(), tokenizer=o.tokenizer)
+    turn = chat.ask(prompt.ids[0].tolist(), max_new_tokens=REWOUND, streamer=TextStreamer(o.tokenizer))
+    assert turn.events and not any(event.data["taken_back"] for event in turn.events)
+    told = Conversation(o.model, LoopGuard(), tokenizer=o.tokenizer)
+    answer = o.expected(prompt, 120)
+    assert list(told.say(prompt.ids[0].tolist(), answer).ids) == answer
+    assert all(event.data["taken_back"] == 0 for event in told.turns[0].events)

@@ -1,0 +1,200 @@
+"""The choice of columns and bands: cells counted once, sums beside plain masks, the threshold, planted lines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lines_kit import dense, drawn_scores
+from refusals import refused
+from torch import Tensor
+from torch.testing import assert_close
+
+from sinkscope.sparse import bands as rule
+from sinkscope.sparse import choice, recovered
+from sinkscope.sparse.attention import Scores, attention_of
+from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, CopiedBlocks, StoredRows, lengths_of
+from sinkscope.sparse.choice import sampled_rows, select_bands
+from sinkscope.sparse.serve import LoopServe
+
+LENGTHS = st.tuples(st.integers(1, 300), st.integers(0, 200))
+
+
+def random_copies(grid: BlockGrid, generator: torch.Generator) -> CopiedBlocks:
+    """Blocks of keys that no tile of queries comes before, some of them twice."""
+    tile = torch.randint(grid.tiles, (2 * grid.tiles,), generator=generator)
+    block = torch.rand(len(tile), generator=generator) * (grid.before + PER * tile)
+    is_before = grid.before + PER * tile > 0
+    return CopiedBlocks.of(tile[is_before], block.long()[is_before], grid)
+
+
+def random_bands(heads: int, queries: int, keys: int, seed: int, dense_rows: int = 0) -> Bands:
+    """A tenth of the columns, a fifth of the bands and single blocks; head 1 is dense."""
+    grid, generator = BlockGrid(queries, keys), torch.Generator().manual_seed(seed)
+    bands = torch.rand(heads, grid.blocks, generator=generator) < 0.2
+    bands[:, :NEAR] = True
+    bands[1:2] = True
+    columns, copied = torch.rand(heads, keys, generator=generator) < 0.1, random_copies(grid, generator)
+    return Bands(columns, bands, grid, dense_rows, copied)
+
+
+def seen(chosen: Bands) -> Tensor:
+    """The cells `[head query key]`, from the definition: tiles of 64 queries, bands of 16 keys that end with them."""
+    queries, keys = chosen.grid.queries, chosen.grid.keys
+    key, query = torch.arange(keys), torch.arange(queries)[:, None]
+    stop = (query // TILE + 1) * TILE  # one past the last query of the tile, which may not exist
+    band = (keys - queries + stop - 1 - key) // BAND
+    cells = chosen.bands[:, band.clamp(min=0)] | chosen.columns[:, None]
+    if chosen.copied is not None:
+        block = (key + -(keys - queries) % BAND) // BAND
+        for one_tile, one_block in zip(chosen.copied.tile, chosen.copied.block, strict=True):
+            cells |= (query // TILE == one_tile) & (block == one_block)
+    if chosen.dense_rows:
+        cells |= stop > queries - chosen.dense_rows
+    return cells & (key <= keys - queries + query)
+
+
+@given(lengths=LENGTHS, dense_rows=st.sampled_from([0, 1, 16, 100]), seed=st.integers(0, 99))
+def test_cells_are_those_of_the_definition_and_count_once(lengths, dense_rows, seed):
+    queries, past = lengths
+    chosen = random_bands(3, queries, queries + past, seed, dense_rows)
+    found = seen(chosen)
+    assert torch.equal(chosen.rows(past + torch.arange(queries)), found)
+    assert_close(chosen.attended(), found.sum((1, 2)) / chosen.grid.cells)
+    assert torch.equal(replace(chosen, dense_rows=0).cells(), seen(replace(chosen, dense_rows=0)).sum((1, 2)).float())
+    grid = chosen.grid
+    every = torch.eye(grid.blocks, dtype=torch.bool)
+    one_band = Bands(torch.zeros(grid.blocks, grid.keys, dtype=torch.bool), every, grid)
+    assert torch.equal(one_band.rows(past + torch.arange(queries)).sum((1, 2)), lengths_of(grid, every.device).bands)
+
+
+@given(lengths=LENGTHS, seed=st.integers(0, 99), sharp=st.sampled_from([0.0, 1.0, 4.0]))
+def test_sums_are_those_under_masks(lengths, seed, sharp):
+    queries, past = lengths
+    scores, chosen = (
+        drawn_scores(4, queries, queries + past, seed, sharp),
+        random_bands(4, queries, queries + past, seed),
+    )
+    grid, rows = chosen.grid, sampled_rows(chosen.grid, 20, seed, 0)
+    at, probs, sample = rows + past, dense(scores)[:, rows], StoredRows(scores, rows)
+    of_columns, of_bands = sample.sums(chosen)
+    no_columns, no_bands = torch.zeros_like(chosen.columns), torch.zeros_like(chosen.bands)
+    wanted = (probs * ~Bands(no_columns, chosen.bands, grid).rows(at)).sum(1)
+    assert_close(of_columns.double(), wanted, atol=1e-5, rtol=0)
+    for band in range(grid.blocks):
+        one = no_bands.clone()
+        one[:, band] = True
+        cells = Bands(no_columns, one, grid).rows(at) & ~chosen.columns[:, None]
+        assert_close(of_bands[:, band].double(), (probs * cells).sum((1, 2)), atol=1e-5, rtol=0)
+    densities = torch.rand(4, grid.keys), torch.rand(4, grid.blocks)
+    least = torch.rand(4, 3).sort().values
+    for number, limit in enumerate(least.T[..., None]):
+        on = Bands(densities[0] >= limit, densities[1] >= limit, grid).rows(at)
+        assert_close(sample.held(*densities, least)[:, number].double(), (probs * on).sum((1, 2)), atol=1e-4, rtol=0)
+
+
+@given(
+    lengths=LENGTHS,
+    alpha=st.floats(0.05, 0.999) | st.just(1.0),
+    sharp=st.sampled_from([0.0, 1.0, 4.0]),
+    begin=st.sampled_from([0, 4]),
+    seed=st.integers(0, 99),
+)
+def test_a_choice_holds_alpha_of_the_sample(lengths, alpha, sharp, begin, seed):
+    queries, past = lengths
+    scores = drawn_scores(4, queries, queries + past, seed, sharp)
+    chosen = select_bands(scores, alpha, sample=20, seed=seed, begin=begin)
+    rows = sampled_rows(chosen.grid, 20, seed, 0)
+    assert len(set(rows.tolist())) == min(20, queries)
+    held = (dense(scores) * chosen.rows(past + torch.arange(queries))).sum(2)
+    assert (held[:, rows].mean(1) >= alpha - 1e-4).all()
+    assert_close(recovered(scores, chosen).double(), held.mean(1), atol=1e-5, rtol=0)
+    assert chosen.bands[:, :NEAR].all() and (alpha == 1 or chosen.columns[:, :begin].all())
+
+
+@pytest.mark.parametrize("thresholds", [32, 512])  # as on a GPU, in two rounds, and as on a CPU, in one
+def test_the_threshold_is_the_highest_to_four_percent(thresholds, monkeypatch):
+    monkeypatch.setattr(StoredRows, "thresholds", thresholds)
+    scores = drawn_scores(4, 400, 400, 3, 1.0)
+    sample = StoredRows(scores, torch.arange(0, 400, 7))
+    grid = BlockGrid(400, 400)
+    columns, bands = torch.rand(4, 400) ** 9 * 0.1, torch.rand(4, grid.blocks) ** 9 * 0.1
+    for alpha in (0.2, 0.6, 0.9):
+        least, reached = rule._threshold(sample, columns, bands, alpha)
+        limits = torch.cat([least, least * 1.043], 1)
+        held = sample.held(columns, bands, limits) / sample.rows
+        assert reached.all() and (held[:, 0] >= alpha).all() and (held[:, 1] < alpha).all()
+
+
+def test_planted_lines_are_found_and_little_else():
+    """Head 0 attends to two marked keys, head 1 to the key 200 positions before, in two bands; head 2 to everything."""
+    n, marked = 2000, [0, 700]
+    angle = torch.arange(n)[:, None] * 0.7 ** torch.arange(8)
+    turned = torch.cat([angle.cos(), angle.sin()], 1)
+    before = torch.arange(n)[:, None] * 0.7 ** torch.arange(8) - 200 * 0.7 ** torch.arange(8)
+    query, key = torch.zeros(3, n, 17), torch.zeros(3, n, 17)
+    key[0, marked, 16] = 1.0
+    query[0, :, 16] = 30.0
+    key[1, :, :16], query[1, :, :16] = turned, 8 * torch.cat([before.cos(), before.sin()], 1)
+    chosen = select_bands(Scores(query, key, 1.0), 0.9, begin=0)
+    assert chosen.columns[0].nonzero().flatten().tolist() == marked
+    assert not chosen.bands[0, NEAR:].any()
+    wanted = set(range(200 // BAND, (200 + TILE) // BAND + 2))  # bands that offset 200 crosses
+    found = set(chosen.bands[1, NEAR:].add(0).nonzero().flatten().add(NEAR).tolist())
+    assert found <= wanted | set(range(NEAR, 200 // BAND)) and len(found & wanted) >= PER
+    assert chosen.attended()[2] > 0.8 and (chosen.attended()[:2] < 0.2).all()
+
+
+def test_heads_above_the_limit_are_dense_and_others_are_not():
+    scores = drawn_scores(4, 600, 600, 1, 0.0)
+    scores.query[2:] = drawn_scores(4, 600, 600, 2, 12.0).query[2:]
+    shares = select_bands(scores, 0.8).attended()
+    limit = float(shares.sort().values[1:3].mean())
+    limited = select_bands(scores, 0.8, dense_above=limit)
+    assert torch.equal(limited.dense, shares > limit)
+    assert torch.equal(limited.attended(), torch.where(shares > limit, 1.0, shares))
+
+
+@pytest.mark.parametrize(("checked", "kept"), [(0, False), (4, True)])
+def test_a_key_that_one_query_alone_seeks_is_kept_if_queries_are_checked(checked, kept):
+    query, key = torch.zeros(2, 400, 8), torch.zeros(1, 400, 8)
+    query[..., 0], key[0, 0, 0], key[0, 33, 1] = 4.0, 8.0, 8.0  # all queries attend to the first key
+    query[1, 250] = torch.eye(8)[1] * 4.0
+    chosen = select_bands(Scores(query, key, 1.0), 0.9, sample=8, checked=checked)
+    assert 250 not in sampled_rows(chosen.grid, 8, 0, 0)
+    assert chosen.columns[:, 33].tolist() == [False, kept]
+    held = recovered(Scores(query, key, 1.0), chosen, torch.tensor([250]))
+    assert held[0] > 0.99 and (held[1] > 0.99) == kept
+
+
+def test_single_queries_are_checked_as_if_each_stood_alone():
+    scores = drawn_scores(6, 200, 300, 3, 12.0)
+    kept = choice.kept_columns(scores, 180, 2, 32)
+    probs = attention_of(scores, torch.arange(180))
+    for head, own in enumerate(probs):
+        sinks = scores.query[head, :180] @ scores.key[head // (6 // len(scores.key)), :2].T * scores.scaling
+        rows = sinks.logsumexp(1).argsort()[:32]
+        sought = own[rows].argmax(1)[own[rows].amax(1) >= 0.5]
+        assert set(kept[head].nonzero().flatten().tolist()) == {0, 1, *sought.tolist()}
+    assert kept.sum() > 24
+
+
+def test_a_head_that_would_need_more_cells_than_the_limit_is_dense():
+    scores = drawn_scores(8, 600, 600, 1, 2.0)
+    serve = {"alpha": 0.8, "shortest": 0, "dense_rows": 0}
+    shares = LoopServe(**serve, dense_above=1.0).lines(scores, 0).attended()
+    is_dense = shares > LoopServe.dense_above
+    assert is_dense.any() and not is_dense.all()
+    assert torch.equal(LoopServe(**serve).lines(scores, 0).dense, is_dense)
+
+
+@pytest.mark.parametrize("beyond", [{"window": 4}, {"softcap": 1.0}, {"sinks": torch.zeros(2)}], ids=str)
+def test_scores_with_more_than_lines_have_are_refused(beyond):
+    plain = drawn_scores(2, 20, 20, 0)
+    scores, chosen = replace(plain, **beyond), select_bands(plain, 0.9)
+    for use in (lambda: select_bands(scores, 0.9), lambda: recovered(scores, chosen)):
+        with refused("which lines do not have"):
+            use()

@@ -1,0 +1,85 @@
+"""Streamed sums of lines against the matrix written out, and against models' own attention."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lines_kit import dense, offsets
+from organisms import tiny_model
+from refusals import refused
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sinkscope.opening.live import target_of
+from sinkscope.sparse import sums
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.head_lines import HeadLines
+from sinkscope.sparse.sums import line_sums, scores_of, weight_on
+
+
+def _summed(weights: Tensor, since: int = 0) -> Tensor:
+    _, queries, keys = weights.shape
+    kept = weights * (torch.arange(keys) >= since)
+    slash = [(kept * (offsets(queries, keys) == offset)).sum((1, 2)) for offset in range(keys - since)]
+    return torch.stack([kept.sum(1)[:, since:], torch.stack(slash, 1)], 1)
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> Scores:
+    kv = draw(st.integers(1, 2))
+    groups = draw(st.integers(1, 3))
+    keys = draw(st.integers(1, 40))
+    queries = draw(st.integers(1, keys))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    sinks = torch.randn(kv * groups, generator=g) if draw(st.booleans()) else None
+    return Scores(
+        3 * torch.randn(kv * groups, queries, 8, generator=g),
+        torch.randn(kv, keys, 8, generator=g),
+        0.4,
+        draw(st.none() | st.integers(1, keys)),
+        draw(st.none() | st.just(2.0)),
+        sinks,
+    )
+
+
+@given(_cases(), st.floats(0, 1))
+@settings(max_examples=40)
+def test_sums_equal_the_matrix(scores, part):
+    since = int(part * scores.past)
+    sums = line_sums(scores, since=since)
+    assert_close(sums.double(), _summed(dense(scores), since), atol=2e-5, rtol=1e-4)
+    assert_close(sums[:, 0].sum(1), sums[:, 1].sum(1), atol=1e-4, rtol=1e-4)
+
+
+def test_nothing_of_query_times_key_is_kept():
+    n = 1024
+    heads = 2
+    block = sums.ROWS
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max([largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))])
+            return out
+
+    scores = Scores(torch.randn(heads, n, 8), torch.randn(1, n, 8), 0.4)
+    with Sizes():
+        line_sums(scores)
+        weight_on(scores, HeadLines(torch.rand(1, heads, 2, n) < 0.1, n))
+    assert largest <= block * heads * n < n * n / 5
+
+
+def test_a_mask_that_is_neither_causal_nor_a_window_is_refused():
+    model, tokenizer = tiny_model("llama")
+    target = target_of(model, tokenizer)
+    ids = torch.randint(4, 90, (1, 12))
+    mask = torch.ones(1, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    with scores_of(target, lambda *_: None, [0]), refused("neither"):
+        target.forward(ids, mask)
+    assert model.config._attn_implementation == "sdpa"

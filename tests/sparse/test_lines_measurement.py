@@ -1,0 +1,151 @@
+"""What lines carry and share: every number equals the one from the whole matrix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, product
+from statistics import fmean
+
+import numpy as np
+import pytest
+import torch
+from intervention_kit import bridge_of
+from lines_kit import Line, lines_of
+from organisms import tiny_model
+from raw_kit import attention
+from refusals import refused
+from torch import Tensor
+
+from sinkscope.files.store import json_lines
+from sinkscope.measure.margin import margin_of
+from sinkscope.sparse.head_lines import HeadLines
+from sinkscope.sparse.lines import LineWeights, lines, shared_by_second
+from sinkscope.sparse.votes import top_lines
+
+
+def ids_of(length: int) -> list[int]:
+    return torch.randint(4, 90, (length,)).tolist()
+
+
+def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown():
+    model, tokenizer = tiny_model("llama")
+    single = lines(model, [ids_of(40)], etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
+    assert single.inputs is None and single.claims[0].draws == 1 and single.claims[0].verdict == "undecided"
+    result = lines(model, [ids_of(40)] * 3, etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
+    shape = result.mass.shape[1:]
+    result = replace(
+        result,
+        mass=np.stack([np.full(shape, 0.3), np.full(shape, 0.9)]),
+        random_mass=np.stack([np.full(shape, 0.3), np.full(shape, 0.2)]),
+    )
+    (claim,) = result.claims
+    assert (claim.value, claim.control.value) == (pytest.approx(0.1), pytest.approx(0.8))
+    assert claim.verdict == "needed" and claim.draws == 3 and claim.place == "10% of all vertical and slash lines"
+
+
+def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
+    """The heaviest lines with their weights, by sorting; a share of all lines of so many queries."""
+    sums = {line: float(weights[cells].sum()) for line, cells in lines_of(*weights.shape).items()}
+    most = max(1, int(share * 2 * len(weights) + 1e-9))
+    ranked = sorted(sums.items(), key=lambda line: (-line[1], line[0]))
+    return {line: weight for line, weight in ranked[:most] if weight > 0}
+
+
+def by_sets(weights: Tensor, eta: float) -> tuple[dict[Line, float], dict[str, float]]:
+    """The lines of one head in one text, and its numbers, from sets of cells."""
+    n, half = len(weights), len(weights) // 2
+    chosen = heaviest(weights, eta)
+    on = torch.stack([lines_of(n, n)[line] for line in chosen]).any(0)
+    first = heaviest(weights[:half, :half], eta).keys()
+    second, inside = heaviest(weights[half:], eta).keys(), heaviest(weights[half:, half:], eta).keys()
+    return chosen, {
+        "mass": float(weights[on].sum() / weights.sum()),
+        "cells": float(on.sum()) / (n * (n + 1) / 2),
+        "segments": len(first & second) / len(second),
+        "segments_relative": len(first & inside) / len(inside),
+    }
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss", "gpt2", "phi3", "opt"])
+def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
+    """Against sets of cells of the models' own attention: window, soft cap and learned sinks too."""
+    model, tokenizer = tiny_model(model_type)
+    texts = [ids_of(30), ids_of(41), ids_of(33)]
+    etas, layers = (0.05, 0.2, 1.0), [0, 2]
+    result = lines(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
+    dense = [attention(model, torch.tensor([ids])) for ids in texts]
+    for e, row, head in product(range(3), range(2), range(4)):
+        found = [by_sets(every[layers[row], 0, head].double(), etas[e]) for every in dense]
+        expected = {name: fmean(numbers[name] for _, numbers in found) for name in found[0][1]}
+        pairs = combinations([chosen.keys() for chosen, _ in found], 2)
+        expected["inputs"] = fmean(len(one & other) / len(one | other) for one, other in pairs)
+        for name, value in expected.items():
+            assert getattr(result, name)[e, row, head] == pytest.approx(value, abs=2e-4), name
+    assert result.mass[-1] == pytest.approx(1, abs=1e-4)
+    assert result.random_mass[-1] == pytest.approx(1, abs=1e-4) and (result.mass[0] > 1.1 * result.random_mass[0]).all()
+    assert result.text_mass.shape == (3, 3)
+    np.testing.assert_allclose(result.text_mass.mean(1), result.mean("mass"))
+    for number, name in zip(result.numbers(), ("mass", "inputs"), strict=True):
+        assert number.value == pytest.approx(result.mean(name)[0])
+    assert result.numbers()[0].margin == margin_of(result.text_mass[0])
+    assert result.numbers()[0].control == pytest.approx(result.random_mass[0].mean())
+
+
+def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
+    """Of k columns of n, and m offsets, two draws have k^2 / n + m^2 / n in common on average."""
+    vertical, slash = torch.zeros(2, 1, 3000, 20, dtype=torch.bool)
+    vertical[..., :10], slash[..., :4] = True, True
+    own = HeadLines.of(vertical, slash, 20)
+    a = own.random(0, "a", cells=False)
+    b = own.random(0, "b", cells=False)
+    torch.testing.assert_close(a.vertical[0].float().mean(0), torch.full((20,), 0.5), atol=0.04, rtol=0)
+    assert (a.vertical.sum(2) == 10).all() and (a.slash.sum(2) == 4).all()
+    long = own.random(0, "a", cells=True)  # the same total length of each kind, to within half a line
+    for drawn, chosen in ((long.vertical, vertical), (long.slash, slash)):
+        difference = (drawn * own.lengths()).sum(2) - (chosen * own.lengths()).sum(2)
+        assert (difference.abs() <= 10).all()
+    assert float(shared_by_second(a, b).mean()) == pytest.approx((10 * 10 / 20 + 4 * 4 / 20) / 14, abs=0.01)
+
+
+def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():
+    """0.29 * 100 is a little less than 29 in floating point."""
+    weights = torch.rand(1, 2, 50) + 0.1
+    assert int(top_lines(weights, [0.29]).chosen.sum()) == 29
+    lines = top_lines(torch.tensor([[[3.0, 0.0, 1.0], [0.0, 4.0, 0.0]]]), [1 / 6, 0.5, 1.0])
+    assert lines.chosen.sum((2, 3)).flatten().tolist() == [1, 3, 3]
+    assert lines.slash[0, 0].tolist() == [False, True, False]
+    assert lines.vertical[1, 0].tolist() == [True, False, True]
+
+
+def test_a_file_of_texts_and_the_command(tmp_path, typed):
+    file = tmp_path / "texts.jsonl"
+    out = tmp_path / "x.json"
+    rows = [{"text": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8} for i in range(3)]
+    file.write_text(json_lines(rows))
+    typed(f"lines --data {file} --count 2 --length 64 --layer 2 --eta 0.1 --json {out}")
+    printed = LineWeights.load(out)
+    assert printed.tokens == (64, 64) and str(tmp_path) not in out.read_text()
+    result = lines(None, data=file, count=2, length=64, layers=[2], etas=[0.1])
+    assert printed.to_dict()["result"] == result.to_dict()["result"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--eta", "0"], "--eta 0.0: expected a share above 0"),
+        (["--length", "8"], "--length 8: expected 16 to"),
+        (["--count", "9999", "--length", "4000"], "texts: give more of them"),
+    ],
+)
+def test_bad_input_is_one_line(argv, words, refusal):
+    assert words in refusal(["lines", *argv])
+
+
+def test_short_texts_and_other_models_are_refused():
+    model, tokenizer = tiny_model("llama")
+    for texts, message in ((["ab"], r"a text has \d tokens, at least 16"), ([], "there are 0 texts: give more")):
+        with refused(message):
+            lines(model, texts, tokenizer=tokenizer)
+    for other in (tiny_model("falcon")[0], bridge_of(model, tokenizer)):
+        with refused("are not offered"):
+            lines(other, [ids_of(40)], tokenizer=tokenizer)

@@ -1,0 +1,86 @@
+"""Algorithm 6 against masks that are written by lists, and the working copy against the cache it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from covering import each_other
+from guard_kit import EAGER, SMALL
+from kv_kit import attended, close, decode, masks_of_run, prompts, run_policy
+from kv_kit import shallow_of as model_of
+from lines_kit import dense
+from torch import Tensor
+from transformers import DynamicCache
+
+from sinkscope.conformance.masked import plain_logits, window_of
+from sinkscope.generation.progressive import Progressive
+from sinkscope.kv.usage import tokens_read
+from sinkscope.loops.guard import LoopGuard
+from sinkscope.sparse.attention import Scores
+
+IDS, MASK = prompts([30, 21], 14)
+PROMPT = 30
+
+
+def assert_chosen(model, policy: Progressive, kept: list[list[Tensor]]):
+    """What is read from each choice on has the most votes: attention of the latest queries, of whole passes."""
+    passed = attended(model, IDS, MASK, masks_of_run(model, kept, MASK, PROMPT))
+    for layer, (query, key, _, scaling) in enumerate(passed):
+        for row, real in enumerate(MASK.bool()):
+            scores = Scores(query[row], key[row], scaling, window_of(model.config, layer))
+            probs = dense(scores, real).unflatten(0, (key.shape[1], -1)).mean(1)
+            for now in range(PROMPT + policy.after, IDS.shape[1], policy.interval):
+                votes = probs[:, now - policy.interval : now, :now].sum(1)
+                best = votes.topk(int(policy.budget)).indices
+                keep = torch.zeros_like(votes, dtype=torch.bool).scatter(-1, best, True)
+                assert torch.equal(kept[now - PROMPT][layer][row, :, :now], keep), f"layer {layer}, column {now}"
+
+
+POLICIES = {
+    "text": Progressive(budget=12, every=4, after=4),
+    "at once": Progressive(budget=9, every=4, after=0),
+    "odd": Progressive(budget=10, every=3, after=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), each_other(POLICIES, ["llama", "gpt2", "mistral", "qwen3"], 4, always=["llama"])
+)
+def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family, name):
+    model, policy = model_of(family), POLICIES[name]
+    logits, kept = run_policy(policy, model, IDS, MASK, PROMPT)
+    close(logits, plain_logits(model, IDS, MASK, masks_of_run(model, kept, MASK, PROMPT))[:, PROMPT - 1 :])
+    assert_chosen(model, policy, kept)
+
+
+def test_steps_hold_the_copy_and_turns_see_everything(model):
+    """Between selections a layer is as long as the copy; a second turn and the time after see all tokens."""
+    policy = Progressive(budget=8, every=4, after=0)
+    ids, _ = prompts([20], 16)
+    cache, slots = DynamicCache(config=model.config), []
+    with policy.on(model) as run, torch.no_grad():
+        for at, step in [(0, 20), *[(i, 1) for i in range(20, 27)], (27, 5), *[(i, 1) for i in range(32, 36)]]:
+            model(input_ids=ids[:, at : at + step], past_key_values=cache, use_cache=True)
+            slots.append(cache.layers[0].keys.shape[2])
+        assert cache.get_seq_length() == 36
+        steps = slots[1:8] + slots[9:]
+        assert tokens_read(run)[0] == [pytest.approx(sum(steps) / len(steps))]
+    assert slots == [20, 9, 10, 11, 12, 9, 10, 11, 32, 9, 10, 11, 12]
+    assert all(layer.keys.shape[2] == 36 for layer in cache.layers)
+
+
+def test_a_loop_guard_cuts_the_whole_cache(model):
+    """What the guard takes out never comes back, and the selection goes on from what it left."""
+    loop = torch.randint(5, 96, (1, 4)).repeat(1, 12)
+    guard = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
+    cache, lengths = DynamicCache(config=model.config), []
+    whole = torch.cat([prompts([40])[0], loop], 1)
+    with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run:
+        decode(model, whole, torch.ones_like(whole), 40, cache, after=lambda _: lengths.append(cache.layers[0].slots))
+    cut = [event for event in run.events if event.kind == "guard"][-1]
+    kept = {p for start, stop in cut.data["kept"] for p in range(start, stop)}
+    for layer in cache.layers:
+        assert {p for p in layer.pos[0, 0].tolist() if p <= cut.position} == kept
+    # Right after a cut all that is left is held; from the next selection on a copy of 8, and the new token.
+    step = cut.position - 40
+    assert lengths[step + 1] == len(kept) and lengths[step // 4 * 4 + 5] == 9

@@ -1,0 +1,140 @@
+"""LoopServe on whole models: sparse prompts against dense masks, both halves together, and what it goes with."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from covering import each_other
+from kv_kit import attended, beside_ids, close, decode, prompts
+from kv_kit import shallow_of as model_of
+from lines_kit import dense
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import DynamicCache
+
+from sinkscope.conformance.masked import plain_logits
+from sinkscope.opening.live import target_of
+from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.sample import draw_of, held_out, sample_queries
+from sinkscope.sparse.serve import SHORTEST, LoopServe
+from sinkscope.sparse.shapes import AShape, MInference, TriShape
+
+SHORT = f"fewer than {SHORTEST['cpu']} keys"
+SPARSE = {"alpha": 0.5, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3, "begin": 1}
+
+
+def every_head(family: str = "llama"):
+    """As many kv heads as query heads, since the reference masks are per kv head."""
+    return model_of(family, num_key_value_heads=4) if family != "gpt2" else model_of(family)
+
+
+def line_masks(model, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> dict[int, Tensor]:
+    """Per layer `[row head query key]`: for each turn (columns from one entry to the next) the lines of its queries."""
+    rows, total = ids.shape
+    target = target_of(model)
+    causal = (torch.ones(total, total).tril() * mask[:, None]).bool()
+    sees = {layer: causal[:, None].repeat(1, target.n_heads, 1, 1) for layer in range(target.n_layers)}
+    for layer in range(target.n_layers):
+        query, key, _, scaling = attended(model, ids, mask, sees)[layer]
+        for row in range(rows):
+            pad = int(total - mask[row].sum())
+            for start, stop in pairwise(turns):
+                begin = max(start, pad)
+                lines = serve.lines(Scores(query[row, :, begin:stop], key[row, :, pad:stop], scaling), layer)
+                sees[layer][row, :, begin:stop, :stop] = False
+                sees[layer][row, :, begin:stop, pad:stop] = lines.rows(torch.arange(begin - pad, stop - pad))
+    return sees
+
+
+@pytest.mark.parametrize(("family", "variant"), each_other(["llama", "gpt2", "qwen3"], ["bands", "faithful"]))
+def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family, variant):
+    # The faithful variant takes nearly all lines of attention as flat as that of a random model.
+    serve = LoopServe(**{**SPARSE, "alpha": 0.5 if variant == "bands" else 0.1}, variant=variant, decode=False, seed=5)
+    model = every_head(family)
+    ids, mask = prompts([330, 271], 150)
+    cache = DynamicCache(config=model.config)
+    logits = []
+    with serve.on(model) as run, torch.no_grad():
+        for part in (slice(0, 330), slice(330, 480)):
+            given = beside_ids(model, mask, part)
+            logits.append(model(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given).logits)
+    sees = line_masks(model, ids, mask, [0, 330, 480], serve)
+    expected = plain_logits(model, ids, mask, sees)
+    real = mask.bool()
+    close(torch.cat(logits, 1)[real], expected[real])
+    events = [event for event in run.events if event.kind == "prefill"]
+    assert len(events) == 2 * 2 * target_of(model).n_layers
+    for event in events:
+        queries, keys = event.data["queries"], event.data["keys"]
+        begin, stop = (330, 480) if queries == 150 else (0, 330)
+        assert event.position + 1 == keys == (330, 271)[event.row] + begin // 330 * 150
+        some = sees[event.layer][event.row, :, begin:stop]  # type: ignore
+        every = sum(range(keys - queries + 1, keys + 1))
+        assert event.data["attended"] == pytest.approx(float(some.sum() / 4 / every))
+        # 12 queries choose the lines, 64 are checked, and in layer 0 16 others measure what lines hold.
+        read = 12 + (64 if variant == "bands" else 0) + (0 if event.layer else 16)
+        assert event.data["cells"] - event.data["attended"] == pytest.approx(read * keys / every)
+    assert min(event.data["attended"] for event in events) < 0.75
+
+
+def test_alpha_one_and_a_budget_for_everything_is_the_plain_model(model):
+    ids, mask = prompts([40, 25], 20)
+    plain = decode(model, ids, mask, 40)
+    with LoopServe(alpha=1.0, budget=100, first=0, interval=4).on(model):
+        assert torch.equal(decode(model, ids, mask, 40), plain)
+    with LoopServe(budget=100, first=0, interval=4).on(model) as run:  # short prompts
+        assert torch.equal(decode(model, ids, mask, 40), plain)
+    assert {event.data["dense"] for event in run.events} == {SHORT}
+    assert run.summary().startswith(f"LoopServe left prompts to the model's own attention: {SHORT}.")
+    with LoopServe(alpha=0.9, shortest=0, dense_above=0.0, decode=False).on(model) as run:  # every head by SDPA
+        close(decode(model, ids, mask, 40), plain)
+    assert {event.data["dense_heads"] for event in run.events} == {4}
+    for shape in (AShape(), TriShape(), MInference()):  # they hold the whole prompt
+        with shape.on(model):
+            close(decode(model, ids, mask, 40), plain)
+
+
+@pytest.mark.parametrize("dense_rows", [0, 5])
+def test_a_prompt_says_what_its_lines_lost(dense_rows):
+    """Against whole attention matrices of a pass under the same masks: what held-out rows lose in layer 0."""
+    model = every_head()
+    ids, mask = prompts([330], 0)
+    serve = LoopServe(**{**SPARSE, "alpha": 0.9, "dense_rows": dense_rows, "seed": 3, "sample": 1}, decode=False)
+    with pytest.warns(UserWarning, match=r"of 4 heads that were measured, LoopServe's lines hold less than alpha=0\.9"):
+        with serve.on(model) as run, torch.no_grad():
+            model(input_ids=ids, attention_mask=mask)
+    sees, sparse = line_masks(model, ids, mask, [0, 330], serve), 330 if not dense_rows else 320
+    first, *others = run.events
+    assert not any("recovered" in event.data for event in others)
+    query, key, _, scaling = attended(model, ids, mask, sees)[0]
+    draw = draw_of(3, 0, 330, 330)
+    sampled = sample_queries(sparse, 1, draw)
+    rows = held_out(sparse, sampled, draw)
+    assert len(rows) == 16 and not set(rows.tolist()) & set(sampled.tolist())
+    kept = (dense(Scores(query[0], key[0], scaling)) * sees[0][0]).sum(-1)[:, rows].mean(1).float()
+    assert_close(torch.tensor(first.data["recovered"]), kept, atol=1e-5, rtol=1e-5)
+
+
+def test_the_printed_algorithm_can_be_had():
+    printed = LoopServe(64, alpha=0.9, variant="faithful", begin=0, dense_rows=0, shortest=0, sample=48, checked=0)
+    assert LoopServe.paper(64, alpha=0.9) == printed and LoopServe.paper().alpha == 0.955
+
+
+def test_eight_new_tokens_for_each_sampled_query_pay_for_a_choice():
+    serve, cpu = LoopServe(shortest=1, sample=2), torch.device("cpu")
+    assert serve.too_short(15, 66, cpu) == "15 new tokens are too few to pay for a choice of lines"
+    assert serve.too_short(16, 66, cpu) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "why"), [("mistral", "sliding window"), ("gemma2", "soft cap"), ("gpt_oss", "learned sinks")]
+)
+def test_layers_that_need_their_own_attention_keep_it_and_say_so(family, why):
+    model = model_of(family)
+    ids, mask = prompts([40, 30], 4)
+    plain = decode(model, ids, mask, 40)
+    with LoopServe(**SPARSE, decode=False).on(model) as run:
+        close(decode(model, ids, mask, 40), plain)
+    assert why in {event.data["dense"] for event in run.events}

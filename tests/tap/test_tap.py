@@ -1,0 +1,55 @@
+"""One tap: measurements, policies and guards on one model at a time, in any order, and nobody else's attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kv_kit import decode, prompts
+from kv_kit import shallow_of as model_of
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.hooks.trace import attention_rows
+from sinkscope.kv import H2O, StreamingLLM
+from sinkscope.opening.live import target_of
+from sinkscope.sparse.sums import scores_of
+from sinkscope.tap import listeners, stock
+
+PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
+
+
+def test_a_tap_refuses_a_cut_cache():
+    model = model_of("llama")
+    target = target_of(model)
+    with pytest.raises(UnsupportedError, match="a cache policy has evicted some: measure the prompt"):
+        with StreamingLLM(budget=6).on(model), scores_of(target, lambda *_: None, [0]):
+            decode(model, *prompts(LENGTHS, STEPS), PROMPT)
+    assert model.config._attn_implementation == "sdpa" and listeners.HANDLERS.get() == ()
+
+
+def test_only_the_model_that_is_tapped_is_seen():
+    """Another model under a policy calls the same functions of transformers."""
+    one, other = model_of("llama"), model_of("qwen3")
+    ids, mask = prompts([9], 2)
+    want = decode(one, ids, mask, 9)
+    shown = []
+    with H2O(budget=5).on(one), attention_rows(target_of(other), lambda *rows: shown.append(rows)):
+        assert not torch.allclose(decode(one, ids, mask, 9), want)
+        assert not shown
+        decode(other, ids, mask, 9)
+        assert len(shown) == 3 * target_of(other).n_layers
+    twin = type(one)(one.config).eval()  # other weights, and the same configuration object
+    want = decode(twin, ids, mask, 9)
+    with H2O(budget=5).on(one):
+        assert torch.equal(decode(twin, ids, mask, 9), want)
+
+
+def test_exits_in_any_order_restore_the_models_attention():
+    model = model_of("llama")
+    target = target_of(model)
+    first, second = (attention_rows(target, lambda *_: None) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert model.config._attn_implementation == stock.NAME and stock.stock_name(model.config) == "sdpa"
+    second.__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa" and stock.STOCK == {}
