@@ -117,7 +117,7 @@ def test_every_field_of_a_policy_or_intervention_refuses_wrong_values(name):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: sinkscope.sparse(lenght=9), r"lines\(\) got .*'lenght'; did you mean length\?"),
+        (lambda: sinkscope.lines(lenght=9), r"lines\(\) got .*'lenght'; did you mean length\?"),
         (lambda: sinkscope.heads.on(None, bos=True), r"heads\.on\(\) got .*'bos'; it takes tokens, n_tokens, spike"),
         (lambda: sinkscope.scan(tokens=2), r"scan\(\) got .*'tokens'; did you mean tokenizer\?"),
     ],
