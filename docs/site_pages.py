@@ -1,4 +1,4 @@
-"""For the site only: pictures from figures/, notebooks as pages, and lists made from the table of commands."""
+"""For the site only: pictures and tables from figures/, notebooks as pages, and lists made from the table of commands."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def on_files(files: Any, config: Any) -> Any:
     root = Path(config.config_file_path).parent
     for picture in sorted((root / "figures").glob("*.png")):
         files.append(File.generated(config, f"figures/{picture.name}", abs_src_path=str(picture)))
+    for tables in sorted((root / "figures").glob("*.md")):
+        files.append(File.generated(config, f"figures/{tables.name}", content=tables.read_text(encoding="utf-8")))
     for name, page in interactive_figures(root):
         files.append(File.generated(config, f"figures/{name}", content=page))
     for path in sorted((root / "docs/notebooks").glob("*.ipynb")):
@@ -102,6 +104,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in the lists, and mend links: `../figures/x.png` is one folder nearer on the site, notebooks are pages."""
     markdown = re.sub(r"\]\(([^)]*notebooks/\w+)\.ipynb\)", r"](\1.md)", markdown)
     markdown = re.sub(r"\]\(\.\./((?:\.\./)*figures/)", r"](\1", markdown)
+    markdown = markdown.replace("](../docs/", "](../")
     markdown = re.sub(r"!\[[^\]]*\]\(([^)]*figures/)(\w[\w-]*)\.png\)", _linked, markdown)
     markdown = re.sub(r"<!-- measurements: (\w+) -->", lambda found: measurements(found[1]), markdown)
     if "<!-- commands -->" in markdown:

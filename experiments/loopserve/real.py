@@ -1,6 +1,6 @@
 """What LoopServe's bands cost a real model: cells, KL and loss by alpha, kind of text and length.
 
-    python -m experiments.loopserve.real MODEL ... [--dialogue-files FILE ...] [--page docs/papers/loopserve.md]
+    python -m experiments.loopserve.real MODEL ... [--dialogue-files FILE ...] [--page figures/loopserve.md]
 
 Texts of four kinds: prose (Python's manual), code (its library), tables (names of letters as CSV), and,
 where files are given, dialogue (JSON lines with "turns" of MT-bench, and answers of other files between; "prompt" of

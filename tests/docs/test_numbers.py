@@ -28,7 +28,7 @@ def data(name: str) -> SimpleNamespace:
 
 def marked() -> list[tuple[str, str, str, str]]:
     found = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "figures").glob("*.md"))]:
         for name, numbers in _MARK.findall(page.read_text()):
             for number in numbers.split("; "):
                 written, _, stands = number.partition(" = ")
