@@ -1,6 +1,7 @@
-"""Write the tables of docs/real_models.md from what was measured: python -m experiments.real.page
+"""Write the tables of two real models from what was measured: python -m experiments.real.page
 
-The tables stand between two marks. A test compares them with figures/real_models.json and figures/real_readings.json.
+The numbers that all pages cite go to docs/real_models.md, what every command says to figures/real_models.md. Both stand
+between two marks, and a test compares them with the data in figures/.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from experiments.script import run as run_script
 from sinkscope.files.output import write_atomic
 
 ROOT = Path(__file__).parents[2]
-PAGE, TABLE, READINGS = (
-    ROOT / name for name in ("docs/real_models.md", "figures/real_models.json", "figures/real_readings.json")
-)
+PAGE, COMMANDS_PAGE = ROOT / "docs/real_models.md", ROOT / "figures/real_models.md"
+TABLE, READINGS = ROOT / "figures/real_models.json", ROOT / "figures/real_readings.json"
+FOUND = {"smollm2": ROOT / "figures/find_sinks_smollm2.json", "gemma3": ROOT / "figures/find_sinks_gemma3.json"}
 BEGIN, END = "<!-- made by experiments.real.page -->", "<!-- end of experiments.real.page -->"
 TITLES = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M"}
 NOW = "after"  # the column of the records; "before" holds what was printed before these models chose anything
@@ -24,11 +25,65 @@ HEAD = "| command | CPU s | peak GB | what it says | what plain hooks read |\n|-
 
 
 def main() -> None:
-    """Write the tables into the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    write_atomic(PAGE, f"{before}{BEGIN}\n\n{tables(earlier(TABLE), earlier(READINGS))}\n\n{END}{after}")
+    """Write the tables into their pages."""
+    table, readings = earlier(TABLE), earlier(READINGS)
+    found = {name: earlier(path) for name, path in FOUND.items()}
+    for page, content in ((PAGE, numbers(found, readings)), (COMMANDS_PAGE, tables(table, readings))):
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        _, _, after = rest.partition(END)
+        write_atomic(page, f"{before}{BEGIN}\n\n{content}\n\n{END}{after}")
+
+
+def numbers(found: Row, readings: Row) -> str:
+    """The table of the numbers that pages cite: what `find-sinks` measures, beside plain hooks on other texts."""
+    columns: list[list[str]] = []
+    for name in TITLES:
+        columns.append(measured_numbers(found[name]))
+        columns.append(plain_numbers(readings[name]))
+    head = "| | SmolLM2: `find-sinks` | plain hooks | Gemma: `find-sinks` | plain hooks |\n|---|---|---|---|---|"
+    rows = [f"| {' | '.join(cells)} |" for cells in zip(NUMBERS, *columns, strict=True)]
+    return "\n".join([head, *rows])
+
+
+def measured_numbers(result: Row) -> list[str]:
+    """The column of a result of `find-sinks`; the main spike is that of the largest norm."""
+    main, other = sorted(result["spikes"], key=lambda spike: -spike["norm"])[:2]
+    readers, without, gone = result["readers"], result["bos"], main["without_writers"]
+    return [
+        f"{readers['heads']} ± {readers['margin']:.0f} of {readers['total']}",
+        f"{without['heads']} ± {without['margin']:.0f}",
+        f"layers {main['layers'][0]} to {main['layers'][1]}, {main['ratio']:.0f} times",
+        names_of(gone["parts"]),
+        f"{gone['left']:.0%} of the spike",
+        f"{gone['heads'][1]} of {gone['heads'][0]}",
+        f"times {gone['perplexity']:.2f} ± {gone['perplexity_margin']:.2f}",
+        f"{gone['random']['left']:.0%} of the spike, perplexity times {gone['random']['perplexity']:.2f}",
+        f"layers {other['layers'][0]} to {other['layers'][1]}, {other['ratio']:.0f} times",
+    ]
+
+
+def plain_numbers(readings: Row) -> list[str]:
+    """The column of plain hooks, which zero the first neurons only and read texts of four kinds."""
+    attention, spike, gone = readings["attention"], readings["spike"], readings["ablation"]
+    needed, random = gone["needed"], gone["random"]
+    left = f"{random['ratio'] / gone['intact']['ratio']:.0%} of the norm"
+    return [
+        f"{attention['heads_bos']} of {spike['n_layers'] * spike['n_heads']}",
+        str(attention["heads_no_bos"]),
+        f"after layer {spike['layer']}, {spike['ratio']:.0f} times",
+        names_of([f"L{layer}.N{neuron}" for layer, neuron in gone["neurons"]]),
+        f"{needed['ratio'] / gone['intact']['ratio']:.0%} of the norm",
+        f"{needed['later_heads']} of {gone['intact']['later_heads']}",
+        f"times {needed['perplexity_ratio']:.2f}",
+        f"{left}, perplexity times {random['perplexity_ratio']:.2f}",
+        "-",
+    ]
+
+
+def names_of(parts: list[str]) -> str:
+    """Some neurons: the first two by name, the others by their number."""
+    shown = ", ".join(parts[:2])
+    return f"{shown} and {len(parts) - 2} more" if len(parts) > 2 else shown
 
 
 def tables(table: Row, readings: Row) -> str:
@@ -153,6 +208,20 @@ PLAIN = (
     ("generate", "loops", loops),
 )
 """The first command of a kind, the part of the readings, and its sentence."""
+
+
+NUMBERS = (
+    "heads that give the first token more than 0.3 of their attention",
+    "the same without BOS",
+    "main spike: where, and its norm over the typical one",
+    "its needed writers, which are zeroed below",
+    "zeroed: what is left",
+    "zeroed: heads of later layers that still attend",
+    "zeroed: perplexity",
+    "random neurons zeroed",
+    "second spike",
+)
+"""The quantities of the table of numbers."""
 
 
 if __name__ == "__main__":

@@ -15,11 +15,19 @@ from experiments.record import earlier
 from sinkscope.files.catalog import commands
 
 
-def test_the_tables_of_the_page_are_those_of_the_data():
-    text = page.PAGE.read_text(encoding="utf-8")
-    _, _, rest = text.partition(page.BEGIN)
+def shown_on(path) -> str:
+    """What stands between the marks of a page."""
+    _, _, rest = path.read_text(encoding="utf-8").partition(page.BEGIN)
     shown, end, _ = rest.partition(page.END)
-    assert end and shown.strip() == page.tables(earlier(page.TABLE), earlier(page.READINGS)).strip()
+    assert end
+    return shown.strip()
+
+
+def test_the_tables_of_the_pages_are_those_of_the_data():
+    readings = earlier(page.READINGS)
+    assert shown_on(page.COMMANDS_PAGE) == page.tables(earlier(page.TABLE), readings).strip()
+    found = {name: earlier(path) for name, path in page.FOUND.items()}
+    assert shown_on(page.PAGE) == page.numbers(found, readings).strip()
 
 
 def test_every_command_of_the_command_line_is_in_the_table():
