@@ -1,4 +1,4 @@
-"""For the site only: pictures and tables from figures/, notebooks as pages, and lists made from the table of commands."""
+"""For the site only: pictures and tables from figures/, notebooks as pages, and lists from the table of commands."""
 
 from __future__ import annotations
 

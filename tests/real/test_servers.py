@@ -1,7 +1,7 @@
 """The proxy between a client and real servers: what is healthy passes, what loops is cut, and nothing hangs.
 
 A server is tested if its program is named: SINKSCOPE_LLAMA_SERVER (llama-server of llama.cpp) or SINKSCOPE_TRANSFORMERS
-(`transformers`, with its extra `serving`); `docs/serving.md` says how to get them. SINKSCOPE_REAL holds the model.
+(`transformers`, with its extra `serving`); `docs/what_to_try.md` says how to get them. SINKSCOPE_REAL holds the model.
 """
 
 from __future__ import annotations

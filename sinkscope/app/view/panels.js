@@ -43,7 +43,7 @@ async function tour(view, number = 0) {
   await press(view, variant);
   const next = element("button", { type: "button", class: "tool", onclick: () => tour(view, number + 1) }, last ? "Done" : "Next");
   const end = () => tour(view, steps.length);
-  const more = element("span", { class: "soft" }, "More: docs/learn.md");
+  const more = element("span", { class: "soft" }, "More: docs/index.md");
   const box = element("div", { class: "tour", role: "dialog", "aria-label": "Tour", onkeydown: (event) => event.key === "Escape" && end() },
     element("p", {}, `${number + 1} of ${steps.length}: ${words}`), next, last ? more : element("button", { type: "button", class: "tool", onclick: end }, "End the tour"));
   const pointed = root.querySelector(place);
