@@ -3,10 +3,10 @@
     python -m experiments.gguf_truth FILE ... --server PROGRAM [--out figures/gguf_truth.json]
 
 Of each file, and of float32 copies of it to which each scaling of rope was added (none, linear, yarn, factors of a
-tensor): the log probabilities of the five likeliest next tokens behind texts of several lengths. `docs/what_to_try.md` says
-how to get the server. A row says how far ours are from the server's, in nats, and how often the likeliest token is the
-same; and both for what transformers makes of the file alone. The server computes in the arithmetic of the file: with 4
-bits, equal models are .1 to .3 nats apart.
+tensor): the log probabilities of the five likeliest next tokens behind texts of several lengths.
+`docs/what_to_try.md` says how to get the server. A row says how far ours are from the server's, in nats, and how often
+the likeliest token is the same; and both for what transformers makes of the file alone. The server computes in the
+arithmetic of the file: with 4 bits, equal models are .1 to .3 nats apart.
 """
 
 from __future__ import annotations
