@@ -33,7 +33,6 @@ from .sinks.patch.evaluate import patch_eval as patch_eval
 from .sinks.patch.make import patch_make as patch_make
 from .sinks.precision.precision import precision as precision
 from .sinks.repetition.repeat import repeat as repeat
-from .sinks.reproduce.reproduce import reproduce as reproduce
 from .sinks.spikes.circuit import circuit as circuit
 from .sinks.spikes.find_sinks import find_sinks as find_sinks
 from .sinks.training import SinkCallback as SinkCallback

@@ -39,7 +39,6 @@ def alone(model, tokenizer):
         lambda: run_bench(model, "text", ["full"], tokenizer=tokenizer),
         lambda: ss.scan(model, tokenizer=tokenizer),
         lambda: ss.view(model, tokenizer=tokenizer),
-        lambda: ss.reproduce(model, tokenizer=tokenizer),
     ):
         try:
             call()

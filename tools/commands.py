@@ -25,7 +25,7 @@ STUB = Path(sinkscope.__path__[0]) / "__init__.pyi"
 GROUPS = ("Sinks", "Repetition", "Loops", "Dialogues", "Benchmark", "Look")
 """Headings of the help, in their order; others come after them."""
 ORDER = (
-    *("find-sinks", "circuit", "heads", "patch make", "patch eval", "precision", "reproduce"),
+    *("find-sinks", "circuit", "heads", "patch make", "patch eval", "precision"),
     *("repeat", "attack", "loops", "barcode", "why", "lines", "bench", "bench table", "check-cache"),
     *("scan", "demo", "scan table", "view", "models", "generate", "report"),
 )

@@ -70,7 +70,6 @@ COMMANDS = {
     "scan --quick": Command("scan {model} --quick --out scan"),
     "scan table": Command("scan table .", needs="scan/card.json"),
     "report": Command("report results --out report.html", needs="results/find-sinks.json"),
-    "reproduce": Command("reproduce {model}"),
     "check-cache": Command("check-cache snapkv"),
 }
 

@@ -88,9 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the name of the program. By default those of this process.
 
     Returns:
-        0 done, 1 a patch that was not made, a published result that does not agree, a model of several without a card
-        or an answer without text, 2 bad input (each with one line on stderr), 3 a text, session or stream with a loop,
-        130 interrupted.
+        0 done, 1 a patch that was not made, a model of several without a card or an answer without text, 2 bad input
+        (each with one line on stderr), 3 a text, session or stream with a loop, 130 interrupted.
     """
     version = click.version_option(__version__, message="sinkscope %(version)s", help="Print the version.")
     program = version(

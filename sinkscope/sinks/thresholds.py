@@ -35,6 +35,3 @@ TRACE = 0.0001  # ... of a neuron that counts together with others whose columns
 PARALLEL = 0.999  # cosine of two columns from which they are parallel; chosen
 ERASES = 0.05  # ... and what is written against it after its peak; chosen
 RAISED = 1.1  # share of a spike above which random heads are said to work against it; chosen
-
-# --- what was published ---
-LARGE, TIMES_MEDIAN = 100, 1000  # a massive activation exceeds this, and so many times the median (Sun et al. 2024)

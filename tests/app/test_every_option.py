@@ -134,7 +134,7 @@ BASES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "models": ("", {"word": "--model llama", "check": "--check bundled"}),
 }
-ELSEWHERE = {"demo", "scan", "scan table", "view", "check-cache", "reproduce", "report"}
+ELSEWHERE = {"demo", "scan", "scan table", "view", "check-cache", "report"}
 """Commands whose options have tests of their own, each in tests/app or the folder of its room."""
 NO_RESULT = "--json - printed no result"
 SAID = {

@@ -89,7 +89,6 @@ def _texts(value) -> Iterator[str]:
 WITHOUT_DRAWING = {
     "check-cache",
     "loops",
-    "reproduce",
     "scan-table",
     "sink-card",
     "view",

@@ -20,7 +20,7 @@ from sinkscope.sinks import held_out
 from sinkscope.sinks.spikes import survey
 
 FIRST = 0x4E00  # of 20,000 characters that are all different
-WHOLE_TEXT = {"measure/setup.py", "measure/attention_texts.py", "sinks/reproduce/protocols.py", "app/scan.py"}
+WHOLE_TEXT = {"measure/setup.py", "measure/attention_texts.py", "app/scan.py"}
 """Files that read the whole text, where nothing is chosen on it, or know it by its hash."""
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from experiments.reproduce.published import Published
 from sinkscope.hooks.trace.layer_view import expert_and_neuron
 from sinkscope.measure import PIECE, Setup
-from sinkscope.models.checkpoints.published import Published
 from sinkscope.models.checks import check_site
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
@@ -28,13 +28,14 @@ from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey, read_survey
 from sinkscope.sinks.spikes.texts import SpikeTexts
 from sinkscope.sinks.spikes.writers import of_layer, writers_of
-from sinkscope.sinks.thresholds import COUNTS, LARGE, NAMED, TIMES_MEDIAN
+from sinkscope.sinks.thresholds import COUNTS, NAMED
 from sinkscope.sinks.tokens import single_token
 
 RATE_TEXTS = 100  # texts of the sink rate (Gu et al. 2024)
 AT_ONCE = 10  # texts in one pass
 CANDIDATES = 10  # neurons of a layer that are ablated: K in section 4.2 of Yona et al. 2025, which gives no number
 CONTROLS = 20  # random neurons of the layer
+LARGE, TIMES_MEDIAN = 100, 1000  # a massive activation exceeds both this and so many times the median (Sun et al. 2024)
 REPEATED = ("cat", "dog", "the")  # words of Fig. 5 of Yona et al. 2025 that are one token almost anywhere
 Protocol = Callable[[Setup, Survey, Published], Any]
 

@@ -1,9 +1,10 @@
-"""`reproduce`: the records of the package, and every protocol against plain hooks and sums on planted models."""
+"""Published results: the records, and every protocol against plain hooks and sums on planted models."""
 
 from __future__ import annotations
 
 import copy
-from functools import cache, partial
+import json
+from functools import cache
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -15,15 +16,15 @@ from organisms import organism
 from raw_kit import attention, norms, residuals
 
 import sinkscope as ss
+from experiments.reproduce.compare import compared, main
+from experiments.reproduce.protocols import PROTOCOLS
+from experiments.reproduce.published import QUANTITIES, Published, published
+from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.names import find, list_models
-from sinkscope.models.checkpoints.published import QUANTITIES, Published, published
 from sinkscope.models.text import typical_text
-from sinkscope.results.result import Result
-from sinkscope.sinks.reproduce.protocols import PROTOCOLS
-from sinkscope.sinks.reproduce.reproduce import Compared, Reproduction
 
-# --- The records of the package
+# --- The records
 
 
 def test_every_record_has_a_source_a_model_and_a_quantity_that_is_measured_or_a_note():
@@ -90,21 +91,18 @@ def record(**change: str) -> str:
         (record(quantity='"sink_rat"'), "quantity 'sink_rat' is unknown, expected one of layers, neurons, "),
         (record(value='"ten"'), "repeats is 'ten': expected a whole number from 1"),
         (record(source=""), "record[0].source is missing"),
-        (record(colour='"red"'), "record[0].colour is 'red': Unexpected keyword argument"),
-        (record(quantity='"residual_dims"', value="[]"), "residual_dims is []: Tuple should have at least 1 item"),
-        (record(quantity='"sink_rate"', value="97.5"), "sink_rate is 97.5: expected a number from 0 to 1"),
         (record(quantity='"neurons"', value='["1.7890"]'), "[0] is '1.7890': String should match pattern"),
-        (record(quantity='"massive_layers"', value="[1, 2.5]"), "massive_layers"),
-        ("", "record is missing"),
         ("record = []", "at least 1 item"),
         ("a b", "mine.toml is not TOML: "),
     ],
 )
-def test_a_bad_file_of_records_is_refused_in_one_line(text, said, tmp_path, monkeypatch, typed):
+def test_a_bad_file_of_records_is_refused_in_one_line(text, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(text)
-    error = typed("reproduce bundled --records mine.toml", 2).err
-    assert error.startswith("error: mine.toml") and said in error and error.count("\n") == 1
+    with pytest.raises(SinkscopeError) as error:
+        main("bundled", records=Path("mine.toml"))
+    message = str(error.value)
+    assert message.startswith("mine.toml") and said in message and "\n" not in message
 
 
 # --- Protocols against plain hooks
@@ -118,14 +116,12 @@ def planted(family: str):
     return organism(family, 0, bos=False, n_layers=6)
 
 
-def measured(one: Any, quantity: str, value: Any, folder: Path) -> Any:
+def measured(one: Any, quantity: str, value: Any) -> Any:
     """What a record of this quantity is compared with."""
     name = getattr(one.model, "sinkscope_name", type(one.model).__name__)
-    text = record(model=f'"{name}"', quantity=f'"{quantity}"', value=str(value).replace("'", '"'))
-    (folder / "records.toml").write_text(text)
-    (found,) = ss.reproduce(one.model, folder / "records.toml", tokenizer=one.tokenizer).records
-    assert found.remark is None, found.remark
-    return found.measured
+    (row,) = compared(one.model, [Published(name, quantity, value, "me")], tokenizer=one.tokenizer)
+    assert row["remark"] is None, row["remark"]
+    return row["measured"]
 
 
 def pieces(tokenizer: Any, bos: bool, count: int, length: int) -> torch.Tensor:
@@ -140,20 +136,20 @@ def pieces(tokenizer: Any, bos: bool, count: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_sink_rates_are_shares_of_heads_above_a_third_nearly(family, tmp_path):
+def test_sink_rates_are_shares_of_heads_above_a_third_nearly(family):
     one = copy.deepcopy(planted(family))
     ids = pieces(one.tokenizer, one.bos, 100, 64)
     if not one.bos:  # as GPT-2's has one and does not put it there: other measurements do
         one.tokenizer.bos_token = "<unused>"
         assert Setup.open(one.model, tokenizer=one.tokenizer).bos == 1
     alpha = attention(one.model, ids)[..., 0].mean(-1)
-    found = measured(one, "sink_rate", 0.5, tmp_path)
+    found = measured(one, "sink_rate", 0.5)
     assert found == pytest.approx(float((alpha > 0.3).float().mean()), abs=2e-4)
     assert family == "gpt2" or found > 0.02
 
 
 @torch.no_grad()
-def test_massive_activations_are_large_values_at_the_first_token_against_plain_hooks(tmp_path):
+def test_massive_activations_are_large_values_at_the_first_token_against_plain_hooks():
     model = ss.load()
     ids = pieces(model.tokenizer, True, 4, 64)
     after = residuals(model, ids)
@@ -164,24 +160,24 @@ def test_massive_activations_are_large_values_at_the_first_token_against_plain_h
         dims |= set(massive.nonzero().flatten().tolist())
         layers += [layer] * bool(massive.any())
     assert 0 < layers[0] and layers[-1] <= 5 and 0 < len(dims) < 10
-    found = partial(measured, SimpleNamespace(model=model, tokenizer=model.tokenizer), folder=tmp_path)
-    assert set(found("residual_dims", [*dims][:1])) == dims
-    assert found("massive_layers", [layers[0], layers[-1]]) == [layers[0], layers[-1]]
+    one = SimpleNamespace(model=model, tokenizer=model.tokenizer)
+    assert set(measured(one, "residual_dims", [*dims][:1])) == dims
+    assert measured(one, "massive_layers", [layers[0], layers[-1]]) == [layers[0], layers[-1]]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_neurons_and_their_layer_are_the_planted_ones(family, tmp_path):
+def test_neurons_and_their_layer_are_the_planted_ones(family):
     one = planted(family)
     truth = one.truth
-    assert measured(one, "layers", [0], tmp_path) == [truth.sink_layer]
+    assert measured(one, "layers", [0]) == [truth.sink_layer]
     names = [f"L{layer}.N{neuron}" for layer, neuron in truth.neurons]
-    assert set(measured(one, "neurons", names[:1], tmp_path)) == set(names)
+    assert set(measured(one, "neurons", names[:1])) == set(names)
     other = (truth.sink_layer + 1) % one.model.config.num_hidden_layers
-    assert measured(one, "neurons", [f"L{other}.N0"], tmp_path) == []
+    assert measured(one, "neurons", [f"L{other}.N0"]) == []
 
 
 @torch.no_grad()
-def test_repeats_are_copies_until_half_of_the_norm_of_the_first_token(tmp_path):
+def test_repeats_are_copies_until_half_of_the_norm_of_the_first_token():
     one = planted("llama")
     counts = []
     for word in ("cat", "dog", "the"):
@@ -191,16 +187,16 @@ def test_repeats_are_copies_until_half_of_the_norm_of_the_first_token(tmp_path):
         if reached and reached[0] > 0:
             counts.append(reached[0] + 1)
     assert counts, "none of these words becomes a sink"
-    assert measured(one, "repeats", 120, tmp_path) == median(counts)
+    assert measured(one, "repeats", 120) == median(counts)
     short = max(counts) - 1  # twice as many copies are tried
-    assert measured(one, "repeats", short, tmp_path) == median(counts)
-    assert measured(one, "repeats", 2, tmp_path) == float("inf")  # not within 4 copies
+    assert measured(one, "repeats", short) == median(counts)
+    assert measured(one, "repeats", 2) == float("inf")  # not within 4 copies
     none = organism("llama", 0, kind="none")
-    assert measured(none, "repeats", 20, tmp_path) == float("inf")
-    assert measured(none, "layers", [1], tmp_path) == [None]
+    assert measured(none, "repeats", 20) == float("inf")
+    assert measured(none, "layers", [1]) == [None]
 
 
-# --- The command
+# --- The script
 
 
 @pytest.fixture
@@ -210,49 +206,35 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_records_that_agree_end_with_0_and_one_that_does_not_with_1(folder, typed):
+def test_a_result_that_does_not_agree_ends_with_1(folder, capsys):
     layer = planted("llama").truth.sink_layer
-    layers = {"quantity": '"layers"', "value": f"[{layer}]"}
-    agreeing = record(model='"org/Tiny"', **layers, source='"first paper"', where='"Table 9"')
+    agreeing = record(model='"org/Tiny"', quantity='"layers"', value=f"[{layer}]", source='"first paper"')
     other = record(model='"another"', quantity='"layers"', value="[0]", source='"third paper"')
     note = record(model='"tiny"', quantity='"note"', value='"a word"', source='"a note"')
-    Path("mine.toml").write_text("\n".join([agreeing, other, note]))
-    out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
-    assert "Measured values agree with 1 of 1 published ones; 1 more was not measured." in out
-    assert "first paper" in out and "third paper" not in out
-    found = Result.load("found.json")
-    assert isinstance(found, Reproduction) and found.exit_code == 0
-    assert found.records == (
-        Compared("org/Tiny", "layers", (layer,), "first paper", "Table 9", measured=[layer], agrees=True),
-        Compared("tiny", "note", "a word", "a note", remark="no protocol here"),
-    )
-    layers["value"] = f"[{layer + 1}]"
-    Path("mine.toml").write_text(agreeing + "\n" + record(model='"tiny"', **layers, source='"second paper"'))
-    out = typed("reproduce ./tiny --records mine.toml", 1).out
-    assert "Measured values agree with 1 of 2 published ones." in out
-
-
-def test_what_cannot_be_measured_is_said_and_does_not_count_as_disagreement(folder, typed):
     absent = record(model='"tiny"', quantity='"neurons"', value='["L99.N1"]')
-    inner = record(model='"tiny"', quantity='"neurons"', value='["L4.N1"]')
-    Path("mine.toml").write_text(absent + "\n" + inner)
-    organism("llama", 0, kind="none", n_layers=4).save("tiny")
-    out = typed("reproduce ./tiny --records mine.toml --json found.json", 0).out
-    records = Result.load("found.json").records
-    assert [one.agrees for one in records] == [None, None] and "None of 2 published results was measured." in out
-    for one, said in zip(records, ("layer 99 is not in tiny", "layer 4 is not in tiny"), strict=True):
-        assert one.remark.startswith(f"not measured: {said}") and said in out
+    Path("mine.toml").write_text("\n".join([agreeing, other, note, absent]))
+    main("./tiny", records=Path("mine.toml"), out=Path("found.json"))
+    said = capsys.readouterr().out
+    assert "Measured values agree with 1 of 1 published ones; 2 more were not measured." in said
+    assert f"layers {layer} (first paper); measured {layer}, agrees" in said and "third paper" not in said
+    assert "no protocol here" in said and "not measured: layer 99 is not in tiny" in said
+    rows = json.loads(Path("found.json").read_text())["result"]["records"]
+    assert [row["agrees"] for row in rows] == [True, None, None]
+    disagreeing = record(model='"tiny"', quantity='"layers"', value=f"[{layer + 1}]")
+    Path("mine.toml").write_text(agreeing + "\n" + disagreeing)
+    with pytest.raises(SystemExit) as end:
+        main("./tiny", records=Path("mine.toml"))
+    assert end.value.code == 1
+    assert "Measured values agree with 1 of 2 published ones." in capsys.readouterr().out
 
 
-def test_a_model_of_which_nothing_is_published_is_refused(folder, typed):
-    assert "nothing is published here about tiny: give --records FILE" in typed("reproduce ./tiny", 2).err
+def test_a_model_of_which_nothing_is_published_is_refused(folder):
+    with pytest.raises(SinkscopeError, match="nothing is published here about tiny: give --records FILE"):
+        main("./tiny")
 
 
-def test_the_list_shows_every_record_with_source_and_measures_nothing(typed):
-    found = ss.reproduce()
-    listed = [(one.model, one.quantity, one.value, one.source) for one in found.records]
-    assert sorted(map(str, listed)) == sorted(str((r.model, r.quantity, r.value, r.source)) for r in published())
-    for one in found.records:
-        assert one.measured is None and one.agrees is None
-    lines = typed("reproduce --csv -").out.splitlines()
-    assert len([line for line in lines if line.startswith("llama-2-7b,")]) > 8
+def test_the_list_shows_every_record_with_its_source(capsys):
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(published())
+    assert all(one.source in line for one, line in zip(published(), lines, strict=True))
