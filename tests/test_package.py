@@ -59,18 +59,14 @@ def test_type_checkers_see_the_same_names():
 
 NAMED = "sinkscope.loops.generate, sinkscope.hooks.trace.run, sinkscope.sparse.choice; import sinkscope as ss"
 CALLABLE = "print(all(map(callable, (ss.load, ss.trace, ss.generate, ss.lines))))"
-SHADOWED = """import sinkscope.sparse.serve as serve, sinkscope.sparse.lines as lines, sinkscope as ss, sys
-print(all(sys.modules[f"sinkscope.sparse.{name}"] is one for name, one in (("serve", serve), ("lines", lines))),
-      callable(ss.lines), hasattr(ss.lines, "nothing"), hasattr(ss.heads, "heads"))"""
 ORDERS = {
     f"import sinkscope, {NAMED}\n{CALLABLE}": "True",
     f"import sinkscope.opening.load, {NAMED}\n{CALLABLE}": "True",
-    SHADOWED: "True True False False",
     # A saved result is drawn by a program that imports no more than results.
     "from sinkscope.results.result import Result\n"
     "print(len(Result.load('figures/find_sinks.json').figure().data) > 3)": "True",
 }
-for module in ("models.hooks", "sparse.choice", "loops.generate", "hooks.trace.run"):
+for module in ("models.hooks", "sparse.choice", "sparse.lines", "loops.generate", "hooks.trace.run"):
     ORDERS[f"import sinkscope.{module} as other; print(other.__name__)"] = f"sinkscope.{module}"
 FORKS = """import multiprocessing, sys, transformers.modeling_utils
 for code in sys.argv[1:]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from textwrap import fill
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 from sinkscope.files.catalog import Command
 from sinkscope.files.progress import watched_by
@@ -74,16 +72,6 @@ class Measurement(Generic[P, R]):
     def __repr__(self) -> str:
         """Return what `help` puts above the documentation."""
         return f"<measurement {self.function.__name__}>"
-
-    if not TYPE_CHECKING:  # for a type checker, a measurement has no other attributes
-
-        def __getattr__(self, name: str) -> ModuleType:
-            """Find a module of the package of the same name, as `import sinkscope.sparse.bands as bands` does."""
-            package = self.__module__.rpartition(".")[0]
-            module = sys.modules.get(f"{package}.{name}")
-            if module is None or package.rpartition(".")[2] != self.__dict__.get("__name__"):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return module
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
