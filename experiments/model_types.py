@@ -2,7 +2,8 @@
 
     python -m experiments.model_types [TYPE ...]
 
-Writes figures/model_types.json (types that are named replace their entries) and docs/models.md.
+Writes figures/model_types.json (types that are named replace their entries), docs/models.md and
+figures/model_types.md.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from experiments.script import run as run_script
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "figures/model_types.json"
 PAGE = ROOT / "docs/models.md"
+TYPES_PAGE = ROOT / "figures/model_types.md"
 NO_DECODERS = set(  # encoders and decoders of encoder-decoder models, which the mapping lists as well
     """bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text
     electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet reformer rembert roberta
@@ -47,8 +49,8 @@ INTRODUCTION = """# Is my model served?
 `sinkscope models --check MODEL` answers for one model: it prints the adapter, the figures of the proof, and what is
 served.
 
-The table below was made with transformers {version} by `python -m experiments.model_types`. Each decoder type was made
-as a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers of released checkpoints.
+`python -m experiments.model_types` made the table of types with transformers {version}. Each decoder type was made as
+a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers of released checkpoints.
 A type is **in full** if
 
 - a planted sink neuron is ranked first, live and from a folder, and its contribution equals an independent ablation;
@@ -58,7 +60,8 @@ A type is **in full** if
 - weights, configuration and hooks are left as they were.
 
 **In part** means that everything passed except what the last column names. Of the {total} types, {full} are served in
-full, {part} in part, and {refused} are refused in one line.{wrong} For a type that is not in the table, use `--check`.
+full, {part} in part, and {refused} are refused in one line.{wrong} [The table](../figures/model_types.md)
+has every type; for another one, use `--check`.
 
 ## Models that are split, moved or quantised
 
@@ -80,8 +83,10 @@ whose layers add a state-space part to it.
 The types were compared with another reading, which follows the additions and products of a layer without any hook of
 sinkscope.
 {sites}
+"""
+TABLE = """# Types of decoders
 
-## Types
+Behind [is my model served?](../docs/models.md), which says what the words mean; transformers {version}.
 
 In full, in all layers: {whole}.
 
@@ -154,17 +159,7 @@ def page(data: Row) -> str:
     wrong = ""
     if counts["wrong"]:
         wrong = f" {counts['wrong']} give a wrong number."
-    whole = list[str]()
-    rows: dict[tuple[str, str], list[str]] = {}
-    for model_type, found in sorted(data["types"].items()):
-        if found["status"] == "in full" and not remark(found):
-            whole.append(f"`{model_type}`")
-        else:
-            rows.setdefault((found["status"], remark(found)), []).append(f"`{model_type}`")
-    table = ""
-    for (status, said), names in sorted(rows.items()):
-        table += f"| {', '.join(names)} | {status} | {said} |\n"
-    text = INTRODUCTION.format(
+    return INTRODUCTION.format(
         version=data["transformers"],
         total=len(data["types"]),
         full=counts["in full"],
@@ -172,9 +167,22 @@ def page(data: Row) -> str:
         refused=counts["refused"],
         wrong=wrong,
         sites=counted_sites(data["types"]),
-        whole=", ".join(whole),
     )
-    return text + table
+
+
+def types_page(data: Row) -> str:
+    """The page with all types."""
+    whole = list[str]()
+    rows: dict[tuple[str, str], list[str]] = {}
+    for model_type, found in sorted(data["types"].items()):
+        if found["status"] == "in full" and not remark(found):
+            whole.append(f"`{model_type}`")
+        else:
+            rows.setdefault((found["status"], remark(found)), []).append(f"`{model_type}`")
+    table = TABLE.format(version=data["transformers"], whole=", ".join(whole))
+    for (status, said), names in sorted(rows.items()):
+        table += f"| {', '.join(names)} | {status} | {said} |\n"
+    return table
 
 
 def main(names: Sequence[str] = ()) -> None:
@@ -196,6 +204,7 @@ def main(names: Sequence[str] = ()) -> None:
         data["types"] = dict(sorted(data["types"].items()))
         DATA.write_text(record("model-types", data, {}))
     PAGE.write_text(page(earlier(DATA)))
+    TYPES_PAGE.write_text(types_page(earlier(DATA)))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ CASES = {
         "llama",
         lambda page: "In full, in all layers: `llama`." in page,
         "p.md",
-        {"DATA": "{out}/d.json", "PAGE": "{out}/p.md"},
+        {"DATA": "{out}/d.json", "PAGE": "{out}/other.md", "TYPES_PAGE": "{out}/p.md"},
     ),
     "loopserve.arms": Case(
         "bundled --lengths 700 --kinds tables --out {out}/x.json",

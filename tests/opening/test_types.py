@@ -9,7 +9,7 @@ import transformers
 from covering import slow
 from organisms.examine import examine
 
-from experiments.model_types import COVERING, DATA, PAGE, page, types
+from experiments.model_types import COVERING, DATA, PAGE, TYPES_PAGE, page, types, types_page
 
 EXAMINED = {*COVERING[::6], "bloom", "granite"}
 RECORDED = json.loads(DATA.read_text())["result"]
@@ -29,5 +29,5 @@ def test_a_type_is_served_as_it_is_recorded(model_type):
 
 
 def test_the_page_shows_what_was_found():
-    assert page(RECORDED) == PAGE.read_text()
+    assert (page(RECORDED), types_page(RECORDED)) == (PAGE.read_text(), TYPES_PAGE.read_text())
     assert not any(found["wrong"] for found in RECORDED["types"].values())
