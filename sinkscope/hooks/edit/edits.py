@@ -29,7 +29,7 @@ from sinkscope.hooks.edit.sites import (
 )
 from sinkscope.models.checks import check_site
 from sinkscope.models.target import Target
-from sinkscope.results.parts import Neuron
+from sinkscope.results.parts import Head, Neuron
 
 EVENT_SHARE = 0.1
 """A change counts as an event when it moves the neuron by more than this part of its value at the first token."""
@@ -78,29 +78,30 @@ class NeuronEdit(PlacedEdit):
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the values that replace `values.old`.
 
-        `values.of` is the `NeuronGroup`, and `values.memory.of_rows["first"]` has the values at the first token.
+        `values.of` is the `NeuronGroup` or the `Head`; `values.memory.of_rows["first"]` has the values at the first
+        token.
         """
 
-    def hook_points(self, target: Target) -> list[tuple[HookPoint, NeuronGroup]]:
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, NeuronGroup | Head]]:
         """Return the hook points: inputs of down projections and of output projections, up projections, experts."""
         self.check(target)
-        points: list[tuple[HookPoint, NeuronGroup]] = []
+        points: list[tuple[HookPoint, NeuronGroup | Head]] = []
         for group in groups_of(self.checked_sites):
             points.append((neurons_point(target, group, self.site), group))
         for layer, head in self._heads:
-            columns = target.head_columns(layer, head)
-            points.append((heads_point(target, layer, columns), NeuronGroup(layer, None, columns, head)))
+            points.append((heads_point(target, layer, target.head_columns(layer, head)), Head(layer, head)))
         return points
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the new values, which are logged where they differ."""
-        old, index, memory, group = values.old, values.index, values.memory, values.of
+        old, index, memory, of = values.old, values.index, values.memory, values.of
         memory.keep("first", old, index == 0)
         changed = new = self.new_values(values)
-        first = group.size(memory.of_rows["first"].nan_to_num(0))[:, None]
-        has_moved = group.size((new - old).detach()) > EVENT_SHARE * first
-        if group.head is not None:
-            old, new = group.size(old), group.size(new)
+        size = _norm if isinstance(of, Head) else torch.abs
+        first = size(memory.of_rows["first"].nan_to_num(0))[:, None]
+        has_moved = size((new - old).detach()) > EVENT_SHARE * first
+        if isinstance(of, Head):
+            old, new = _norm(old), _norm(new)
         moved = has_moved & (index >= 0)[..., None]
         step, before, after = values.call.step, old.detach(), new.detach()
 
@@ -110,12 +111,14 @@ class NeuronEdit(PlacedEdit):
             found: list[Event] = []
             numbers = zip(moved.nonzero().tolist(), before[moved].tolist(), after[moved].tolist(), strict=True)
             for (row, token, number), was, became in numbers:
-                data = {"old": was, "new": became}
-                if group.head is None:
-                    data = {"neuron": group.neurons[number], **data}
-                if group.expert is not None:
-                    data["expert"] = group.expert
-                found.append(Event(row, step, positions[row][token], group.layer, group.head, self.KIND, data))
+                data, head = {"old": was, "new": became}, None
+                if isinstance(of, Head):
+                    head = of.head
+                else:
+                    data = {"neuron": of.neurons[number], **data}
+                    if of.expert is not None:
+                        data["expert"] = of.expert
+                found.append(Event(row, step, positions[row][token], of.layer, head, self.KIND, data))
             return found
 
         values.run.log(events)
@@ -201,3 +204,8 @@ class Ablate(NeuronEdit):
         mean = torch.where(earlier.isnan(), mean, earlier)
         values.memory.of_rows["mean"] = mean.detach()  # for later calls
         return torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
+
+
+def _norm(values: Float[Tensor, "*n d"]) -> Float[Tensor, "*n 1"]:
+    """The norm of a head's output, as its one size."""
+    return torch.linalg.vector_norm(values, dim=-1, keepdim=True)

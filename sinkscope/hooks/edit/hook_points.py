@@ -74,7 +74,7 @@ def heads_point(target: Target, layer: int, columns: list[int] | None = None) ->
 
 def neurons_point(target: Target, group: NeuronGroup, site: str = "post") -> HookPoint:
     """Return neurons of an MLP or of one expert: `hook_post`, or the linear factor with site="up"."""
-    layer, expert, neurons = group[:3]
+    layer, expert, neurons = group
     if expert is not None:
         experts = target.experts(layer)
         return HookPoint(experts.module, "post", inside=partial(expert_hook, experts, expert, neurons))

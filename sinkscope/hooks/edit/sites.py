@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinkscope.files.records import Whole, Wording, check_values, checked_value
@@ -30,18 +30,11 @@ _POSITIONS = Annotated[
 
 
 class NeuronGroup(NamedTuple):
-    """The neurons of one MLP or expert, or the columns of one head in `hook_z`, that one hook edits."""
+    """The neurons of one MLP or expert that one hook edits."""
 
     layer: int
     expert: int | None
     neurons: list[int]
-    head: int | None = None
-
-    def size(self, values: Float[Tensor, "*n neuron"]) -> Float[Tensor, "*n size"]:
-        """Return the size of the values: the absolute value of each neuron, or the norm of a head."""
-        if self.head is None:
-            return values.abs()
-        return torch.linalg.vector_norm(values, dim=-1, keepdim=True)
 
     @property
     def sites(self) -> list[Neuron]:

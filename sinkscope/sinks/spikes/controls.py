@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.hooks.trace.layer_view import columns, expert_and_neuron, view_layer
+from sinkscope.hooks.trace.layer_view import columns, flat_number, view_layer
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Contrast
@@ -94,14 +94,11 @@ class Others:
         return self.orders[key]
 
     def _ordered(self, one: Neuron) -> list[Neuron]:
-        size = self.written[one.layer].abs()
+        first = flat_number(self.target, one.layer, one.expert, 0)
+        size = self.written[one.layer].abs()[first : first + self.target.width(one.layer, one.expert)]
         order = size.argsort(descending=True, stable=True)
-        beside: list[Neuron] = []
-        for number in order[size[order] > 0].tolist() or order.tolist():
-            expert, neuron = expert_and_neuron(self.target, one.layer, number)
-            if expert == one.expert:
-                beside.append(Neuron(one.layer, expert, neuron))
-        return beside or [one]
+        numbers = order[size[order] > 0].tolist() or order.tolist()
+        return [Neuron(one.layer, one.expert, number) for number in numbers]
 
 
 def random_heads(heads: Sequence[Head], among: Sequence[Head], seed: int) -> list[Parts]:
