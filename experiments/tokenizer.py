@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.checkpoints.config import TOKENIZER_FILES, read_tokenizer
 from sinkscope.models.checkpoints.hub import hub_folder, optional_file
 from sinkscope.models.checkpoints.locate import locate
-from sinkscope.models.checkpoints.side_files import TOKENIZER_FILES
-from sinkscope.models.loading.config import read_tokenizer
 
 
 def open_tokenizer(model: str | os.PathLike[str] | None = None) -> Any:

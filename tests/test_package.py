@@ -57,7 +57,7 @@ def test_type_checkers_see_the_same_names():
     assert seen | {"__version__"} == set(dir(sinkscope)), "python -m tools.commands writes a line for each measurement"
 
 
-NAMED = "sinkscope.loops.generate, sinkscope.hooks.trace.run, sinkscope.sparse.choice; import sinkscope as ss"
+NAMED = "sinkscope.loops.generate, sinkscope.hooks.trace, sinkscope.sparse.choice; import sinkscope as ss"
 CALLABLE = "print(all(map(callable, (ss.load, ss.trace, ss.generate, ss.lines))))"
 ORDERS = {
     f"import sinkscope, {NAMED}\n{CALLABLE}": "True",
@@ -66,7 +66,7 @@ ORDERS = {
     "from sinkscope.results.result import Result\n"
     "print(len(Result.load('figures/find_sinks.json').figure().data) > 3)": "True",
 }
-for module in ("models.hooks", "sparse.choice", "sparse.lines", "loops.generate", "hooks.trace.run"):
+for module in ("models.hooks", "sparse.choice", "sparse.lines", "loops.generate", "hooks.trace"):
     ORDERS[f"import sinkscope.{module} as other; print(other.__name__)"] = f"sinkscope.{module}"
 FORKS = """import multiprocessing, sys, transformers.modeling_utils
 for code in sys.argv[1:]:

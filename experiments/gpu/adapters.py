@@ -21,8 +21,8 @@ from transformers import AutoConfig
 from experiments.gpu.steps import Steps
 from experiments.record import Row
 from experiments.script import run
-from sinkscope.hooks.trace.run import trace
-from sinkscope.models.loading.config import cut_depth, new_model
+from sinkscope.hooks.trace import trace
+from sinkscope.models.checkpoints.config import cut_depth, new_model
 from sinkscope.opening.live import target_of
 
 TYPES = (

@@ -28,7 +28,7 @@ from experiments.drawn import save
 from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.trace.run import trace
+from sinkscope.hooks.trace import trace
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.checks import check_site
 from sinkscope.models.draws import seed_of

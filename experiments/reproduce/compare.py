@@ -21,7 +21,7 @@ from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.measure import Setup
-from sinkscope.models.checkpoints.names import find
+from sinkscope.models.checkpoints.locate import find
 from sinkscope.models.text import put_before
 from sinkscope.results.notation import count_of
 from sinkscope.results.tables import cell

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from experiments.reproduce.published import Published
-from sinkscope.hooks.trace.layer_view import expert_and_neuron
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.checks import check_site
+from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
 from sinkscope.results.parts import Component, Neuron

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.progress import Progress, silent
-from sinkscope.models.checkpoints.names import list_models
+from sinkscope.models.checkpoints.locate import list_models
 from sinkscope.results.console import end_bar, show
 from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import Grid, Table, strings
@@ -51,7 +51,7 @@ def _check(name: str, progress: Progress) -> None:
     """Print what is known of a model, and prove it."""
     from sinkscope.kv.scope import scope_line
     from sinkscope.models.adapters import shown_row
-    from sinkscope.opening.inference.probe import probe
+    from sinkscope.opening.inference.find import probe
     from sinkscope.opening.live import target_of
     from sinkscope.opening.load import load
 

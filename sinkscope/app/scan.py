@@ -25,9 +25,9 @@ from sinkscope.files.store import Folder, Keyed
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
 from sinkscope.measure import Hidden, Option, Setup
-from sinkscope.models.loading.config import parse_dtype
+from sinkscope.models.checkpoints.config import parse_dtype
 from sinkscope.models.target import Target
-from sinkscope.opening.memory import fits
+from sinkscope.opening.open import fits
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of
 from sinkscope.results.options import command

@@ -19,8 +19,8 @@ from transformers import DynamicCache, LogitsProcessorList
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values
 from sinkscope.generation.decode import ForcedAnswer, decoding
+from sinkscope.hooks.call import RowState
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.hooks.rows import RowState
 from sinkscope.kv.adopt import refuse_states
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheState, Moment

@@ -17,9 +17,8 @@ from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.target import Target
-from sinkscope.tap.call import Attention
-from sinkscope.tap.listeners import Handler
-from sinkscope.tap.view import View
+from sinkscope.tap.call import Attention, View
+from sinkscope.tap.tap import Handler
 
 Replacement = Callable[[Attention, Moment], Tensor | None]
 """Gives the attention of a call with several tokens, or None to leave it to the model."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.rows import TokenPositions
+from sinkscope.hooks.call import TokenPositions
 from sinkscope.kv import growing_tensor
 from sinkscope.kv.growing_tensor import Growth
 from sinkscope.kv.slots import Slots

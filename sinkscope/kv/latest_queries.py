@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sinkscope.hooks.call import Call
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.tap.call import Attention
-from sinkscope.tap.view import View
+from sinkscope.tap.call import Attention, View
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,7 @@ from sinkscope.kv.windows import attention_elsewhere, check_mask, check_servable
 from sinkscope.models.call_cache import with_cache
 from sinkscope.models.hooks import AroundCall, Kwargs
 from sinkscope.tap.internals import GenerateFollower, following_generate
-from sinkscope.tap.stock import check_recomputed
-from sinkscope.tap.tap import tapped
+from sinkscope.tap.tap import check_attention_recomputed, tapped
 
 _ACTING: WeakValueDictionary[int, Run] = WeakValueDictionary()
 """The run that acts on the cache and the attention of a model, by the id of the model; others may watch."""
@@ -146,7 +145,7 @@ class Session:
         last: int | None = None,
     ) -> None:
         """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all."""
-        check_recomputed(self.target)
+        check_attention_recomputed(self.target)
         self.watching.watchers.append(Watcher(fn, layers, last))
 
     def replace_prompts(self, name: str, compute: Replacement) -> None:
@@ -155,7 +154,7 @@ class Session:
         Raises:
             UnsupportedError: Another run on this model acts already, or another one in this run does the same.
         """
-        check_recomputed(self.target)
+        check_attention_recomputed(self.target)
         self._own_model()
         if self._reader is not None:
             raise UnsupportedError(
@@ -166,7 +165,7 @@ class Session:
 
     def window_queries(self, last: int, decoding: bool = False) -> None:
         """Keep the `last` queries of prompts for `LayerMoment.window_rows`; with `decoding`, generated tokens too."""
-        check_recomputed(self.target)
+        check_attention_recomputed(self.target)
         watching = self.watching
         watching.queries_kept = max(watching.queries_kept, last)
         watching.keeps_decoding_queries = watching.keeps_decoding_queries or decoding

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from sinkscope.hooks.rows import TokenPositions
+from sinkscope.hooks.call import TokenPositions
 from sinkscope.kv.growing_tensor import Growth
 
 

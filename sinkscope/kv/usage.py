@@ -14,7 +14,7 @@ from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.results.notation import count_of
-from sinkscope.tap.view import ChunkWindow
+from sinkscope.tap.call import ChunkWindow
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from sinkscope.hooks.call import Call
 from sinkscope.kv.scope import cache_layers
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
+from sinkscope.tap.call import ChunkWindow
 from sinkscope.tap.internals import attention_name
 from sinkscope.tap.stock import NAME, configs_of
-from sinkscope.tap.view import ChunkWindow
 
 
 def layer_window(target: Target, layer: int) -> int | None:

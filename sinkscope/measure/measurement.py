@@ -15,7 +15,7 @@ from sinkscope.files.progress import watched_by
 from sinkscope.generation.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
-from sinkscope.models.loading.config import float32_by_default
+from sinkscope.models.checkpoints.config import float32_by_default
 from sinkscope.results.options import Parameter, parameters_of, refuse_unknown
 from sinkscope.results.result import Result
 

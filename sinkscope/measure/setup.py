@@ -18,11 +18,10 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Whole
 from sinkscope.hooks.edit.base import Intervention, runs_here, under
-from sinkscope.models.origin import fingerprint_of
+from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
-from sinkscope.opening.memory import fits_in_memory
-from sinkscope.opening.open import open_target
+from sinkscope.opening.open import fits_in_memory, open_target
 from sinkscope.results.options import Hidden, Option
 
 T = TypeVar("T")

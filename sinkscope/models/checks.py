@@ -7,7 +7,7 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import between, checked_value
-from sinkscope.models.modules.parts import Parts
+from sinkscope.models.target import Parts
 from sinkscope.results.notation import neuron_name
 
 LARGEST_ID = (1 << 63) - 1

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sinkscope.models.modules.experts import Args, Kwargs
+from sinkscope.models.experts import Args, Kwargs
 from sinkscope.models.shards import Shards, check_no_gradient, split_of
 
 Hook = tuple[nn.Module, str, Any]
@@ -16,6 +18,57 @@ Hook = tuple[nn.Module, str, Any]
 that are "pre"), "post", and "always" (after an error, too)."""
 AroundCall = Generator[tuple[Args, Kwargs] | None, Any]
 """Yields once: gives the arguments with which a module is to run (None: those that it has), and takes its output."""
+
+
+_COMPILER = threading.Lock()
+_FORCED: list[AbstractContextManager[None]] = []  # a stance of the compiler for each that asks; all threads share it
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Context manager in which everything that `torch.compile` made, in the whole process, runs uncompiled."""
+    with _COMPILER:
+        _FORCED.append(torch.compiler.set_stance("force_eager"))
+        _FORCED[-1].__enter__()
+    try:
+        yield
+    finally:
+        with _COMPILER:
+            _FORCED.pop().__exit__(None, None, None)  # the first one's, which sets back what was before, comes last
+
+
+@contextmanager
+def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
+    """Context manager with hooks.
+
+    Args:
+        hooks: The hooks.
+        owned: Whether they see the calls of this thread alone, whatever other threads do with the model meanwhile.
+    """
+    with without_compiler(), ExitStack() as stack:
+        for module, when, fn in hooks:
+            is_before = when in ("first", "pre")
+            if owned:
+                fn = _of_this_thread(fn, 3 if is_before else 4)
+            if is_before:
+                handle = module.register_forward_pre_hook(fn, with_kwargs=True, prepend=when == "first")
+            else:
+                handle = module.register_forward_hook(fn, with_kwargs=True, always_call=when == "always")
+            stack.callback(handle.remove)
+        yield
+
+
+def _of_this_thread(fn: Callable[..., Any], arguments: int) -> Callable[..., Any]:
+    """A hook that acts in calls of this thread alone."""
+    owner = threading.get_ident()
+
+    def hook(*given: Any) -> Any:
+        # PyTorch adds a hook before it notes that the hook takes keywords: a call that runs meanwhile gives none.
+        if threading.get_ident() != owner or len(given) != arguments:
+            return None
+        return fn(*given)
+
+    return hook
 
 
 def hidden_of(args: Args, kwargs: Kwargs) -> Tensor:

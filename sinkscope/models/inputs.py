@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.models.checks import check_length, tokenizer_of
-from sinkscope.models.modules.linear import plain_weight
+from sinkscope.models.linear import plain_weight
 from sinkscope.models.target import Target
 from sinkscope.models.text import note_second_bos, resolve_bos
 

@@ -4,35 +4,259 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.adapters import Found, layer_kind
 from sinkscope.models.call_cache import parameters_of
-from sinkscope.models.hooks import Hook, first_tensor, hidden_of, on_input, on_output
-from sinkscope.models.modules.parts import Parts
+from sinkscope.models.experts import Experts, experts_of
+from sinkscope.models.hooks import Hook, first_tensor, hidden_of, hooked, on_input, on_output
+from sinkscope.models.linear import brought, input_width
+from sinkscope.models.shards import ALONE, Shards, check_divides, shards_of, split_weight
 
-_COMPILER = threading.Lock()
+ModelKind = Literal["bridge", "hf", "nnsight"]
+"""Kinds of objects that hold a model: of TransformerLens, of transformers, of nnsight."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A model with its tokenizer, and where its modules are.
+
+    Attributes:
+        model: The object the user gave.
+        hf: The plain Hugging Face module inside. Hooks go here and fire for all three kinds of object.
+        kind: Which of the three kinds `model` is.
+        adapter: Where the model's parts are.
+        tokenizer: The tokenizer; None if the caller gave none and the model carries none.
+        name: Short name, hub id or base name of the folder, for reports.
+        store: Reads the weights of a layer when the layer is called (`models.checkpoints.stream`); None if they are in
+            memory. Code that reads them outside such a call must be inside `with target.loaded(k):`.
+    """
+
+    model: Any
+    hf: Any
+    kind: ModelKind
+    adapter: Found
+    tokenizer: Any = None
+    name: str = "model"
+    store: Any = None
+
+    @property
+    def resident(self) -> bool:
+        """Whether the model is in memory, and not read layer by layer."""
+        return self.store is None
+
+    @cached_property
+    def available_tokenizer(self) -> Any:
+        """The tokenizer, or else that of the checkpoint from which a live model says it was loaded; None if neither."""
+        origin = getattr(self.hf.config, "_name_or_path", "")
+        if self.tokenizer is not None or not origin:
+            return self.tokenizer
+        from transformers import AutoTokenizer
+
+        with suppress(Exception):  # the origin may not exist any more
+            tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=False)
+            if tokenizer("a text", add_special_tokens=False)["input_ids"]:  # else it was made of no files
+                return tokenizer
+        return None
+
+    @property
+    def config(self) -> Any:
+        """The text part of the configuration."""
+        return self.hf.config.get_text_config()
+
+    @cached_property
+    def shards(self) -> Shards:
+        """The processes over which the model is split.
+
+        Raises:
+            SinkscopeError: They cannot share its heads.
+        """
+        found = split_weight(self.hf)
+        if found is None:
+            return ALONE
+        shards = shards_of(found)
+        check_divides(self.hf.config, self.name, shards.size)
+        return shards
+
+    @cached_property
+    def base(self) -> nn.Module:
+        """The module from ids to the last hidden state; every way of calling the model goes through it."""
+        return self.hf.get_submodule(self.adapter.base)
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The token embedding."""
+        hf: Any = self.hf
+        return hf.get_input_embeddings()
+
+    @cached_property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers."""
+        return list(self.hf.get_submodule(self.adapter.layers).children())
+
+    @property
+    def n_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+        return int(self.config.hidden_size)
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads of a layer."""
+        return int(self.config.num_attention_heads)
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key/value heads of a layer."""
+        is_grouped = getattr(self.config, "new_decoder_architecture", False)  # of Falcon
+        if getattr(self.config, "multi_query", False) and not is_grouped:
+            return 1
+        if self.config.model_type == "falcon":
+            return int(self.config.num_kv_heads)
+        return int(getattr(self.config, "num_key_value_heads", None) or self.n_heads)
+
+    def head_columns(self, layer: int, head: int) -> list[int]:
+        """Return the inputs of the output projection that hold a head; layers may have heads of different widths."""
+        width = input_width(self.sub(layer, "o")) // self.n_heads
+        return list(range(head * width, (head + 1) * width))
+
+    def n_experts(self, layer: int) -> int:
+        """Return the number of routed experts in a layer; 0 if it is not a mixture."""
+        if self.is_mixture(layer):
+            return self.experts(layer).count
+        return 0
+
+    def width(self, layer: int, expert: int | None = None) -> int:
+        """Return the number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
+        if expert is not None:
+            return self.experts(layer).width
+        return input_width(self.sub(layer, "down"))
+
+    @cached_property
+    def d_mlp(self) -> int:
+        """Neurons of one MLP (of one expert in a mixture)."""
+        for layer in filter(self.is_mixture, range(self.n_layers)):
+            return self.width(layer, 0)
+        return self.width(next(filter(self.has_neurons, range(self.n_layers))))
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest context according to the configuration."""
+        value = getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
+        if value:
+            return int(value)
+        return None
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which token ids are expected."""
+        device = next(self.embedding.parameters()).device
+        if device.type == "meta":  # accelerate keeps the weights elsewhere, and brings them for each call
+            device = torch.device(getattr(getattr(self.embedding, "_hf_hook", None), "execution_device", None) or "cpu")
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the embedding, which is that of the residual stream."""
+        return next(self.embedding.parameters()).dtype
+
+    def path(self, layer: int, *parts: str) -> str | None:
+        """Return where a layer has the first of some parts that it has, by names of an adapter's fields.
+
+        It is None if the layer has none of them.
+        """
+        row = self.adapter.rows[layer] if self.adapter.rows else self.adapter
+        for part in parts:
+            for path in filter(None, (getattr(row, part) or "").split("|")):
+                with suppress(AttributeError):
+                    self.layers[layer].get_submodule(path)
+                    return path
+        return None
+
+    def sub(self, layer: int, *parts: str) -> nn.Module:
+        """Return the first of some parts that a layer has, by names of an adapter's fields.
+
+        Raises:
+            UnsupportedError: The layer has none of them.
+        """
+        path = self.path(layer, *parts)
+        if path is None:
+            raise UnsupportedError(
+                f"layer {layer} of {self.name} has no part {parts[-1]!r}; `sinkscope models --check MODEL` says what "
+                "is served"
+            )
+        return self.layers[layer].get_submodule(path)
+
+    def has_part(self, layer: int, *parts: str) -> bool:
+        """Return whether a layer has one of some parts; layers of a model may be of several kinds."""
+        return self.path(layer, *parts) is not None
+
+    def has_attention(self, layer: int) -> bool:
+        """Return whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
+        return self.has_part(layer, "attn" if self.adapter.o is None else "o")
+
+    @property
+    def attending(self) -> list[int]:
+        """The layers that attend with a softmax."""
+        return list(filter(self.has_attention, range(self.n_layers)))
+
+    def has_neurons(self, layer: int) -> bool:
+        """Return whether a layer has an MLP, dense or a mixture."""
+        return self.is_mixture(layer) or self.has_part(layer, "down")
+
+    def is_mixture(self, layer: int) -> bool:
+        """Return whether this layer's MLP is a mixture of experts (some models mix both kinds)."""
+        return self.has_part(layer, "experts")
+
+    def has_shared(self, layer: int) -> bool:
+        """Return whether the layer is a mixture with a shared expert, which processes every token."""
+        return self.is_mixture(layer) and self.has_part(layer, "down")
+
+    def has_mlp(self, layer: int, expert: int | None) -> bool:
+        """Return whether the layer has neurons of this expert; None: neurons of a dense MLP or a shared expert."""
+        return self.is_mixture(layer) != (expert is None) or (expert is None and self.has_shared(layer))
+
+    def experts(self, layer: int) -> Experts:
+        """Return the routed experts of a layer.
+
+        Raises:
+            UnsupportedError: Their weights are not plain tensors.
+        """
+        experts = experts_of(self.sub(layer, "experts"))
+        if experts is None:
+            raise UnsupportedError(
+                f"the experts of {self.name} hold no plain weights here: load it dequantised and, if this layout is "
+                "split over processes, in one process (device_map= spreads it over devices)"
+            )
+        return experts
+
+    def is_gated(self, layer: int) -> bool:
+        """Return whether the layer's dense MLP has a gate, and so an up factor."""
+        return self.adapter.fused_gate_up or self.has_part(layer, "gate")
+
+    def loaded(self, layer: int) -> AbstractContextManager[None]:
+        """Context manager in which a layer's weights may be read and its parts called, outside a call of the layer.
+
+        It has an effect on streamed models (`checkpoints.stream`) and on weights that accelerate keeps elsewhere.
+        """
+        if self.store is not None:
+            return self.store.pinned(layer)
+        return brought(self.layers[layer])
+
+
 _SKIPPING = threading.RLock()  # while layers of some model are skipped, in one thread
-_FORCED: list[AbstractContextManager[None]] = []  # a stance of the compiler for each that asks; all threads share it
-
-
-@contextmanager
-def without_compiler() -> Iterator[None]:
-    """Context manager in which everything that `torch.compile` made, in the whole process, runs uncompiled."""
-    with _COMPILER:
-        _FORCED.append(torch.compiler.set_stance("force_eager"))
-        _FORCED[-1].__enter__()
-    try:
-        yield
-    finally:
-        with _COMPILER:
-            _FORCED.pop().__exit__(None, None, None)  # the first one's, which sets back what was before, comes last
 
 
 class Stop(Exception):  # noqa: N818 - no error: it ends a pass
@@ -52,19 +276,6 @@ class LayerInput:
     layer: int
     hidden: Float[Tensor, "batch pos d_model"]
     wrapped: bool
-
-
-def _of_this_thread(fn: Callable[..., Any], arguments: int) -> Callable[..., Any]:
-    """A hook that acts in calls of this thread alone."""
-    owner = threading.get_ident()
-
-    def hook(*given: Any) -> Any:
-        # PyTorch adds a hook before it notes that the hook takes keywords: a call that runs meanwhile gives none.
-        if threading.get_ident() != owner or len(given) != arguments:
-            return None
-        return fn(*given)
-
-    return hook
 
 
 class Target(Parts):
@@ -173,24 +384,9 @@ class Target(Parts):
         """End the running `forward`; to be called in a hook."""
         raise Stop
 
-    @contextmanager
-    def hooks(self, *hooks: Hook, owned: bool = True) -> Iterator[None]:
-        """Context manager with hooks.
-
-        Args:
-            hooks: The hooks.
-            owned: Whether they see the calls of this thread alone, whatever other threads do with the model meanwhile.
-        """
-        with without_compiler(), ExitStack() as stack:
-            for module, when, fn in hooks:
-                if owned:
-                    fn = _of_this_thread(fn, 3 if when in ("first", "pre") else 4)
-                if when in ("first", "pre"):
-                    handle = module.register_forward_pre_hook(fn, with_kwargs=True, prepend=when == "first")
-                else:
-                    handle = module.register_forward_hook(fn, with_kwargs=True, always_call=when == "always")
-                stack.callback(handle.remove)
-            yield
+    def hooks(self, *hooks: Hook, owned: bool = True) -> AbstractContextManager[None]:
+        """Return a context manager with hooks; the arguments are those of `hooked`."""
+        return hooked(*hooks, owned=owned)
 
     def part_hooks(self, layer: int, part: str, when: str, *functions: Any) -> list[Hook]:
         """Return hooks on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
@@ -220,3 +416,14 @@ class Target(Parts):
                 see(total)
 
         return [(writer, "post", on_output(keep)) for writer in writers]
+
+
+def layer_kinds(target: Target) -> list[int]:
+    """Return, for each layer, the first layer of its kind, whose parameters have the same names and shapes."""
+    firsts = dict[str, int]()
+    return [firsts.setdefault(layer_kind(layer), number) for number, layer in enumerate(target.layers)]
+
+
+def first_of_kinds(target: Target) -> list[int]:
+    """Return the first layer of each kind."""
+    return sorted(set(layer_kinds(target)))

@@ -5,12 +5,130 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
+from torch.nn import functional
+
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.models.loading.backends import unwrap
-from sinkscope.models.modules.stack import DRAFT
-from sinkscope.models.target import Target
-from sinkscope.opening.device_attention import is_misread
+from sinkscope.models.adapters import DRAFT
+from sinkscope.models.shards import split_weight
+from sinkscope.models.target import ModelKind, Target
 from sinkscope.opening.inference.find import adapter_of
+from sinkscope.tap.internals import set_attention
+from sinkscope.tap.stock import configs_of, stock_of
+
+_SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")
+"""Classes of modules that are there only if a model is split in a way that is not served."""
+_STYLES = (
+    *("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"),
+    *("rowwise", "rowwise_split_input", "rowwise_rep", "moe_tp_experts"),
+    *("embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate"),
+)
+"""Styles of tensor parallelism after which a hook sees the columns of a process, or the whole."""
+
+
+def unwrap(model: object) -> tuple[nn.Module, ModelKind]:
+    """Return the plain Hugging Face module inside `model`, and the kind of object that `model` is.
+
+    Weights of a model of nnsight that was made by name are loaded.
+
+    Raises:
+        SinkscopeError: `model` is none of the three kinds.
+        UnsupportedError: The model is split over processes.
+    """
+    hf, kind = _inside(model)
+    if not _is_served(hf, kind):
+        raise UnsupportedError(
+            f"this {type(model).__name__} is split over processes in a way that is not served (FSDP, a pipeline, "
+            "experts, DTensors of one's own, transformers before 5.19): load it in one process (device_map= spreads it "
+            "over devices), or let transformers split a plain model by tensor parallelism alone"
+        )
+    return hf, kind
+
+
+def _is_served(hf: Any, kind: ModelKind) -> bool:
+    """Whether a model is whole, or a plain one that transformers has split by tensor parallelism alone."""
+    for module in hf.modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ in _SPLITTING:
+                return False
+    if split_weight(hf) is None:
+        return (getattr(hf, "tp_size", None) or 1) == 1
+    settings = getattr(hf.config, "distributed_config", None)
+    if kind != "hf" or settings is None or settings.dp_size > 1 or settings.ep_size > 1:
+        return False
+    for part, style in hf.tp_plan.items():
+        is_linear = style == "packed_colwise" and "experts" not in part
+        if style not in _STYLES or is_linear:
+            return False
+    return True
+
+
+def _inside(model: object) -> tuple[nn.Module, ModelKind]:
+    inside = getattr(model, "_orig_mod", None)  # of a compiled model
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inside = model.module
+    if isinstance(inside, nn.Module):
+        return _inside(inside)
+    original = getattr(model, "original_model", None)
+    if isinstance(original, nn.Module):
+        return original, "bridge"
+    peft_configs: Any = getattr(model, "peft_config", None)
+    if peft_configs and hasattr(model, "get_base_model"):
+        if any(getattr(config, "is_prompt_learning", False) for config in peft_configs.values()):
+            raise UnsupportedError(
+                f"this {type(model).__name__} puts learned tokens before the text, which sinkscope does not see: "
+                "measure the model without it, or an adapter in the weights, such as LoRA"
+            )
+        wrapper: Any = model
+        return _inside(wrapper.get_base_model())
+    packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
+    if "nnsight" in packages:
+        load_weights: Any = getattr(model, "dispatch", None)
+        if callable(load_weights):
+            load_weights()  # one made by name has none before its first trace; this does nothing afterwards
+        inner = getattr(model, "_module", None) or getattr(model, "_model", None)
+        if isinstance(inner, nn.Module):
+            return inner, "nnsight"
+    if isinstance(model, nn.Module) and hasattr(model, "config"):
+        return model, "hf"
+    raise SinkscopeError(
+        f"{type(model).__name__} is not a model: expected a Hugging Face causal language model, a TransformerBridge "
+        "or a model of nnsight (TransformersModel); load names and folders with sinkscope.load(...)"
+    )
+
+
+_LENGTH = 65  # the kernel takes 32 or 64 queries at a time, so that one is left
+
+
+def misreads_last_query(device: torch.device) -> bool:
+    """Return whether SDPA shows the last query only the first key, where query heads share one head of keys.
+
+    PyTorch's memory-efficient attention takes the first row of the mask if a single query is left for a program
+    (pytorch/pytorch#191937; seen with 2.11 on an H100). The device is asked, and not the version.
+    """
+    mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device=device).tril()
+    for dtype in (torch.float32, torch.bfloat16):
+        query = torch.zeros(1, 2, _LENGTH, 64, dtype=dtype, device=device)
+        key = query[:, :1].expand_as(query)
+        value = torch.linspace(0, 1, _LENGTH, dtype=dtype, device=device)[:, None].repeat(1, 64).expand_as(query)
+        mean = functional.scaled_dot_product_attention(query, key, value, mask)[0, :, -1]
+        if bool((mean - 0.5).abs().max() > 0.1):
+            return True
+    return False
+
+
+def is_misread(target: Target) -> bool:
+    """Return whether a model runs with an attention that is wrong at the last token of a row on its device."""
+    shares_one = target.n_heads > 1 and target.n_kv_heads <= target.shards.size
+    return shares_one and stock_of(target.config).kind == "sdpa" and misreads_last_query(target.device)
+
+
+def avoid_misreading(target: Target) -> None:
+    """Let a model that was just opened attend eagerly if its attention is wrong on its device."""
+    if is_misread(target):
+        for config in configs_of(target):
+            set_attention(config, "eager")
 
 
 def target_of(model: object, tokenizer: Any = None) -> Target:

@@ -13,11 +13,9 @@ import torch
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.processes import world_size
+from sinkscope.models.adapters import DRAFT
 from sinkscope.models.checkpoints.checkpoint import Files
-from sinkscope.models.checkpoints.fingerprint import fingerprint
-from sinkscope.models.checkpoints.locate import ModelSource, locate
-from sinkscope.models.checkpoints.weights import check_depth, model_with_weights
-from sinkscope.models.loading.config import (
+from sinkscope.models.checkpoints.config import (
     check_finite,
     check_vocabulary,
     parse_device,
@@ -25,14 +23,15 @@ from sinkscope.models.loading.config import (
     read_config,
     read_tokenizer,
 )
-from sinkscope.models.loading.parsed_once import parsed_once
-from sinkscope.models.loading.quiet import quiet
-from sinkscope.models.loading.refusals import loading_errors
-from sinkscope.models.modules.stack import DRAFT
+from sinkscope.models.checkpoints.fingerprint import fingerprint
+from sinkscope.models.checkpoints.gguf_file import parsed_once
+from sinkscope.models.checkpoints.locate import ModelSource, locate
+from sinkscope.models.checkpoints.quiet import loading_errors, quiet
+from sinkscope.models.checkpoints.weights import check_depth, model_with_weights
 from sinkscope.models.shards import check_divides
 from sinkscope.models.target import Target
-from sinkscope.opening.device_attention import avoid_misreading
 from sinkscope.opening.inference.find import adapter_of, prove
+from sinkscope.opening.live import avoid_misreading
 from sinkscope.results.options import checks_arguments
 
 
@@ -63,7 +62,7 @@ def load(
         quantization_config: Passed on to transformers.
         tokenizer: Tokenizer to use instead of the one stored with the weights.
         probe: Check on a few tokens that edits do what they should and that attention is recomputed correctly
-            (`sinkscope.opening.inference.probe`). Live models are not probed.
+            (`sinkscope.opening.inference.find`). Live models are not probed.
 
     Returns:
         Hugging Face model, in eval mode. Its tokenizer is kept on it as `tokenizer`, its name as `sinkscope_name`.

@@ -5,28 +5,74 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.processes import world_size
-from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
-from sinkscope.models.checkpoints.locate import locate
-from sinkscope.models.checkpoints.names import BUNDLED
-from sinkscope.models.checkpoints.stored import is_quantised
+from sinkscope.models.adapters import DRAFT
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, open_weights
+from sinkscope.models.checkpoints.config import check_vocabulary, parse_device, parse_dtype, read_config, read_tokenizer
+from sinkscope.models.checkpoints.locate import BUNDLED, locate
+from sinkscope.models.checkpoints.quiet import loading_errors, quiet
 from sinkscope.models.checkpoints.stream import LayerStore
+from sinkscope.models.checkpoints.weights import is_quantised
 from sinkscope.models.checks import tokenizer_of
-from sinkscope.models.loading.config import check_vocabulary, parse_device, parse_dtype, read_config, read_tokenizer
-from sinkscope.models.loading.quiet import quiet
-from sinkscope.models.loading.refusals import loading_errors
-from sinkscope.models.modules.stack import DRAFT, first_of_kinds
-from sinkscope.models.target import Target
-from sinkscope.opening.device_attention import avoid_misreading
+from sinkscope.models.target import Target, first_of_kinds
 from sinkscope.opening.inference.find import adapter_of
-from sinkscope.opening.live import target_of
+from sinkscope.opening.live import avoid_misreading, target_of
 from sinkscope.opening.load import load
+
+SHARE = 0.5  # of the free memory that weights may take: the rest is for what is computed
+_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+"""Bytes of a number by its name in safetensors; of all others 1."""
+
+
+def free_memory(device: torch.device) -> int:
+    """Return bytes that are free on a device and on the host, whichever are fewer: weights pass through both."""
+    host = psutil.virtual_memory().available
+    if device.type == "cuda":
+        return min(host, torch.cuda.mem_get_info(device)[0])
+    return host
+
+
+def fits(weights: int, device: torch.device) -> bool:
+    """Return whether so many bytes of weights leave enough memory free."""
+    return 0 < weights <= SHARE * free_memory(device)
+
+
+def stored_bytes(folder: Path, dtype: torch.dtype | None = None) -> int:
+    """Return the bytes that the safetensors of a folder take in memory, in their own dtypes or another one."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with open_weights(file) as tensors:
+            for name in tensors.keys():
+                part = tensors.get_slice(name)
+                size = _BYTES.get(part.get_dtype(), 1) if dtype is None else dtype.itemsize
+                total += size * prod(part.get_shape())
+    return total
+
+
+def fits_in_memory(
+    model: object, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
+) -> bool:
+    """Return whether a folder of safetensors takes at most half of the memory that is free where it would be loaded.
+
+    It is False of anything else.
+
+    Args:
+        model: The folder.
+        device: As for `load`.
+        dtype: As for `load`.
+    """
+    if not isinstance(model, str | os.PathLike) or not Path(model).is_dir():
+        return False
+    return fits(stored_bytes(Path(model), parse_dtype(dtype)), parse_device(device))
+
 
 LAYER_BYTES = 1 << 30
 """Layers of a streamed model stay in memory up to this size, so small models are read once."""

@@ -9,8 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.tap.rows import attention_probs
-from sinkscope.tap.view import View
+from sinkscope.tap.call import View, attention_probs
 
 
 @dataclass(frozen=True, eq=False)

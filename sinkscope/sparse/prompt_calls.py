@@ -11,12 +11,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.hooks.call import Call
+from sinkscope.hooks.call import Call, Memory
 from sinkscope.hooks.edit.base import Run
-from sinkscope.hooks.rows import Memory
 from sinkscope.sparse.copies import Copies
 from sinkscope.sparse.replay import Replayed
-from sinkscope.tap.view import View
+from sinkscope.tap.call import View
 
 _UNKNOWN = -1  # the id of an embedding, and of a token that was read before the run
 

@@ -27,8 +27,7 @@ from sinkscope.sparse.head_lines import HeadLines
 from sinkscope.sparse.prompt_calls import PromptCall, PromptCalls
 from sinkscope.sparse.sparse import band_attention, line_attention
 from sinkscope.sparse.sums import recovered
-from sinkscope.tap.call import Attention
-from sinkscope.tap.view import View
+from sinkscope.tap.call import Attention, View
 
 
 @dataclass(frozen=True, eq=False)

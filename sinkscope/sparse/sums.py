@@ -19,8 +19,7 @@ from sinkscope.sparse.attention import Scores, attention_of, slash_sums
 from sinkscope.sparse.bands import Bands
 from sinkscope.sparse.head_lines import HeadLines
 from sinkscope.tap.call import Attention
-from sinkscope.tap.observers import check_attention_visible
-from sinkscope.tap.tap import listening
+from sinkscope.tap.tap import check_attention_visible, listening
 
 ROWS = 64  # queries whose attention is computed at a time
 

@@ -1,31 +1,173 @@
-"""The attention of one layer in one forward call, as handlers see it and may replace it."""
+"""The attention of one layer in one forward call, as handlers see it and may replace it.
+
+`View` says which keys the queries see, `attention_probs` computes attention rows with all that an architecture does to
+its scores.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from einops import repeat
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries
-from sinkscope.tap.internals import eager_attention, sdpa_attention
-from sinkscope.tap.rows import Rows, additive, attention_probs, shown
-from sinkscope.tap.stock import stock_attention, stock_name, stock_of
-from sinkscope.tap.view import View
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries, per_query_head
+from sinkscope.models.short_passes import relative_error
+from sinkscope.tap.internals import eager_attention, sdpa_attention_forward
+from sinkscope.tap.stock import Stock
+
+
+class ChunkWindow(int):
+    """A window that ends where the query's chunk of this many tokens begins (Llama 4)."""
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Which keys the queries of a call see, by true positions.
+
+    Attributes:
+        pos: Position of each key; -1 where there is none.
+        query_pos: Position of each query; -1 at padding.
+        window: Keys this far back and further are not seen. None means all are seen.
+    """
+
+    pos: Int[Tensor, "batch kv_head key"]
+    query_pos: Int[Tensor, "batch query"]
+    window: int | None = None
+
+    def section(self, queries: slice, keys: slice) -> View:
+        """Return some of the queries and keys."""
+        return replace(self, pos=self.pos[..., keys], query_pos=self.query_pos[:, queries])
+
+    def sees(self) -> Bool[Tensor, "batch _ query key"]:
+        """Return keys that hold a token, are not later than the query, and are inside the window.
+
+        Padding queries see none; their output is never read.
+        """
+        pos = self.pos
+        if pos.stride(1) == 0:  # the same in every head
+            pos = pos[:, :1]
+        # By indexing, because this runs for every generated token, where einops takes a tenth of the time.
+        key = pos[:, :, None, :]  # "batch kv_head key -> batch kv_head 1 key"
+        query = self.query_pos[:, None, :, None]  # "batch query -> batch 1 query 1"
+        visible = (key <= query) & (key >= 0)
+        if self.window is not None:
+            visible = visible & (key > query - self.window)
+        if isinstance(self.window, ChunkWindow):
+            visible = visible & (key // self.window == query // self.window)
+        return visible
+
+    def sees_by_head(self, heads: int) -> Bool[Tensor, "batch _ query key"]:
+        """Return the same for each query head, or once if it is the same for all."""
+        return per_query_head(self.sees(), heads)
+
+
+Rows = Float[Tensor, "batch head query key"]
+
+
+def shown(mask: Tensor) -> Bool[Tensor, "*shape"]:
+    """Return where a mask of either kind, bool or additive, shows a key."""
+    if mask.is_floating_point():
+        return mask > torch.finfo(mask.dtype).min / 2
+    return mask
+
+
+def additive(mask: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """Return a mask that eager attention adds to its scores."""
+    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return added.masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def attention_probs(
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch kv_head key d_head"],
+    mask: Bool[Tensor, "#batch #head query key"] | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " head"] | None = None,
+) -> Rows:
+    """Return the softmax of scaled scores for some rows, in float32.
+
+    Args:
+        query: Queries after rotary.
+        key: Keys after rotary, one per kv head; query heads share them in groups.
+        mask: True where a key may be seen. None means everywhere.
+        scaling: Factor on the scores.
+        softcap: `cap * tanh(score / cap)` (Gemma 2).
+        sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
+    """
+    batch, heads, queries, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    grouped = query.reshape(batch * kv_heads, -1, width)
+    shared = key.reshape(batch * kv_heads, keys, width).mT
+    is_half = query.is_cuda and query.dtype == key.dtype and query.dtype.itemsize == 2
+    exact = nullcontext()
+    if torch.is_autocast_enabled(query.device.type):  # it would round the scores
+        exact = torch.autocast(query.device.type, enabled=False)
+    with exact:
+        if is_half and torch.version.hip is None and not torch.is_grad_enabled():
+            scores = torch.bmm(grouped, shared, out_dtype=torch.float32)  # by tensor cores
+        else:
+            scores = torch.bmm(grouped.float(), shared.float())
+    scores = scores.reshape(batch, heads, queries, keys).mul_(scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores.masked_fill_(~mask, torch.finfo(torch.float32).min)
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    sink_scores = repeat(sinks.float(), "head -> batch head query 1", batch=batch, query=queries)
+    return torch.softmax(torch.cat([scores, sink_scores], -1), -1)[..., :-1]
+
 
 _CHUNK = 256  # queries whose rows are built at a time at most, if a handler does not say another number
 _CELLS = {"cpu": 2**21}  # of these rows: where they take more, each chunk is memory that is new, which takes time
 _CELLS_ELSEWHERE = 2**26
+_TOLERATED = 0.02  # difference of a function of the user's own, of its size; in float16 it is a thousandth
 _MASKED_CHUNK = 1024  # queries at a time where a mask has to be built
 
 AttentionOutput = tuple[Tensor, Tensor | None]
 """What attention gives, `[batch query head d_value]`, and its rows if it has them."""
 RowsFunction = Callable[[int, Tensor], None]
 """Called with the number of the first query and rows `[batch head query key]`."""
+
+
+def check_recomputed(own: Stock, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+    """Refuse a function of the user's own whose output for the last query is not what sinkscope recomputes.
+
+    Args:
+        own: What the model selects by itself.
+        module: An attention module.
+        query: `[batch head query d_head]`, after rotary.
+        key: `[batch kv_head key d_head]`.
+        value: `[batch kv_head key d_value]`.
+        scaling: Factor on the scores.
+
+    Raises:
+        UnsupportedError: It is not.
+    """
+    if own.is_of_transformers:
+        return
+    if own.agrees is None:
+        query = query[:1, :, -1:]  # which sees every key, with a mask or without
+        rows = attention_probs(query, key[:1], None, scaling=scaling)
+        right = rows @ per_query_head(value[:1], rows.shape[1]).float()
+        given = own.function(module)(module, query, key[:1], value[:1], None, scaling=scaling, dropout=0.0)[0]
+        own.agrees = relative_error(given.transpose(1, 2).float(), right) < _TOLERATED
+    if not own.agrees:
+        raise UnsupportedError(
+            f"attention is a function of your own, registered as {own.name!r}, and its output is not softmax(q k) "
+            "v, so that it cannot be recomputed for some keys or queries: load the model with "
+            "attn_implementation='sdpa', or put back what transformers has by that name"
+        )
 
 
 class _RowRange(NamedTuple):
@@ -49,7 +191,7 @@ class Attention:
         mask: The model's mask, in the form that its attention takes. None means causal, or that a handler determines
             what is seen.
         settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
-        queries: Number of queries in this call.
+        own: What the model selects by itself.
         needs_mask: Whether some handler needs rows under the mask.
         viewed: Says what is seen, by true positions, if a handler knows it; None if the only query sees every key, so
             that no mask is needed.
@@ -66,13 +208,18 @@ class Attention:
     value: Float[Tensor, "batch kv_head key d_value"]
     mask: Any
     settings: dict[str, Any]
-    queries: int
+    own: Stock
     needs_mask: bool = False
     viewed: Callable[[Attention], View | None] | None = None
     mask_is_stale: bool = False
     compute: Callable[[Attention], AttentionOutput | None] | None = None
     is_repeated: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
+
+    @cached_property
+    def queries(self) -> int:
+        """Number of queries in this call."""
+        return self.query.shape[2]
 
     @cached_property
     def view(self) -> View | None:
@@ -104,7 +251,7 @@ class Attention:
     def _of_own(self, name: str) -> Any:
         """A setting that eager attention follows; SDPA, if selected, drops it (or refuses to run)."""
         value = self.settings.get(name)
-        if value is None or stock_name(self.module.config) == "sdpa":
+        if value is None or self.own.kind == "sdpa":
             return None
         return value
 
@@ -126,7 +273,7 @@ class Attention:
     @property
     def _masks_itself(self) -> bool:
         """Whether the model's attention is told of padding alone, and knows by itself what is later or too far back."""
-        return (self.mask is not None and self.mask.ndim == 2) or "flash" in stock_name(self.module.config)
+        return (self.mask is not None and self.mask.ndim == 2) or "flash" in self.own.kind
 
     def mask_of(self, part: slice) -> Shaped[Tensor, "batch _ query key"]:
         """Return the model's mask, bool or additive, for some of the queries, whatever form its attention takes."""
@@ -174,17 +321,16 @@ class Attention:
 
     def stock(self, mask: Tensor | None) -> AttentionOutput:
         """Return the model's own attention under a mask of the model's own kind."""
-        return self._by(stock_attention(self.module), self.query, mask)
+        return self._by(self.own.function(self.module), self.query, mask)
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
         """Return the model's own attention over what `view` shows."""
         if self.view is None:
             return self.stock(None)[0]
-        stock = stock_of(self.module.config)
-        stock.check_recomputed(self.module, self.query, self.key, self.value, self.scaling)
+        check_recomputed(self.own, self.module, self.query, self.key, self.value, self.scaling)
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
-        is_eager = self._needs_eager or stock_name(self.module.config) == "eager"
-        own = eager_attention(self.module) if is_eager else sdpa_attention()
+        is_eager = self._needs_eager or self.own.kind == "eager"
+        own = eager_attention(self.module) if is_eager else sdpa_attention_forward
         outputs = list[Tensor]()
         for start in range(0, self.queries, _MASKED_CHUNK):
             part = slice(start, start + _MASKED_CHUNK)
@@ -227,7 +373,7 @@ class Attention:
         if not self.needs_mask:
             return self.stock(self.mask)
         if not self._needs_eager:
-            return self._by(sdpa_attention(), self.query, self.mask)[0], None
+            return self._by(sdpa_attention_forward, self.query, self.mask)[0], None
         parts = self._parts(_RowRange(0, None, True))
         return torch.cat([self._weighted(self._rows(part, True)) for part in parts], 1), None
 

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
 
 _BATCHING = "init_continuous_batching"
 
@@ -39,13 +40,6 @@ def attention_functions() -> Mapping[str, Callable[..., Any]]:
 def eager_attention(module: Any) -> Callable[..., Any]:
     """Return the attention defined in the model's own file."""
     return sys.modules[type(module).__module__].eager_attention_forward
-
-
-def sdpa_attention() -> Callable[..., Any]:
-    """Return the attention by `torch.nn.functional.scaled_dot_product_attention`."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward
 
 
 def without_hooks(model: nn.Module) -> nn.Module:

@@ -14,25 +14,86 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from sinkscope.models.target import Target, without_compiler
-from sinkscope.tap.call import Attention, AttentionOutput
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.draws import draws
+from sinkscope.models.hooks import Hook, on_output, without_compiler
+from sinkscope.models.target import Target
+from sinkscope.tap.call import Attention, AttentionOutput, check_recomputed
 from sinkscope.tap.internals import set_attention
-from sinkscope.tap.listeners import HANDLERS, Handler
-from sinkscope.tap.stock import NAME, STOCK, Stock, check_recomputed, configs_of, stock_attention, stock_name
+from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, eager, stock_of
+
+
+@dataclass(eq=False)
+class Handler:
+    """A listener at the tap, inside a `with`.
+
+    Attributes:
+        see: Called with the attention of every layer.
+        configs: Ids of the configurations of the model it listens to.
+        needs_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
+        replaces_mask: Whether it determines what is seen, so that no mask is needed.
+        idle: Whether it has nothing to do unless others listen too. The model then computes attention alone.
+        was_reached: Whether attention of the model came by.
+    """
+
+    see: Callable[[Attention], None]
+    configs: frozenset[int]
+    needs_mask: bool = False
+    replaces_mask: bool = False
+    idle: bool = False
+    was_reached: bool = False
+
+    def __enter__(self) -> Handler:
+        """See attention in this context, before those that are already listening."""
+        HANDLERS.set((self, *HANDLERS.get()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop listening."""
+        others = HANDLERS.get()
+        if others[0] is self:
+            HANDLERS.set(others[1:])
+        else:
+            HANDLERS.set(tuple([other for other in others if other is not self]))
+
+
+HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=())
+
 
 _LATEST: ContextVar[ref[Tensor] | None] = ContextVar("sinkscope_latest_queries", default=None)
 _LOCK = threading.Lock()
+_KEYS = 8  # of the queries and keys by which a function of the user's own is tried
+
+
+def check_attention_recomputed(target: Target) -> None:
+    """Refuse a model that attends by a function of the user's own which is not softmax(q k) v; it is tried.
+
+    Raises:
+        UnsupportedError: It does.
+    """
+    foreign = [stock for stock in map(stock_of, configs_of(target)) if not stock.is_of_transformers]
+    if not foreign or not target.adapter.attention_interface or not target.attending:
+        return
+    layer = target.attending[0]
+    width, processes = len(target.head_columns(layer, 0)), target.shards.size
+    numbers = torch.randn(3, 1, target.n_heads // processes, _KEYS, width, generator=draws(0, "foreign attention"))
+    query, key, value = numbers.to(target.device, target.dtype)
+    kv_heads = target.n_kv_heads // processes
+    for stock in foreign:
+        module = target.sub(layer, "attn")
+        check_recomputed(stock, module, query, key[:, :kv_heads], value[:, :kv_heads], width**-0.5)
 
 
 @contextmanager
@@ -48,7 +109,7 @@ def listening(target: Target, see: Callable[[Attention], None], *, proving: bool
         UnsupportedError: The model attends by a function of the user's own.
     """
     if not proving:
-        check_recomputed(target)
+        check_attention_recomputed(target)
     with tapped(target) as configs, Handler(see, configs, needs_mask=True):
         yield
 
@@ -88,8 +149,7 @@ def _attend(
 ) -> AttentionOutput:
     """The attention function that transformers calls in every layer."""
     config = module.config
-    number, stock = id(config), STOCK.get(id(config))
-    own = stock_attention(module) if stock is None or stock.attention is None else stock.attention
+    number, stock = id(config), stock_of(config)
     listeners: list[Handler] = []
     idle, needs_mask = True, False
     for handler in HANDLERS.get():  # a plain loop: every layer comes here
@@ -109,7 +169,7 @@ def _attend(
     if chosen is not None:
         attention_mask = _among_chosen(attention_mask, chosen)
     if idle:
-        return own(module, query, key, value, attention_mask, **kwargs)
+        return stock.function(module)(module, query, key, value, attention_mask, **kwargs)
     latest = _LATEST.get()
     is_repeated = latest is not None and latest() is query
     _LATEST.set(ref(query))
@@ -121,7 +181,7 @@ def _attend(
         value,
         attention_mask,
         kwargs,
-        query.shape[2],
+        stock,
         needs_mask,
         is_repeated=is_repeated,
     )
@@ -152,8 +212,7 @@ def _within_blocks(
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:
     """The mask function that transformers calls once per forward call; no mask if a handler determines what is seen."""
-    stock, number = STOCK.get(id(config)), id(config)
-    name = stock_name(config) if stock is None else stock.name
+    name, number = stock_of(config).kind, id(config)
     for handler in HANDLERS.get():
         if number in handler.configs:
             if handler.replaces_mask:
@@ -164,3 +223,106 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
     return ALL_MASK_ATTENTION_FUNCTIONS[name](config=config, **kwargs)
+
+
+RowObserver = Callable[[int, int, Tensor], None]
+VisibleRowObserver = Callable[[int, int, Tensor, Callable[[], Tensor]], None]
+
+
+def attention_rows(target: Target, observer: RowObserver, **options: Any) -> AbstractContextManager[None]:
+    """Context manager: every forward pass in this context shows its attention rows to `observer`.
+
+    Args:
+        target: The model.
+        observer: Called as `observer(layer, first_query, rows)`; rows `[batch head query key]`, float32, after
+            softmax. Learned sink logits take part, so that rows then sum to less than one. Keys are those in the
+            cache: under a cache policy only the ones it keeps, so a key's index is not its position.
+        options: As for `visible_rows`.
+
+    A TransformerBridge, and a model outside transformers' attention interface (BLOOM, Falcon, GPT-J, MPT and others),
+    itself builds whole query x key matrices, which are passed on in one piece.
+    """
+    return visible_rows(target, lambda layer, first, rows, _visible: observer(layer, first, rows), **options)
+
+
+@contextmanager
+def visible_rows(
+    target: Target,
+    observer: VisibleRowObserver,
+    *,
+    layers: list[int] | None = None,
+    rows_per_chunk: int = 256,
+    whole: bool = True,
+    begin: int = 0,
+    proving: bool = False,
+) -> Iterator[None]:
+    """Do as `attention_rows`, and also tell the observer which keys the queries see.
+
+    Args:
+        target: The model.
+        observer: Called as `observer(layer, first_query, rows, visible)`; `visible()` gives `[batch 1 query key]`, what
+            the mask shows. Of a model that builds its matrices itself it is where some head has attention.
+        layers: Layers to show. None shows all.
+        rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
+        whole: Whether the rows of all heads are shown. If not, a process of several shows those of the heads that it
+            holds, and the observer gathers what it makes of them, which is smaller (`target.shards.gather`).
+        begin: The first query whose row is shown.
+        proving: As for `listening`.
+    """
+    wanted = target.attending
+    if layers is not None:
+        wanted = [layer for layer in wanted if layer in layers]
+
+    def see(call: Attention) -> None:
+        layer = call.layer
+
+        def tell(first: int, rows: Tensor) -> None:
+            if whole:
+                rows = target.shards.gather(rows, target.n_heads, 1)
+            observer(layer, first, rows, lambda: call.visible(slice(first, first + rows.shape[2])))
+
+        if layer in wanted:
+            call.show(tell, needs_mask=True, first=begin, chunk=rows_per_chunk)
+
+    is_bridge = target.kind == "bridge"
+    if not is_bridge and target.adapter.attention_interface:
+        with listening(target, see, proving=proving):
+            yield
+        return
+    hooks = list[Hook]()
+    for layer in wanted:
+
+        def read(output: Any, layer: int = layer) -> None:
+            rows = output if is_bridge else _returned_rows(target, layer, output)
+            rows = rows[:, :, begin:]
+            if whole:
+                rows = target.shards.gather(rows, target.n_heads, 1)
+            observer(layer, begin, rows.float(), lambda: (rows > 0).any(1, keepdim=True))
+
+        if is_bridge:
+            module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
+        else:
+            module = target.sub(layer, "attn")
+        hooks.append((module, "post", on_output(read)))
+    with nullcontext() if is_bridge else eager(target), target.hooks(*hooks):
+        yield
+
+
+def _returned_rows(target: Target, layer: int, output: Any) -> Float[Tensor, "batch head query key"]:
+    """The attention rows that a module outside transformers' attention interface returns beside its output."""
+    rows = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+    if not isinstance(rows, Tensor) or rows.ndim != 4:
+        raise UnsupportedError(
+            f"layer {layer} of {target.name} does not return its attention, which is computed inside its module: use "
+            "another model for attention"
+        )
+    return rows
+
+
+def check_attention_visible(target: Target) -> None:
+    """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
+    if not target.adapter.attention_interface or target.kind == "bridge":
+        raise UnsupportedError(
+            f"queries and keys of this {target.adapter.model_type} model ({target.kind}) are not offered, because its "
+            "attention has a form of its own: give another model, or the plain Hugging Face model of a bridge"
+        )

@@ -7,7 +7,7 @@ from attack_kit import text_file
 from organisms import organism
 
 import sinkscope.measure.setup as setups
-import sinkscope.opening.memory as memory_of
+import sinkscope.opening.open as memory_of
 import sinkscope.opening.open as opening
 from sinkscope.sinks.spikes.find_sinks import find_sinks
 

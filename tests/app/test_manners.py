@@ -22,7 +22,7 @@ from sinkscope.bench.answer import answer_rows
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.decode import decode, noted_decoding
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.models.modules.down_projections import w_out
+from sinkscope.models.neurons import w_out
 from sinkscope.models.text.chat import chat_text
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.live import target_of

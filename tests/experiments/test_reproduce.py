@@ -21,7 +21,7 @@ from experiments.reproduce.protocols import PROTOCOLS
 from experiments.reproduce.published import QUANTITIES, Published, published
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
-from sinkscope.models.checkpoints.names import find, list_models
+from sinkscope.models.checkpoints.locate import find, list_models
 from sinkscope.models.text import typical_text
 
 # --- The records

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeWarning, UnsupportedError
 from sinkscope.opening.live import target_of
-from sinkscope.tap.rows import attention_probs
+from sinkscope.tap.call import attention_probs
 
 
 def test_a_soft_cap_that_sdpa_drops_is_said():

@@ -14,7 +14,7 @@ from organisms.tiny import attention_names
 from torch import nn
 
 from sinkscope.kv import H2O
-from sinkscope.tap import listeners
+from sinkscope.tap.tap import HANDLERS
 
 IDS, MASK = prompts([9, 6])
 STEPS = 4
@@ -80,7 +80,7 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, model):
         again = generated(model)
         assert same(again, expected)
     assert (count_hooks(model), attention_names(model)) == (hooks, attention)
-    assert listeners.HANDLERS.get() == ()
+    assert HANDLERS.get() == ()
     assert same(generated(model), plain)
     with H2O(budget=6).on(model) as run:  # every later policy came upon what was left
         generated(model)

@@ -17,9 +17,8 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.hooks.call import begin_call
+from sinkscope.hooks.call import begin_call, put_rows
 from sinkscope.hooks.edit import Ablate
-from sinkscope.hooks.rows import put_rows
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 PADDED = torch.tensor([[3, 3, 1, 5, 6, 7], [1, 8, 9, 10, 11, 12]])

@@ -9,8 +9,7 @@ from organisms.tiny import tiny_model
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.trace.run import trace
-from sinkscope.hooks.trace.sites import site_names
+from sinkscope.hooks.trace import site_names, trace
 from sinkscope.opening.live import target_of
 
 IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))

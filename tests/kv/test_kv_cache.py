@@ -17,7 +17,7 @@ from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache
 
 from sinkscope.generation.progressive import work_on_copy
-from sinkscope.hooks.rows import TokenPositions
+from sinkscope.hooks.call import TokenPositions
 from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.usage import HeldTokens, TokenCount, allocated_slots

@@ -29,7 +29,8 @@ from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, TriShape
-from sinkscope.tap import listeners, stock
+from sinkscope.tap import stock
+from sinkscope.tap.tap import HANDLERS
 
 IDS, MASK = prompts([14, 9], 4)
 
@@ -53,7 +54,7 @@ def state_of(model) -> dict[str, Any]:
         "generation": hf.generation_config.to_dict(),
         "weights": {name: (p.data_ptr(), p._version) for name, p in hf.named_parameters()},
         "known": dict(stock.STOCK),
-        "context": (listeners.HANDLERS.get(), COLUMNS.get()),
+        "context": (HANDLERS.get(), COLUMNS.get()),
     }
 
 

@@ -16,8 +16,7 @@ from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
 
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.modules.parts import ModelKind
-from sinkscope.models.target import Target
+from sinkscope.models.target import ModelKind, Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 

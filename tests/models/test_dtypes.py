@@ -15,7 +15,7 @@ from kv_kit import model_of
 from organisms import organism, tiny_model
 
 import sinkscope as ss
-from sinkscope.models.loading.config import float32_by_default
+from sinkscope.models.checkpoints.config import float32_by_default
 from sinkscope.opening.live import target_of
 
 ACTING = edits(tiny_model("llama")[0].config) | {"guard": ss.LoopGuard(64)}

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.hooks.edit.edits import Ablate
-from sinkscope.hooks.trace.layer_view import columns, gain_of, view_layer
 from sinkscope.models.hooks import first_tensor
+from sinkscope.models.neurons import columns, gain_of, view_layer
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron

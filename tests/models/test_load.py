@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.loading.parsed_once import parsed_once
-from sinkscope.models.modules.parts import ModelKind
+from sinkscope.models.checkpoints.gguf_file import parsed_once
+from sinkscope.models.target import ModelKind
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.opening.open import open_stream
@@ -215,7 +215,7 @@ def test_a_folder_without_a_tokenizer_takes_a_given_one(tmp_path):
 
 
 def test_only_devices_of_the_machine_are_taken(monkeypatch):
-    from sinkscope.models.loading.config import parse_device
+    from sinkscope.models.checkpoints.config import parse_device
 
     assert parse_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

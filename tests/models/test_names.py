@@ -9,8 +9,8 @@ from organisms import MODEL_TYPES
 from refusals import refused
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sinkscope.models.checkpoints.names import find, hub_id_of, list_models
-from sinkscope.models.loading.config import reads_images
+from sinkscope.models.checkpoints.config import reads_images
+from sinkscope.models.checkpoints.locate import find, hub_id_of, list_models
 
 
 def test_every_entry_is_well_formed():

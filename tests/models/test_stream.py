@@ -20,9 +20,9 @@ from torch.testing import assert_close
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
+from sinkscope.models.checkpoints.config import read_config
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.loading.config import read_config
-from sinkscope.models.modules.down_projections import w_out
+from sinkscope.models.neurons import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.open import dtype_on, open_stream

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sinkscope.opening import memory
-from sinkscope.opening.memory import fits, fits_in_memory, free_memory, stored_bytes
+from sinkscope.opening import open as opening
+from sinkscope.opening.open import fits, fits_in_memory, free_memory, stored_bytes
 
 GB = 1 << 30
 
@@ -47,4 +47,4 @@ def test_weights_are_counted_as_they_are_loaded(dtype, size, tmp_path, monkeypat
 
 def test_no_system_call_of_one_system_is_used():
     """`SC_AVPHYS_PAGES` is not known on macOS."""
-    assert "sysconf" not in Path(memory.__file__).read_text()
+    assert "sysconf" not in Path(opening.__file__).read_text()

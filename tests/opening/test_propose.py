@@ -17,8 +17,8 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.kv.scope import cache_layers, scope_line
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.modules.down_projections import w_out
-from sinkscope.opening.inference.probe import probe
+from sinkscope.models.neurons import w_out
+from sinkscope.opening.inference.find import probe
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.live import target_of
 

@@ -17,8 +17,8 @@ import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.scope import scope_line
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.modules.down_projections import column_factor
-from sinkscope.models.modules.linear import is_transposed
+from sinkscope.models.linear import is_transposed
+from sinkscope.models.neurons import column_factor
 from sinkscope.models.short_passes import begins_at
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of

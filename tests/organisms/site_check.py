@@ -10,7 +10,7 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.trace.sites import resolve
+from sinkscope.hooks.trace import resolve
 from sinkscope.opening.live import target_of
 
 from .additions import Additions, followed, is_close

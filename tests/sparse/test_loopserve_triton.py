@@ -24,8 +24,8 @@ from sinkscope.sparse.bands import BlockGrid
 from sinkscope.sparse.choice import BandChoice, sampled_rows
 from sinkscope.sparse.copies import Copies
 from sinkscope.sparse.serve import LoopServe
-from sinkscope.tap.call import Attention
-from sinkscope.tap.view import View
+from sinkscope.tap.call import Attention, View
+from sinkscope.tap.stock import Stock
 
 CASES = [  # queries, keys before them, width, kv heads, dtype: nothing is a multiple of a block
     (300, 0, 24, 2, "float16"),
@@ -156,7 +156,7 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
     pos = torch.arange(200)[None]
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))
     view = View(pos[None], pos)
-    prompt = Attention(module, 0, query, key, key, None, {}, query.shape[2], viewed=lambda _: view)
+    prompt = Attention(module, 0, query, key, key, None, {}, Stock("sdpa", None), viewed=lambda _: view)
     assert LoopServe(shortest=0).why_dense(prompt, view, None) == "on meta: only CPUs and CUDA do that"
 
 

@@ -12,7 +12,8 @@ from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.sums import scores_of
-from sinkscope.tap import listeners, stock
+from sinkscope.tap import stock
+from sinkscope.tap.tap import HANDLERS
 
 PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
 
@@ -23,7 +24,7 @@ def test_a_tap_refuses_a_cut_cache():
     with pytest.raises(UnsupportedError, match="a cache policy has evicted some: measure the prompt"):
         with StreamingLLM(budget=6).on(model), scores_of(target, lambda *_: None, [0]):
             decode(model, *prompts(LENGTHS, STEPS), PROMPT)
-    assert model.config._attn_implementation == "sdpa" and listeners.HANDLERS.get() == ()
+    assert model.config._attn_implementation == "sdpa" and HANDLERS.get() == ()
 
 
 def test_only_the_model_that_is_tapped_is_seen():
@@ -50,6 +51,6 @@ def test_exits_in_any_order_restore_the_models_attention():
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert model.config._attn_implementation == stock.NAME and stock.stock_name(model.config) == "sdpa"
+    assert model.config._attn_implementation == stock.NAME and stock.stock_of(model.config).kind == "sdpa"
     second.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa" and stock.STOCK == {}

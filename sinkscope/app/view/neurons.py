@@ -11,9 +11,9 @@ from torch import Tensor
 from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.readings import four_digits
 from sinkscope.app.view.result import Activation, CircuitSpike, NeuronPage, RemovedNeuron
-from sinkscope.hooks.trace.layer_view import flat_number, view_layer
 from sinkscope.measure import Setup
 from sinkscope.measure.batch import rows_at_once
+from sinkscope.models.neurons import flat_number, view_layer
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.cards import spike_card, writing

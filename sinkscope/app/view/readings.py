@@ -15,7 +15,7 @@ from sinkscope.app.view.packed import codes_of
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.trace import attention_rows, trace
 from sinkscope.models.hooks import Hook, first_tensor, on_output
-from sinkscope.models.norms import norms_of
+from sinkscope.models.neurons import norms_of
 from sinkscope.sinks.thresholds import STANDS_OUT
 
 SPIKE_SHARE = 0.5  # a norm spikes from this share of the first token's norm on (Yona et al. 2025, Table 1)

@@ -26,7 +26,7 @@ from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, QUESTION_END, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Share, Whole
-from sinkscope.models.checkpoints.names import RECALL, TWO_HOPS
+from sinkscope.models.checkpoints.locate import RECALL, TWO_HOPS
 from sinkscope.models.checks import check_length
 from sinkscope.models.target import Target
 

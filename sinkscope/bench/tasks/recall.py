@@ -21,7 +21,7 @@ from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Whole
-from sinkscope.models.checkpoints.names import RECALL
+from sinkscope.models.checkpoints.locate import RECALL
 from sinkscope.models.target import Target
 
 Position = Literal["begin", "middle", "end"]

@@ -1,10 +1,9 @@
 """Edits of a running model: ablate neurons, write values, patch, round. `with intervention.on(model) as run:`."""
 
 from sinkscope.hooks.edit.base import Composed, Event, Intervention, Run
-from sinkscope.hooks.edit.edits import Ablate, NeuronEdit
+from sinkscope.hooks.edit.edits import Ablate, Add, NeuronEdit
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.hooks.edit.steer import Add
 
 __all__ = [
     "Ablate",

@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.call import Call, begin_call
-from sinkscope.hooks.rows import RowState, forget_rows, put_rows
+from sinkscope.hooks.call import Call, RowState, begin_call, forget_rows, put_rows
 from sinkscope.models.call_cache import CACHE_NAMES, bridge_hooks, by_name, cache_in, tokens_in
 from sinkscope.models.hooks import Args, AroundCall, Hook, Kwargs
 from sinkscope.models.target import Target

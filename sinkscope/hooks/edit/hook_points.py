@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +15,56 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.call import Call
+from sinkscope.hooks.call import Call, Memory
 from sinkscope.hooks.edit.base import Intervention, Run
-from sinkscope.hooks.edit.expert_edit import expert_hook
 from sinkscope.hooks.edit.sites import NeuronGroup
-from sinkscope.hooks.rows import Memory
 from sinkscope.models.call_cache import cache_in
+from sinkscope.models.experts import Experts
 from sinkscope.models.hooks import Hook, device_copies, on_hidden, on_input
+from sinkscope.models.linear import brought
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.tap.internals import GenerateFollower, following_generate
+
+
+class _LatestCall(threading.local):
+    """The call in which the thread is, identified by its input, and the values that earlier hooks left in it."""
+
+    hidden: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    edited: dict[tuple[int, int, int], Tensor]  # by id of the module, expert and neuron
+
+
+_latest = _LatestCall()
+
+
+def expert_hook(
+    experts: Experts, expert: int, neurons: list[int], edit: Callable[[Tensor], Tensor | None]
+) -> Callable[..., Any]:
+    """Return the forward hook, with kwargs, by which `edit` acts on an expert; its module holds `experts`."""
+
+    def corrected(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        entering = (*args, *kwargs.values())[0]
+        if _latest.hidden() is not entering:
+            _latest.hidden, _latest.edited = weakref.ref(entering), {}
+        edited = _latest.edited
+        with brought(module):
+            routed = experts.routed(args, kwargs)
+            post = experts.activate(*experts.factors(expert, routed.entering(expert), neurons)).clone()
+            written = experts.columns(expert, neurons).to(post.dtype)
+        for number, neuron in enumerate(neurons):
+            if (id(module), expert, neuron) in edited:
+                post[:, number] = edited[id(module), expert, neuron]
+        new = edit(post)
+        if new is None:
+            return None
+        new = new.to(post.dtype)
+        for number, neuron in enumerate(neurons):
+            edited[id(module), expert, neuron] = new[:, number]
+        change = ((new - post) * routed.weight[:, expert, None]).to(post.dtype) @ written
+        return on_hidden(lambda hidden: hidden + change.view_as(hidden))(module, args, kwargs, output)
+
+    return corrected
+
 
 Edit = Callable[[Tensor], Tensor | None]
 """Gives new values `[... d]` for those that pass a hook point, or None to leave them."""

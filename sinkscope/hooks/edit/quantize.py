@@ -23,7 +23,7 @@ from sinkscope.hooks.edit.sites import (
     listed,
     site_of,
 )
-from sinkscope.hooks.trace.sites import resolve
+from sinkscope.hooks.trace import resolve
 from sinkscope.models.checks import check_site
 from sinkscope.models.target import Target
 

@@ -20,7 +20,7 @@ from sinkscope.files.records import Finite, build, check_values
 from sinkscope.hooks.edit.edits import NeuronEdit
 from sinkscope.hooks.edit.hook_points import Values
 from sinkscope.hooks.edit.sites import Where, site_of
-from sinkscope.models.origin import check_made_for
+from sinkscope.models.checkpoints.fingerprint import check_made_for
 from sinkscope.models.target import Target
 
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
+from sinkscope.hooks.call import TokenPositions
 from sinkscope.hooks.edit.base import Event, Intervention, Run
-from sinkscope.hooks.rows import TokenPositions
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.generation import Rewinder
 from sinkscope.kv.session import Session

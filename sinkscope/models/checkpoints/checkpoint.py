@@ -11,9 +11,8 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import checked_value
+from sinkscope.models.checkpoints.config import TOKENIZER_FILES, check_kind, read_checkpoint_json
 from sinkscope.models.checkpoints.hub import hub_file, hub_folder, optional_file
-from sinkscope.models.checkpoints.side_files import TOKENIZER_FILES
-from sinkscope.models.loading.config import check_kind, read_checkpoint_json
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.side_files import ADAPTER_CONFIG, refuse_adapter
-from sinkscope.models.loading.config import first_line
+from sinkscope.models.checkpoints.config import first_line
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class HubError(SinkscopeError):
@@ -106,3 +107,12 @@ def optional_file(repo: str, name: str, commit: str) -> Path | None:
         if constants.HF_HUB_OFFLINE:
             return None
         raise
+
+
+def refuse_adapter(name: str) -> SinkscopeError:
+    """Return the error for a folder or hub id that holds an adapter (LoRA and others of peft)."""
+    return SinkscopeError(
+        f"{name} holds an adapter ({ADAPTER_CONFIG}), so it is no model alone: load its base with sinkscope.load(...), "
+        f"put the adapter on it with peft.PeftModel.from_pretrained(base, {name!r}), and measure that; or merge them; "
+        "or give the model without the adapter"
+    )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.plain import visible
-from sinkscope.models.loading.config import first_line
+from sinkscope.models.checkpoints.config import first_line
 
 Chat = bool | Literal["auto"]
 """Whether texts are put into the chat template: "auto" does it if there is one and they are not in one already."""

@@ -13,9 +13,9 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
-from sinkscope.models.modules.down_projections import column_factor, typical_neuron, w_out
-from sinkscope.models.modules.experts import experts_of
+from sinkscope.models.neurons import column_factor, typical_neuron, w_out
 from sinkscope.models.short_passes import relative_error
 from sinkscope.models.target import Target
 

@@ -6,21 +6,81 @@ import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import Adapter, Found, row_of, shown_row
-from sinkscope.models.loading.config import cpu_by_default, cut_depth, new_model
-from sinkscope.models.modules.stack import DRAFT, first_of_kinds, layer_kinds, stack_of
+from sinkscope.models.adapters import DRAFT, PATHS, Adapter, Found, row_of, shown_row, stack_of
+from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth, first_line, new_model
 from sinkscope.models.short_passes import token_ids
-from sinkscope.models.target import Target
-from sinkscope.opening.inference.probe import probe
+from sinkscope.models.target import Target, first_of_kinds, layer_kinds
+from sinkscope.opening.inference.proof import attention_error
 from sinkscope.opening.inference.propose import propose
+from sinkscope.opening.inference.sums import layer_sums
 from sinkscope.tap.internals import without_hooks
+
+
+@dataclass
+class ProbeReport:
+    """What the probe found.
+
+    Attributes:
+        problem: What is wrong. None if nothing is.
+        unproved: Why sites cannot be proved, by layer and the last part of their names.
+    """
+
+    problem: str | None = None
+    unproved: dict[int, dict[str, str]] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
+    """Check on a few tokens that edits at the adapter's sites work as intended and attention is recomputed correctly.
+
+    Args:
+        target: The model, with an adapter. It is left unchanged.
+        every_layer: Whether all layers are edited, and not only the first of each kind.
+
+    Returns:
+        What was found; `problem` says what is wrong. A wrong adapter does not raise an error.
+    """
+    tolerance = max(1e-3, 16 * torch.finfo(target.dtype).eps)
+    if getattr(target.hf, "is_quantized", False):
+        tolerance = max(tolerance, 0.2)
+    report = ProbeReport()
+    try:
+        _check_paths(target)
+        proved = layer_sums(target, list(range(target.n_layers)) if every_layer else first_of_kinds(target))
+        report.unproved = {sums.layer: sums.problems for sums in proved}
+        for sums in proved:
+            if not all(error <= tolerance for error in sums.edits.errors):  # "not <=", so that NaN is wrong as well
+                raise UnsupportedError("a moved neuron does not change the layer as the adapter says")
+            if "hook_mlp_out" in sums.problems:
+                reason = sums.problems["hook_mlp_out"]
+                raise UnsupportedError(f"what the MLP gives is not added as the adapter says: {reason}")
+        if not attention_error(target) <= tolerance:
+            raise UnsupportedError("recomputed attention differs from the model's own")
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except UnsupportedError as wrong:
+        report.problem = str(wrong)
+    except Exception as error:
+        report.problem = f"a forward pass raised {type(error).__name__}: {first_line(error)}"
+    return report
+
+
+def _check_paths(target: Target) -> None:
+    """Refuse an adapter that names a part that no layer has."""
+    adapter = target.adapter
+    for name in PATHS:
+        path = getattr(adapter, name)
+        is_optional = path is None or (adapter.experts is not None and name in ("down", "up", "gate"))
+        if not is_optional and not any(target.has_part(layer, name) for layer in range(target.n_layers)):
+            raise UnsupportedError(f"the adapter names a module that is not there ({path!r} in no layer)")
+
 
 _KNOWN: dict[tuple[type, Adapter | None, str], Found] = {}  # by the class, the row and the configuration of the model
 _LOCK = threading.RLock()

@@ -17,9 +17,8 @@ from sinkscope.models.hooks import Hook, on_input, on_output
 from sinkscope.models.short_passes import relative_error, token_ids
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention
-from sinkscope.tap.observers import attention_rows
 from sinkscope.tap.stock import configs_of, eager
-from sinkscope.tap.tap import listening
+from sinkscope.tap.tap import attention_rows, listening
 
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
 _NARROW = 6  # tokens of every window, chunk and choice of keys while attention is checked

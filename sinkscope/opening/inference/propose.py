@@ -19,27 +19,49 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import PATHS, Adapter, Found
+from sinkscope.models.adapters import DRAFT, PATHS, Adapter, Found, NotInferredError, not_inferred, stack_of
+from sinkscope.models.call_cache import parameters_of
+from sinkscope.models.checkpoints.config import first_line
+from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import Hook, on_input
-from sinkscope.models.loading.config import first_line
-from sinkscope.models.modules.experts import experts_of
-from sinkscope.models.modules.linear import input_width, is_transposed
-from sinkscope.models.modules.stack import (
-    DRAFT,
-    NotInferredError,
-    base_path,
-    first_of_kinds,
-    layer_kinds,
-    not_inferred,
-    stack_of,
-)
+from sinkscope.models.linear import input_width, is_transposed
 from sinkscope.models.short_passes import begins_at, token_ids
-from sinkscope.models.target import Target
-from sinkscope.opening.inference import names
+from sinkscope.models.target import Target, first_of_kinds, layer_kinds
 from sinkscope.opening.inference.sums import LayerSums, layer_sums
 from sinkscope.tap.call import Attention
-from sinkscope.tap.observers import attention_rows
-from sinkscope.tap.tap import listening
+from sinkscope.tap.tap import attention_rows, listening
+
+ATTENTION = """self_attn linear_attn mamba conv norm_attn_norm.attn attn.attention attention.self attn self_attention
+    attention multi_head_attention temporal_block mixer""".split()
+"""Attention, or what stands in its place in some layers."""
+QUERY = "q_proj.linear q_proj q_b_proj Wq query".split()
+KEY = "k_proj.linear k_proj Wk key".split()
+VALUE = "v_proj.linear v_proj Wv value".split()
+FUSED = "qkv_proj query_key_value c_attn Wqkv".split()
+"""Queries, keys and values in one module. These, and the output projection, are parts of the attention."""
+OUTPUT = "o_proj.linear o_proj out_proj dense c_proj Wo".split()
+OUTPUT_BESIDE = ["attention.output.dense"]
+"""The output projection, where it stands beside the attention."""
+ATTENTION_NORM = """post_self_attn_layernorm post_attention_layernorm post_norm1 post_operator_norm attn_sconv
+    attention.output.dense""".split()
+"""What stands between attention and residual stream."""
+MID = """pre_feedforward_layernorm pre_mlp_layernorm pre_ff_layernorm feedforward_layernorm norm_attn_norm.norm_2 norm_2
+    ln_2 layernorm2 final_layer_norm ffn_norm mlp_norm channel_pre_norm attention.output.LayerNorm
+    post_attention_layernorm""".split()
+"""What reads the residual stream between attention and MLP, before the MLP itself."""
+MLP = "mlp feed_forward ffn block_sparse_moe mlp_block mixer".split()
+MLP_NORM = """mlp.post_mlp_layernorm post_mlp_layernorm post_feedforward_layernorm post_norm2 post_ffn_norm""".split()
+"""What stands between MLP and residual stream."""
+EXPERTS = ["", "experts"]
+"""The fused experts: the MLP itself, or a part of it."""
+SHARED = ["", "shared_experts", "shared_expert", "shared_mlp"]
+"""The shared expert in a mixture, or beside it; the first is that of an MLP without one."""
+SHARED_GATE = "shared_expert_gate"
+PROJECTIONS = """down_proj up_proj gate_proj|down_proj gate_up_proj|dense_4h_to_h dense_h_to_4h|c_proj c_fc|fc2 fc1
+    |w2 w3 w1|fc_out fc_in|Wo Wi|2 0|output_linear input_linear|output.dense intermediate.dense""".split("|")
+"""Down, up and gate of an MLP, each three beside each other."""
+NORM_INSIDE = "ffn_sub_norm"
+"""A norm before the down projection of an MLP: behind it, no module gives a factor of a neuron."""
 
 Fields = dict[str, str | bool | float | None]
 """What was found of a layer, by the fields of an adapter; nothing of parts that it does not have."""
@@ -90,7 +112,7 @@ def _proposed(target: Target, row: Adapter | None = None) -> Found:
     except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
         pass
     if not calls:
-        paths = row.attn.split("|") if row else names.ATTENTION
+        paths = row.attn.split("|") if row else ATTENTION
         attn = [next(iter(_Parts(layer).there(paths)), "") for layer in target.layers]
         target = replace(target, adapter=replace(target.adapter, attention_interface=False))
         rows = tuple(Adapter("", attn=path) for path in attn)
@@ -224,6 +246,14 @@ def _sums_of(target: Target, layer: int, fields: Fields) -> LayerSums:
     return sums
 
 
+def base_path(model: Any, stack: str) -> str:
+    """Return the path of the innermost module around the layers that takes token ids."""
+    base = stack
+    while base and "input_ids" not in parameters_of(model.get_submodule(base)):
+        base = base.rpartition(".")[0]
+    return base
+
+
 class _Parts:
     """The modules of a layer, by path, and what names say of them."""
 
@@ -246,29 +276,29 @@ class _Parts:
     def attention(self, call: _Attending | None) -> Fields:
         """Return what names say of attention, or of what stands in its place."""
         if call is None:
-            attn = self.there(names.ATTENTION)
+            attn = self.there(ATTENTION)
             return {"attn": attn[0]} if attn else {}
         (attn,) = (path for path, module in self.modules.items() if module is call.module)
         fields: Fields = {"attn": attn}
-        fields["o"] = self._linear(names.OUTPUT, attn) or self._linear(names.OUTPUT_BESIDE)
-        fields["fused_qkv"] = self._linear(names.FUSED, attn)
-        for name, paths in (("q", names.QUERY), ("k", names.KEY), ("v", names.VALUE)):
+        fields["o"] = self._linear(OUTPUT, attn) or self._linear(OUTPUT_BESIDE)
+        fields["fused_qkv"] = self._linear(FUSED, attn)
+        for name, paths in (("q", QUERY), ("k", KEY), ("v", VALUE)):
             fields[name] = self._linear(paths, attn)
         return fields
 
     def mlp(self) -> Fields:
         """Return what names say of the MLP; empty if there is none."""
-        block = next(iter(self.there(names.MLP)), "")
+        block = next(iter(self.there(MLP)), "")
         fields: Fields = {}
-        for path in self.there(names.EXPERTS, block):
+        for path in self.there(EXPERTS, block):
             if experts_of(self.modules[path]) is not None and not fields:
-                fields = {"mlp": block, "experts": path, "shared_gate": self._linear([names.SHARED_GATE], block)}
-        inside = [f"{block}.{shared}".strip(".") for shared in names.SHARED]
-        for parent, projections in itertools.product(dict.fromkeys(inside + names.SHARED), names.PROJECTIONS):
+                fields = {"mlp": block, "experts": path, "shared_gate": self._linear([SHARED_GATE], block)}
+        inside = [f"{block}.{shared}".strip(".") for shared in SHARED]
+        for parent, projections in itertools.product(dict.fromkeys(inside + SHARED), PROJECTIONS):
             down, up, gate = (self._linear([path], parent) for path in f"{projections} .".split()[:3])
             if down is None or up is None:
                 continue
-            if self.there([names.NORM_INSIDE], parent):  # no module gives a factor of a neuron
+            if self.there([NORM_INSIDE], parent):  # no module gives a factor of a neuron
                 up = gate = None
             return {"mlp": block or parent, **fields, "down": down, "up": up, "gate": gate}
         return fields
@@ -290,15 +320,15 @@ class _Parts:
         writes, additions = list[Fields](), list[Fields]()
         mids: list[Any] = [None]
         if "mlp" in known:
-            mids = [*self.there(names.MID), known["mlp"], known.get("up"), None]
+            mids = [*self.there(MID), known["mlp"], known.get("up"), None]
             mlps = filter(None, dict.fromkeys(known.get(name) for name in ("mlp", "experts", "down")))
-            for norm, mlp in itertools.product([*self.there(names.MLP_NORM), None], mlps):
+            for norm, mlp in itertools.product([*self.there(MLP_NORM), None], mlps):
                 if not f"{norm}.".startswith(f"{mlp}."):
                     writes.append({"mlp": mlp, "post_mlp_norm": norm})
             writes.append(writes[0])
         if "attn" in known:
             around = filter(None, [str(known["attn"]).rpartition(".")[0], known.get("o")])
-            for mid, writer in itertools.product(mids, [*self.there(names.ATTENTION_NORM), None, *around]):
+            for mid, writer in itertools.product(mids, [*self.there(ATTENTION_NORM), None, *around]):
                 if mid is None or mid != writer:
                     additions.append({"mid": mid, "attn_out": writer})
             additions.insert(1, {"mid": None, "attn_out": None})  # parallel parts

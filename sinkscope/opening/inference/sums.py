@@ -32,8 +32,7 @@ from sinkscope.models.short_passes import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.edits import PASS_ROWS, MlpEdits, PassRecorder, as_constant
 from sinkscope.tap.call import Attention
-from sinkscope.tap.observers import attention_rows
-from sinkscope.tap.tap import listening
+from sinkscope.tap.tap import attention_rows, listening
 
 RowValues = Float[Tensor, "row pos width"]
 _TURNED = {"q": 1, "k": 2, "v": 3}  # rows in which a head of them is turned

@@ -15,9 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.files.store import Folder, Keyed
-from sinkscope.hooks.trace.run import trace
+from sinkscope.hooks.trace import trace
 from sinkscope.measure import Option, Setup
-from sinkscope.models.origin import fingerprint_of
+from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.opening.open import open_target
@@ -28,7 +28,7 @@ from sinkscope.sinks.spikes.copies import along_spikes, copies_of, half_reached
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import TokenRows, hold_layers, prefix_of, sample_tokens, token_texts, vocabulary
-from sinkscope.tap.observers import attention_rows
+from sinkscope.tap.tap import attention_rows
 
 SEQUENCES = 4  # sequences per pass
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.hooks.trace.layer_view import columns, flat_number, view_layer
 from sinkscope.models.draws import draws, some_of
+from sinkscope.models.neurons import columns, flat_number, view_layer
 from sinkscope.models.target import Target
 from sinkscope.results.claims import Contrast
 from sinkscope.results.parts import Component, Head, Neuron

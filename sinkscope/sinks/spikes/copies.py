@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
-from sinkscope.hooks.trace.run import trace
+from sinkscope.hooks.trace import trace
 from sinkscope.measure.batch import rows_at_once
 from sinkscope.models.target import Target
 from sinkscope.sinks.spikes.records import Copies

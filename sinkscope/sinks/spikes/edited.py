@@ -25,7 +25,7 @@ from sinkscope.sinks.spikes.components import hook_points_of
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import given_later, to_place
 from sinkscope.sinks.tokens import Mask, TokenRows
-from sinkscope.tap.observers import visible_rows
+from sinkscope.tap.tap import visible_rows
 
 LOGITS = 1 << 21  # logits of a text at most: of large vocabularies, every second position is read, or fewer
 

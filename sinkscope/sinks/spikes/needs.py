@@ -15,8 +15,8 @@ from itertools import combinations
 import torch
 
 from sinkscope.hooks.edit import Ablate
-from sinkscope.hooks.trace.layer_view import expert_and_neuron
 from sinkscope.measure.margin import margin_of
+from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Component, Neuron
 from sinkscope.sinks.spikes.components import components

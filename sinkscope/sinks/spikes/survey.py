@@ -15,13 +15,13 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
-from sinkscope.models.modules.layer_call import keep_call
+from sinkscope.models.neurons import keep_call
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import Component
 from sinkscope.sinks.thresholds import MASSIVE, NARROWEST, READS, SMALLEST
 from sinkscope.sinks.tokens import Mask, TokenRows
-from sinkscope.tap.observers import visible_rows
+from sinkscope.tap.tap import visible_rows
 
 SURVEYED = 12  # texts of a survey
 KEPT_ELEMENTS = 1 << 28  # states of this many elements are kept: one gigabyte; of larger models fewer texts are read

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.hooks.trace.run import trace
+from sinkscope.hooks.trace import trace
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.spikes.edited import EditedTexts, Effects, Written, losses_at
 from sinkscope.sinks.spikes.places import per_text

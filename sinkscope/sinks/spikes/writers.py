@@ -9,7 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from sinkscope.hooks.trace.layer_view import (
+from sinkscope.measure.batch import MOST_NUMBERS, rows_at_once
+from sinkscope.measure.margin import margin_of
+from sinkscope.models.neurons import (
     LayerView,
     columns,
     expert_and_neuron,
@@ -18,8 +20,6 @@ from sinkscope.hooks.trace.layer_view import (
     neutral_post,
     view_layer,
 )
-from sinkscope.measure.batch import MOST_NUMBERS, rows_at_once
-from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import LayerInput, Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.components import components

@@ -1,14 +1,32 @@
-"""What is said of a model that cannot be loaded, and what to do."""
+"""Keep other libraries quiet while they load a model, and turn their errors into one line."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 from collections.abc import Generator
 
 from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.models.checkpoints.config import first_line
 from sinkscope.models.checkpoints.locate import ModelSource
-from sinkscope.models.loading.config import first_line
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """Context manager that silences stdout and other libraries' reports; downloads have progress bars on a terminal."""
+    from huggingface_hub import utils as hub
+    from transformers.utils import logging
+
+    with contextlib.ExitStack() as undo:
+        for library in (logging, hub.logging):
+            undo.callback(library.set_verbosity, library.get_verbosity())
+            library.set_verbosity_error()
+        if logging.is_progress_bar_enabled():
+            undo.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()
+        undo.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
 
 
 @contextlib.contextmanager

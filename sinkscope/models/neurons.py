@@ -1,10 +1,11 @@
-"""The neurons of one layer at chosen positions: their values, and what each writes.
+"""The neurons of a layer: their values at chosen positions, and what each writes to the residual stream.
 
 Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared expert follow after all of these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,13 +13,96 @@ from typing import Any
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from sinkscope.models.hooks import first_tensor, on_input, on_output
-from sinkscope.models.modules.down_projections import w_out
-from sinkscope.models.modules.experts import Experts, Routed
-from sinkscope.models.modules.linear import brought
-from sinkscope.models.target import LayerInput, Target
+from sinkscope.models.experts import Experts, Routed
+from sinkscope.models.hooks import (
+    Args,
+    Hook,
+    Kwargs,
+    first_tensor,
+    hidden_of,
+    on_hidden,
+    on_input,
+    on_output,
+    with_hidden,
+)
+from sinkscope.models.linear import brought, input_width, is_transposed, plain_weight
+from sinkscope.models.shards import local, shards_of
+from sinkscope.models.target import LayerInput, Parts, Target
+
+
+def norms_of(tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
+    """Return L2 norms in float32; no smaller type is summed in itself."""
+    return torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.promote_types(tensor.dtype, torch.float32)).float()
+
+
+_TYPICAL = 1024  # neurons among which a typical one is looked for
+
+
+def column_factor(target: Parts, layer: int, expert: int | None = None) -> float:
+    """Return the factor between a neuron's column and what the layer adds to the residual stream (or a norm reads)."""
+    factor = target.adapter.down_factor
+    if expert is not None:
+        factor = target.adapter.expert_factor
+    elif target.is_mixture(layer):
+        factor = target.adapter.shared_factor
+    return factor * target.adapter.write_factor
+
+
+@torch.no_grad()
+def w_out(
+    target: Parts, layer: int, neurons: Sequence[int], expert: int | None = None
+) -> Float[Tensor, "neuron d_model"]:
+    """Return columns of the down projection, float32: what each neuron writes when its `hook_post` is 1.
+
+    In a mixture, None means the shared expert. Routing weight and sigmoid gate are not included, constant factors
+    up to the residual stream (or up to a norm after the MLP) are.
+    """
+    factor = column_factor(target, layer, expert)
+    with target.loaded(layer):
+        if expert is not None:
+            written = target.experts(layer).columns(expert, list(neurons))
+        else:
+            written = input_columns(target, target.sub(layer, "down"), neurons)
+        return written.float() * factor
+
+
+@torch.no_grad()
+def input_columns(
+    target: Parts, module: nn.Module, inputs: Sequence[int] | None = None
+) -> Float[Tensor, "input output"]:
+    """Return what a linear module gives when one of its inputs is 1, without the bias.
+
+    Args:
+        target: The model.
+        module: The module.
+        inputs: Inputs; None is all.
+    """
+    width = input_width(module)
+    chosen = list(range(width) if inputs is None else inputs)
+    weight = getattr(module, "weight", None)
+    if weight is not None and hasattr(weight, "device_mesh"):
+        shards = shards_of(weight)
+        return shards.columns(shards.gather(local(weight), weight.shape[0], 0), chosen, width).T
+    weight = plain_weight(module)
+    if weight is not None:
+        return weight[chosen] if is_transposed(module) else weight[:, chosen].T
+    # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
+    device = next((parameter.device for parameter in module.parameters()), target.device)
+    units = torch.zeros(len(chosen) + 1, width, device=device, dtype=target.dtype)
+    units[range(len(chosen)), chosen] = 1
+    given = module.forward(units)
+    return given[:-1] - given[-1:]
+
+
+def typical_neuron(target: Parts, layer: int) -> int | None:
+    """Return a neuron whose column is neither zero nor large; None if all are zero."""
+    norms = norms_of(w_out(target, layer, range(min(target.width(layer), _TYPICAL))))
+    order = norms.argsort()[int((norms == 0).sum()) :]
+    if len(order):
+        return int(order[len(order) // 2])
+    return None
 
 
 @dataclass(frozen=True)
@@ -156,3 +240,25 @@ def neutral_post(target: Target, text: LayerView, number: int) -> float:
     if not bool(chosen.any()):
         return 0.0
     return float((post[chosen] / weight[chosen]).median())
+
+
+Added = Callable[[Float[Tensor, "row pos d_model"]], Float[Tensor, "row pos d_model"]]
+"""Gives how much of the residual stream after a layer is not there if the MLP gives zero."""
+
+
+def keep_call(target: Target, layer: int, calls: list[Added]) -> Hook:
+    """Return a hook that keeps the call of a layer, which does not simply add what its MLP gives."""
+
+    def keep(_module: Any, args: Args, kwargs: Kwargs) -> None:
+        hidden = hidden_of(args, kwargs).clone()  # some layers add to it in place
+        args, kwargs = with_hidden(args, kwargs, hidden)
+
+        @torch.no_grad()
+        def added(resid: Tensor) -> Tensor:
+            silenced = target.mlp_writers(layer)[0], "post", on_hidden(torch.zeros_like)
+            with target.loaded(layer), target.hooks(silenced):
+                return resid - first_tensor(target.layers[layer].forward(*args, **kwargs))
+
+        calls.append(added)
+
+    return target.layers[layer], "pre", keep

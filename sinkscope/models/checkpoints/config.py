@@ -1,9 +1,9 @@
-"""Configuration, tokenizer, dtype and device of a model to load, checked before any weight is read."""
+"""Read and check the configuration, tokenizer, dtype and device of a model, before any weight is read."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -13,8 +13,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
-from sinkscope.models.checkpoints.side_files import TOKENIZER_FILES, check_side_files
-from sinkscope.models.loading.gguf_header import GgufHeader
+from sinkscope.models.checkpoints.gguf_file import GgufHeader
 from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -22,6 +21,17 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
 _BEFORE: list[torch.dtype] = []  # what was the default when each measurement that runs began
 _LOCK = threading.Lock()
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -41,6 +51,24 @@ def read_checkpoint_json(file: Path) -> Any:
             "writes it, or a .gguf file itself"
         )
     return read_json(file, "download it again")
+
+
+def check_side_files(folder: Path, names: Iterable[str]) -> None:
+    """Check that each of these JSON files of a checkpoint, if it exists, holds an object.
+
+    Args:
+        folder: The checkpoint.
+        names: Names of its files.
+
+    Raises:
+        SinkscopeError: One cannot be read, or is damaged.
+    """
+    for name in names:
+        file, remedy = folder / name, "download it again"
+        if not name.endswith(".json") or not file.exists():
+            continue
+        if not isinstance(read_json(file, remedy), dict):
+            raise SinkscopeError(f"{name} is no JSON object; {remedy}")
 
 
 @contextmanager

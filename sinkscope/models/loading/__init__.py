@@ -1,1 +1,0 @@
-"""A model to load: its configuration, tokenizer, dtype and device, its kind of object, and what is refused."""

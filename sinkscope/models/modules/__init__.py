@@ -1,1 +1,0 @@
-"""Where the parts of a model are, and what their weights say."""
