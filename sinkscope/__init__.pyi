@@ -20,6 +20,7 @@ from .loops.barcode import barcode as barcode
 from .loops.dry import DRY as DRY
 from .loops.generate import generate as generate
 from .loops.guard.guard import LoopGuard as LoopGuard
+from .loops.guard.steer import Steer as Steer
 from .loops.why import why as why
 from .measure.measurement import Measurement as Measurement
 from .models.checkpoints.locate import list_models as list_models

@@ -7,11 +7,13 @@ from kv_kit import decode, logits_of
 from torch import Tensor
 from transformers import DynamicCache
 
+from experiments.loopguard.variants import OneSignal
 from sinkscope.hooks.edit import Event
 from sinkscope.opening.live import target_of
 
-SMALL = {"budget": 24, "anchors": 4, "window": 16}
-EAGER = {"warmup": 0, "tail_shortest": 6, "cooldown": 8}  # fires after two or three copies
+SMALL = {"budget": 24, "anchors": 4}
+EAGER = OneSignal(signal="tail", window=16, warmup=0, tail_shortest=6, cooldown=8)
+"""Fires after two or three copies."""
 
 
 def feed(model, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:

@@ -27,12 +27,14 @@ from experiments.loopguard.honest_answers import honest_answers
 from experiments.loopguard.real import FULL
 from experiments.loopguard.real_openings import HALVES
 from experiments.loopguard.real_table import interval, judged
+from experiments.loopguard.variants import Ungated
 from experiments.record import Row, read_rows, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
-from sinkscope.loops import MonitorSettings, Tail, tail_period
+from sinkscope.loops import MonitorSettings, PaperSettings, Tail, tail_period
 from sinkscope.loops.guard.detect import largest_probability, monitors
 from sinkscope.loops.text.counters import asked_copies
+from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import split
 from sinkscope.loops.text.repetition import TailRepetition
@@ -59,7 +61,6 @@ PRINTED: dict[str, dict[str, Any]] = {
     **{f"theta_nov {share}": {"theta_nov": share} for share in (0.01, 0.04)},
     **{f"stall {steps}": {"stall": steps} for steps in (2, 8)},
     **{f"warmup {step}": {"warmup": step} for step in (32, 128)},
-    "no gate": {"gates": ()},
 }
 """Fields of the paper's monitor, halved or doubled one at a time."""
 
@@ -68,11 +69,10 @@ Text = tuple[list[int], list[float]]
 
 
 def first_alarm(
-    settings: MonitorSettings, tokenizer: Any, ids: Sequence[int], prompt: str, largest: Sequence[float] = ()
+    settings: Settings, tokenizer: Any, ids: Sequence[int], prompt: str, largest: Sequence[float] = ()
 ) -> tuple[int, Tail | None] | None:
     """Return the number of the token at which the monitor fires, and the repetition; None if it does not."""
-    monitor = monitors(settings, tokenizer)()
-    monitor.asked = asked_copies(prompt)
+    monitor = monitors(settings, tokenizer)(asked=asked_copies(prompt))
     following = [*largest[1:], *largest[-1:]]  # the last one is not known
     for number, (token, p_max) in enumerate(itertools.zip_longest(ids, following), 1):
         step = monitor.update(token, p_max)
@@ -148,7 +148,7 @@ def honest_texts(model: Any, tokenizer: Any) -> list[Text]:
     return texts
 
 
-def of_printed(settings: MonitorSettings, tokenizer: Any, outputs: Sequence[Row], honest: Sequence[Text]) -> Row:
+def of_printed(settings: Settings, tokenizer: Any, outputs: Sequence[Row], honest: Sequence[Text]) -> Row:
     """What a setting of the paper's monitor finds: loops, and alarms on healthy outputs and honest answers."""
     row: Row = {"loops": 0, "found": 0, "healthy": 0, "healthy_fired": 0, "honest": len(honest), "honest_fired": 0}
     delays: list[int] = []
@@ -211,7 +211,8 @@ def alarms_of(model: Any, outputs: Sequence[Row]) -> Row:
         result["largest probability"][kind] = {"texts": len(means), "low": tenth, "median": median, "high": ninth}
     result["printed"] = {}
     for name, changed in PRINTED.items():
-        result["printed"][name] = of_printed(MonitorSettings.paper(**changed), tokenizer, outputs, honest)
+        result["printed"][name] = of_printed(PaperSettings(**changed), tokenizer, outputs, honest)
+    result["printed"]["no gate"] = of_printed(Ungated(), tokenizer, outputs, honest)
     return result
 
 

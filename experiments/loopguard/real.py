@@ -22,6 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 
 from experiments.loopguard.real_openings import openings_of
+from experiments.loopguard.variants import MONITORS
 from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.generation.decode import decoding, to_end
@@ -29,7 +30,7 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.kv.rewind import generate_with_rewind
 from sinkscope.loops.dry import DRY
 from sinkscope.loops.generate import padded
-from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops.guard import LoopGuard, Steer
 from sinkscope.loops.guard.detect import monitors
 from sinkscope.loops.text.counters import asked_copies
 from sinkscope.models.checks import end_ids
@@ -61,9 +62,12 @@ class Arm:
     processors: Callable[[Any, int], list[LogitsProcessor]] | None = None
 
 
+PENALTY = Steer(temperature=0.0)
+
+
 def plain(kind: type[LoopGuard] = LoopGuard, **settings: Any) -> Arm:
     """A guard that only cuts the cache."""
-    return Arm(lambda: kind(act="cut", temperature=0.0, **settings))
+    return Arm(lambda: kind(act="cut", **settings))
 
 
 def printed(**settings: Any) -> Arm:
@@ -83,16 +87,16 @@ def dry_with_breakers(tokenizer: Any, pad: int) -> list[LogitsProcessor]:
 FULL = "full"
 ARMS: dict[str, Arm] = {
     FULL: Arm(),
-    "cut all, penalty 2": plain(CutAll, penalty=2.0, local=0),
-    **{f"cut {k}, penalty 2": plain(penalty=2.0, local=k) for k in (0, 4, 16)},
-    "cut 4, penalty 0": plain(penalty=0.0),
+    "cut all, penalty 2": plain(CutAll, steer=PENALTY, local=0),
+    **{f"cut {k}, penalty 2": plain(steer=PENALTY, local=k) for k in (0, 4, 16)},
+    "cut 4, penalty 0": plain(steer=None),
     "rewind": Arm(LoopGuard),
-    "rewind, temperature 0": Arm(lambda: LoopGuard(temperature=0.0)),
-    "rewind, penalty 0": Arm(lambda: LoopGuard(penalty=0.0)),
+    "rewind, temperature 0": Arm(lambda: LoopGuard(steer=PENALTY)),
+    "rewind, penalty 0": Arm(lambda: LoopGuard(steer=Steer(penalty=0.0))),
     "as printed": printed(),
     "as printed, local 4": printed(local=4),
-    "as printed, p1 alone": printed(variant="p1"),
-    "as printed, always on": printed(variant="always"),
+    "as printed, p1 alone": printed(monitor=MONITORS["p1"]),
+    "as printed, always on": printed(monitor=MONITORS["always"]),
     "DRY, breakers": Arm(None, dry_with_breakers),
     "repetition penalty 1.1": Arm(None, lambda tokenizer, pad: [Penalty(1.1)]),
 }
@@ -112,8 +116,7 @@ class Largest(LogitsProcessor):
 
 def raises_alarm(live: Any, guard: LoopGuard, tokens: Sequence[int], prompt: str) -> bool:
     """Whether a guard would act on an output, by its monitor alone."""
-    monitor = monitors(guard.settings, live.tokenizer)()
-    monitor.asked = asked_copies(prompt)
+    monitor = monitors(guard.settings, live.tokenizer)(asked=asked_copies(prompt))
     return any(monitor.update(token).trigger for token in tokens)
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import click
 from pydantic import Field
@@ -17,11 +17,12 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of, read_json, reason_of
 from sinkscope.files.plain import visible
 from sinkscope.files.records import checked_value
-from sinkscope.loops import LoopCheck, Monitor, MonitorSettings, Watch, check_file
+from sinkscope.loops import LoopCheck, MonitorSettings, PaperSettings, Watch, check_file
 from sinkscope.loops.servers.proxy import LOOPBACK, application, listen
 from sinkscope.loops.text.check import LOOP_FOUND, NO_TEXT
+from sinkscope.loops.text.copies import Cut
 from sinkscope.loops.text.forms import StreamForm
-from sinkscope.loops.text.settings import Cut, Settings
+from sinkscope.loops.text.monitor import Settings
 from sinkscope.results.console import note
 from sinkscope.results.options import Hidden, Option, command
 
@@ -39,7 +40,7 @@ def check_loops(
     follow: bool = False,
     form: Annotated[StreamForm, Option("--format")] = "auto",
     settings: Annotated[str | None, Option(metavar="FILE")] = None,
-    variant: str = "repeats",
+    variant: Literal["repeats", "full"] = "repeats",
     cut: Cut = "auto",
     prompt: Annotated[str, Option(metavar="TEXT")] = "",
     first: bool = False,
@@ -85,8 +86,7 @@ def check_loops(
         if variant != "repeats":
             raise SinkscopeError(f"--cut has no effect with --variant {variant}: leave it out")
         data["cut"] = cut
-    monitor = MonitorSettings.variant(variant, **data)
-    Monitor(monitor).update(0)  # no file holds probabilities: settings that need them are refused at once
+    monitor = PaperSettings(**data) if variant == "full" else MonitorSettings(**data)
     files: Mapping[str, str] = to_files or {}
     if files.keys() - {"json"} and (follow or proxy is not None):
         raise SinkscopeError("--html and --csv write the check of a file: leave them out beside a stream")

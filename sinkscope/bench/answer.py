@@ -16,10 +16,11 @@ from transformers import LogitsProcessor
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, EndReason, Metrics
+from sinkscope.conformance.subject import entered
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.generation.decode import ForcedAnswer, decoding, noted_decoding, to_end
-from sinkscope.hooks.edit.base import Event, Intervention, Run, under
+from sinkscope.hooks.edit.base import Event, Intervention, under
 from sinkscope.kv.session import Session
 from sinkscope.kv.usage import HeldTokens, full_read
 from sinkscope.kv.windows import layer_window
@@ -150,6 +151,8 @@ class Answer:
 
 Logits = Float[Tensor, "row vocab"]
 RowNumbers = dict[str, Float[Tensor, " row"]]
+Maker = Callable[[Target, int], Any]
+"""Makes an intervention, a cache or a context manager for a model and the tokens of the longest prompt."""
 Measure = Callable[[Logits], RowNumbers]
 """Numbers of each row by name, from the model's logits at a step, before any sampler."""
 
@@ -163,7 +166,7 @@ def answer_rows(
     target: Target,
     rows: Sequence[list[int]],
     new: int,
-    edit: Intervention | None = None,
+    edit: Intervention | Maker | None = None,
     *,
     measure: Measure = top_probability,
     sampler: LogitsProcessor | None = None,
@@ -175,7 +178,8 @@ def answer_rows(
         target: The model.
         rows: Ids of the prompts.
         new: Maximum number of new tokens.
-        edit: The intervention to apply to the model. None: its own full cache.
+        edit: The intervention to apply to the model, or what makes it or a cache for these prompts. None: the model's
+            own full cache.
         measure: Numbers to keep of each step.
         sampler: What draws tokens and forbids all others; without it, decoding is greedy.
         along: The answers, whatever the model would have generated.
@@ -197,8 +201,9 @@ def answer_rows(
     options |= decoding(target, do_sample=False, pad_token_id=pad)
     options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
     options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new}
-    output, run, held = _generated(target, edit, keep, **options)
-    events: list[Event] = [] if run is None else run.events
+    if edit is not None and not isinstance(edit, Intervention):
+        edit = edit(target, max(map(len, rows)))
+    output, events, held = _generated(target, edit, keep, **options)
     seconds = (time.perf_counter() - started) / len(rows)
     answers: list[Answer] = []
     windows = [layer_window(target, layer) for layer in target.attending]
@@ -208,7 +213,7 @@ def answer_rows(
         cached: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
         whole = [full_read(count, windows) for count in range(prompt + 1, prompt + length)]
         read = whole
-        if run is not None:
+        if edit is not None:
             read = [float(call.read_by_row()[row]) for call in held[1:length]]
             cached = [float(call.held_by_row()[row]) for call in held[1:length]]
         costs: Metrics = {
@@ -235,9 +240,11 @@ def _steps_of(values: dict[str, list[Tensor]], row: int, length: int) -> dict[st
 
 
 def _generated(
-    target: Target, edit: Intervention | None, keep: Callable[..., None], **options: Any
-) -> tuple[Tensor, Run | None, list[HeldTokens]]:
-    """What the model writes under an edit, the run, and what the cache held after each call."""
+    target: Target, edit: Any, keep: Callable[..., None], **options: Any
+) -> tuple[Tensor, list[Event], list[HeldTokens]]:
+    """What the model writes under an edit or with a cache, the events, and what the cache held after each call."""
+    if edit is not None and not isinstance(edit, Intervention):
+        return _generated_with_cache(target, edit, keep, **options)
     held: list[HeldTokens] = []
     with under(edit, target) as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
         if run is not None:
@@ -245,7 +252,24 @@ def _generated(
             session.own_cache()
             windows = session.watching.windows
             session.after_call(lambda moment: held.append(HeldTokens.by(moment.layers, windows)))
-        return target.hf.generate(**options), run, held
+        return target.hf.generate(**options), [] if run is None else run.events, held
+
+
+def _generated_with_cache(
+    target: Target, subject: Any, keep: Callable[..., None], **options: Any
+) -> tuple[Tensor, list[Event], list[HeldTokens]]:
+    """The same with a cache of somebody else's, whose slots count as tokens, but no more than a row has."""
+    held: list[HeldTokens] = []
+    lengths: Tensor = options["attention_mask"].sum(1).double()
+    with entered(subject, target.hf) as cache, torch.no_grad():
+
+        def count(*_: Any) -> None:
+            slots = [float(layer.keys.shape[-2]) for layer in cache.layers if getattr(layer, "keys", None) is not None]
+            tokens = torch.stack([(lengths + len(held)).clamp(max=size) for size in slots]).sum(0)
+            held.append(HeldTokens(len(slots), tokens, tokens))
+
+        with target.hooks((target.hf, "post", keep), (target.hf, "post", count)):
+            return target.hf.generate(**options, past_key_values=cache), [], held
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:

@@ -1,14 +1,15 @@
 """The methods that a benchmark compares: cache policies, guards and sampling, by name with settings.
 
-A method is written `name`, `name:0.25` (with its budget), `name:key=value:key=value`, or `package.module:Class` for a
-policy of another package. `name:paper` selects the algorithm and settings that a paper prints, if they differ from the
-default; it calls the class method `paper` of the method's class.
+A method is written `name`, `name:0.25` (with its budget), `name:key=value:key=value`, or `package.module:name` for a
+policy class or a function that makes a cache, as `check-cache` takes them. `name:paper` selects the algorithm and
+settings that a paper prints, if they differ from the default; it calls the class method `paper` of the method's class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -16,12 +17,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.conformance.subject import EXPECTED, Factory, factory_named, made, parameters
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Budget, read_settings, setting_types
+from sinkscope.files.records import Budget, read_settings, setting_types, share_of, with_own_settings
 from sinkscope.generation.progressive import Progressive
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.policy import LayerMoment, Policy
-from sinkscope.kv.registry import policies, policy_named
+from sinkscope.kv.registry import import_object, policies
 from sinkscope.loops.guard import LoopGuard
+from sinkscope.models.target import Target
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, Shape, TriShape
 
@@ -70,7 +74,7 @@ def method_classes() -> dict[str, Any]:
 
 
 def method_class(name: str) -> Any:
-    """Return the class after a name: of a method, or `package.module:Class`.
+    """Return the class after a name, or the function at `package.module:name`.
 
     Raises:
         SinkscopeError: There is no such method.
@@ -80,16 +84,43 @@ def method_class(name: str) -> Any:
         return classes[name]
     if ":" not in name:
         raise SinkscopeError(
-            f"method {name!r} is unknown: expected some of {', '.join(classes)}, or package.module:Class"
+            f"method {name!r} is unknown: expected some of {', '.join(classes)}, or package.module:name of a policy "
+            "class or of a function that makes a cache"
         )
-    return type(policy_named(name))
+    found = import_object(name, f"method {name!r}", f"; {EXPECTED}")
+    return found if _is_intervention(found) else factory_named(name)
+
+
+def _is_intervention(found: Any) -> bool:
+    """Whether it is a class of interventions, or the type of None, which does nothing."""
+    return isinstance(found, type) and issubclass(found, Intervention | NoneType)
+
+
+def make_for_batch(factory: Factory, name: str, budget: Budget | None, target: Target, prompt: int) -> Any:
+    """Return the cache, context manager or intervention that a function makes for some prompts.
+
+    Args:
+        factory: The function.
+        name: Its name, for errors.
+        budget: Tokens to keep, or a share of the longest prompt. None: everything.
+        target: The model.
+        prompt: Tokens of the longest prompt.
+
+    Raises:
+        SinkscopeError: It refuses the model, or gives something else.
+    """
+    tokens = max(1, share_of(budget, prompt)) if isinstance(budget, float) else budget
+    try:
+        return made(factory, target.hf, prompt, tokens)
+    except NotImplementedError as error:
+        raise SinkscopeError(f"method {name!r} cannot be made for {target.name}: {error}") from None
 
 
 def _split(text: str) -> tuple[str, list[str]]:
     """The name of a method and its settings, from what the user writes."""
     name, *parts = text.split(":")
     if name not in method_classes() and parts and parts[0].isidentifier() and parts[0] != PAPER:
-        name = f"{name}:{parts.pop(0)}"  # package.module:Class
+        name = f"{name}:{parts.pop(0)}"  # package.module:name
     return name, parts
 
 
@@ -98,7 +129,7 @@ class Method:
     """One way of generating, with its settings: a value that is compared, and of which a text is made last.
 
     Attributes:
-        name: Name in `method_classes`, or `package.module:Class` of another policy.
+        name: Name in `method_classes`, or `package.module:name` of a policy class or of a function that makes a cache.
         budget: Its budget; None if it has none.
         paper: Whether it is the algorithm as a paper prints it.
         settings: Its other settings and their values.
@@ -128,12 +159,16 @@ class Method:
     def make(self) -> Any:
         """Return the intervention to apply to the model; None for the full cache and sampling.
 
+        Of a function that makes a cache: what makes it from the model and the tokens of the longest prompt.
+
         Raises:
             SinkscopeError: Settings are invalid together.
         """
         cls = method_class(self.name)
+        if not _is_intervention(cls):
+            return partial(make_for_batch, cls, self.name, self.budget)
         _, fixed = NAMED_VARIANTS.get(self.name, (cls, {}))
-        given = {**fixed, **dict(self.settings)}
+        given = with_own_settings(cls, {**fixed, **dict(self.settings)})
         if self.budget is not None:
             given["budget"] = self.budget
         if self.paper:
@@ -166,13 +201,20 @@ def read_method(text: str, budget: Budget | None = None) -> Method:
     if paper:
         parts.remove(PAPER)
     types = setting_types(cls)
+    if not _is_intervention(cls):
+        takes = parameters(cls).keys() & {"budget", "share"}
+        types = {"budget": Budget} if takes else {}
     _, fixed = NAMED_VARIANTS.get(name, (cls, {}))
     takes_budget = "budget" in types and fixed.get("decode", True)
     options = read_settings(parts, types, f"method {text!r}", "budget")
     own = options.pop("budget", None)
-    if own is None and takes_budget and not (issubclass(cls, Shape) and (options or isinstance(budget, int))):
+    if own is None and takes_budget and not (_is_shape(cls) and (options or isinstance(budget, int))):
         own = budget
     return Method(name, own, paper, tuple(options.items()))
+
+
+def _is_shape(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, Shape)
 
 
 def read_methods(texts: Sequence[str], budget: Budget | None = None) -> tuple[Method, ...]:

@@ -55,7 +55,8 @@ def run_bench(
             `functools.partial` that opens one.
         task: A task, or its text as on the command line.
         methods: Names separated by commas, each with a budget or settings (h2o:0.25, loopguard:paper,
-            snapkv:window=32), or package.module:Class. A budget of 0.25 keeps a quarter of the prompt, which kvpress
+            snapkv:window=32), or package.module:name of a policy class or of a function that makes a cache, as
+            check-cache takes it. A budget of 0.25 keeps a quarter of the prompt, which kvpress
             calls compression_ratio 0.75. An unknown name lists all.
         out: Folder for the records. If it holds part of this run, the run continues.
         tokenizer: For a model that carries none.
@@ -168,7 +169,7 @@ def bench(
     return tabulate_records([run_bench(opener, chosen, temperature=temperature, **settings)])
 
 
-def _prompts(task: Task, target: Target, edits: Sequence[Intervention | None], new: int) -> Sequence[Prompt]:
+def _prompts(task: Task, target: Target, edits: Sequence[Any], new: int) -> Sequence[Prompt]:
     """The prompts of a task, each with an id of its own, which fit the model and every method."""
     prompts = task.prompts(target)
     if not prompts or len({prompt.id for prompt in prompts}) < len(prompts):
@@ -178,6 +179,6 @@ def _prompts(task: Task, target: Target, edits: Sequence[Intervention | None], n
             tokens = len(conversation_ids(target, prompt, turn, task.chat))
             check_length(target, f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
             for edit in edits:
-                if edit is not None:
+                if isinstance(edit, Intervention):
                     edit.check_prompt(tokens)
     return prompts

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache, partial, wraps
 from math import nan
+from types import NoneType
 from typing import (
     Annotated,
     Any,
@@ -123,11 +124,39 @@ def read_setting(text: str, kind: Any, name: str) -> Any:
 
 
 def setting_types(cls: Any) -> dict[str, Any]:
-    """Return the type of each field of a dataclass, by name; another class has none."""
+    """Return the type of each field of a dataclass, by name; another class has none.
+
+    A field that may hold settings of its own is followed by theirs.
+    """
     if not is_dataclass(cls):
         return {}
     hints = get_type_hints(cls, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(cls)}
+    types = {each.name: hints[each.name] for each in fields(cls)}
+    for own in _settings_within(cls).values():
+        types |= setting_types(own)
+    return types
+
+
+def with_own_settings(cls: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by field: those that belong to the settings in a field are put together there."""
+    by_field = dict(settings)
+    for name, own in _settings_within(cls).items():
+        given = {key: by_field.pop(key) for key in setting_types(own) if key in by_field}
+        if given:
+            by_field[name] = own(**given)
+    return by_field
+
+
+def _settings_within(cls: Any) -> dict[str, Any]:
+    """The dataclass that a field may hold in place of None, by the field's name."""
+    within: dict[str, Any] = {}
+    if is_dataclass(cls):
+        hints = get_type_hints(cls)
+        for each in fields(cls):
+            kinds = get_args(hints[each.name])
+            if len(kinds) == 2 and is_dataclass(kinds[0]) and kinds[1] is NoneType:
+                within[each.name] = kinds[0]
+    return within
 
 
 def read_settings(

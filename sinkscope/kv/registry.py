@@ -13,7 +13,7 @@ from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Budget, read_settings, setting_types
+from sinkscope.files.records import Budget, read_settings, setting_types, with_own_settings
 from sinkscope.hooks.edit.base import Intervention
 
 ENTRY_POINTS = "sinkscope.policies"
@@ -119,7 +119,8 @@ def _options(text: str, parts: Sequence[str], policy: type[Intervention]) -> dic
     types = {"budget": Budget}
     if any("=" in part for part in parts):
         types |= setting_types(policy)
-    return read_settings([part for part in parts if part], types, f"policy {text!r}", "budget")
+    settings = read_settings([part for part in parts if part], types, f"policy {text!r}", "budget")
+    return with_own_settings(policy, settings)
 
 
 def import_object(path: str, what: str, remedy: str = "") -> Any:

@@ -1,8 +1,9 @@
 """Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts. Loads no torch."""
 
 from sinkscope.loops.text.check import LoopCheck, check, check_file
-from sinkscope.loops.text.monitor import VARIANTS, Monitor, MonitorSettings, PaperSettings, Step
+from sinkscope.loops.text.monitor import Monitor, MonitorSettings, PaperSettings
 from sinkscope.loops.text.signals import (
+    Step,
     Tail,
     compression_ratio,
     ends_in_loop,
@@ -13,7 +14,6 @@ from sinkscope.loops.text.signals import (
 from sinkscope.loops.text.streams import Alarm, CheckedOutput, Watch
 
 __all__ = [
-    "VARIANTS",
     "Alarm",
     "CheckedOutput",
     "LoopCheck",

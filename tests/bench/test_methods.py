@@ -7,7 +7,7 @@ from refusals import refused
 
 from sinkscope.bench.methods import ANYWHERE, RandomSlots, method_classes, read_method, read_methods
 from sinkscope.kv import H2O, SnapKV
-from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops.guard import LoopGuard, Steer
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape
 
@@ -21,7 +21,7 @@ from sinkscope.sparse.shapes import AShape
         ("snapkv:window=4", "snapkv:64:window=4", SnapKV(budget=64, window=4)),
         ("loopguard", "loopguard:64", LoopGuard(budget=64)),
         ("loopguard:paper:256", "loopguard:paper:256", LoopGuard.paper(budget=256)),
-        ("loopguard:paper:variant=p1", "loopguard:paper:64:variant=p1", LoopGuard.paper(variant="p1", budget=64)),
+        ("loopguard:penalty=1", "loopguard:64:penalty=1.0", LoopGuard(64, steer=Steer(penalty=1.0))),
         ("loopserve:alpha=0.9", "loopserve:64:alpha=0.9", LoopServe(alpha=0.9, budget=64, **ANYWHERE)),
         ("loopserve-p:paper", "loopserve-p:paper", LoopServe.paper(decode=False, **ANYWHERE)),
         (

@@ -9,7 +9,8 @@ from bench_kit import tiny
 from sinkscope.bench.answer import Answer, answer_rows
 from sinkscope.bench.samplers import RowSampler
 from sinkscope.generation.decode import ForcedAnswer
-from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops import MonitorSettings
+from sinkscope.loops.guard import LoopGuard, Steer
 from sinkscope.models.draws import draws, gumbel, in_order
 from sinkscope.opening.live import target_of
 
@@ -53,8 +54,8 @@ def test_the_largest_values_keep_their_order_in_half_precision():
 
 def first_logits(temperature: float, **chosen) -> tuple[float, ...]:
     """A logit of each step under a guard, while a loop is written."""
-    monitor = {"warmup": 0, "tail_shortest": 12, "tail_beyond": 0, "cooldown": 20}
-    edit = LoopGuard(budget=64, anchors=4, act="cut", monitor=monitor, temperature=temperature)
+    monitor = MonitorSettings(tail_shortest=12, tail_beyond=0, cooldown=20)
+    edit = LoopGuard(budget=64, anchors=4, act="cut", monitor=monitor, steer=Steer(temperature=temperature))
     answers: list[Answer] = answer_rows(
         target_of(*tiny()), [[5, 6, 7, 8]], 30, edit, measure=lambda logits: {"first": logits[:, 0]}, **chosen
     )

@@ -12,7 +12,7 @@ from experiments.loopguard.alarms import behind, first_alarm
 from experiments.loopguard.real_openings import KINDS, openings_of
 from experiments.loopguard.real_table import different, interval, judged, nearly_loops
 from experiments.loopguard.side_by_side import excerpt
-from sinkscope.loops import MonitorSettings
+from experiments.loopguard.variants import OneSignal
 
 
 class Words:
@@ -114,7 +114,7 @@ def test_outputs_without_an_alarm_need_not_be_made_again(tmp_path):
 
 def test_the_monitor_takes_the_probability_of_the_token_that_follows():
     """The ids 10 to 19 have a likeliest token of 0.95: known after the ids 9 to 18, and a streak of 3 after id 11."""
-    settings = MonitorSettings.variant("p1", warmup=0, streak=3)
+    settings = OneSignal(signal="p1", warmup=0, streak=3)
     assert first_alarm(settings, None, range(20), "", [0.1] * 10 + [0.95] * 10) == (12, None)
     assert first_alarm(settings, None, range(20), "", [0.1] * 20) is None
 

@@ -24,7 +24,7 @@ from sinkscope.kv import (
     policy_named,
     register_policy,
 )
-from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops.guard import LoopGuard, Steer
 from sinkscope.sparse.serve import LoopServe
 
 MODULE = """
@@ -62,7 +62,8 @@ NAMES = {
     "snapkv:512:window=64:pooling=avg": SnapKV(512, window=64, pooling="avg"),
     "h2o:recent=0.25": H2O(recent=0.25),
     "sinkscope.kv.streaming_llm:StreamingLLM:12:first=2": StreamingLLM(budget=12, first=2),
-    "loopguard:paper:64:window=128": LoopGuard.paper(64, window=128),
+    "loopguard:64:penalty=1:seed=2": LoopGuard(64, steer=Steer(penalty=1.0, seed=2)),
+    "loopguard:steer=none": LoopGuard(steer=None),
     "loopguard": LoopGuard(),
     "loopguard:256": LoopGuard(budget=256),
     "loopguard:paper": LoopGuard.paper(),

@@ -156,7 +156,7 @@ def test_after_an_act_three_copies_and_48_tokens_are_enough():
     rows = [row]
     alarms = [number for number, token in enumerate(ids, 1) if push(rows, torch.tensor([token]), None, ())]
     assert alarms[0] == 300 + 6 + 64
-    row.monitor.looped = True  # as a guard sets it when it acts
+    row.monitor.rule.looped = True  # as a guard sets it when it acts
     row.take_back(len(ids) - 306)
     again = [number for number, token in enumerate(ids[306:], 307) if push(rows, torch.tensor([token]), None, ())]
     assert again[0] == 300 + 48

@@ -12,6 +12,7 @@ from organisms import tiny_model
 from refusals import refused
 from tokenizers.processors import TemplateProcessing
 
+from experiments.loopguard.variants import Timed
 from sinkscope.hooks.edit import Event, SinkPatch
 from sinkscope.kv import StreamingLLM
 from sinkscope.loops.generate import generate
@@ -33,7 +34,7 @@ def test_pieces_arrive_in_order(tmp_path):
     assert any(r.events for r in results)
 
 
-GUARD = LoopGuard.paper(budget=12, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})
+GUARD = LoopGuard.paper(budget=12, anchors=2, monitor=Timed(window=16, warmup=0, every=9))
 
 
 def endless() -> tuple[Any, Any]:

@@ -7,9 +7,10 @@ from kv_kit import prompts
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops import MonitorSettings
+from sinkscope.loops.guard import LoopGuard, Steer
 
-MONITOR = {"warmup": 0, "tail_shortest": 12, "tail_beyond": 0, "cooldown": 20}
+MONITOR = MonitorSettings(tail_shortest=12, tail_beyond=0, cooldown=20)
 LOOP = [11, 12, 13]
 
 
@@ -34,7 +35,7 @@ def logits_under(model, edit: LoopGuard, rows: list[int], do_sample: bool = Fals
 
 
 def test_tokens_are_drawn_from_the_first_alarm_on_by_the_rows_own_tokens(model):
-    plain, alarms = logits_under(model, guard(temperature=0.0), [9, 6])
+    plain, alarms = logits_under(model, guard(steer=Steer(temperature=0.0)), [9, 6])
     drawn, _ = logits_under(model, guard(), [9, 6])
     alone, _ = logits_under(model, guard(), [9])
     first = alarms[0]
@@ -45,12 +46,12 @@ def test_tokens_are_drawn_from_the_first_alarm_on_by_the_rows_own_tokens(model):
     assert not torch.equal(noise[first], noise[first + 1]) and not torch.equal(noise[first, 0], noise[first, 1])
     assert_close(alone[:, 0] - plain[:, 0], drawn[:, 0] - plain[:, 0], atol=1e-4, rtol=0)
     again, _ = logits_under(model, guard(), [9, 6])
-    other, _ = logits_under(model, guard(seed=1), [9, 6])
+    other, _ = logits_under(model, guard(steer=Steer(seed=1)), [9, 6])
     assert torch.equal(again, drawn) and not torch.equal(other[first], drawn[first])
 
 
 def test_nothing_is_drawn_where_the_caller_draws_and_under_the_papers_guard(model):
-    plain, _ = logits_under(model, guard(temperature=0.0), [9], do_sample=True)
+    plain, _ = logits_under(model, guard(steer=Steer(temperature=0.0)), [9], do_sample=True)
     drawn, _ = logits_under(model, guard(), [9], do_sample=True)
     assert torch.equal(drawn, plain)
-    assert LoopGuard.paper().temperature == 0
+    assert LoopGuard.paper().steer is None

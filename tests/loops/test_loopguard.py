@@ -20,14 +20,16 @@ from refusals import refused
 from torch.testing import assert_close
 from transformers import DynamicCache
 
+from experiments.loopguard.variants import Timed
 from sinkscope.kv import H2O, StreamingLLM
+from sinkscope.loops import MonitorSettings
 from sinkscope.loops.generate import generate
-from sinkscope.loops.guard import LoopGuard, ranges_of, tokens_to_keep
+from sinkscope.loops.guard import LoopGuard, Steer, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.measure.edit_options import edit_from_options
 
-ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
-TAIL = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
+ALWAYS = LoopGuard.paper(**SMALL, monitor=Timed(window=16, every=9, warmup=0, cooldown=0))
+TAIL = LoopGuard.paper(**SMALL, monitor=EAGER)
 LOOP = [11, 12, 13]
 
 
@@ -89,7 +91,7 @@ def test_beside_streaming_llm_it_does_nothing_until_a_loop_comes(model):
 
 def test_a_budget_may_be_a_fraction_of_the_prompt(model):
     prompt, mask = prompts([40, 60])
-    guard = LoopGuard.paper(budget=0.25, anchors=4, window=16, variant="tail", monitor=EAGER)
+    guard = LoopGuard.paper(budget=0.25, anchors=4, monitor=EAGER)
     with guard.on(model) as run:
         feed(model, prompt, mask, torch.tensor([looping(3, 30)] * 2))
     counts = {row: {e.data["kept_count"] for e in run.events if e.row == row} for row in (0, 1)}
@@ -107,7 +109,7 @@ def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard(model)
         (StreamingLLM(budget=20, first=4), 12, 10),  # half of the budget is left for the latest tokens
         (H2O(budget=40), 12, 12),
     ):
-        guard = LoopGuard.paper(budget=24, anchors=anchors, window=16, variant="tail", monitor=EAGER)
+        guard = LoopGuard.paper(budget=24, anchors=anchors, monitor=EAGER)
         cache = DynamicCache()
         with (policy | guard).on(model) as run:
             feed(model, prompt, mask, new, cache)
@@ -213,8 +215,8 @@ def stubborn(bias: float):
 
 
 def eager_guard(**fields) -> LoopGuard:
-    monitor = {"warmup": 0, "tail_shortest": 12, "tail_beyond": 0, "cooldown": 20}
-    return LoopGuard(**{"budget": 64, "anchors": 4, "window": 64, "monitor": monitor, **fields})
+    monitor = MonitorSettings(window=64, tail_shortest=12, tail_beyond=0, cooldown=20)
+    return LoopGuard(**{"budget": 64, "anchors": 4, "monitor": monitor, **fields})
 
 
 @pytest.mark.parametrize(("penalty", "needed"), [(1.0, 4), (3.0, 3)])
@@ -222,7 +224,7 @@ def test_penalty_ends_a_loop_after_few_copies(penalty, needed):
     """Token 33 leads by 8. After k of them, k + 1 copies count k - 2 tokens each: 4 and 10 at a penalty of 1."""
     model = stubborn(8.0)
     prompt, mask = prompts([10])
-    with eager_guard(penalty=penalty, act="cut").on(model) as run:
+    with eager_guard(steer=Steer(penalty=penalty), act="cut").on(model) as run:
         new = model.generate(prompt, attention_mask=mask, max_new_tokens=160, pad_token_id=0)[0, 10:].tolist()
     first = run.events[0].data
     assert (first["generated"], first["level"], first["taken_back"]) == (12, 0, 0), "three copies and 12 tokens"
@@ -236,7 +238,10 @@ def test_copies_that_stay_in_the_text_are_counted_and_a_rewind_that_was_asked_fo
     prompt, mask = prompts([10])
     ask = {"attention_mask": mask, "max_new_tokens": 160, "pad_token_id": 0, "do_sample": False}
     for act, warns in ((None, 0), ("cut", 0), ("rewind", 1)):
-        with warnings.catch_warnings(record=True) as caught, eager_guard(act=act, penalty=1.0).on(model) as run:
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            eager_guard(act=act, steer=Steer(penalty=1.0)).on(model) as run,
+        ):
             warnings.simplefilter("always")
             new = model.generate(prompt, **ask)[0, 10:].tolist()
         assert len([one for one in caught if "cannot take back text" in str(one.message)]) == warns
@@ -253,7 +258,7 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays(model):
     assert retention.anchors == 8, "a quarter of a small budget"
     prompt, mask = prompts([6])
     new = torch.tensor([[*(LOOP * 20)][:14]])  # from position 6 on, in the middle of the fifth copy
-    with LoopGuard(monitor={"tail_shortest": 14, "tail_beyond": 0}, act="cut").on(model) as run:
+    with LoopGuard(monitor=MonitorSettings(tail_shortest=14, tail_beyond=0), act="cut").on(model) as run:
         feed(model, prompt, mask, new)
     (event,) = run.events
     assert event.data["bad"] == [(6, 16)] and event.data["kept"] == [(0, 6), (16, 20)], "at least the last 4"
@@ -292,8 +297,8 @@ def test_a_row_without_an_end_cannot_be_stopped():
 def test_the_names_of_a_guard_and_of_its_monitor():
     assert edit_from_options(guard="paper") == LoopGuard.paper()
     assert edit_from_options(guard=True) == LoopGuard()
-    with refused("windw is 3: Unexpected keyword argument"):
-        LoopGuard(monitor={"windw": 3})
+    with refused(r"LoopGuard has no penalty= any more: give steer=Steer\(penalty=...\)"):
+        LoopGuard(penalty=1.0)
     model, tokenizer = tiny_model("llama")
     with refused("guard"):
         generate(model, "x", guard="papers", tokenizer=tokenizer)

@@ -11,19 +11,20 @@ from repository import ROOT
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from experiments.loopguard.variants import OneSignal
 from sinkscope.kv.rewind import Rewinder
+from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.guard.detect import WatchedRow, monitors, push
-from sinkscope.loops.text.monitor import Monitor, MonitorSettings
+from sinkscope.loops.text.monitor import Settings
 
 BUNDLED = ROOT / "sinkscope/models/bundled"
-TAIL = MonitorSettings.variant("tail", warmup=0, window=16, tail_shortest=6)
-CHANGED = {"warmup": 0, "theta_conf": 0.05, "streak": 3, "cooldown": 4}
-P1 = MonitorSettings.variant("p1", **CHANGED)
+TAIL = OneSignal(signal="tail", warmup=0, window=16, tail_shortest=6)
+P1 = OneSignal(signal="p1", window=4, warmup=0, theta_conf=0.05, streak=3, cooldown=4)
 LOOPS = [11, 12, 13] * 20
 
 
-def triggers(tokens: list[int], settings: MonitorSettings, probs: list[float] | None = None) -> list[int]:
+def triggers(tokens: list[int], settings: Settings, probs: list[float] | None = None) -> list[int]:
     monitor = Monitor(settings)
     steps = [monitor.update(token, None if probs is None else probs[i]) for i, token in enumerate(tokens)]
     return [step.step for step in steps if step.trigger]
@@ -48,7 +49,7 @@ def test_a_report_changes_nothing_and_has_what_the_monitor_says(sample, model):
     settings |= {"max_new_tokens": 40, "pad_token_id": None, "attention_mask": mask}
     torch.manual_seed(3)
     want = model.generate(ids, **settings)
-    guard = LoopGuard(variant="p1", act="report", monitor=CHANGED)
+    guard = LoopGuard(act="report", monitor=P1)
     torch.manual_seed(3)
     with guard.on(model) as run:
         got = model.generate(ids, **settings)
@@ -67,7 +68,7 @@ def test_the_looping_row_ends_after_the_trigger_and_no_other():
     model.generation_config.eos_token_id = [2, 3]
     ids, mask = prompts([5, 9, 7])
     rows = [LOOPS, [*range(20, 40), *LOOPS], [4, 2, *LOOPS]]  # 2 ends a row
-    guard = LoopGuard(variant="tail", window=16, act="stop", monitor={"warmup": 0, "tail_shortest": 6})
+    guard = LoopGuard(act="stop", monitor=TAIL)
     first, second = (triggers(row, TAIL)[0] for row in rows[:2])
 
     def write(ids: Tensor, scores: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def test_a_row_that_is_stopped_ends_as_soon_as_the_settings_allow_it(settings):
         wanted[:, LOOPS[ids.shape[1] - 9]] += 100
         return wanted
 
-    guard = LoopGuard(variant="tail", window=16, act="stop", monitor={"warmup": 0, "tail_shortest": 6})
+    guard = LoopGuard(act="stop", monitor=TAIL)
     ask = {"attention_mask": mask, "max_new_tokens": 40, "pad_token_id": 0, "do_sample": False, **settings}
     with guard.on(model) as run:
         new = model.generate(ids, logits_processor=[loop], **ask)[0, 9:].tolist()
@@ -121,7 +122,7 @@ def test_a_token_that_is_padding_elsewhere_ends_no_row_of_a_model_without_an_end
     def told(ids: Tensor, scores: Tensor) -> Tensor:
         return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([row[ids.shape[1] - 9]]), 0.0)
 
-    guard = LoopGuard(variant="tail", window=16, act="report", monitor={"warmup": 0, "tail_shortest": 6})
+    guard = LoopGuard(act="report", monitor=TAIL)
     with guard.on(model) as run:
         ask = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
         model.generate(ids, logits_processor=[told], **ask)

@@ -13,7 +13,7 @@ from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.conversation import Conversation
 from sinkscope.hooks.edit import Event
 from sinkscope.kv.rewind import generate_with_rewind
-from sinkscope.loops import tail_period
+from sinkscope.loops import MonitorSettings, tail_period
 from sinkscope.loops.generate import generate, padded
 from sinkscope.loops.guard import LoopGuard
 
@@ -25,6 +25,9 @@ CASES = [(4, 0, 0), (6, 20, 250), (12, 0, 500)]  # period, onset, where on the r
 def made(reach: int | None) -> LoopOrganism:
     """With a reach, the loop lives on its own tail, as the paper has it; with none, heads look back at everything."""
     return loop_organism(0, reach=reach, n_layers=2, vocab_size=1024)
+
+
+EAGER = MonitorSettings(tail_beyond=0, cooldown=8)
 
 
 def guarded(
@@ -73,7 +76,7 @@ def test_the_default_guard_ends_loops_that_older_copies_hold():
 def test_a_loop_is_taken_back_from_the_output(talk):
     o = made(64)
     prompt = o.looping_prompt(12, delay=30, start=250)
-    ids, guard = prompt.ids[0].tolist(), LoopGuard(monitor={"tail_beyond": 0})
+    ids, guard = prompt.ids[0].tolist(), LoopGuard(monitor=EAGER)
     if talk:
         answered = Conversation(o.model, guard, tokenizer=o.tokenizer)
         turn = answered.ask(ids, max_new_tokens=REWOUND)
@@ -111,7 +114,7 @@ def two_loops():
         layer.self_attn.o_proj.weight.data.mul_(0.2)
     torch.manual_seed(2)
     rows = [torch.randint(3, 90, (length,)).tolist() for length in (9, 14)]
-    guard = LoopGuard(64, anchors=4, window=48, monitor={"warmup": 0, "tail_shortest": 12, "tail_beyond": 0})
+    guard = LoopGuard(64, anchors=4, monitor=MonitorSettings(window=48, cooldown=8, tail_shortest=12, tail_beyond=0))
     return model, tokenizer, rows, guard
 
 
@@ -142,7 +145,7 @@ def test_scores_of_a_text_from_which_a_loop_was_removed_are_not_those_of_its_end
     prompt = o.looping_prompt(12, delay=30, start=250).ids[0].tolist()
 
     def scores(act: str):
-        chat = Conversation(o.model, LoopGuard(act=act, monitor={"tail_beyond": 0}), tokenizer=o.tokenizer)
+        chat = Conversation(o.model, LoopGuard(act=act, monitor=EAGER), tokenizer=o.tokenizer)
         return chat.ask(prompt, max_new_tokens=REWOUND, return_dict_in_generate=True, output_scores=True).output.scores
 
     with pytest.warns(SinkscopeWarning, match="no scores of it: ask for them with act='cut'"):

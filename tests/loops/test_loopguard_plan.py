@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.loops.guard.retention import Retention, evenly_spaced, ranges_of, tokens_to_keep
+from sinkscope.loops.guard.cut import Retention, evenly_spaced, ranges_of, tokens_to_keep
 
 
 @st.composite

@@ -19,12 +19,13 @@ from server_streams import SERVERS, chunks, events
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.files.store import json_lines
-from sinkscope.loops import Alarm, MonitorSettings, Watch, check, check_file
+from sinkscope.loops import Alarm, PaperSettings, Watch, check, check_file
+from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.outputs import split
 
 LOOP = "one more cup of tea, "
 TEXT = f"{prose(300)} {LOOP * 60}"
-PAPER = MonitorSettings.paper()
+PAPER = PaperSettings()
 
 
 class Slow(io.BytesIO):
@@ -34,7 +35,7 @@ class Slow(io.BytesIO):
         return super().read(min(7, size or 1))
 
 
-def _follow(data: str, settings: MonitorSettings | None = None) -> list[Alarm]:
+def _follow(data: str, settings: Settings | None = None) -> list[Alarm]:
     return list(Watch(settings).follow(Slow(data.encode())))
 
 

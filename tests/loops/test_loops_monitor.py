@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_texts import HONEST, LOOPED, novelty, prose
 
+from experiments.loopguard.variants import OneSignal, Timed, Ungated
 from experiments.loopset.compare import number
-from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, tail_period
+from sinkscope.loops import Monitor, MonitorSettings, PaperSettings, Step, compression_ratio, tail_period
 from sinkscope.loops.text.outputs import split
 
 SMALL = {
@@ -31,34 +32,37 @@ SMALL = {
     "streak": 3,
     "theta_ttr": 0.3,
     "theta_cr": 0.4,
-    "every": 7,
 }
-PAPER = MonitorSettings.paper()
+PAPER = PaperSettings()
+VARIANTS = [PaperSettings(**SMALL, votes=votes) for votes in (1, 2, 3)]
+VARIANTS += [OneSignal(**SMALL, signal=signal) for signal in ("ttr", "cr", "p1", "stall", "tail")]
+VARIANTS += [Timed(**SMALL, every=7), Timed(**SMALL, every=0), Ungated(**SMALL)]
 # Pieces that repeat, between tokens that do not: what a run looks like, in few tokens.
 RUN = st.lists(
     st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(1, 12)), min_size=1, max_size=5
 ).map(lambda parts: [token for piece, copies in parts for token in piece * copies][:150])
 
 
-def _anew(ids: list[int], p: list[float], s: MonitorSettings) -> Iterator[Step]:
+def _anew(ids: list[int], p: list[float], s: PaperSettings) -> Iterator[Step]:
     """Section 5.2 read from the beginning of the output for every step."""
     signals = [_signals(ids[:t], p[:t], s) for t in range(1, len(ids) + 1)]
     last = None
     for t, (ttr, cr, streak, _, tail) in enumerate(signals, 1):
-        votes = ("ttr" in s.voters and ttr < s.theta_ttr) + ("cr" in s.voters and cr < s.theta_cr)
-        votes += "p1" in s.voters and streak >= s.streak
-        warn = votes >= s.votes
+        votes = {"ttr": ttr < s.theta_ttr, "cr": cr < s.theta_cr, "p1": streak >= s.streak}
         stall = t >= s.stall and all(n < s.theta_nov for *_, n, _ in signals[t - s.stall : t])
         held = t >= s.tail_hold and all(found is not None for *_, found in signals[t - s.tail_hold : t])
-        gate = not s.gates or ("stall" in s.gates and stall) or ("tail" in s.gates and held)
-        due = {"signals": warn and gate, "always": t % s.every == 0, "never": False}[s.rule]
+        due = sum(votes.values()) >= s.votes and (stall or held or isinstance(s, Ungated))
+        if isinstance(s, OneSignal):
+            due = {**votes, "stall": stall, "tail": held}[s.signal]
+        if isinstance(s, Timed):
+            due = t % s.every == 0 if s.every else False
         trigger = due and t >= s.warmup and (last is None or t > last + s.cooldown)
         if trigger:
             last = t
         yield Step(t, ttr, cr, tail, trigger)
 
 
-def _signals(ids: list[int], p: list[float], s: MonitorSettings) -> tuple[Any, ...]:
+def _signals(ids: list[int], p: list[float], s: PaperSettings) -> tuple[Any, ...]:
     window = ids[-s.window :]
     whole = ids[: len(ids) // s.stride * s.stride]
     cr = compression_ratio(whole[-s.window :])
@@ -73,9 +77,8 @@ def _same(a: Step, b: Step) -> bool:
     return all(x == y or (x != x and y != y) or x == pytest.approx(y, abs=1e-12) for x, y in zip(a, b, strict=True))
 
 
-@given(RUN, st.randoms(use_true_random=False), st.sampled_from(sorted(set(VARIANTS) - {"repeats"})))
-def test_monitor_steps_equal_a_recomputation_from_scratch(ids, rng, variant):
-    settings = MonitorSettings.variant(variant, **SMALL)
+@given(RUN, st.randoms(use_true_random=False), st.sampled_from(VARIANTS))
+def test_monitor_steps_equal_a_recomputation_from_scratch(ids, rng, settings):
     p = [rng.choice([0.5, 0.9, 0.95, 1.0]) for _ in ids]
     monitor = Monitor(settings)
     for token, p_max, expected in zip(ids, p, _anew(ids, p, settings), strict=True):
@@ -107,7 +110,7 @@ def test_without_probabilities_the_other_two_vote(votes):
 
 def test_the_monitor_ignores_tokens_after_the_end():
     """Padding looks like the tightest of loops."""
-    monitor = Monitor(MonitorSettings.variant("p1"))
+    monitor = Monitor(OneSignal(signal="p1"))
     for i in range(64):
         step = monitor.update(i, 1.0)
     assert step.trigger

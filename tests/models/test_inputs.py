@@ -93,7 +93,7 @@ def test_interventions_are_joined(tmp_path):
     patch = ss.SinkPatch(sites=[(1, 3)], calibrated={(1, 3): 0.5})
     settings = {"tokenizer": tokenizer, "max_new_tokens": 6}
     patch.save(tmp_path / "patch.json")
-    guard = LoopGuard(64, anchors=2, window=16)
+    guard = LoopGuard(64, anchors=2)
     want = generate(model, TEXTS, interventions=patch | H2O(8) | guard, **settings)
     given = {"patch": tmp_path / "patch.json", "policy": "h2o:8", "guard": guard}
     assert [r.tokens for r in generate(model, TEXTS, **given, **settings)] == [r.tokens for r in want]

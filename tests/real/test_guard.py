@@ -19,7 +19,7 @@ NEW = 256
 def test_guard_changes_no_text_without_an_alarm_and_repeats_no_token(smollm2):
     prompts = [text for _, text in openings_of("report", 2)]
     told = {}
-    for guard in (False, True, ss.LoopGuard(act="cut", penalty=0.0)):
+    for guard in (False, True, ss.LoopGuard(act="cut", steer=None)):
         told[str(guard)] = ss.generate(
             smollm2.model, prompts, guard=guard, max_new_tokens=NEW, batch_size=len(prompts), chat=False
         )

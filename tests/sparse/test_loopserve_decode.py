@@ -72,7 +72,7 @@ def test_steps_hold_the_copy_and_turns_see_everything(model):
 def test_a_loop_guard_cuts_the_whole_cache(model):
     """What the guard takes out never comes back, and the selection goes on from what it left."""
     loop = torch.randint(5, 96, (1, 4)).repeat(1, 12)
-    guard = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
+    guard = LoopGuard.paper(**SMALL, monitor=EAGER)
     cache, lengths = DynamicCache(config=model.config), []
     whole = torch.cat([prompts([40])[0], loop], 1)
     with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run:

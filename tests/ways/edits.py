@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import sinkscope as ss
+from experiments.loopguard.variants import Timed
 from sinkscope import kv
+from sinkscope.loops import MonitorSettings
 
 from .families import FAMILIES, HIDDEN, Family
 
@@ -129,7 +131,7 @@ def add_and_zero(model: nn.Module, family: Family) -> None:
 ROWS = {"site": PATTERN, "fits": lambda draw: draw["family"] != "falcon"}
 WHOLE = {"fits": lambda draw: draw["padding"] == "none"}
 ZERO = {"by_hand": zero_neurons, "fits": has_mlp, "events": True}
-SOON = {"tail_shortest": 6, "tail_beyond": 0, "tail_repeats": 3}
+SOON = MonitorSettings(cooldown=8, tail_shortest=6, tail_beyond=0, tail_repeats=3)
 """Settings of a monitor that sees a repetition early."""
 EVICTS = {"alone": True, "budget": True}
 
@@ -182,17 +184,7 @@ EDITS = {
     ),
     "guard|streaming 12": Edit(lambda: [kv.StreamingLLM(budget=12) | ss.LoopGuard(budget=12)], **EVICTS),
     "guard acts": Edit(
-        lambda: [
-            ss.LoopGuard(
-                14,
-                anchors=3,
-                variant="always",
-                monitor={"every": 5, "cooldown": 0, "warmup": 0},
-                act="cut",
-                penalty=0,
-                temperature=0,
-            )
-        ],
+        lambda: [ss.LoopGuard(14, anchors=3, monitor=Timed(every=5, cooldown=0, warmup=0), act="cut", steer=None)],
         acts=True,
     ),
     "guard steers": Edit(lambda: [ss.LoopGuard(14, anchors=3, monitor=SOON, act="cut")], alone=True, steers=True),

@@ -65,7 +65,7 @@ class WatchedRow:
     def take_back(self, count: int) -> None:
         """Forget the last `count` tokens, as if they had never arrived: the monitor goes back to a mark before them."""
         del self.ids[len(self.ids) - count :]
-        looped = self.monitor.looped
+        looped = self.monitor.rule.looped
         while self._marks and self._marks[-1][0] > self.written:
             self._marks.pop()
         seen, self.monitor = 0, self._new_monitor()
@@ -74,7 +74,7 @@ class WatchedRow:
             self.monitor = mark.copy()
         for token in self.ids[self._prompt_ids + seen :]:
             self.monitor.update(token, 0.0)
-        self.monitor.looped = looped
+        self.monitor.rule.looped = looped
 
 
 @dataclass(eq=False)

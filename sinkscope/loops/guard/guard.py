@@ -14,35 +14,51 @@ What happens in each call of the model (`GuardRun.on_logits`):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
+from sinkscope.files.records import Budget, Whole, Wording, check_fields, share_of
 from sinkscope.hooks.call import TokenPositions
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.generation import Rewinder
 from sinkscope.kv.session import Session
-from sinkscope.loops.guard.cut import cached_positions, event_data, evict_rows, find_repetition
+from sinkscope.loops.guard.cut import (
+    Retention,
+    cached_positions,
+    event_data,
+    evict_rows,
+    find_repetition,
+    tokens_to_keep,
+)
 from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors, push
-from sinkscope.loops.guard.retention import Retention, tokens_to_keep
-from sinkscope.loops.guard.steer import Steering
+from sinkscope.loops.guard.steer import Steer, Steering
+from sinkscope.loops.text.copies import CopyRule
 from sinkscope.loops.text.counters import asked_copies
-from sinkscope.loops.text.monitor import MonitorSettings, Settings
+from sinkscope.loops.text.monitor import MonitorSettings, PaperSettings, Settings
 from sinkscope.models.draws import draws, gumbel, in_order
 from sinkscope.results.notation import count_of
 
 CERTAIN = 1000.0  # a logit that leads by so much is drawn at any temperature, and has a place in float16
 ASKED_WITHIN = 512  # last tokens of a prompt that may ask for a repetition
 ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
+DEFAULT_MONITOR = MonitorSettings(cooldown=8)  # a loop that goes on is met with more than a cut: no need to wait
+DEFAULT_STEER = Steer()
+NEW_NAMES = {
+    "window": "monitor=MonitorSettings(window=...)",
+    "variant": "monitor=PaperSettings(...), or LoopGuard.paper()",
+    "recent_window": "monitor=PaperSettings(...), which has it",
+    "penalty": "steer=Steer(penalty=...), or steer=None for 0",
+    "temperature": "steer=Steer(temperature=...)",
+    "seed": "steer=Steer(seed=...)",
+}
+"""What stands in place of a field of an earlier version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,26 +81,18 @@ class LoopGuard(Intervention):
             interventions the cache grows beyond it; `StreamingLLM(budget=B) | LoopGuard(budget=B)` always holds it.
         anchors: Number of first positions that are kept (N_anchor): by default 32, as in the paper, but at most a
             quarter of the budget.
-        window: Number of tokens that the monitor looks at (W).
-        variant: When to intervene: "repeats" for any exact repetition, "full" for the paper's votes, or a variant of
-            Table 3 and others: "none" never intervenes, "always" intervenes every 200 tokens, and "p1", "ttr", "cr",
-            "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
-        monitor: Further monitor settings, by name (`MonitorSettings`).
-        recent_window: Whether recent tokens come from the last W tokens alone, as in the paper (`Retention`). An
-            intervention soon after another then keeps fewer of them.
-        penalty: What the logit of a token loses for each token of a repetition that it would prolong, and for each
-            copy of it among the last W, after an alarm; as much again for each alarm before it in succession
-            (`Steering`). 0 lowers none, as in the paper.
-        temperature: After an alarm, the row's tokens are drawn at this temperature where `generate` would take the
-            likeliest one, because greedy decoding leads back into a loop. 0 takes the likeliest, as in the paper.
-        seed: Seed of these draws, which depend on the row's own tokens alone.
+        monitor: When to intervene. `MonitorSettings` looks for copies, by default with a cooldown of 8;
+            `PaperSettings` takes the paper's votes. An act is soon after another within its `window` (W). Under
+            `PaperSettings` recent tokens come from the last W tokens alone (`Retention`), so an intervention soon
+            after another keeps fewer of them.
+        steer: How a row that looped is kept from looping again. None does nothing, as in the paper.
         local: Number of last tokens that a cut never removes, because without them the next token has no context; 0 as
             printed.
         act: What an alarm does. "rewind" removes the loop from the output as well, wherever the caller can take tokens
-            back: the text is cut after the first copy and continues under the penalty; elsewhere, and without
-            penalty and draws, it is "cut", which removes the loop from the cache and leaves the copies in the text.
-            "stop" ends the row, and "report" only adds the event. None is "rewind", without the warning that "rewind"
-            gives where nothing can be taken back.
+            back: the text is cut after the first copy and continues under the penalty. Elsewhere, and without `steer`,
+            it is "cut", which removes the loop from the cache and leaves the copies in the text. "stop" ends the row.
+            "report" only adds the event, once in W tokens. None is "rewind", without the warning that "rewind" gives
+            where nothing can be taken back.
 
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
@@ -98,29 +106,28 @@ class LoopGuard(Intervention):
             rebases positions.
 
     Example:
-        >>> guard = LoopGuard(budget=1024, monitor={"warmup": 128})
-        >>> guard.settings.window, guard.settings.warmup
-        (256, 128)
+        >>> guard = LoopGuard(budget=512, steer=Steer(temperature=0.0))
+        >>> guard.steer.penalty, guard.monitor.window
+        (2.0, 256)
     """
 
     budget: Budget = field(default=1024, kw_only=False)
     anchors: Whole | None = None
-    window: Natural = 256
-    variant: str = "repeats"
-    monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    recent_window: bool = False
-    penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7
-    seed: Whole = 0
+    monitor: Annotated[Settings, Wording("MonitorSettings(...) or PaperSettings(...)")] = DEFAULT_MONITOR
+    steer: Annotated[Steer | None, Wording("Steer(...) or None")] = DEFAULT_STEER
     local: Whole = 4
     act: Literal["rewind", "cut", "stop", "report"] | None = None
     KIND: ClassVar[str] = "guard"
 
+    def __new__(cls, *_args: Any, **given: Any) -> Self:
+        """Refuse the names that fields had in earlier versions, and say the new ones."""
+        for name in given:
+            if name in NEW_NAMES:
+                raise SinkscopeError(f"LoopGuard has no {name}= any more: give {NEW_NAMES[name]}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         check_fields(self)
-        if "window" in self.monitor:
-            raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
-        _ = self.settings
         if isinstance(self.budget, int):
             self.retention(0)
 
@@ -132,25 +139,20 @@ class LoopGuard(Intervention):
             budget: As for the plain constructor.
             changed: Other fields to set.
         """
-        printed: dict[str, Any] = {
-            "variant": "full",
-            "recent_window": True,
-            "penalty": 0.0,
-            "temperature": 0.0,
-            "local": 0,
-            "act": "cut",
-        }
+        printed: dict[str, Any] = {"monitor": PaperSettings(), "steer": None, "local": 0, "act": "cut"}
         return cls(budget, **(printed | changed))
 
     @property
     def settings(self) -> Settings:
-        """Settings of the monitor of every row."""
-        settings = dict(self.monitor)
-        if self.act == "report":
-            settings.setdefault("cooldown", self.window)
-        if self.variant == "repeats":  # a loop that goes on after the cut is met with more than a cut: no need to wait
-            settings.setdefault("cooldown", 8)
-        return MonitorSettings.variant(self.variant, window=self.window, **settings)
+        """Settings of the monitor of every row; alarms that are only reported come once in a window."""
+        if self.act != "report":
+            return self.monitor
+        return replace(self.monitor, cooldown=max(self.monitor.cooldown, self.monitor.window))
+
+    @property
+    def recent_window(self) -> int | None:
+        """Length of the window that all recent tokens come from, as in the paper; None: they come from anywhere."""
+        return self.monitor.window if isinstance(self.monitor, PaperSettings) else None
 
     def summary(self, run: Run) -> str:
         """Return the first loop and the response to it, and how often the guard acted again."""
@@ -174,7 +176,7 @@ class LoopGuard(Intervention):
                 f"LoopGuard: budget={budget} leaves nothing beside the {anchors} anchors: expected at least "
                 f"{anchors + 1}; raise the budget or keep fewer anchors"
             )
-        return Retention(budget, anchors, self.window if self.recent_window else None)
+        return Retention(budget, anchors, self.recent_window)
 
     def first_tokens(self, budget: int) -> int:
         """Return the number of anchors: the given one, or 32, but at most a quarter of the budget."""
@@ -199,7 +201,7 @@ class LoopGuard(Intervention):
             period: Its period, if it is known.
         """
         begun = 0
-        if period is not None and not self.recent_window:
+        if period is not None and self.recent_window is None:
             begun = (length - begin) % period
         return begin, max(begin, length - max(begun, self.local))
 
@@ -211,7 +213,7 @@ class LoopGuard(Intervention):
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         session.keeps_ended = True
         session.before_decode()  # so that tokens come one by one, in rows that keep their places
-        if self.act in ("rewind", None) and (self.penalty or self.temperature):  # else the loop would be written again
+        if self.act in ("rewind", None) and self.steer is not None:  # else the loop would be written again
             session.rewinder = Rewinder()
         guarding = GuardRun(self, self.settings, run, session)
         run.hook((run.target.hf, "post", guarding.on_logits))
@@ -262,7 +264,7 @@ class GuardRun:
         rows.seen = moment.call.past + 1
         rows.count += 1
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
-        largest = None if self.settings.rule == "repeats" else largest_probability(logits)
+        largest = largest_probability(logits) if isinstance(self.settings, PaperSettings) else None
         alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
         if rewinder is not None and rewinder.end_lengths:  # a full row goes on as padding
             alarms = [number for number in alarms if rows.seen < rewinder.end_lengths[number]]
@@ -270,8 +272,8 @@ class GuardRun:
             self._respond(moment, rows, alarms)
         if self.guard.act == "stop":
             self._stop(rows, alarms, logits)
-        if self.guard.penalty or self.guard.temperature:
-            self._steer(rows, logits)
+        if self.guard.steer is not None:
+            self._steer(self.guard.steer, rows, logits)
 
     def _stop(self, rows: GuardedRows, alarms: list[int], logits: Float[Tensor, "row vocab"]) -> None:
         """Let rows end from their alarm on: at once, or as soon as the caller's settings allow an end."""
@@ -281,14 +283,14 @@ class GuardRun:
             if row.stops and not row.monitor.ended:
                 logits[number, rows.stops[0]] = logits[number].amax() + CERTAIN
 
-    def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
+    def _steer(self, steer: Steer, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
         """Lower the logits of tokens that would prolong a repetition of rows that looped, in place."""
         steered: dict[int, Steering] = {}
         for number, row in enumerate(rows.rows):
             if row.steering is not None and not row.monitor.ended:
                 steered[number] = row.steering
         if steered:
-            temperature = self.guard.temperature
+            temperature = steer.temperature
             if getattr(self.session.generation.settings, "do_sample", False):  # the caller draws
                 temperature = 0.0
             changed = logits[list(steered)].cpu()  # one wait for the device instead of several for each row
@@ -296,7 +298,7 @@ class GuardRun:
                 ids = rows.rows[number].ids
                 steering.steer(row_logits, ids, rows.ends)
                 if temperature:
-                    generator = draws(self.guard.seed, f"{len(ids)} after {ids[-8:]}")
+                    generator = draws(steer.seed, f"{len(ids)} after {ids[-8:]}")
                     noise = temperature * gumbel(len(row_logits), torch.float32, generator)
                     row_logits.copy_(in_order(row_logits.float() + noise, row_logits.dtype))
             logits[list(steered)] = changed.to(logits.device)
@@ -348,7 +350,7 @@ class GuardRun:
         rows: list[WatchedRow] = []
         for length, row_ids in zip(prompt, prompt_ids, strict=True):
             asked = 0
-            if tokenizer is not None and self.settings.rule == "repeats":
+            if tokenizer is not None and isinstance(self.settings, MonitorSettings):
                 asked = asked_copies(tokenizer.decode(row_ids[-ASKED_WITHIN:]))
             rows.append(WatchedRow(partial(monitor, asked=asked), length, row_ids))
         if self.guard.act == "stop" and not stops:
@@ -401,11 +403,12 @@ class GuardRun:
     ) -> tuple[range, int]:
         """The positions of a row to remove, and the level; from here on the row is steered."""
         if row.steering is None:
-            row.steering = Steering(self.guard.penalty, self.guard.window, row.length - taken_back)
-        found = row.monitor.last.tail
-        if found is not None and not found.exact:
-            row.steering.is_number = row.monitor.is_number
-        row.monitor.looped = True
+            penalty = 0.0 if self.guard.steer is None else self.guard.steer.penalty
+            row.steering = Steering(penalty, self.settings.window, row.length - taken_back)
+        found, rule = row.monitor.last.tail, row.monitor.rule
+        if found is not None and not found.exact and isinstance(rule, CopyRule):
+            row.steering.is_number = rule.is_number
+        rule.looped = True
         level = row.steering.act(row.ids, taken_back, now)
         if taken_back:
             return range(row.length - taken_back, row.length), level

@@ -4,15 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Whole, check_fields
 from sinkscope.loops.text.counters import NUMBER
 
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LENIENT = 2
 """Number of tokens that may be repeated without a loss, such as a name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steer:
+    """How LoopGuard keeps a row that looped from looping again; not in the paper.
+
+    Attributes:
+        penalty: What the logit of a token loses for each token of a repetition that it would prolong, and for each
+            copy of it among the last W, after an alarm; as much again for each alarm before it in succession
+            (`Steering`). 0 lowers none.
+        temperature: After an alarm, the row's tokens are drawn at this temperature where `generate` would take the
+            likeliest one, because greedy decoding leads back into a loop. 0 takes the likeliest.
+        seed: Seed of these draws, which depend on the row's own tokens alone.
+    """
+
+    penalty: NotNegative = 2.0
+    temperature: NotNegative = 0.7
+    seed: Whole = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not (self.penalty or self.temperature):
+            raise SinkscopeError("Steer(penalty=0, temperature=0) does nothing: give LoopGuard(steer=None)")
 
 
 @dataclass(eq=False)

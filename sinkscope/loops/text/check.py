@@ -91,7 +91,7 @@ def check(
     happens as soon as there are 3 exact copies with 64 tokens beyond the first two, or later where the copies are data
     (tables, code, markup, logs), or 12 copies of prose whose numbers change (`MonitorSettings`). Copies that are not
     enough for this make a text suspicious, and so do sentences or rows nearly all of which resemble earlier ones. With
-    `MonitorSettings.paper()`, LoopGuard's monitor decides. Because there are no probabilities, its other two votes
+    `PaperSettings()`, LoopGuard's monitor decides. Because there are no probabilities, its other two votes
     (type-token ratio and compression ratio) must agree, and one of its gates (stalled novelty or tail repetition) must
     hold.
 

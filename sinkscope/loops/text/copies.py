@@ -12,28 +12,61 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field, Strict, StrictFloat, StrictInt
+
+from sinkscope.files.records import Natural, Whole, checked
 from sinkscope.loops.text.counters import CounterRepetition
 from sinkscope.loops.text.kinds import Kind, kind_of, size_of
 from sinkscope.loops.text.repetition import TailRepetition
-from sinkscope.loops.text.settings import MonitorSettings
-from sinkscope.loops.text.signals import Tail
+from sinkscope.loops.text.signals import WINDOW, Step, Tail
 
 KIND_TOKENS = 48  # by which it is seen what a short piece is
 WordsOf = Callable[[Sequence[int]], Sequence[str]]
+Cut = Literal["auto", "exact", "all", "none"]
+CopyCount = Annotated[StrictInt | StrictFloat, Field(ge=2)]
 
 
-class Found(NamedTuple):
-    """A repetition that reaches the last token.
+@checked
+class MonitorSettings:
+    """Settings of the default rule, which looks for copies; `PaperSettings` has those of the paper's rule.
 
     Attributes:
-        tail: The repetition.
-        cut: Whether it is a loop; else it may be honest.
+        window: Number of tokens within which a loop that goes on is reported once (W).
+        warmup: First step that may trigger.
+        cooldown: Number of steps after a trigger in which no other may follow.
+        tail_repeats: Number of copies in a repetition. Two copies may be a quotation. With fewer than three, some
+            cycles are found later.
+        tail_shortest: Minimum tokens of a repetition, at least 6.
+        tail_longest: Largest period.
+        tail_beyond: Number of tokens that a repetition needs beyond its first two copies. Short pieces, which honest
+            texts repeat, then need more copies: a piece of one token 66, one of 64 tokens three.
+        data_tokens: Number of tokens that equal copies need in all if they are data: tables, code, markup or logs.
+        counter_copies: Number of copies of a repetition whose numbers change.
+        counter_tokens: Minimum tokens of such a repetition.
+        cut: Which repetitions trigger; the others are only reported. "auto": equal copies, and in prose also copies
+            whose numbers change. "exact": equal copies alone. "all": numbers may change in code, markup and logs, too.
+            "none": nothing triggers.
     """
 
-    tail: Tail
-    cut: bool
+    rule: ClassVar[str] = "repeats"
+
+    window: Natural = WINDOW
+    warmup: Whole = 0
+    cooldown: Whole = 32
+    tail_repeats: CopyCount = 3
+    tail_shortest: Annotated[int, Strict(), Field(ge=6)] = 48
+    tail_longest: Natural = 2048
+    tail_beyond: Whole = 64
+    data_tokens: Natural = 512
+    counter_copies: Annotated[int, Strict(), Field(ge=2)] = 12
+    counter_tokens: Natural = 256
+    cut: Cut = "auto"
+
+    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> CopyRule:
+        """Return the rule for one row; the arguments are those of `Monitor`."""
+        return CopyRule(self, words_of, asked)
 
 
 class CopyRule:
@@ -67,8 +100,8 @@ class CopyRule:
         words = () if self.words_of is None else self.words_of([token])
         return bool(words) and all(word.isdigit() for word in words)
 
-    def add(self, token: int) -> Found | None:
-        """Take the next token; return the repetition that reaches it and counts, if there is one."""
+    def add(self, token: int, p_max: float | None = None) -> Step:
+        """Take the next token; return the repetition that reaches it, if there is one that counts."""
         self._seen += 1
         self._size += 1 if self.words_of is None else max(1, sum(map(size_of, self.words_of([token]))))
         self._sizes.append(self._size)
@@ -76,28 +109,30 @@ class CopyRule:
         counter: Tail | None = None
         if self.words_of is not None:
             counter = self._counter.add(token, self.is_number(token))
-        found: Found | None = None
+        found = Step()
         if exact is not None:
             found = self._of_equal_copies(exact)
-        if found is None and counter is not None:
+        if found.tail is None and counter is not None:
             found = self._of_a_counter(counter)
-        if found is not None and found.tail.repeats <= self.asked:
-            return None
+        if found.tail is not None and found.tail.repeats <= self.asked:
+            return Step()
         return found
 
-    def _of_equal_copies(self, tail: Tail) -> Found | None:
+    def _of_equal_copies(self, tail: Tail) -> Step:
         s = self.settings
         covered, copy = self._size_of_last(self._seen - tail.start), self._size_of_last(tail.period)
         if covered < 2 * copy + s.tail_beyond and not self.looped:
-            return None
-        cut = covered >= max(s.data_tokens, 3 * copy) or self._kind_of(tail) == "prose"
-        return Found(tail, cut and s.cut != "none")
+            return Step()
+        is_loop = covered >= max(s.data_tokens, 3 * copy) or self._kind_of(tail) == "prose"
+        is_loop = is_loop and s.cut != "none"
+        return Step(tail=tail, trigger=is_loop, suspect=not is_loop)
 
-    def _of_a_counter(self, tail: Tail) -> Found | None:
+    def _of_a_counter(self, tail: Tail) -> Step:
         kind = self._kind_of(tail)
         if kind == "table":
-            return None
-        return Found(tail, self.settings.cut == "all" or (self.settings.cut == "auto" and kind == "prose"))
+            return Step()
+        is_loop = self.settings.cut == "all" or (self.settings.cut == "auto" and kind == "prose")
+        return Step(tail=tail, trigger=is_loop, suspect=not is_loop)
 
     def _size_of_last(self, count: int) -> int:
         """Number of tokens as which the last ones count; if they are more than matter, some number above that."""

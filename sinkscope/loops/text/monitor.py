@@ -1,45 +1,23 @@
 """The online monitor of one row: it takes one token at a time and says whether to intervene at once.
 
-By default it looks for copies (`copies`). With `MonitorSettings.paper()` it is the monitor of LoopGuard, section 5.2
-and appendix B.2 (`votes`). Time and memory per token do not grow with the length of the row.
+By default it looks for copies (`copies`). With `PaperSettings()` it is the monitor of LoopGuard, section 5.2 and
+appendix B.2 (`votes`). Time and memory per token do not grow with the length of the row.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
-from sinkscope.loops.text.copies import CopyRule, WordsOf
+from sinkscope.loops.text.copies import CopyRule, MonitorSettings, WordsOf
 from sinkscope.loops.text.counters import CounterRepetition
 from sinkscope.loops.text.repetition import TailRepetition
-from sinkscope.loops.text.settings import VARIANTS, MonitorSettings, PaperSettings, Settings
-from sinkscope.loops.text.signals import Tail, WindowNovelty, checked_id
-from sinkscope.loops.text.votes import VoteRule
+from sinkscope.loops.text.signals import Step, WindowNovelty, checked_id
+from sinkscope.loops.text.votes import PaperSettings, VoteRule
 
-__all__ = ["VARIANTS", "Monitor", "MonitorSettings", "PaperSettings", "Settings", "Step"]
-
-
-class Step(NamedTuple):
-    """The monitor's state and decision after a token.
-
-    Attributes:
-        step: Number of tokens so far, including this one (t).
-        ttr: Type-token ratio of the window; NaN under the default rule, which does not need it.
-        cr: Compression ratio of the window when it was last computed; NaN before the first time, and under the default
-            rule.
-        tail: Repetition that reaches this token, if there is one; its positions count from the first token (0).
-        trigger: Whether to intervene now.
-        suspect: Whether the repetition may be honest, so that it is only reported.
-    """
-
-    step: int = 0
-    ttr: float = math.nan
-    cr: float = math.nan
-    tail: Tail | None = None
-    trigger: bool = False
-    suspect: bool = False
+Settings = MonitorSettings | PaperSettings
+"""The settings of a monitor say which rule it has."""
 
 
 class Monitor:
@@ -48,36 +26,21 @@ class Monitor:
     `last` is the last `Step`. A new turn of a conversation needs a new monitor.
 
     Args:
-        settings: Settings of one of the two rules.
+        settings: Settings of one of the two rules; by default `MonitorSettings()`.
         words_of: Gives the words of the last tokens (`CopyRule`). Without it, data is not told from prose, and
             repetitions whose numbers change are not found. The paper's rule does not need it.
         asked: Number of copies that the prompt asks for, which are no loop.
+
+    Attributes:
+        rule: The rule and what it remembers of the row.
     """
 
     def __init__(self, settings: Settings | None = None, words_of: WordsOf | None = None, asked: int = 0) -> None:
         self.settings = settings or MonitorSettings()
         self.last = Step()
         self.ended = False
+        self.rule = self.settings.new_rule(words_of, asked)
         self._rests_until = 0
-        self._votes: VoteRule | None = None
-        self._copies = CopyRule(MonitorSettings(), words_of, asked)
-        if isinstance(self.settings, PaperSettings):
-            self._votes = VoteRule(self.settings)
-        else:
-            self._copies = CopyRule(self.settings, words_of, asked)
-
-    @property
-    def looped(self) -> bool:
-        """Whether a guard has acted on the row, which then needs no tokens beyond the copies."""
-        return self._copies.looped
-
-    @looped.setter
-    def looped(self, looped: bool) -> None:
-        self._copies.looped = looped
-
-    def is_number(self, token: int) -> bool:
-        """Return whether a token is a number or a part of one."""
-        return self._copies.is_number(token)
 
     def copy(self) -> Monitor:
         """Return a monitor that goes on from here by itself."""
@@ -100,20 +63,14 @@ class Monitor:
             The signals and whether to intervene; after `end`, the last step again without a trigger.
 
         Raises:
-            SinkscopeError: The token is no id, or only probabilities vote, and none was given.
+            SinkscopeError: The token is no id.
         """
         if self.ended:
             return self.last
-        token, step = checked_id(token), self.last.step + 1
+        step = self.last.step + 1
+        found = self.rule.add(checked_id(token), p_max)
         may_trigger = step >= max(self.settings.warmup, self._rests_until)
-        if self._votes is not None:
-            ttr, cr, tail, due = self._votes.add(token, p_max)
-            self.last = Step(step, ttr, cr, tail, due and may_trigger)
-        else:
-            found = self._copies.add(token)
-            self.last = Step(step)
-            if found is not None:
-                self.last = Step(step, tail=found.tail, trigger=found.cut and may_trigger, suspect=not found.cut)
+        self.last = found._replace(step=step, trigger=found.trigger and may_trigger)
         if self.last.trigger:
             self._rests_until = step + self.settings.cooldown + 1
         return self.last

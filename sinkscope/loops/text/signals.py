@@ -52,6 +52,27 @@ class Tail(NamedTuple):
     exact: bool = True
 
 
+class Step(NamedTuple):
+    """What a monitor says after a token.
+
+    Attributes:
+        step: Number of tokens so far, including this one (t).
+        ttr: Type-token ratio of the window; NaN under the default rule, which does not need it.
+        cr: Compression ratio of the window when it was last computed; NaN before the first time, and under the default
+            rule.
+        tail: Repetition that reaches this token, if there is one; its positions count from the first token (0).
+        trigger: Whether to intervene now.
+        suspect: Whether the repetition is only reported, because it may be honest.
+    """
+
+    step: int = 0
+    ttr: float = math.nan
+    cr: float = math.nan
+    tail: Tail | None = None
+    trigger: bool = False
+    suspect: bool = False
+
+
 class WindowNovelty:
     """Share of the last `span` tokens that completed an n-gram that was new to the window.
 

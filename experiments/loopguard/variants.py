@@ -1,0 +1,103 @@
+"""The variants of LoopGuard's Table 3 and others: the paper's guard with another monitor.
+
+    sinkscope bench --task loops --methods full,experiments.loopguard.variants:p1:256
+
+- p1 (Table 3's single-signal), ttr, cr: one vote alone, without a gate.
+- stall, tail: one gate alone, without a vote.
+- always: an act every 200 tokens; at every step outside the cooldown it would be 77 acts in 2,500 tokens, and Table 3
+  has 12.5. none: no act.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, get_args
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, Whole, checked
+from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops.text.copies import WordsOf
+from sinkscope.loops.text.monitor import PaperSettings
+from sinkscope.loops.text.votes import VoteRule
+
+Signal = Literal["ttr", "cr", "p1", "stall", "tail"]
+
+
+@checked
+class OneSignal(PaperSettings):
+    """Settings of a rule that decides by one of the paper's signals."""
+
+    signal: Signal = "p1"
+
+    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
+        """Return the rule."""
+        return OneSignalRule(self)
+
+
+class OneSignalRule(VoteRule):
+    """The paper's rule with one signal."""
+
+    def decide(self, votes: dict[str, bool], gates: dict[str, bool], has_p_max: bool) -> bool:
+        """Return the signal."""
+        assert isinstance(self.settings, OneSignal)
+        if self.settings.signal == "p1" and not has_p_max:
+            raise SinkscopeError("only the top-1 streak (p1) votes, and no probability came: pass p_max")
+        return (votes | gates)[self.settings.signal]
+
+
+@checked
+class Timed(PaperSettings):
+    """Settings of a rule that looks at no signal.
+
+    Attributes:
+        every: Steps between triggers; 0: none.
+    """
+
+    every: Whole = 200
+
+    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
+        """Return the rule."""
+        return TimedRule(self)
+
+
+class TimedRule(VoteRule):
+    """A clock in place of the paper's rule."""
+
+    def decide(self, votes: dict[str, bool], gates: dict[str, bool], has_p_max: bool) -> bool:
+        """Return whether it is time."""
+        assert isinstance(self.settings, Timed)
+        return self.settings.every > 0 and self._step % self.settings.every == 0
+
+
+@checked
+class Ungated(PaperSettings):
+    """Settings of the paper's rule without its gates."""
+
+    def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
+        """Return the rule."""
+        return UngatedRule(self)
+
+
+class UngatedRule(VoteRule):
+    """The paper's warning alone."""
+
+    def decide(self, votes: dict[str, bool], gates: dict[str, bool], has_p_max: bool) -> bool:
+        """Return whether enough signals warn."""
+        return super().decide(votes, {"open": True}, has_p_max)
+
+
+MONITORS: dict[str, PaperSettings] = {
+    **{signal: OneSignal(signal=signal) for signal in get_args(Signal)},
+    "always": Timed(),
+    "none": Timed(every=0),
+}
+
+
+def guard_of(variant: str, budget: Natural = 1024) -> LoopGuard:
+    """Make the paper's guard with another monitor."""
+    return LoopGuard.paper(budget, monitor=MONITORS[variant])
+
+
+p1, ttr, cr, stall, tail, always, none = (
+    partial(guard_of, name) for name in ("p1", "ttr", "cr", "stall", "tail", "always", "none")
+)
