@@ -4,8 +4,8 @@
     python -m experiments.real.masks --real FOLDER [--out figures/real_masks.json]
 
 Texts of prose, dialogue, code and tables, 64 tokens with BOS, are read at one layer inside the largest spike.
-Everything is fitted on half of the texts: with all positions, without sinks (`sink_mask`), and without the dimensions
-of spikes (`sink_dims`) but with all positions. It is judged at ordinary positions of the other half.
+Everything is fitted on half of the texts: with all positions, without sinks (`sink_mask` of this site), and without
+the dimensions of spikes (`sink_dims`) but with all positions. It is judged at ordinary positions of the other half.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ def measured(file: Path) -> Row:
     model: Any = load(str(file))
     layer = LAYERS[file.stem]
     rows = texts_of(model.tokenizer)
-    sinks, dims = ss.sink_mask(model, rows), list(ss.sink_dims(model))
     site = f"blocks.{layer}.hook_resid_post"
+    anywhere = ss.sink_mask(model, rows)
+    sinks, dims = ss.sink_mask(model, rows, site=site), list(ss.sink_dims(model))
     resid = torch.cat([ss.trace(model, part, [site])[site] for part in rows.split(32)]).float()
     words = model.tokenizer.convert_ids_to_tokens(range(len(model.tokenizer)))
     begins = torch.tensor([word.startswith(("Ġ", "▁")) for word in words])[rows]
@@ -132,13 +133,17 @@ def measured(file: Path) -> Row:
             "vector_in_dims": float(vector[dims].norm() / vector.norm()),
         }
         print(file.stem, name, fitted[name], flush=True)
-    at_sinks = rows[sinks].unique()
+    at_sinks, norms = rows[sinks].unique(), resid.norm(dim=-1)
+    is_ordinary = norms < 3 * norms[:, 1:].median(1, keepdim=True).values
     return {
         "layer": layer,
         "texts": len(rows),
         "dims": dims,
         "sinks": int(sinks.sum()),
         "of": sinks.numel(),
+        "ordinary_of_sinks": int((sinks & is_ordinary).sum()),
+        "anywhere": int(anywhere.sum()),
+        "ordinary_of_anywhere": int((anywhere & is_ordinary).sum()),
         "beyond_first": int(sinks[:, 1:].sum()),
         "tokens_of_sinks": len(at_sinks),
         "excluded_by_tokens": float(torch.isin(rows, at_sinks)[~sinks].float().mean()),

@@ -1,6 +1,6 @@
 """Masks of sinks for other people's pipelines: the positions of any ids with a norm spike, or that heads attend to.
 
-Each row runs alone and without its padding, and is judged as the survey judges typical text (`places`).
+Each row runs alone and without its padding.
 """
 
 from __future__ import annotations
@@ -8,44 +8,53 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinkscope.errors import SinkscopeError, warn
+from sinkscope.hooks.trace.run import trace
+from sinkscope.hooks.trace.sites import resolve
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.models.inputs import read_inputs
-from sinkscope.models.target import Target
 from sinkscope.opening.open import open_target
+from sinkscope.results.notation import word_list
+from sinkscope.sinks.spikes.cards import span
 from sinkscope.sinks.spikes.find import attended, find_spikes
-from sinkscope.sinks.spikes.survey import read_survey, survey_of
+from sinkscope.sinks.spikes.survey import ratios_of, read_survey, survey_of
 from sinkscope.sinks.thresholds import LEAST_TYPICAL, STANDS_OUT
-from sinkscope.sinks.tokens import TokenRows
 
 Mask = Bool[Tensor, "batch pos"]
 
 
 @torch.no_grad()
-def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tokenizer: Any = None) -> Mask:
-    """Mark the positions of these ids with a norm spike, or that heads attend to as a sink, in one pass over each row.
+def sink_mask(
+    model: object, ids: Any = None, *, site: str | None = None, attention_mask: Any = None, tokenizer: Any = None
+) -> Mask:
+    """Mark the positions of these ids that are sinks: at one site by their norm, or in the whole model.
 
-    Nothing is assumed of a token or of a position. A position is in the mask if its norm is more than three
-    times the typical one of its row after some layer (Sun et al. 2024), or if a twentieth of
-    the heads attend to it, at the first position a hundredth, and at least two (Gu et al. 2024).
+    A position is in the mask of a site if its norm there is more than three times the typical one of its row (Sun et
+    al. 2024). Without a site, it is in the mask if this holds after any layer, or if a twentieth of the heads attend to
+    it, at the first position a hundredth, and at least two (Gu et al. 2024). Nothing is assumed of a token or of a
+    position.
 
     Args:
         model: A live model, a name, or a Target.
         ids: Token ids `[batch pos]`, also as lists of several lengths; texts; or a tokenizer's output.
+        site: Where you use the mask, by a name of `ss.trace` such as "blocks.14.hook_resid_post". None: anywhere; if
+            positions stand out in some layers and not in others, a warning says in which.
         attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`. Padding is no sink, and no row depends on it.
         tokenizer: Tokenizer for texts, if the model carries none.
 
     Returns:
         True at sinks, in the shape of the ids and on their device.
 
-    A row needs four tokens for a typical norm, the median. Attention to a position is judged by the queries after it,
-    of which there have to be 16.
+    Each row is read alone, in one pass. It needs four tokens for a typical norm, the median. Attention to a position is
+    judged by the queries after it, of which there have to be 16.
 
     Raises:
-        SinkscopeError: The ids or the mask are invalid for this model, or a row is longer than its context.
+        SinkscopeError: The ids or the mask are invalid for this model, or a row is longer than its context; there is no
+            such site, or it has attention rows and no value for each position.
     """
     target = open_target(model, tokenizer, needed=False)
     inputs = read_inputs(target, ids, attention_mask)
@@ -54,10 +63,53 @@ def sink_mask(model: object, ids: Any = None, *, attention_mask: Any = None, tok
     real = torch.ones_like(inputs.ids, dtype=torch.bool)
     if inputs.mask is not None:
         real = inputs.mask.bool()
-    there = torch.zeros_like(real)
+    if site is not None:
+        named, *more = resolve(target, site)
+        if more or named.module is None:
+            problem = "names several" if more else "has attention rows"
+            raise SinkscopeError(f"site {site!r} {problem}: expected one with a value for each position")
+    there, high = torch.zeros_like(real), list[Bool[Tensor, "layer pos"]]()
     for number, row in enumerate(rows):
-        there[number, real[number]] = _of_row(target, torch.tensor([row]))[0]
+        if len(row) < 2:
+            continue
+        one = torch.tensor([row])
+        if site is not None:
+            there[number, real[number]] = standing_out(trace(target, one, [site])[site].flatten(2)[None])[0]
+            continue
+        survey = read_survey(target, one)
+        high.append(standing_out(survey.states))
+        there[number, real[number]] = high[-1].any(0) | attended(survey)[0]
+    if high:
+        warn_of_layers(torch.cat(high, 1))
     return there.to(ids.device if isinstance(ids, Tensor) else "cpu")
+
+
+def standing_out(states: Float[Tensor, "site 1 pos d"]) -> Bool[Tensor, "site pos"]:
+    """Mark the positions of a row whose norm stands out at each site; none in a row without a typical norm."""
+    if states.shape[2] < LEAST_TYPICAL:
+        return torch.zeros(states.shape[0], states.shape[2], dtype=torch.bool)
+    return ratios_of(states)[:, 0] > STANDS_OUT
+
+
+def warn_of_layers(high: Bool[Tensor, "layer pos"]) -> None:
+    """Warn if positions stand out after some of the layers with spikes and not after others.
+
+    Args:
+        high: Which positions stand out after each layer.
+    """
+    layers = high.any(1).nonzero().flatten().tolist()
+    if not layers or bool((high[layers] == high[layers[0]]).all()):
+        return
+    runs = [[layers[0]]]
+    for layer in layers[1:]:
+        if layer > runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(layer)
+    words = word_list([span(run[0], run[-1]) for run in runs])
+    warn(
+        f"sink_mask marks spikes of layers {words}, which are not at the same positions in all of them: give "
+        f'site="blocks.{layers[-1]}.hook_resid_post", or the site that you read, for the spikes that stand there'
+    )
 
 
 def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
@@ -81,14 +133,3 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
     spikes = find_spikes(survey, setup.tokenizer)
     spikes.sort(key=lambda spike: -spike.size)
     return tuple(dict.fromkeys(dim for spike in spikes for dim in spike.dims))
-
-
-def _of_row(target: Target, ids: TokenRows) -> Mask:
-    """Mark the sinks of a row without padding."""
-    there = torch.zeros_like(ids, dtype=torch.bool)
-    if ids.shape[1] < 2:
-        return there
-    survey = read_survey(target, ids)
-    if ids.shape[1] >= LEAST_TYPICAL:
-        there |= (survey.ratios > STANDS_OUT).any(0)
-    return there | attended(survey)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 
 import pytest
@@ -11,7 +12,8 @@ from organisms import hard, mask_of, organism
 from raw_kit import attention, norms, residuals
 
 import sinkscope as ss
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.sinks.mask import warn_of_layers
 
 pytestmark = pytest.mark.few_texts
 
@@ -92,6 +94,31 @@ def test_padding_is_no_sink_and_changes_none(name, family, side):
     assert ragged.shape == (4, 48) and ragged.sum() == expected.sum()
 
 
+@torch.no_grad()
+def test_a_mask_of_a_site_has_the_norms_that_stand_out_there():
+    """Position 0 is attended everywhere, and its norm stands out from the sink layer on."""
+    m = organism("llama", 0, n_layers=4)
+    ids = m.natural(4, 48)
+    after = norms(m.model, ids)
+    ratios = after / after[:, :, 1:].flatten(2).median(2).values[..., None]
+    for layer in range(4):
+        mask = ss.sink_mask(m.model, ids, site=f"blocks.{layer}.hook_resid_post")
+        assert torch.equal(mask, ratios[layer] > 3)
+        assert bool(mask[:, 0].all()) == (layer >= m.truth.sink_layer)
+    assert torch.equal(ss.sink_mask(m.model, ids, site="blocks.3.hook_resid_pre"), ratios[2] > 3)
+
+
+def test_without_a_site_a_mask_says_in_which_layers_its_spikes_are():
+    high = torch.zeros(6, 8, dtype=torch.bool)
+    high[1:3, 0] = high[4:6, 0] = True
+    with warnings.catch_warnings(action="error"):
+        warn_of_layers(high)
+        warn_of_layers(torch.zeros_like(high))
+    high[1, 5] = True
+    with pytest.warns(SinkscopeWarning, match="layers 1-2 and 4-5, which are not at the same positions"):
+        warn_of_layers(high)
+
+
 def test_where_there_is_no_spike_no_dimension_carries_one(tmp_path):
     m = hard("learned_logits", "gpt_oss")
     assert ss.sink_dims(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path, 100)) == ()
@@ -130,3 +157,13 @@ def test_what_is_no_input_is_refused_in_one_line(ids, mask, message):
     with pytest.raises(SinkscopeError, match=message) as refused:
         ss.sink_mask(organism("llama", 0).model, ids, attention_mask=mask)
     assert "\n" not in str(refused.value)
+
+
+def test_a_site_without_a_value_for_each_position_is_refused():
+    m = organism("llama", 0)
+    with pytest.raises(SinkscopeError, match="matches nothing"):
+        ss.sink_mask(m.model, m.natural(1, 16), site="blocks.14")
+    with pytest.raises(SinkscopeError, match="attention rows"):
+        ss.sink_mask(m.model, m.natural(1, 16), site="blocks.0.attn.hook_pattern")
+    with pytest.raises(SinkscopeError, match="several"):
+        ss.sink_mask(m.model, m.natural(1, 16), site="blocks.*.hook_resid_post")

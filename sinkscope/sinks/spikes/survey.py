@@ -68,23 +68,9 @@ class Survey:
         return self.states.norm(dim=-1)
 
     @cached_property
-    def shared_dims(self) -> Bool[Tensor, "layer d_model"]:
-        """The dimensions that are massive at ordinary positions: 30 times the median dimension or more."""
-        size = self.states[:, :, 1:].abs().flatten(1, 2).median(1).values
-        return size > MASSIVE * size.median(1, keepdim=True).values.clamp(min=SMALLEST)
-
-    @cached_property
     def ratios(self) -> Float[Tensor, "layer text pos"]:
-        """Each norm over the typical one of its layer.
-
-        From dimensions that are massive at all positions their median is taken away first, or they would hide a spike.
-        """
-        norms = self.norms
-        if bool(self.shared_dims.any()):
-            middle = self.states[:, :, 1:].flatten(1, 2).median(1).values * self.shared_dims
-            norms = (self.states - middle[:, None, None]).norm(dim=-1)
-        typical = norms[:, :, 1:].flatten(1).median(1).values.clamp(min=SMALLEST)
-        return norms / typical[:, None, None]
+        """Each norm over the typical one of its layer, without what massive dimensions hold everywhere."""
+        return ratios_of(self.states)
 
     @cached_property
     def typical_norm(self) -> list[float]:
@@ -126,6 +112,25 @@ class Survey:
             return None
         hidden = self.entered[layer, texts, :length].to(self.target.device, self.target.dtype)
         return LayerInput(layer, hidden.clone(), self.wrapped)  # some layers add to it in place
+
+
+def ratios_of(states: Float[Tensor, "site text pos d"]) -> Float[Tensor, "site text pos"]:
+    """Divide each norm by the typical one of its site: the median over all positions after the first.
+
+    A dimension is massive if it is 30 times the median dimension or more at ordinary positions. Its median is taken
+    away first, because it would hide a spike.
+
+    Args:
+        states: What is at each site.
+    """
+    later = states[:, :, 1:].flatten(1, 2)
+    size = later.abs().median(1).values
+    massive = size > MASSIVE * size.median(1, keepdim=True).values.clamp(min=SMALLEST)
+    norms = states.norm(dim=-1)
+    if bool(massive.any()):
+        norms = (states - (later.median(1).values * massive)[:, None, None]).norm(dim=-1)
+    typical = norms[:, :, 1:].flatten(1).median(1).values.clamp(min=SMALLEST)
+    return norms / typical[:, None, None]
 
 
 def survey_of(setup: Setup, bos: int | None, count: int | None = None) -> Survey:
