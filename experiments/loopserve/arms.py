@@ -34,8 +34,7 @@ from sinkscope.opening.load import load
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import BlockGrid, StoredRows, choose_bands
 from sinkscope.sparse.choice import kept_columns, sampled_rows
-from sinkscope.sparse.copies import Copies
-from sinkscope.sparse.sample import draw_of, held_out
+from sinkscope.sparse.sample import Copies, draw_of, held_out
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.sparse import band_attention
 from sinkscope.sparse.sums import recovered, scores_of

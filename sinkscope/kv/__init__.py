@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sinkscope.kv.adakv import AdaKV
-from sinkscope.kv.attention_rows import AttentionRows
+from sinkscope.kv.attention_watch import AttentionRows
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.full import Full
 from sinkscope.kv.h2o import H2O

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.call import TokenPositions
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.scope import cache_layers
+from sinkscope.kv.windows import cache_layers
 from sinkscope.models.call_cache import cache_parameter
 from sinkscope.models.target import Target
 

@@ -15,9 +15,8 @@ from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.call import TokenPositions
-from sinkscope.kv import growing_tensor
-from sinkscope.kv.growing_tensor import Growth
-from sinkscope.kv.slots import Slots
+from sinkscope.kv import slots as slots_of
+from sinkscope.kv.slots import Growth, Slots
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
 
@@ -88,7 +87,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             self._holes = None
         growth = self.growth
         if self.is_initialized and growth.room is None and not growth.grew:  # short, as a rule
-            is_short = self.keys.shape[-2] < growing_tensor.COPY_LIMIT
+            is_short = self.keys.shape[-2] < slots_of.COPY_LIMIT
             self.keys = torch.cat([self.keys, key_states], -2)
             self.values = torch.cat([self.values, value_states], -2)
             growth.grew = not is_short

@@ -18,7 +18,7 @@ from sinkscope.kv.usage import Meter
 
 @dataclass(eq=False)
 class CacheState:
-    """What is known about one cache across the calls of a run; it lies on the cache (`hooks.rows`).
+    """What is known about one cache across the calls of a run; it lies on the cache (`hooks.call`).
 
     Attributes:
         prefilling: Whether the last call read a prompt or part of one.

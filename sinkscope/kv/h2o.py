@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.files.records import Share, share_of
-from sinkscope.kv.attention_rows import AttentionRows
+from sinkscope.kv.attention_watch import AttentionRows
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session

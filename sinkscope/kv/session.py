@@ -18,8 +18,7 @@ from sinkscope.errors import UnsupportedError, warn
 from sinkscope.hooks.call import Call
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.adopt import adopt, check_seen, own_layers, used_cache
-from sinkscope.kv.attention_rows import AttentionRows, Watcher
-from sinkscope.kv.attention_watch import AttentionWatch, Replacement
+from sinkscope.kv.attention_watch import AttentionRows, AttentionWatch, Replacement, Watcher
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.cache_state import CacheState, EndedCall, Moment
 from sinkscope.kv.generation import Generation, Rewinder, check_token_by_token

@@ -8,9 +8,8 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.kv.attention_rows import AttentionRows
-from sinkscope.kv.policy import LayerMoment, Policy
-from sinkscope.kv.policy_checks import unseen_queries
+from sinkscope.kv.attention_watch import AttentionRows
+from sinkscope.kv.policy import LayerMoment, Policy, unseen_queries
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
 from sinkscope.models.shards import Shards

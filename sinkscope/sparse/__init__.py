@@ -6,7 +6,7 @@ LoopServe, section 3.1; Jiang et al. 2024, MInference).
 | for | files |
 |---|---|
 | measuring | `sums` (of every line, what lines hold), `votes` (the heaviest), `lines` (the command) |
-| choosing | `sample`, `copies` (which queries), `bands`, `choice` (the search), `triton_sums`, `replay` (on a GPU) |
+| choosing | `sample` (which queries), `bands`, `choice` (the search), `triton_sums`, `replay` (on a GPU) |
 | choosing as printed | `faithful` (algorithm 5), `votes` (MInference), `shapes` (A-shape, Tri-shape, MInference) |
 | attending | `sparse` (on a CPU, under a mask), `triton` (on a GPU), `devices` (which of them) |
 | in a model | `sparse_prompts`, `prompt_calls`, `serve` (LoopServe) |

@@ -27,12 +27,11 @@ from torch import Tensor
 from sinkscope.files.records import Natural, PositiveShare, check_values
 from sinkscope.sparse.attention import Scores, attention_of
 from sinkscope.sparse.bands import Bands, BlockGrid, CopiedBlocks, StoredRows, choose_bands, lengths_of
-from sinkscope.sparse.copies import Copies
 from sinkscope.sparse.devices import triton_module
 from sinkscope.sparse.faithful import faithful_lines
 from sinkscope.sparse.head_lines import HeadLines, near_lines
 from sinkscope.sparse.replay import Replayed
-from sinkscope.sparse.sample import sample_queries
+from sinkscope.sparse.sample import Copies, sample_queries
 
 SOUGHT = 0.5
 """Share of a query's attention from which on it seeks a key."""

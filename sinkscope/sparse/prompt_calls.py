@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sinkscope.hooks.call import Call, Memory
 from sinkscope.hooks.edit.base import Run
-from sinkscope.sparse.copies import Copies
 from sinkscope.sparse.replay import Replayed
+from sinkscope.sparse.sample import Copies
 from sinkscope.tap.call import View
 
 _UNKNOWN = -1  # the id of an embedding, and of a token that was read before the run

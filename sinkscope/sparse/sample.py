@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.models.draws import draws
+from sinkscope.sparse.bands import BAND, TILE, BlockGrid, CopiedBlocks
 
 HELD_OUT = 16
 """Queries outside the sample on which it is measured what lines hold."""
@@ -48,3 +50,56 @@ def held_out(queries: int, sampled: Int[Tensor, " sampled"], seed: int) -> Int[T
     if not len(outside):
         return sampled
     return outside[sample_queries(len(outside), HELD_OUT, seed)]
+
+
+FAR = 256
+"""Tokens between the end of a phrase and the end of its copy, at least."""
+AROUND = (-1, 2)
+"""First and last key that a copy needs, counted from the last token of the original."""
+_ID_BITS = 21  # of an id: three fit into 63
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """The queries of a prompt that are copies.
+
+    Attributes:
+        at: Their indices, on the CPU.
+        blocks: The blocks of keys that they need, on the device of the prompt.
+    """
+
+    at: Int[Tensor, " copy"]
+    blocks: CopiedBlocks
+
+    @classmethod
+    def of(cls, ids: Int[Tensor, " pos"], queries: int, device: torch.device) -> Copies:
+        """Find the copies among the last `queries` tokens of a text.
+
+        Args:
+            ids: Ids of the whole text, on the CPU; those below 0 are unknown, and no copies.
+            queries: Number of queries.
+            device: Device of the prompt.
+        """
+        grid = BlockGrid(queries, len(ids))
+        at, original = copies_in(ids)
+        at, original = at[at >= grid.past] - grid.past, original[at >= grid.past]
+        keys = (original[:, None] + torch.tensor(AROUND)).clamp(min=0) + grid.lead
+        tile = (at // TILE)[:, None].expand_as(keys)  # the first and the last key are in one block or two
+        return cls(at, CopiedBlocks.of(tile.flatten(), keys.flatten() // BAND, grid).to(device))
+
+
+def copies_in(ids: Int[Tensor, " pos"]) -> tuple[Int[Tensor, " copy"], Int[Tensor, " copy"]]:
+    """Find the positions of copies, ascending, and of their originals.
+
+    Args:
+        ids: Ids of a text; those below 0 are unknown, and no copies.
+    """
+    phrase = ids[2:]
+    known = ids[2:] >= 0
+    for back in (1, 2):
+        before = ids[2 - back : len(ids) - back]
+        phrase, known = phrase + (before << back * _ID_BITS), known & (before >= 0)
+    order = phrase.argsort(stable=True)  # equal phrases are beside each other, in the order of the text
+    is_copy = (phrase[order].diff() == 0) & (order.diff() >= FAR) & known[order[1:]]
+    place = order[1:][is_copy].sort()
+    return place.values + 2, order[:-1][is_copy][place.indices] + 2

@@ -27,11 +27,10 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import Bands, BlockGrid
 from sinkscope.sparse.choice import BandChoice, sampled_rows, select_lines
-from sinkscope.sparse.copies import Copies
 from sinkscope.sparse.head_lines import HeadLines
 from sinkscope.sparse.prompt_calls import PromptCall
 from sinkscope.sparse.replay import Replayed
-from sinkscope.sparse.sample import draw_of, held_out
+from sinkscope.sparse.sample import Copies, draw_of, held_out
 from sinkscope.sparse.sparse_prompts import Chosen, PromptRow, SparsePrompts
 
 Variant = Literal["bands", "faithful"]

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, PositiveShare, Whole, share_of
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.copies import Copies
 from sinkscope.sparse.head_lines import HeadLines, near_lines
+from sinkscope.sparse.sample import Copies
 from sinkscope.sparse.sparse_prompts import SparsePrompts
 from sinkscope.sparse.votes import EARLIEST, NEAREST, SLASH, VERTICAL, heaviest, last_votes, minference_lines
 

@@ -21,10 +21,10 @@ from sinkscope.kv.session import Session
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import Bands, BlockGrid
 from sinkscope.sparse.choice import select_bands
-from sinkscope.sparse.copies import Copies
 from sinkscope.sparse.devices import lack_of_library, triton_module
 from sinkscope.sparse.head_lines import HeadLines
 from sinkscope.sparse.prompt_calls import PromptCall, PromptCalls
+from sinkscope.sparse.sample import Copies
 from sinkscope.sparse.sparse import band_attention, line_attention
 from sinkscope.sparse.sums import recovered
 from sinkscope.tap.call import Attention, View

@@ -18,7 +18,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from sinkscope.generation.progressive import work_on_copy
 from sinkscope.hooks.call import TokenPositions
-from sinkscope.kv import Full, Observe, StreamingLLM, growing_tensor
+from sinkscope.kv import Full, Observe, StreamingLLM, slots
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.usage import HeldTokens, TokenCount, allocated_slots
 
@@ -153,7 +153,7 @@ class Layers(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.patches = [mock.patch.multiple(growing_tensor, COPY_LIMIT=4, SPARE=3), torch.no_grad()]
+        self.patches = [mock.patch.multiple(slots, COPY_LIMIT=4, SPARE=3), torch.no_grad()]
         for patch in self.patches:
             patch.__enter__()
 

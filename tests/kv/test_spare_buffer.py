@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sinkscope.kv import growing_tensor as room
+from sinkscope.kv import slots as room
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import allocated_slots
 

@@ -14,7 +14,7 @@ from organisms.decoders import decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv.scope import cache_layers, scope_line
+from sinkscope.kv.windows import cache_layers, scope_line
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.neurons import w_out

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
-from sinkscope.kv.scope import scope_line
+from sinkscope.kv.windows import scope_line
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.linear import is_transposed
 from sinkscope.models.neurons import column_factor

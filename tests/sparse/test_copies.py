@@ -11,12 +11,11 @@ from lines_kit import dense, drawn_scores
 from torch import Tensor
 from transformers import DynamicCache
 
-from sinkscope.sparse import copies as rule
+from sinkscope.sparse import sample as rule
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import BAND, TILE, BlockGrid
 from sinkscope.sparse.choice import select_bands
-from sinkscope.sparse.copies import Copies, copies_in
-from sinkscope.sparse.sample import held_out, sample_queries
+from sinkscope.sparse.sample import Copies, copies_in, held_out, sample_queries
 from sinkscope.sparse.serve import LoopServe
 
 CPU = torch.device("cpu")

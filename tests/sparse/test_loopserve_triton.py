@@ -22,7 +22,7 @@ from sinkscope.sparse import band_attention, devices, select_bands
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import BlockGrid
 from sinkscope.sparse.choice import BandChoice, sampled_rows
-from sinkscope.sparse.copies import Copies
+from sinkscope.sparse.sample import Copies
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.tap.call import Attention, View
 from sinkscope.tap.stock import Stock

@@ -18,8 +18,8 @@ from sinkscope.sparse import choice as rule
 from sinkscope.sparse import serve, sparse
 from sinkscope.sparse.bands import BlockGrid, CopiedBlocks
 from sinkscope.sparse.choice import BandChoice, sampled_rows, select_bands
-from sinkscope.sparse.copies import Copies
 from sinkscope.sparse.replay import Replayed
+from sinkscope.sparse.sample import Copies
 from sinkscope.sparse.serve import LoopServe
 
 SERVE = LoopServe(alpha=0.6, shortest=0, sample=12, dense_above=9.0, decode=False)
