@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, warn
-from sinkscope.hooks.trace.run import trace
-from sinkscope.hooks.trace.sites import resolve
+from sinkscope.hooks.trace import resolve, trace
 from sinkscope.measure import Setup
 from sinkscope.models.checks import check_length
 from sinkscope.models.inputs import read_inputs
