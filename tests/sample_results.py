@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sinkscope.files.provenance import ModelInfo, Provenance
-from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.records import (
     Alone,
@@ -48,13 +47,6 @@ WITHOUT = WithoutWriters(
     random=Chance(0.98, 32, 1.001, 0.99, 12),
     texts=4,
 )
-
-
-def claim(kind: str, left: float) -> Claim:
-    """What is left without both neurons."""
-    contrasts = Contrast("intact", 1.0), Contrast("random", 0.98, 3)
-    search = SearchSpace("neurons alone", 3)
-    return Claim("makes", NEURONS, Outcome(kind, (2,)), FIRST.words, left, contrasts, 4, search, 0.01)
 
 
 def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResult:
@@ -108,6 +100,5 @@ def sample_find_sinks(**changes) -> FindSinks:
         first_token_norm=(3.0, 20.0, 930.0, 931.0, 930.0, 400.0),
         layers_read=6,
         first_ids=(1,),
-        claims=(claim("spike", 0.02), claim("attention", 0.1)),
     )
     return replace(made, **changes)

@@ -33,7 +33,7 @@ from sinkscope.measure import Natural, Number, Option, Result, Setup, measuremen
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.checks import check_length
 from sinkscope.models.inputs import read_row
-from sinkscope.results.claims import NEEDED
+from sinkscope.results.effect import STANDS
 from sinkscope.results.notation import word_list
 from sinkscope.results.style import BLUE, GREY, figure_of, panels
 
@@ -114,7 +114,7 @@ class Why(Result):
         if self.period is None:
             return f"The {len(self.ids) - self.prompt_tokens} tokens after the prompt end in no loop."
         loop = f"the loop of period {self.period}"
-        if self.goes_on < NEEDED:
+        if self.goes_on < STANDS:
             return f"Undecided: {loop} goes on in {self._of(self.goes_on)} continuations of the same text."
         by_name = {tried.without: tried for tried in self.tried}
         if self.kept_by == ("weights",):
@@ -257,7 +257,7 @@ class LoopedText:
         other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in own)
         draws = [CacheRemoval(removed, draw) for draw in range(RANDOM_DRAWS)]
         control = min((self.share_going_on(written[draw]) for draw in draws if draw in written), default=None)
-        ends = control is not None and intact > 0 and intact - goes_on >= NEEDED * intact and goes_on < control
+        ends = control is not None and intact > 0 and intact - goes_on >= STANDS * intact and goes_on < control
         return RemovalEffect(removed, goes_on, other, control, ends)
 
 
@@ -316,8 +316,8 @@ def why(
     written = looped.continuations(positions)
     goes_on = looped.share_going_on(written[CacheRemoval(NO_REMOVAL)])
     tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
-    kept_by = tuple(each.without for each in tried if each.ends and goes_on >= NEEDED)
-    if not kept_by and min(goes_on, tried[-1].goes_on) >= NEEDED:
+    kept_by = tuple(each.without for each in tried if each.ends and goes_on >= STANDS)
+    if not kept_by and min(goes_on, tried[-1].goes_on) >= STANDS:
         kept_by = ("weights",)
     return replace(
         text,

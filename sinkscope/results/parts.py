@@ -1,4 +1,4 @@
-"""What a claim is about: neurons, heads and other parts of a model, lines of its attention, and tokens of its input."""
+"""Parts of a model that results name: neurons, heads and components."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sinkscope.results.notation import head_name, neuron_name, word_list
+from sinkscope.results.notation import head_name, neuron_name
 
 ComponentKind = Literal["token embedding", "attention", "mixer", "mlp", "layer"]
 
@@ -70,70 +70,6 @@ class Component:
             return f"layer {self.layer}"
         kind = "MLP" if self.kind == "mlp" else self.kind
         return f"{kind} of layer {self.layer}"
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of the input: `count` copies of one, or those at the places of a sink."""
-
-    which: Literal["copies", "sink places"]
-    count: int = 0
-
-    def __str__(self) -> str:
-        if self.which == "copies":
-            return f"{self.count} copies of a token"
-        return self.which
-
-
-@dataclass(frozen=True)
-class Lines:
-    """The heaviest lines of this kind in the attention of every head."""
-
-    kind: Literal["vertical", "slash"]
-
-    def __str__(self) -> str:
-        return f"the heaviest {self.kind} lines"
-
-
-Part = Neuron | Head | Component | Tokens | Lines
-Parts = tuple[Part, ...]
-
-
-def in_words(parts: Parts, most: int = 4) -> str:
-    """Return parts in a sentence: neurons and heads by their names, others with an article."""
-    names: list[str] = []
-    for part in parts:
-        bare = not isinstance(part, Component) or part.kind == "layer"
-        names.append(str(part) if bare else f"the {part}")
-    return word_list(names, most)
-
-
-def is_several(parts: Parts) -> bool:
-    """Return whether a verb about these parts is in the plural."""
-    return len(parts) > 1 or any(isinstance(part, Tokens) for part in parts)
-
-
-def removed(parts: Parts, edit: str = "", names: str = "") -> str:
-    """Return "without it", or "with it replaced" of heads and components, which still write.
-
-    Args:
-        parts: The parts.
-        edit: How they were edited, if they were neither zeroed nor replaced.
-        names: What they are called. Empty: it, or them.
-    """
-    it = names or ("them" if is_several(parts) else "it")
-    if not edit and all(isinstance(part, Neuron | Lines) for part in parts):
-        return f"without {it}"
-    return f"with {it} {edit or 'replaced'}"
-
-
-def kind_of(parts: Parts) -> str:
-    """Return what parts are in one word, in the plural."""
-    if all(isinstance(part, Neuron) for part in parts):
-        return "neurons"
-    if all(isinstance(part, Tokens) for part in parts):
-        return "tokens"
-    return "heads"
 
 
 def sites_of(neurons: Iterable[Neuron]) -> tuple[tuple[int, ...], ...]:

@@ -14,15 +14,12 @@ from sinkscope.files.envelope import Envelope
 from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.cards import Card
-from sinkscope.results.claims import Claim, Claims
 from sinkscope.results.console import WIDTH
-from sinkscope.results.parts import in_words, kind_of, removed
+from sinkscope.results.effect import Effect
 from sinkscope.results.tables import MOST_ROWS, WIDEST, Grid, Table, glossary, strings
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
-MOST_DETAILS = 6
-"""Claims below the conclusion."""
 FEW_ROWS, FEW_DETAILS, FEW_CARDS = 6, 8, 4
 """Rows of most tables, lines below one, and cards that a command prints unless it is asked to explain."""
 
@@ -49,18 +46,11 @@ class Number:
     share: bool = False
     contrast: str = "control"
 
-
-def number_of(claim: Claim) -> Number:
-    """Return the number of a claim for a card: the share that is lost or added, beside the nearest control."""
-    value, control = claim.value, claim.control.value
-    kind, names = claim.outcome.kind, in_words(claim.subject, 2)
-    label = f"{kind} with {names} {claim.edit}".strip()
-    if claim.takes:
-        value, control = 1 - value, 1 - control
-        label = f"{kind} lost {removed(claim.subject, claim.edit, names)}"
-    contrast = claim.control.in_words(claim.subject)
-    key = f"{kind}.{kind_of(claim.subject)}"
-    return Number(key, label, value, control, claim.margin, share=True, contrast=contrast)
+    @classmethod
+    def of(cls, key: str, label: str, effect: Effect) -> Number:
+        """Return the number of an effect, beside its nearest control."""
+        contrast, control = effect.control
+        return cls(key, label, effect.value, control, effect.margin, share=True, contrast=contrast)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,45 +87,21 @@ class Result(Envelope):
         """The status with which the command ends that prints it; a subclass overrides it."""
         return 0
 
-    def facts(self) -> list[str]:
-        """Return sentences that no claim carries; a subclass overrides it."""
-        return []
-
     def conclusion(self) -> str:
-        """Return the conclusion in one sentence that includes the control.
-
-        It is what the first of the subclass's `claims` says, or what it has `instead`.
-        """
-        instead = getattr(self, "instead", None)
-        if instead is None and self._claims:
-            return self._claims[0].shortest()
-        return instead or f"{self.kind} on {self.model.name}."
+        """Return the conclusion in one sentence that includes the control; a subclass overrides it."""
+        return f"{self.kind} on {self.model.name}."
 
     def cards(self) -> list[Card]:
         """Return labels with numbers that stand above tables and lines."""
         return []
 
     def details(self) -> list[str]:
-        """Return the lines below the conclusion: the next claims (the first, if it was shortened), and the facts."""
-        conclusion = self.conclusion()
-        sentences = dict.fromkeys(claim.sentence() for claim in self._claims)  # two may read alike
-        further = [sentence for sentence in sentences if sentence != conclusion]
-        return [*further[:MOST_DETAILS], *self.facts()]
+        """Return the sentences that stand with the conclusion; a subclass overrides it."""
+        return []
 
     def numbers(self) -> list[Number]:
-        """Return the numbers and words by which two models are compared: of its claims, unless overridden."""
-        numbers: dict[str, Number] = {}
-        for number in map(self.number, self._claims):  # of those about the same outcome and kind of parts, the first
-            numbers.setdefault(number.key, number)
-        return list(numbers.values())
-
-    def number(self, claim: Claim) -> Number:
-        """Return the number of a claim; a subclass may name it otherwise."""
-        return number_of(claim)
-
-    @property
-    def _claims(self) -> Claims:
-        return getattr(self, "claims", ())
+        """Return the numbers and words by which two models are compared; a subclass overrides it."""
+        return []
 
     def summary(self) -> str:
         """Return the conclusion, the model, the details and warnings, as lines of plain text."""

@@ -72,7 +72,7 @@ class MarkingHeads(Result):
     def conclusion(self) -> str:
         """Say which heads mark, or that none does, with what is left without them."""
         if self.every is None:
-            return super().conclusion()
+            return self.instead or f"{NO_FIRST_SPIKE}."
         tokens = count_of(len(self.tokens), "token")
         if self.marking is None:
             left = f"{share_of(self.every.left, self.every.margin)} of {self._what} remains at {tokens}"
@@ -89,7 +89,7 @@ class MarkingHeads(Result):
     def _what(self) -> str:
         return f"the spike of {self.spike}"
 
-    def facts(self) -> list[str]:
+    def details(self) -> list[str]:
         """Say how many tokens were tried, what is left without all heads, and which heads work against the spike."""
         if self.spike is None:
             return []

@@ -26,9 +26,7 @@ from sinkscope.measure import Hidden, Natural, Number, Result, Setup, measuremen
 from sinkscope.measure.attention_texts import texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.checks import attending_layers
-from sinkscope.results.claims import Claim, Contrast, Outcome, SearchSpace
 from sinkscope.results.notation import count_of
-from sinkscope.results.parts import Lines
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.head_lines import HeadLines
@@ -101,28 +99,11 @@ class LineWeights(Result):
         """Return the mean of a field over all heads, at the eta that is shown."""
         return float(self.mean(name)[self.shown_eta])
 
-    @property
-    def claims(self) -> tuple[Claim, ...]:
-        """What is left of the attention without the heaviest lines."""
-        claim = Claim(
-            "carries",
-            (Lines("vertical"), Lines("slash")),
-            Outcome("the attention", self.layers),
-            place=f"{self.etas[self.shown_eta]:.0%} of all vertical and slash lines",
-            value=1 - self.shown("mass"),
-            contrasts=(Contrast("intact", 1.0), Contrast("random", 1 - self.shown("random_mass"), name=RANDOM)),
-            draws=len(self.tokens),
-            search=SearchSpace("lines", 2 * max(self.tokens)),
-            margin=margin_of(self.text_mass[self.shown_eta]),
-        )
-        return (claim,)
-
     def conclusion(self) -> str:
         """Return the attention on the heaviest lines, compared with random lines of the same length."""
-        (claim,) = self.claims
         return (
-            f"The heaviest {claim.place} carry {1 - claim.value:.1%} of the attention; {claim.control.name} carry "
-            f"{1 - claim.control.value:.1%}."
+            f"The heaviest {self.etas[self.shown_eta]:.0%} of all vertical and slash lines carry "
+            f"{self.shown('mass'):.1%} of the attention; {RANDOM} carry {self.shown('random_mass'):.1%}."
         )
 
     def details(self) -> list[str]:

@@ -57,8 +57,8 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
     assert card.conclusion() == sinks.conclusion()
     numbers = {number.label: number for part in card.parts for number in part.numbers}
     lost = numbers[f"spike lost without {neuron}"]
-    claim = sinks.claims[0]
-    assert (lost.value, lost.control) == (1 - claim.value, 1 - claim.control.value)
+    without = sinks.spikes[0].without_writers
+    assert (lost.value, lost.control) == (1 - without.left, 1 - without.random.left)
     assert len(numbers) >= 7 and numbers["neurons that the spike needs"].value == neuron
     page = (folder / "card.html").read_text()
     for part in card.parts:

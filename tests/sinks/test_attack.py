@@ -77,7 +77,7 @@ def test_conclusion_says_tokens_that_need_no_head_where_they_are_most():
     clusters = replace(found.clusters, unneeded=~few, head=np.where(few, found.clusters.head, np.nan))
     mostly = replace(found, clusters=clusters)
     assert " without any head of layer 0." in mostly.conclusion() and found.conclusion().startswith("Sequences of ")
-    assert sum(line.startswith("Sequences of ") for line in mostly.facts()) == 1
+    assert sum(line.startswith("Sequences of ") for line in mostly.details()) == 1
 
 
 # --- sequences of their tokens ---------------------------------------------------------------------------------------

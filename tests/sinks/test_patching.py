@@ -65,9 +65,9 @@ def test_patch_is_the_planted_neurons(family, kind, seed):
     intact, patched, control = proof.along[:3, 0]
     assert (patched < 0.5).all() and (intact >= 0.5).all() and len(proof.words) > 0
     np.testing.assert_allclose(control, intact, rtol=0.05)  # random neurons change nothing
-    neurons, copies = made.claims
-    assert (copies.verdict, neurons.verdict) == ("sufficient", "needed")
-    assert neurons.value < 0.1 and neurons.control.value > 0.95 and neurons.draws == len(proof.words)
+    patch, copies = made.effects()
+    assert copies.stands and patch.stands and patch.value > 0.9 and patch.control[1] < 0.05
+    assert [number.value for number in made.numbers()] == [patch.value, copies.value]
     assert all(len(said.split()) <= 30 for said in (made.conclusion(), *made.details()))
 
 
@@ -110,7 +110,7 @@ def test_only_words_that_need_repair_prove_it():
     along = proof.along.copy()
     along[:, 0, 0] = 0.25
     some = replace(made, proof=replace(proof, along=along))
-    assert some.claims[0].draws == len(proof.words) - 1 and verdict_of(some.proof, 0.01)[0] == "made"
+    assert verdict_of(some.proof, 0.01)[0] == "made"
     assert f"copies of {len(proof.words) - 1} of {len(proof.words)} words reach at most " in some.conclusion()
     none = replace(proof, along=np.broadcast_to(along[:, :, :1], along.shape))
     assert verdict_of(none, 0.01)[0] == "no-repeats"

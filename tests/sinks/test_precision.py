@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import create_autospec
 
 import pytest
@@ -13,9 +14,8 @@ from attack_kit import setup_of, text_file
 from organisms import hard, organism, tiny_model
 from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
 
-from sinkscope.results.claims import Claim
-from sinkscope.results.parts import Component, sites_of
-from sinkscope.sinks.precision.precision import Precision, precision, random_places
+from sinkscope.results.notation import read_neuron
+from sinkscope.sinks.precision.precision import KeptExact, Precision, precision, random_layers, random_places
 from sinkscope.sinks.spikes.places import Place
 
 pytestmark = pytest.mark.few_texts
@@ -28,8 +28,8 @@ def measured(o, folder: Path, **more) -> Precision:
     return precision(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 60), **FEW | more)
 
 
-def by_name(result: Precision, scheme: str = TENSOR) -> dict[str, Claim]:
-    return {claim.place: claim for claim in result.claims if claim.outcome.kind == scheme}
+def by_name(result: Precision, scheme: str = TENSOR) -> dict[str, KeptExact]:
+    return {one.name: one for one in result.kept if one.scheme == scheme}
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +56,11 @@ def result(folder):
 def test_the_planted_neurons_are_the_answer(result):
     o = planted(2)
     kept = by_name(result)
-    assert set(sites_of(kept["sink neurons"].subject)) == set(o.truth.neurons)
-    assert kept["costliest layer"].subject == (Component("layer", o.truth.sink_layer),)
-    for claim in kept.values():
-        assert claim.verdict == "needed" and claim.value < 0.25 and claim.control.value > 0.75, claim.place
-    assert [claim.place for claim in result.claims[:3]] == ["sink neurons", "sink places", "costliest layer"]
+    assert set(map(read_neuron, kept["sink neurons"].parts)) == set(o.truth.neurons)
+    assert kept["costliest layer"].parts == (f"layer {o.truth.sink_layer}",)
+    for one in kept.values():
+        assert one.removed.stands and one.removed.value > 0.75 and one.removed.control[1] < 0.25, one.name
+    assert [one.name for one in result.kept[:3]] == ["sink neurons", "sink places", "costliest layer"]
     assert result.costs["a8-token"] < 0.25 * result.costs[TENSOR]
     assert "sink neurons" not in by_name(result, "kv8")
 
@@ -78,7 +78,7 @@ def test_the_numbers_are_those_by_hand(result, folder):
         divergence(exact, logs_by_hand(o.model, ids, replace(how, tokens=one))).mean() for one in (none, first)
     )
     assert result.costs[TENSOR] == pytest.approx(float(cost), rel=1e-3)
-    assert by_name(result)["sink places"].value == pytest.approx(float(left / cost), abs=1e-3)
+    assert by_name(result)["sink places"].removed.value == pytest.approx(1 - float(left / cost), abs=1e-3)
 
 
 def test_a_later_sink_is_the_answer(tmp_path):
@@ -87,17 +87,16 @@ def test_a_later_sink_is_the_answer(tmp_path):
     enlarge(m.model, sites)
     result = precision(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), schemes=[TENSOR], **FEW)
     kept = by_name(result)
-    assert sorted(sites_of(kept["sink neurons"].subject)) == sites
+    assert sorted(map(read_neuron, kept["sink neurons"].parts)) == sites
     for name in ("sink places", "sink neurons"):
-        assert kept[name].value < 0.25 and kept[name].control.value > 0.75
+        assert kept[name].removed.value > 0.75 and kept[name].removed.control[1] < 0.25
 
 
 @pytest.mark.slow
 def test_without_a_sink_nothing_is_called_worth_it(folder):
     o = organism("llama", 0, kind="none")
     result = measured(o, folder)
-    assert {claim.place for claim in result.claims} == {"costliest layer"}
-    assert result.claims[0].verdict != "needed"
+    assert {one.name for one in result.kept} == {"costliest layer"} and not result.kept[0].removed.stands
 
 
 # --- few alternatives -------------------------------------------------------------------------------------------------
@@ -107,13 +106,14 @@ def test_without_a_sink_nothing_is_called_worth_it(folder):
 def test_all_other_layers_are_tried_where_they_are_few_and_none_is_reported_where_there_is_none(layers, others, folder):
     model, tokenizer = tiny_model("llama", num_hidden_layers=layers)
     found = precision(model, tokenizer=tokenizer, schemes=[TENSOR], pieces=3, length=16)
-    claims = by_name(found)
     if not others:
-        assert "costliest layer" not in claims and found.alone == ("costliest layer",)
-        assert "nothing else of the kind" in " ".join(found.facts()) and "random layers" not in str(found)
+        assert "costliest layer" not in by_name(found) and found.alone == ("costliest layer",)
+        assert "nothing else of the kind" in " ".join(found.details()) and "random layers" not in str(found)
         return
-    claim = claims["costliest layer"]
-    assert claim.control.draws == claim.search.tried == others and found.alone == ()
+    setup = setup_of(SimpleNamespace(model=model, tokenizer=tokenizer))
+    layer = int(by_name(found)["costliest layer"].parts[0].removeprefix("layer "))
+    tried = [one for (one,) in random_layers(setup, layer).values]
+    assert tried[0] == layer and len({*tried}) == others + 1 and found.alone == ()
 
 
 def test_random_tokens_are_none_of_those_that_are_kept(folder):

@@ -54,8 +54,8 @@ def test_it_repeats_until_the_sink():
     expected, (intact,) = o.truth.repeats_expected or 0, found.repeats[0]
     # the other token wins before the norm is half of BOS's, which is what `repeats_expected` counts to
     assert 0.2 * expected < intact < 1.3 * expected
-    (copies,) = found.claims
-    assert copies.verdict == "not shown" and copies.value < 0.01
+    (copies,) = found.effects
+    assert not copies.stands and copies.value < 0.01
     head = o.tokenizer(PREFIX)["input_ids"]
     ids = torch.tensor([[*head, *[repeated_word()] * 300]])
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_it_repeats_until_the_sink():
     assert (curve >= 0.5).nonzero().max() + 2 == intact
     texts = ids, *Sweep(setup_of(o), len(head), ids).contrasts()
     last = [float(o.model(rows).logits[0, -1].detach().softmax(-1)[repeated_word()]) for rows in texts]
-    assert [copies.value, *[one.value for one in copies.contrasts]] == pytest.approx(last, rel=1e-3)
+    assert [copies.value, *copies.controls.values()] == pytest.approx(last, rel=1e-3)
     assert Result.from_dict(found.to_dict()).to_dict() == found.to_dict()
 
 

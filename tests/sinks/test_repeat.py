@@ -64,13 +64,13 @@ def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama):
 def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llama, group):
     """A word that no head marks reaches nothing."""
     result = measured(llama, tokens=[word_of(llama, group)], max_repeats=40)
-    (claim,), (word,) = result.claims, result.ids
+    (effect,), (word,) = result.effects, result.ids
     copies = torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]])
     single, others = (rows[0] for rows in Sweep(setup_of(llama), 1, copies).contrasts())
     assert (single[1:] == word).nonzero().flatten().tolist() == [39] and not (others == word).any()
     shares = [float(along(llama, [row.tolist()])[0, -1]) for row in (copies[0], single, others)]
-    assert [claim.value, *[one.value for one in claim.contrasts]] == pytest.approx(shares, rel=1e-3, abs=1e-3)
-    assert (claim.verdict == "sufficient") == (shares[0] - max(shares[1:]) >= 0.5)
+    assert [effect.value, *effect.controls.values()] == pytest.approx(shares, rel=1e-3, abs=1e-3)
+    assert effect.stands == (shares[0] - max(0, *shares[1:]) >= 0.5)
 
 
 def test_where_no_spike_is_at_the_first_token_nothing_is_said_of_copies(tmp_path):
@@ -113,8 +113,8 @@ def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
     assert result.values[:, 1] == pytest.approx(there.T.numpy() / count / fair, rel=1e-3, abs=1e-5)
     layer = llama.truth.sink_layer + 1
     assert [row["attention"] for row in result.rows()[1::2]] == result.values[:, 1, layer].tolist()
-    (claim,) = result.claims
-    values = [claim.contrasts[1].value, claim.value, claim.contrasts[0].value]
+    (effect,) = result.effects
+    values = [effect.controls["other tokens"], effect.value, effect.controls["one copy"]]
     assert values == pytest.approx(there[layer].tolist(), abs=1e-4)
 
 

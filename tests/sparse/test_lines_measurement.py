@@ -27,10 +27,10 @@ def ids_of(length: int) -> list[int]:
     return torch.randint(4, 90, (length,)).tolist()
 
 
-def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown():
+def test_the_conclusion_is_about_the_lines_of_the_share_that_is_shown():
     model, tokenizer = tiny_model("llama")
     single = lines(model, [ids_of(40)], etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
-    assert single.inputs is None and single.claims[0].draws == 1 and single.claims[0].verdict == "undecided"
+    assert single.inputs is None and single.numbers()[0].margin is None
     result = lines(model, [ids_of(40)] * 3, etas=[0.02, 0.1], layers=[0], tokenizer=tokenizer)
     shape = result.mass.shape[1:]
     result = replace(
@@ -38,9 +38,9 @@ def test_a_claim_is_what_is_left_without_the_lines_of_the_share_that_is_shown():
         mass=np.stack([np.full(shape, 0.3), np.full(shape, 0.9)]),
         random_mass=np.stack([np.full(shape, 0.3), np.full(shape, 0.2)]),
     )
-    (claim,) = result.claims
-    assert (claim.value, claim.control.value) == (pytest.approx(0.1), pytest.approx(0.8))
-    assert claim.verdict == "needed" and claim.draws == 3 and claim.place == "10% of all vertical and slash lines"
+    said = "The heaviest 10% of all vertical and slash lines carry 90.0% of the attention; random lines of the same"
+    assert result.conclusion().startswith(said) and "carry 20.0%" in result.conclusion()
+    assert (result.numbers()[0].value, result.numbers()[0].control) == (pytest.approx(0.9), pytest.approx(0.2))
 
 
 def heaviest(weights: Tensor, share: float) -> dict[Line, float]:

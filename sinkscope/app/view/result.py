@@ -183,7 +183,7 @@ class ModelView(Result):
         """Return which tokens of the first text have a norm spike, beside typical text."""
         return self.texts[0].variants[0].sentence
 
-    def facts(self) -> list[str]:
+    def details(self) -> list[str]:
         """Return what each switch changes in the first text."""
         return [variant.sentence for variant in self.texts[0].variants[1:]]
 

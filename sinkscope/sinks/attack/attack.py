@@ -86,7 +86,7 @@ class ClusterAttack(Result):
             return self.instead
         return self._lines()[0]
 
-    def facts(self) -> list[str]:
+    def details(self) -> list[str]:
         """Say what the conclusion does not say."""
         return [line for line in self._lines() if line != self.conclusion()]
 

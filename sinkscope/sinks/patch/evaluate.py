@@ -14,7 +14,7 @@ from pydantic import Field
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Option, Result, Setup, measurement
 from sinkscope.results.notation import count_of, short_sentence, word_list
-from sinkscope.results.parts import Neuron, in_words
+from sinkscope.results.parts import Neuron
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import Length, Pieces
@@ -95,7 +95,7 @@ class PatchEvaluation(PatchResult):
         proof = self.proof
         broken = [one for one in proof.readings() if one.broken]
         if not proof.spikes:
-            return f"The patch of {in_words(self.neurons, 3)} has nothing to repair: the first token has no spike."
+            return f"The patch of {word_list(self.neurons, 3)} has nothing to repair: the first token has no spike."
         if not broken:
             words = count_of(len(proof.words), "word")
             return f"There is nothing to repair: of {words}, none has a spike only after {proof.repeats:,} copies."
@@ -106,7 +106,7 @@ class PatchEvaluation(PatchResult):
             said = f"repairs {good}, but not {bad}" if bad else f"repairs {good}"
         chance = _in_words(one for one in broken if one.repaired[RANDOM]) or "nothing"
         return short_sentence(
-            f"At copies, the patch of {in_words(self.neurons, most)} {said} (random neurons repair {chance})."
+            f"At copies, the patch of {word_list(self.neurons, most)} {said} (random neurons repair {chance})."
             for most in (3, 1)
         )
 

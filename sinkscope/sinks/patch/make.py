@@ -13,16 +13,17 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_output
 from sinkscope.files.processes import is_first
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Option, Setup, Whole, measurement
-from sinkscope.results.claims import Claims, Outcome
-from sinkscope.results.notation import count_of
+from sinkscope.measure import Number, Option, Setup, Whole, measurement
+from sinkscope.measure.margin import margin_of
+from sinkscope.results.effect import Effect
+from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import PatchResult, draw
 from sinkscope.sinks.patch.measure import AFTER, proof_of
 from sinkscope.sinks.patch.proof import INTACT, ONCE, OTHERS, PATCHED, RANDOM, PatchProof
-from sinkscope.sinks.repetition.sweep import claim_of_cases, claim_of_copies
+from sinkscope.sinks.repetition.sweep import effect_of_copies
 from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.tokens import repetition_limit
 
@@ -89,19 +90,29 @@ class PatchMade(PatchResult):
         calibrated = dict(zip(self.sites, self.calibrated, strict=True))
         return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
 
-    @property
-    def claims(self) -> Claims:
-        """Make the claims about copies of the words that need repair, beside random neurons."""
+    def effects(self) -> tuple[Effect, Effect] | None:
+        """Return what the patch takes from copies of the words that need repair, and what all copies have without it.
+
+        None: no word needs repair.
+        """
         proof = self.proof
         if proof is None or not proof.failing[0].any():
-            return ()
+            return None
         along = torch.from_numpy(proof.along[:, 0])
-        reached = Outcome("norm", gives=f"reach {{}} of the spike of {proof.spikes[0]}")
-        copies = claim_of_copies(proof.repeats, reached, along[[INTACT, ONCE, OTHERS]])
-        outcome = Outcome("norm", effect=f"the spike of {proof.spikes[0]} at {{}}")
         failing = along[:, proof.failing[0]]
-        left = failing[[PATCHED, INTACT, RANDOM]] / failing[INTACT]
-        return claim_of_cases(self.sites, copies.place, outcome, left, edit="patched"), copies
+        lost = 1 - failing[[PATCHED, RANDOM]] / failing[INTACT]
+        patched, random = lost.mean(1).tolist()
+        patch = Effect(patched, margin_of(lost[0].numpy()), {"random neurons": random})
+        return patch, effect_of_copies(along[[INTACT, ONCE, OTHERS]])
+
+    def numbers(self) -> list[Number]:
+        """Return how much of the spike copies lose under the patch, and how much they have without it."""
+        effects = self.effects()
+        if effects is None or self.proof is None:
+            return []
+        lost = f"norm lost with {word_list(self.sites, 2)} patched"
+        copies = f"norm with {self.proof.repeats} copies of a token"
+        return [Number.of("norm.neurons", lost, effects[0]), Number.of("norm.tokens", copies, effects[1])]
 
     def conclusion(self) -> str:
         """Say what the patch does in its own spike, or why there is none."""

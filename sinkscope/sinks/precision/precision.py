@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
@@ -22,21 +22,20 @@ from sinkscope.measure import Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
+from sinkscope.results.effect import Effect
 from sinkscope.results.notation import word_list
-from sinkscope.results.parts import Component, Parts, Tokens, in_words
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
-from sinkscope.sinks.spikes.controls import INTACT, Others
+from sinkscope.sinks.spikes.controls import Others
 from sinkscope.sinks.spikes.places import Place
 from sinkscope.sinks.spikes.steps import sinks_of
 from sinkscope.sinks.spikes.texts import left_of
 from sinkscope.sinks.tokens import TokenRows
 
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]
-SCHEMES: dict[str, dict[str, Any]] = {
+SCHEMES: dict[Scheme, dict[str, Any]] = {
     "a8-tensor": {"activations": 8, "scale": "tensor"},
     "a8-token": {"activations": 8},
     "kv8": {"kv": 8},
@@ -50,6 +49,8 @@ WORDS = {
     "kv8": "keys and values to 8 bits",
     "kv4": "keys and values to 4 bits",
 }
+KEEPING = "Keeping {parts} exact removes {value} of what rounding {scheme} costs ({control})."
+NAMED = 4  # parts that a table names
 SELECTION = 2  # texts on which the costliest layer is found
 
 
@@ -59,15 +60,32 @@ class Kept:
 
     Attributes:
         name: What it is called.
-        subject: Its parts.
+        parts: The names of its parts.
         field: The field of `Quantize` that keeps it exact.
         values: The values of this field for the parts, then for random ones.
     """
 
     name: str
-    subject: Parts
+    parts: tuple[str, ...]
     field: Literal["places", "neurons", "layers"]
     values: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class KeptExact:
+    """How much of a cost goes while something stays exact.
+
+    Attributes:
+        scheme: What is rounded.
+        name: What stays exact.
+        parts: The names of its parts.
+        removed: Share of the cost that goes, beside the most that goes with random parts exact.
+    """
+
+    scheme: Scheme
+    name: str
+    parts: tuple[str, ...]
+    removed: Effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,37 +95,59 @@ class Precision(Result):
     Attributes:
         costs: Divergence of the next token's distribution from that of the exact model, in nats, by scheme; the largest
             first.
-        claims: What is left of each cost, that of the largest first; what regains most of it stands before the rest.
+        kept: What was kept exact, for the largest cost first; what removes half of it stands before the rest.
         alone: What was not measured, because the model has nothing else of the kind to compare it with.
     """
 
     percent = ("remaining", "control")
-    columns = ("outcome", "place", "subject", "remaining", "control")
+    columns = ("rounded", "exact", "parts", "remaining", "control")
     glossary: ClassVar = {
-        "outcome": "what is rounded",
-        "place": "what stays exact",
+        "rounded": "what is rounded",
+        "exact": "what stays exact",
+        "parts": "its parts",
         "remaining": "what remains of the divergence that rounding causes",
         "control": "the least that remains with as many random places, neurons or layers exact, over at most 3 draws",
-        "contrast": "that control",
+        "stands": "whether more than half of the cost goes, beyond random ones and the margin over texts",
     }
 
     costs: dict[str, float]
-    claims: Claims = ()
+    kept: tuple[KeptExact, ...]
     alone: tuple[str, ...] = ()
 
     def rows(self) -> Table:
-        """Return a row for each claim."""
-        return [claim.row() for claim in self.claims]
+        """Return a row for everything that was kept exact."""
+        rows: Table = []
+        for one in self.kept:
+            numbers = {"remaining": 1 - one.removed.value, "control": 1 - one.removed.control[1]}
+            names = {"rounded": one.scheme, "exact": one.name, "parts": word_list(one.parts, NAMED)}
+            rows.append({**names, **numbers, "stands": one.removed.stands})
+        return rows
 
-    def number(self, claim: Claim) -> Number:
+    def numbers(self) -> list[Number]:
         """Return the share of a cost that goes while something stays exact."""
-        label = f"of what rounding {WORDS[claim.outcome.kind]} costs goes with {in_words(claim.subject)} exact"
-        return replace(super().number(claim), label=label)
+        numbers: dict[str, Number] = {}
+        for one in self.kept:
+            label = f"of what rounding {WORDS[one.scheme]} costs goes with {word_list(one.parts, NAMED)} exact"
+            key = f"{one.scheme}.{one.name}"
+            numbers.setdefault(key, Number.of(key, label, one.removed))
+        return list(numbers.values())
 
-    def facts(self) -> list[str]:
-        """Say what each rounding costs."""
+    def conclusion(self) -> str:
+        """Say how much of the largest cost goes with what removes most of it exact."""
+        return self._sentences()[0]
+
+    def _sentences(self) -> list[str]:
+        """Say how much of a cost each thing removes."""
+        said: list[str] = []
+        for one in self.kept:
+            words = {"parts": word_list(one.parts, 2), "scheme": WORDS[one.scheme]}
+            said.append(one.removed.sentence(KEEPING, **words))
+        return said or ["Rounding costs nothing here."]
+
+    def details(self) -> list[str]:
+        """Say how much else removes of each cost, and what each rounding costs."""
         costs = [f"{cost:.2g} ({WORDS[scheme]})" for scheme, cost in self.costs.items()]
-        lines = [f"Rounding costs {word_list(costs)} nats."]
+        lines = [*self._sentences()[1:], f"Rounding costs {word_list(costs)} nats."]
         if self.alone:
             lines.append(f"The model has nothing else of the kind to compare with the {word_list(self.alone)}.")
         return lines
@@ -117,15 +157,15 @@ def draw(result: Precision) -> go.Figure:
     """Draw the shares that are left, beside those with random ones exact, a panel per scheme."""
     rows = result.rows()
     for row in rows:
-        row["outcome"] = html.escape(f"{row['outcome']}: {result.costs.get(row['outcome'], np.nan):.2g} nats")
-        row["place"] = html.escape(row["place"])
+        row["rounded"] = html.escape(f"{row['rounded']}: {result.costs.get(row['rounded'], np.nan):.2g} nats")
+        row["exact"] = html.escape(row["exact"])
     axes: dict[str, Any] = {
-        "x": "place",
+        "x": "exact",
         "y": ["remaining", "control"],
-        "facet_col": "outcome",
+        "facet_col": "rounded",
         "range_y": (-0.05, 1.55),
     }
-    fig = px.scatter(rows, **axes, labels={"value": "remaining", "place": "", "variable": "", "outcome": "rounded"})
+    fig = px.scatter(rows, **axes, labels={"value": "remaining", "exact": "", "variable": ""})
     fig.update_xaxes(tickangle=30)
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=1300, height=520, legend=-0.5, bottom=200)
 
@@ -175,12 +215,12 @@ def precision(
         others = Others.of(target, setup.ids, neurons)
         drawn = {others.draw(neurons, setup.seed, number): None for number in range(RANDOM_SETS)}
         random = [one for one in drawn if not {*one} & {*neurons}]
-        known.append(Kept("sink neurons", neurons, "neurons", [neurons, *random]))
+        known.append(Kept("sink neurons", tuple(map(str, neurons)), "neurons", [neurons, *random]))
     if spikes:
         known.append(random_places(setup, [one.spike.place for one in spikes], ids))
     costs = {name: texts.divergence(SCHEMES[name]) for name in names}
     names.sort(key=lambda name: -float(costs[name].mean()))
-    claims, alone = list[Claim](), list[str]()
+    exact, alone = list[KeptExact](), list[str]()
     for number, name in enumerate(names):
         setup.progress(f"precision, {name}", number, len(names))
         scheme, cost = SCHEMES[name], costs[name]
@@ -189,11 +229,11 @@ def precision(
         kept = [one for one in known if one.field != "neurons" or "activations" in scheme]
         kept.append(random_layers(setup, other_texts.costliest_layer(scheme)))
         alone += [one.name for one in kept if len(one.values) == 1]
-        of_scheme = [texts.claim(name, cost, one) for one in kept if len(one.values) > 1]
-        claims += sorted(of_scheme, key=lambda claim: claim.verdict != "needed")
+        of_scheme = [texts.keeping(name, cost, one) for one in kept if len(one.values) > 1]
+        exact += sorted(of_scheme, key=lambda one: not one.removed.stands)
     return Precision(
         costs={name: float(costs[name].mean()) for name in names},
-        claims=tuple(claims),
+        kept=tuple(exact),
         alone=tuple(dict.fromkeys(alone)),
     )
 
@@ -208,14 +248,14 @@ def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept
     random = others.argsort(-1).argsort(-1) < there.sum(1, keepdim=True)
     beside = [one for one in random if not bool((one & there).any())]  # else there are not as many others
     values = [one.nonzero().tolist() for one in (there, *beside)]
-    return Kept("sink places", (Tokens("sink places"),), "places", values)
+    return Kept("sink places", ("the sink places",), "places", values)
 
 
 def random_layers(setup: Setup, layer: int) -> Kept:
     """Return a layer, and draw others: all if they are few."""
     others = [other for other in range(setup.n_layers) if other != layer]
     random = some_of(others, RANDOM_SETS, draws(setup.seed, f"layers beside {layer}"))
-    return Kept("costliest layer", (Component("layer", layer),), "layers", [[one] for one in (layer, *random)])
+    return Kept("costliest layer", (f"layer {layer}",), "layers", [[one] for one in (layer, *random)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,17 +296,13 @@ class Texts:
             left.append(float(self.divergence(scheme, layers=[layer]).mean()))
         return int(np.argmin(left))
 
-    def claim(self, name: str, cost: Float[Tensor, " text"], kept: Kept) -> Claim:
-        """Measure what is left of a scheme's cost while something stays exact, beside random ones and nothing exact."""
+    def keeping(self, name: Scheme, cost: Float[Tensor, " text"], kept: Kept) -> KeptExact:
+        """Measure how much of a scheme's cost goes while something stays exact, beside random ones."""
         divergences = [cost]
         for value in kept.values:
             report_progress(f"precision, {name}, {kept.name}", len(divergences) - 1, len(kept.values))
             divergences.append(self.divergence(SCHEMES[name], **{kept.field: value}))
         by_text, *others = left_of(torch.stack(divergences))
-        value, margin = float(by_text.mean()), margin_of(by_text.numpy())
-        outcome = Outcome(name, effect=f"what rounding {WORDS[name]} costs")
-        words = f"random {kept.field}"
-        least = min(float(other.mean()) for other in others)
-        contrasts, search = (INTACT, Contrast("random", least, len(others), words)), SearchSpace(words, len(others))
-        draws = len(by_text)
-        return Claim("protects", kept.subject, outcome, kept.name, value, contrasts, draws, search, margin, "exact")
+        most = max(1 - float(other.mean()) for other in others)
+        removed = Effect(1 - float(by_text.mean()), margin_of(by_text.numpy()), {f"random {kept.field}": most})
+        return KeptExact(name, kept.name, kept.parts, removed)

@@ -21,9 +21,8 @@ from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.opening.open import open_target
-from sinkscope.results.claims import Outcome
 from sinkscope.sinks.repetition.result import Quantity, Repeat
-from sinkscope.sinks.repetition.sweep import Sweep, claim_of_copies
+from sinkscope.sinks.repetition.sweep import Sweep, effect_of_copies
 from sinkscope.sinks.spikes.copies import along_spikes, copies_of, half_reached
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
@@ -52,11 +51,7 @@ def read_norms(sweep: Sweep, spikes: Sequence[Spike]) -> Repeat:
     def read(rows: TokenRows) -> Float[Tensor, "spike token n"]:
         return torch.stack(along_spikes(sweep.setup.target, spikes, rows))[:, :, sweep.before :]
 
-    outcomes: dict[str, Outcome] = {}
-    for spike in spikes:
-        gives = f"reach {{}} of the spike of {spike.name} at the first token"
-        outcomes[spike.name] = Outcome("norm", (spike.peak,), gives=gives)
-    return _read(sweep, "norm", read, outcomes, half_reached)
+    return _read(sweep, "norm", read, [spike.name for spike in spikes], half_reached)
 
 
 def read_probabilities(sweep: Sweep) -> Repeat:
@@ -78,36 +73,31 @@ def read_probabilities(sweep: Sweep) -> Repeat:
         probability = trace(setup.target, rows, ["logits"], of_words, batch_size=1)["logits"]
         return probability[:, sweep.before :].diagonal(dim1=0, dim2=2).T[None]
 
-    gives = "give the token a probability of {}"
-    outcomes = {"intact": Outcome("probability of the token", unit="cases", gives=gives)}
-    return _read(sweep, "probability", read, outcomes, stopped_after, exact=sweep.named)
+    return _read(sweep, "probability", read, ["intact"], stopped_after, exact=sweep.named)
 
 
 def _read(
-    sweep: Sweep, quantity: Quantity, read: Read, outcomes: dict[str, Outcome], turn: Turn, *, exact: bool = False
+    sweep: Sweep, quantity: Quantity, read: Read, conditions: Sequence[str], turn: Turn, *, exact: bool = False
 ) -> Repeat:
-    """Read the copies, and for the claims about the last ones what stands beside them.
+    """Read the copies, and what one copy and other tokens have at the position of the last.
 
     Args:
         sweep: What is repeated.
         quantity: What is read.
         read: Reads sequences.
-        outcomes: What is claimed of each condition.
+        conditions: The names of what is read.
         turn: The number of repetitions after which a token turns; None if it does not.
-        exact: Whether the claims are about these tokens and no others.
+        exact: Whether the effects are about these tokens and no others.
     """
     values = read(sweep.rows)
     sweep.setup.progress("repetitions", 1, 2)
     last = torch.stack([values[..., -1], *(read(rows)[..., -1] for rows in sweep.contrasts())])
-    claims = [
-        claim_of_copies(sweep.count, outcome, last[:, number], exact)
-        for number, outcome in enumerate(outcomes.values())
-    ]
     return Repeat(
         quantity=quantity,
-        claims=tuple(claims),
+        copies=sweep.count,
+        effects=tuple(effect_of_copies(last[:, number], exact) for number in range(len(conditions))),
         ids=tuple(sweep.words),
-        conditions=tuple(outcomes),
+        conditions=tuple(conditions),
         tokens=token_texts(sweep.setup.target, sweep.words),
         at=sweep.counts,
         values=values[:, :, sweep.counts - 1].numpy(),
@@ -157,6 +147,7 @@ def read_vocabulary(setup: Setup, spikes: Sequence[Spike], limit: int, sample: i
         repeats = [np.array(kept.records[part].repeats, dtype=float) for part in range(len(starts))]
     return Repeat(
         quantity="norm",
+        effects=(),
         conditions=tuple(spike.name for spike in spikes),
         ids=tuple(ids),
         tokens=token_texts(target, ids),
@@ -167,7 +158,7 @@ def read_vocabulary(setup: Setup, spikes: Sequence[Spike], limit: int, sample: i
 def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     """Measure the attention that natural text gives to the place of the spike, and to the copies before it.
 
-    The claim is of the share of all attention that the copies get together in the first layer whose heads can read the
+    The effect is the share of all attention that the copies get together in the first layer whose heads can read the
     spike, beside that of the same positions with one copy and in natural text.
 
     Args:
@@ -191,11 +182,11 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     parts = (1, count, count)
     layer = next((one for one in target.attending if one > spike.first), target.attending[-1])
     usual, copies, one = received[:, 1, layer].split(parts)
-    outcome = Outcome("attention", (layer,), gives=f"get {{}} of the attention in layer {layer}")
-    claim = claim_of_copies(sweep.count, outcome, torch.stack([copies, one, usual.expand(count)]), exact=sweep.named)
+    effect = effect_of_copies(torch.stack([copies, one, usual.expand(count)]), exact=sweep.named)
     return Repeat(
         quantity="attention",
-        claims=(claim,),
+        copies=sweep.count,
+        effects=(effect,),
         conditions=("natural text", "copies", "one copy"),
         values=torch.stack([part.mean(0) for part in times.split(parts)]).numpy(),
         ids=tuple(sweep.words),

@@ -81,7 +81,7 @@ def repeat(
         return read_attention(sweep, sinks.spikes[0].spike)
     spikes = [one.spike for one in sinks.at_first]
     if not spikes:
-        return Repeat(quantity=quantity, instead=NO_SPIKE)
+        return Repeat(quantity=quantity, instead=NO_SPIKE, effects=())
     if every:
         return read_vocabulary(setup, spikes, sweep.count, sample, resume)
     return read_norms(sweep, spikes)

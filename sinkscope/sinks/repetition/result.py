@@ -10,14 +10,20 @@ import plotly.express as px
 import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
-from sinkscope.measure import Result
-from sinkscope.results.claims import Claims
+from sinkscope.measure import Number, Result
+from sinkscope.results.effect import Effect
 from sinkscope.results.notation import word_form, word_list
 from sinkscope.results.style import GREY, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.thresholds import HALF
 
+SENTENCES = {
+    "attention": "{copies} get {value} of the attention in layer {layer} ({control}).",
+    "probability": "After {copies}, the token comes next with a probability of {value} ({control}).",
+}
+"""What the first effect says."""
 TURNS = {"norm": "reach half of the first token's projection", "probability": "stop being repeated"}
+QUANTITIES = {"norm": "norm", "attention": "attention", "probability": "probability of the token"}
 Quantity = Literal["norm", "attention", "probability"]
 
 
@@ -30,13 +36,15 @@ class Repeat(Result):
             "attention": attention that the last 64 tokens, which are natural text, give to places, over what each place
             would get if all tokens got the same; "probability": probability that the token comes once more.
         instead: What there is instead of a finding.
-        claims: What copies do.
+        copies: Number of copies of each token.
+        effects: What the last copy has in each condition, or which share of the attention the copies get, mean over
+            tokens; beside one copy at the position of the last, and other tokens there.
         ids: Ids of the repeated tokens.
         conditions: The spikes; of attention the sequences; of probabilities "intact".
         tokens: The repeated tokens; with "attention" the places.
         at: Numbers of repetitions; with "attention" layers. None for a vocabulary, of which no curve is kept.
         values: What was read. NaN where there is nothing to read; None for a vocabulary.
-        shown: Which of `at` the table and the claims are about.
+        shown: Which of `at` the table and the effects are about.
         repeats: First number of repetitions that reaches half of the first token's projection; with "probability" the
             first from which on the probability stays below a half. NaN if never.
     """
@@ -52,7 +60,8 @@ class Repeat(Result):
 
     quantity: Quantity
     instead: str | None = None
-    claims: Claims = ()
+    copies: int = 0
+    effects: tuple[Effect, ...]
     ids: tuple[int, ...] = ()
     conditions: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
@@ -62,9 +71,12 @@ class Repeat(Result):
     repeats: Float[np.ndarray, "condition token"] | None = None
 
     def conclusion(self) -> str:
-        """Say how many words converge in each spike; of probabilities, the first claim."""
+        """Say how many words converge in each spike, how much attention copies get, or how likely one more is."""
+        if self.instead is not None:
+            return self.instead
         if self.quantity != "norm" or self.repeats is None:
-            return super().conclusion()
+            copies = f"{self.copies:,} copies of a token"
+            return self.effects[0].sentence(SENTENCES[self.quantity], copies=copies, layer=str(self.shown))
         reached = [int(np.isfinite(repeats).sum()) for repeats in self.repeats]
         said = [f"{count} in {condition}" for count, condition in zip(reached, self.conditions, strict=True)]
         words = f"tokens {word_form(reached[0], 'reaches', 'reach')} half of the first token's spike"
@@ -73,10 +85,6 @@ class Repeat(Result):
         return f"{word_list(said)}{within}."
 
     def details(self) -> list[str]:
-        """Say the facts; of a reading of spikes, no mean over words of which some converge and others do not."""
-        return self.facts() if self.quantity == "norm" else super().details()
-
-    def facts(self) -> list[str]:
         """Say how many tokens turn under each condition."""
         lines: list[str] = []
         if self.repeats is not None:
@@ -88,9 +96,15 @@ class Repeat(Result):
                 lines.append(f"{line}).")
         return lines
 
+    def numbers(self) -> list[Number]:
+        """Return what the last copy has, or how much attention the copies get, beside one copy or other tokens."""
+        what = QUANTITIES[self.quantity]
+        label = f"{what} with {self.copies} copies of a token"
+        return [Number.of(f"{what}.tokens", label, effect) for effect in self.effects[:1]]
+
     @property
     def column(self) -> str:
-        """The name of what was read in tables and drawings: of the reading of norms it is a share."""
+        """Return the name of what was read in tables and drawings; norms are shares of the first token's."""
         return "projection" if self.quantity == "norm" else self.quantity
 
     def rows(self) -> Table:

@@ -1,4 +1,4 @@
-"""What is repeated, and what every reading of `repeat` has: sequences, and claims beside their contrasts."""
+"""What is repeated, and what every reading of `repeat` has: sequences, and effects beside their controls."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.draws import draws
 from sinkscope.models.text import beginning
-from sinkscope.results.claims import Claim, Contrast, ContrastKind, Outcome, SearchSpace
-from sinkscope.results.notation import word_form
-from sinkscope.results.parts import Neuron, Parts, Tokens
+from sinkscope.results.effect import Effect
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefix_of, repeated, repetition_limit
 
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
@@ -31,7 +29,7 @@ class Sweep:
         setup: The model and its text.
         before: Number of tokens before the first repetition.
         rows: The sequences, each of which repeats a token.
-        named: Whether the caller named the tokens: claims are then about these, and else about words like those drawn.
+        named: Whether the caller named the tokens: effects are then about these, and else about words like those drawn.
     """
 
     setup: Setup
@@ -97,43 +95,13 @@ def append_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
     return torch.cat([others[:, :-1], rows[:, -1:]], 1)
 
 
-def claim_of_cases(
-    subject: Parts,
-    place: str,
-    outcome: Outcome,
-    values: Float[Tensor, "kind case"],
-    edit: str = "",
-    exact: bool = False,
-) -> Claim:
-    """Make the claim about what tokens or neurons do, mean over cases.
+def effect_of_copies(values: Float[Tensor, "kind case"], exact: bool = False) -> Effect:
+    """Return the effect of copies, mean over cases, beside one copy at the position of the last and other tokens.
 
     Args:
-        subject: The tokens or neurons.
-        place: Where it was read.
-        outcome: What was read.
-        values: The outcome, and that of the two contrasts.
-        edit: How neurons were edited, if they were not zeroed.
-        exact: Whether the claim is about these cases and no others.
+        values: What copies have, and one copy, and other tokens.
+        exact: Whether the effect is about these cases and no others.
     """
-    kinds: tuple[ContrastKind, ...] = ("one copy", "other tokens")
-    if isinstance(subject[0], Neuron):
-        kinds = ("intact", "random")
-    value, *others = values.mean(1).tolist()
-    count = values.shape[1]
-    return Claim(
-        role="makes",
-        subject=subject,
-        outcome=outcome,
-        place=place,
-        value=value,
-        contrasts=tuple(map(Contrast, kinds, others)),
-        draws=count,
-        search=SearchSpace(word_form(count, "case", "cases"), count),
-        margin=0.0 if exact else margin_of(values[0].numpy()),
-        edit=edit,
-    )
-
-
-def claim_of_copies(count: int, outcome: Outcome, values: Float[Tensor, "kind case"], exact: bool = False) -> Claim:
-    """Make the claim about a number of copies, beside one copy at the position of the last and other tokens there."""
-    return claim_of_cases((Tokens("copies", count),), f"the last of {count} copies", outcome, values, exact=exact)
+    value, single, others = values.mean(1).tolist()
+    margin = 0.0 if exact else margin_of(values[0].numpy())
+    return Effect(value, margin, {"one copy": single, "other tokens": others})

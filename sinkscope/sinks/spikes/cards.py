@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sinkscope.results.cards import Card
-from sinkscope.results.notation import count_of, percent, word_list
+from sinkscope.results.effect import Effect
+from sinkscope.results.notation import count_of, percent, word_form, word_list
 from sinkscope.results.parts import Head
 from sinkscope.sinks.spikes.records import (
     Alone,
@@ -21,6 +22,7 @@ from sinkscope.sinks.spikes.records import (
 from sinkscope.sinks.thresholds import COUNTS, STANDS_OUT
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{margin}."
+LOSE = "{edit} {parts} cuts the attention that {heads} {pay} to {place} by {value} ({control})."
 MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike remains{others}{heads}."
 NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike remain."
 ITSELF = "The embedding has the spike at {place} itself, so nothing marks it."
@@ -43,6 +45,20 @@ def readers(said: Readers) -> str:
     """Return how many heads attend to a place."""
     margin = "" if said.margin is None or said.margin < 0.5 else f" (± {said.margin:,.0f})"
     return READERS.format(heads=f"{said.heads:,}", total=f"{said.total:,}", place=said.place, margin=margin)
+
+
+def readers_lose(spike: SpikeResult, attention: Effect) -> str:
+    """Return how much of their attention to a spike its readers lose without what writes it."""
+    edit = "Ablating" if spike.needed is not None and spike.needed.neurons else "Replacing"
+    words = {"edit": edit, "parts": writers_of(spike), "place": spike.place.words}
+    pay = word_form(spike.heads, "pays", "pay")
+    return attention.sentence(LOSE, heads=count_of(spike.heads, "head"), pay=pay, **words)
+
+
+def writers_of(spike: SpikeResult) -> str:
+    """Return the names of what was removed, two at most."""
+    parts = () if spike.without_writers is None else spike.without_writers.parts
+    return word_list([with_article(part) for part in parts], 2)
 
 
 def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
@@ -246,7 +262,7 @@ def marks(spike: SpikeResult) -> str:
     mark, heads = spike.marks[0], ""
     if mark.heads is not None and any(mark.heads):
         heads = f", and {mark.heads[1]:,} of {mark.heads[0]:,} heads attend there"
-    parts = [_with_article(name) for name in mark.names]
+    parts = [with_article(name) for name in mark.names]
     return MARKS.format(
         parts=capital(word_list(parts)),
         mark="mark" if len(parts) > 1 else "marks",
@@ -266,7 +282,7 @@ def component(part: str) -> str:
     return part.replace("mlp", "MLP")
 
 
-def _with_article(part: str) -> str:
+def with_article(part: str) -> str:
     """Return a part in a sentence, from its name in JSON."""
     kind, _, layer = part.partition(" ")
     if kind == "embedding":

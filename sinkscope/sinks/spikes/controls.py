@@ -16,12 +16,10 @@ from torch import Tensor
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.neurons import columns, flat_number, view_layer
 from sinkscope.models.target import Target
-from sinkscope.results.claims import Contrast
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.spike import Part, Parts
 from sinkscope.sinks.tokens import TokenRows
 
-INTACT = Contrast("intact", 1.0)
 RANDOM_SETS = 12  # random sets beside one that is removed: one for each text of a survey
 TRIES = 4  # draws for each set, of which some are the same where there are few others
 

@@ -86,7 +86,6 @@ def fields_of(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit: i
         "first_token_norm": tuple(survey.first_norm),
         "layers_read": target.n_layers,
         "first_ids": tuple(beginning(setup.tokenizer, setup.bos)),
-        "claims": tuple(claim for one in sinks.spikes for claim in one.claims),
     }
 
 

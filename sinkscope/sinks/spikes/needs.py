@@ -17,13 +17,12 @@ import torch
 from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.neurons import expert_and_neuron
-from sinkscope.results.claims import Claim, Claims, Contrast, Outcome, SearchSpace
 from sinkscope.results.parts import Component, Neuron
 from sinkscope.sinks.spikes.components import components
-from sinkscope.sinks.spikes.controls import INTACT, Others, other_components
+from sinkscope.sinks.spikes.controls import Others, other_components
 from sinkscope.sinks.spikes.edited import Written
 from sinkscope.sinks.spikes.records import Alone, Needed, NeuronShare, PartShare, WithoutWriters, part_name
-from sinkscope.sinks.spikes.removal import Removal, chance_of, count_readers, removals_of
+from sinkscope.sinks.spikes.removal import chance_of, count_readers, removals_of
 from sinkscope.sinks.spikes.spike import Measured, Part, Parts
 from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
 from sinkscope.sinks.spikes.writers import backups_of, of_layer
@@ -258,32 +257,4 @@ def with_effects(one: Measured, texts: SpikeTexts, removed: Parts, random: Seque
         random=chance_of(texts, random, removal, means),
         texts=len(texts.rows),
     )
-    return replace(one.adding(without_writers=without), claims=claims_of(one, removal, without))
-
-
-def claims_of(one: Measured, removal: Removal, without: WithoutWriters) -> Claims:
-    """The typed claims about what writes a spike: what is left of it, and of the attention of its readers."""
-    spike, random = one.spike, without.random
-    if random is None or one.result.needed is None:
-        return ()
-    of_spike = Outcome("spike", tuple(range(spike.first, spike.last + 1)))
-    sides = [("makes", of_spike, removal.left, random.left, removal.left_margin)]
-    if one.result.heads:
-        of_heads = Outcome("attention", tuple(spike.reading_layers))
-        sides.append(("carries", of_heads, removal.attention, random.attention, None))
-    name = "" if isinstance(removal.parts[0], Neuron) else "other components, each alone"
-    claims: list[Claim] = []
-    for role, outcome, left, chance, margin in sides:
-        claim = Claim(
-            role=role,
-            subject=removal.parts,
-            outcome=outcome,
-            place=spike.place.words,
-            value=left,
-            contrasts=(INTACT, Contrast("random", chance, random.sets, name)),
-            draws=without.texts,
-            search=SearchSpace("neurons alone", len(one.result.alone)),
-            margin=margin,
-        )
-        claims.append(claim)
-    return tuple(claims)
+    return one.adding(without_writers=without)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from sinkscope.measure import Number, Result
 from sinkscope.results.cards import Card
-from sinkscope.results.claims import Claim, Claims
-from sinkscope.results.parts import Neuron, in_words
-from sinkscope.results.result import number_of
+from sinkscope.results.effect import Effect
+from sinkscope.results.notation import word_list
+from sinkscope.results.parts import Neuron
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes import cards
 from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, Readers, SinkRate, SpikeResult
@@ -37,7 +37,6 @@ class SpikesFound(Result):
         first_token_norm: Median norm of first tokens after each layer.
         layers_read: Number of layers.
         first_ids: The ids with which the texts begin that are no text.
-        claims: What is left of each spike, and of the attention to it, without what it needs.
     """
 
     percent = ("share", "remaining")
@@ -67,7 +66,6 @@ class SpikesFound(Result):
     first_token_norm: tuple[float, ...]
     layers_read: int
     first_ids: tuple[int, ...]
-    claims: Claims = ()
 
     @property
     def spike(self) -> SpikeResult | None:
@@ -106,9 +104,12 @@ class SpikesFound(Result):
         return made if elsewhere is None else [*made, elsewhere]
 
     def details(self) -> list[str]:
-        """Return what the labels of the cards mean; or that there is no spike."""
-        if self.spikes:
-            return [cards.LEGEND]
+        """Return what its readers lose without the first spike, and what the labels mean; or that there is no spike."""
+        if self.spike is not None:
+            effects, lines = lost_without(self.spike), list[str]()
+            if "attention" in effects:
+                lines.append(cards.readers_lose(self.spike, effects["attention"]))
+            return [*lines, cards.LEGEND]
         return [self._no_spike] if self.readers.heads else []
 
     @property
@@ -133,17 +134,26 @@ class SpikesFound(Result):
             numbers.append(Number("layers", "layers in which it stands out", cards.span(*self.spike.layers)))
             numbers.append(Number("ratio", "norm of the spike over the typical one", self.spike.ratio))
             if self.needed:
-                numbers.append(Number("neurons", "neurons that the spike needs", in_words(self.needed)))
-            own = [claim for claim in self.claims if about(claim, self.spike)]
-            own.sort(key=lambda claim: claim.outcome.kind != "attention")  # what the conclusion is about comes first
-            numbers += map(number_of, own)
+                numbers.append(Number("neurons", "neurons that the spike needs", word_list(self.needed, 4)))
+            kind, edited = "heads", "with {} replaced"
+            if self.needed:
+                kind, edited = "neurons", "without {}"
+            for what, effect in lost_without(self.spike).items():
+                label = f"{what} lost {edited.format(cards.writers_of(self.spike))}"
+                numbers.append(Number.of(f"{what}.{kind}", label, effect))
         return numbers
 
 
-def about(claim: Claim, spike: SpikeResult) -> bool:
-    """Return whether a claim is about this spike: its place, and its layers with the heads that read them."""
-    first, last = spike.layers
-    return claim.place == spike.place.words and set(claim.outcome.layers) <= set(range(first, last + 2))
+def lost_without(spike: SpikeResult) -> dict[str, Effect]:
+    """Return the shares of the attention to a spike, and of it, that are lost without its writers; the first first."""
+    without, effects = spike.without_writers, dict[str, Effect]()
+    if spike.needed is None or without is None or without.random is None:
+        return effects
+    control = "random neurons" if spike.needed.neurons else "other components, each alone"
+    if spike.heads:
+        effects["attention"] = Effect(1 - without.attention, None, {control: 1 - without.random.attention})
+    effects["spike"] = Effect(1 - without.left, without.left_margin, {control: 1 - without.random.left})
+    return effects
 
 
 def spike_rows(spike: SpikeResult) -> Table:

@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.results.claims import Claims
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.cards import run
 from sinkscope.sinks.spikes.places import Place
@@ -96,14 +95,12 @@ class Measured:
         survey: Where it was found.
         result: What is measured.
         written: What every neuron writes of it, by layer.
-        claims: What is left of it, and of the attention to it, without that.
     """
 
     spike: Spike
     survey: Survey
     result: SpikeResult
     written: Mapping[int, Float[Tensor, " neuron"]] = field(default_factory=dict)
-    claims: Claims = ()
 
     def adding(self, **measured: Any) -> Measured:
         """Return the same with more fields of the result."""
