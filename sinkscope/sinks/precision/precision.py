@@ -198,7 +198,7 @@ def precision(
         sinkscope precision --model llama-2-7b --html precision.html
     """
     target = setup.target
-    names = list(dict.fromkeys(schemes))
+    names: list[Scheme] = list(dict.fromkeys(schemes))
     if any(map(target.is_mixture, range(target.n_layers))):
         names = [name for name in names if "kv" in SCHEMES[name]]
     if not names:
