@@ -1,6 +1,6 @@
 """From which share of the cells, and from which length on, bands win on a CPU.
 
-    python -m experiments.loopserve.cpu [--lengths 8192 16384] [--threads 2] [--page docs/serve.md]
+    python -m experiments.loopserve.cpu [--lengths 8192 16384] [--threads 2] [--page figures/loopserve.md]
 
 One layer of 8 heads of 64 numbers and 2 heads of keys, drawn at random: the whole choice of LoopServe (its result is
 not used, because it depends on a text), and attention on drawn bands, of which there are more and more. Each is timed

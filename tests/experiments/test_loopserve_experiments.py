@@ -33,7 +33,7 @@ TABLES = [
     (PAPER, "longeval", lambda result: longeval.table(result["sources"])),
     (PAPER, "real", real.table),
     ("docs/serve", "real", real.summary),
-    ("docs/serve", "cpu", cpu.table),
+    (PAPER, "cpu", cpu.table),
     (PAPER, "arms", arms.table),
     (PAPER, "decoding", decoding.table),
     (PAPER, "latency", latency.table),
