@@ -43,7 +43,7 @@ class AdaKV(SnapKV):
         Raises:
             UnsupportedError: The model is split over processes, which hold some of the heads each.
         """
-        if session.run.target.shards.size > 1:
+        if session.run.target.processes > 1:
             raise UnsupportedError(
                 "AdaKV compares all heads of a layer, which are split over processes here: use SnapKV, or load the "
                 "model with device_map"

@@ -46,7 +46,7 @@ class Observe(Intervention):
         Session.of(run).watch(partial(self._show, run.target), layers, self.last)
 
     def _show(self, target: Target, rows: AttentionRows) -> None:
-        if target.shards.size > 1:
-            pos = target.shards.gather(rows.pos, target.n_kv_heads, 1)
-            rows = replace(rows, probs=target.shards.gather(rows.probs, target.n_heads, 1), pos=pos)
+        if target.processes > 1:
+            pos = target.whole_heads(rows.pos, target.n_kv_heads, 1)
+            rows = replace(rows, probs=target.whole_heads(rows.probs, target.n_heads, 1), pos=pos)
         self.fn(rows)

@@ -185,7 +185,7 @@ class Session:
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
-        kv_heads = self.target.n_kv_heads if self.target.shards.size > 1 else None
+        kv_heads = self.target.n_kv_heads if self.target.processes > 1 else None
         return [meter.usage(kv_heads, self.watching.windows) for meter in self.meters if meter.calls]
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:

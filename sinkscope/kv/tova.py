@@ -12,7 +12,7 @@ from sinkscope.kv.attention_watch import AttentionRows
 from sinkscope.kv.policy import LayerMoment, Policy, unseen_queries
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
-from sinkscope.models.shards import Shards
+from sinkscope.models.target import Target
 
 
 @register_policy("tova")
@@ -32,11 +32,11 @@ class TOVA(Policy):
     def watch(self, session: Session) -> None:
         """Watch the newest query of every layer."""
         target = session.run.target
-        session.watch(partial(self._note, target.shards, target.n_heads), last=1)
+        session.watch(partial(self._note, target), last=1)
 
-    def _note(self, shards: Shards, heads: int, rows: AttentionRows) -> None:
+    def _note(self, target: Target, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache
-            newest = shards.gather(rows.probs[:, :, -1:], heads, 1).mean(1)
+            newest = target.whole_heads(rows.probs[:, :, -1:], target.n_heads).mean(1)
             rows.kv.numbers["tova"] = newest.expand(-1, rows.kv.keys.shape[1], -1)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:

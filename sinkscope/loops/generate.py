@@ -120,7 +120,7 @@ def generate(
         sampling = {"do_sample": True, "temperature": temperature}
     options = decoding(target, max_new_tokens=max_new_tokens, **sampling)
     options["logits_processor"] = LogitsProcessorList([_FiniteLogits(target)])
-    target.shards.agree("prompt, temperature or seed", rows, max_new_tokens, temperature, seed)
+    target.agree("prompt, temperature or seed", rows, max_new_tokens, temperature, seed)
     results: list[Generated] = []
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.experts import Args, Kwargs
-from sinkscope.models.shards import Shards, check_no_gradient, split_of
+from sinkscope.models.weights import Shards, shards_of
 
 Hook = tuple[nn.Module, str, Any]
 """A module, a moment, and a function with the signature of torch's hooks. Moments are "pre", "first" (before all others
@@ -21,6 +22,7 @@ AroundCall = Generator[tuple[Args, Kwargs] | None, Any]
 
 
 _COMPILER = threading.Lock()
+_SKIPPING = threading.RLock()  # while layers of some model are skipped, in one thread
 _FORCED: list[AbstractContextManager[None]] = []  # a stance of the compiler for each that asks; all threads share it
 
 
@@ -125,14 +127,42 @@ def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda module, _args, _kwargs, output: change(module, output)
 
 
+def _split_of(module: Any, side: str, seen: Any) -> tuple[Shards, int] | None:
+    """Return the processes that share what a hook on a module sees, and its whole width; None if all of it is here.
+
+    Args:
+        module: The module.
+        side: "in_features" before the module, "out_features" after it.
+        seen: What the hook sees.
+    """
+    shards, size = shards_of(getattr(module, "weight", None)), getattr(module, side, None)
+    if shards.size == 1 or size is None or not isinstance(seen, Tensor) or not shards.is_part(seen.shape[-1], size):
+        return None
+    return shards, size
+
+
+def _check_no_gradient(seen: Tensor) -> None:
+    """Refuse an edit through which a gradient would have to pass.
+
+    Raises:
+        UnsupportedError: It would.
+    """
+    if seen.requires_grad:
+        raise UnsupportedError(
+            "no gradient passes through an edit of a model that is split over processes: call it under "
+            "torch.no_grad(), or load it with device_map"
+        )
+
+
 def _changing(fn: Callable[[Any], Any], side: str, columns: list[int] | None) -> Callable[[Any, Any], Any]:
     """What replaces the tensor that a hook on a module sees."""
     numbers = device_copies(torch.tensor(columns or []))
 
     def change(module: Any, seen: Any) -> Any:
-        split = split_of(module, side, seen)
-        if split is not None:
-            return _change_part(fn, seen, columns, *split)
+        if hasattr(getattr(module, "weight", None), "device_mesh"):
+            split = _split_of(module, side, seen)
+            if split is not None:
+                return _change_part(fn, seen, columns, *split)
         if columns is None:
             return fn(seen)
         places = numbers(seen)
@@ -153,7 +183,7 @@ def _change_part(fn: Callable[[Any], Any], part: Tensor, columns: list[int] | No
         new = fn(shards.columns(part, columns, size))
     if not isinstance(new, Tensor):
         return new
-    check_no_gradient(part)
+    _check_no_gradient(part)
     if columns is None:
         return shards.part(new, part.shape[-1])
     places, here = shards.here(columns, size)
@@ -172,6 +202,55 @@ def device_copies(tensor: Tensor) -> Callable[[Tensor], Tensor]:
         return tensor
 
     return copy_for
+
+
+class Stop(Exception):  # noqa: N818 - no error: it ends a pass
+    """Raised by `stop` inside a hook, to end a forward pass or the call of a layer early."""
+
+
+def stop(*_: object) -> None:
+    """End the running pass of a `Target`; to be called in a hook, or to be one."""
+    raise Stop
+
+
+def entering(hidden: Tensor) -> Callable[..., Any]:
+    """Return a forward pre-hook with kwargs by which a module reads these hidden states, whatever it is given."""
+    return on_input(lambda _: hidden)
+
+
+@contextmanager
+def skipped(layers: Sequence[nn.Module], wrapped: bool, store: Any = None) -> Iterator[None]:
+    """Context manager in which the first layers pass on what they get in this thread; no other enters it meanwhile.
+
+    Args:
+        layers: These layers.
+        wrapped: Whether the layers of the model return a tuple.
+        store: Reads their weights when they are called, if they are not in memory; it does not read them either.
+    """
+    owner = threading.get_ident()
+
+    def passing_on(run: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != owner:
+                return run(*args, **kwargs)
+            hidden = hidden_of(args, kwargs)
+            return (hidden,) if wrapped else hidden
+
+        return forward
+
+    with _SKIPPING, ExitStack() as stack:
+        for layer in layers:
+            attributes = vars(layer)  # a bridge hands what is set on it to the module inside
+            run = layer.forward
+            if "forward" in attributes:  # some libraries replace it as well
+                stack.callback(attributes.update, forward=attributes["forward"])
+            else:
+                stack.callback(attributes.pop, "forward")
+            attributes["forward"] = passing_on(run)
+        if store is not None:
+            store.skipped = len(layers)
+            stack.callback(setattr, store, "skipped", 0)
+        yield
 
 
 def first_tensor(output: Any) -> Tensor:

@@ -14,9 +14,9 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.models.checks import check_length, tokenizer_of
-from sinkscope.models.linear import plain_weight
 from sinkscope.models.target import Target
 from sinkscope.models.text import note_second_bos, resolve_bos
+from sinkscope.models.weights import plain_weight
 
 _EXPECTED = (
     "expected a text, a list of texts, token ids as a list, lists or a tensor [batch pos], or what a tokenizer returned"

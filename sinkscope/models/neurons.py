@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.hooks import (
@@ -27,9 +27,8 @@ from sinkscope.models.hooks import (
     on_output,
     with_hidden,
 )
-from sinkscope.models.linear import brought, input_width, is_transposed, plain_weight
-from sinkscope.models.shards import local, shards_of
 from sinkscope.models.target import LayerInput, Parts, Target
+from sinkscope.models.weights import brought, input_columns
 
 
 def norms_of(tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
@@ -66,34 +65,6 @@ def w_out(
         else:
             written = input_columns(target, target.sub(layer, "down"), neurons)
         return written.float() * factor
-
-
-@torch.no_grad()
-def input_columns(
-    target: Parts, module: nn.Module, inputs: Sequence[int] | None = None
-) -> Float[Tensor, "input output"]:
-    """Return what a linear module gives when one of its inputs is 1, without the bias.
-
-    Args:
-        target: The model.
-        module: The module.
-        inputs: Inputs; None is all.
-    """
-    width = input_width(module)
-    chosen = list(range(width) if inputs is None else inputs)
-    weight = getattr(module, "weight", None)
-    if weight is not None and hasattr(weight, "device_mesh"):
-        shards = shards_of(weight)
-        return shards.columns(shards.gather(local(weight), weight.shape[0], 0), chosen, width).T
-    weight = plain_weight(module)
-    if weight is not None:
-        return weight[chosen] if is_transposed(module) else weight[:, chosen].T
-    # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
-    device = next((parameter.device for parameter in module.parameters()), target.device)
-    units = torch.zeros(len(chosen) + 1, width, device=device, dtype=target.dtype)
-    units[range(len(chosen)), chosen] = 1
-    given = module.forward(units)
-    return given[:-1] - given[-1:]
 
 
 def typical_neuron(target: Parts, layer: int) -> int | None:

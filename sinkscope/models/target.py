@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Found, layer_kind
 from sinkscope.models.call_cache import parameters_of
 from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.hooks import Hook, first_tensor, hidden_of, hooked, on_input, on_output
-from sinkscope.models.linear import brought, input_width
-from sinkscope.models.shards import ALONE, Shards, check_divides, shards_of, split_weight
+from sinkscope.models.hooks import Hook, Stop, entering, hooked, on_hidden, skipped, stop
+from sinkscope.models.weights import ALONE, Shards, brought, input_width, shards_of, split_weight
 
 ModelKind = Literal["bridge", "hf", "nnsight"]
 """Kinds of objects that hold a model: of TransformerLens, of transformers, of nnsight."""
+
+
+def check_divides(config: Any, name: str, count: int) -> None:
+    """Refuse to split a model over processes among which its heads cannot be shared out.
+
+    Raises:
+        SinkscopeError: They cannot.
+    """
+    for what in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config.get_text_config(), what, None) or count
+        if heads % count:
+            raise SinkscopeError(
+                f"{count} processes cannot share the {heads} heads ({what}) of {name}: start a number that divides them"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,24 +79,10 @@ class Parts:
                 return tokenizer
         return None
 
-    @property
+    @cached_property
     def config(self) -> Any:
         """The text part of the configuration."""
         return self.hf.config.get_text_config()
-
-    @cached_property
-    def shards(self) -> Shards:
-        """The processes over which the model is split.
-
-        Raises:
-            SinkscopeError: They cannot share its heads.
-        """
-        found = split_weight(self.hf)
-        if found is None:
-            return ALONE
-        shards = shards_of(found)
-        check_divides(self.hf.config, self.name, shards.size)
-        return shards
 
     @cached_property
     def base(self) -> nn.Module:
@@ -102,22 +100,22 @@ class Parts:
         """The decoder layers."""
         return list(self.hf.get_submodule(self.adapter.layers).children())
 
-    @property
+    @cached_property
     def n_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
 
-    @property
+    @cached_property
     def d_model(self) -> int:
         """Width of the residual stream."""
         return int(self.config.hidden_size)
 
-    @property
+    @cached_property
     def n_heads(self) -> int:
         """Query heads of a layer."""
         return int(self.config.num_attention_heads)
 
-    @property
+    @cached_property
     def n_kv_heads(self) -> int:
         """Key/value heads of a layer."""
         is_grouped = getattr(self.config, "new_decoder_architecture", False)  # of Falcon
@@ -207,7 +205,7 @@ class Parts:
         """Return whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
         return self.has_part(layer, "attn" if self.adapter.o is None else "o")
 
-    @property
+    @cached_property
     def attending(self) -> list[int]:
         """The layers that attend with a softmax."""
         return list(filter(self.has_attention, range(self.n_layers)))
@@ -253,14 +251,9 @@ class Parts:
         """
         if self.store is not None:
             return self.store.pinned(layer)
-        return brought(self.layers[layer])
-
-
-_SKIPPING = threading.RLock()  # while layers of some model are skipped, in one thread
-
-
-class Stop(Exception):  # noqa: N818 - no error: it ends a pass
-    """Raised inside a hook, by `Target.stop`, to end a forward pass or the call of a layer early."""
+        if any(parameter.is_meta for parameter in self.layers[layer].parameters()):
+            return brought(self.layers[layer])
+        return nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,6 +276,43 @@ class Target(Parts):
 
     Whether the user holds a plain Hugging Face, TransformerBridge or nnsight object makes no difference.
     """
+
+    @cached_property
+    def shards(self) -> Shards:
+        """The processes over which the model is split.
+
+        Raises:
+            SinkscopeError: They cannot share its heads.
+        """
+        found = split_weight(self.hf)
+        if found is None:
+            return ALONE
+        shards = shards_of(found)
+        check_divides(self.hf.config, self.name, shards.size)
+        return shards
+
+    @property
+    def processes(self) -> int:
+        """Number of processes over which the model is split."""
+        return self.shards.size
+
+    def whole_heads(self, tensor: Shaped[Tensor, ...], count: int, dim: int = 1) -> Shaped[Tensor, ...]:
+        """Return a tensor of all heads, in each process, from those of the heads that this process holds.
+
+        Args:
+            tensor: The tensor; it may be whole already.
+            count: Number of all heads, `n_heads` or `n_kv_heads`.
+            dim: Its dimension of heads.
+        """
+        return self.shards.gather(tensor, count, dim)
+
+    def agree(self, what: str, *plan: object) -> None:
+        """Refuse to go on if the processes of a split model were given different things to do; see `Shards.agree`."""
+        self.shards.agree(what, *plan)
+
+    def check_alone(self, what: str) -> None:
+        """Refuse a split model for what one process does; see `Shards.check_alone`."""
+        self.shards.check_alone(what)
 
     @torch.no_grad()
     def forward(
@@ -308,11 +338,10 @@ class Target(Parts):
         bounds: list[Any] = []
         skipping: AbstractContextManager[None] = nullcontext()
         if start is not None:
-            hidden = start.hidden
-            bounds.append((self.layers[start.layer], "first", on_input(lambda _: hidden)))  # edits there act on it
-            skipping = self.skipping(start.layer, start.wrapped)
+            bounds.append((self.layers[start.layer], "first", entering(start.hidden)))  # edits there act on it
+            skipping = skipped(self.layers[: start.layer], start.wrapped, self.store)
         if last_layer is not None:
-            bounds.append((self.layers[last_layer], "post", lambda *_: self.stop()))
+            bounds.append((self.layers[last_layer], "post", stop))
         try:
             with skipping, self.hooks(*bounds):
                 return model(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)
@@ -341,52 +370,13 @@ class Target(Parts):
                 "make it with dispatch=True (nnsight)"
             )
 
-    @property
+    @cached_property
     def skips_layers(self) -> bool:
         """Whether a pass may begin at a layer, with what entered it in another pass."""
         return self.adapter.from_any_layer and self.adapter.adds
 
-    @contextmanager
-    def skipping(self, count: int, wrapped: bool) -> Iterator[None]:
-        """Context manager in which the first layers pass on what they get in this thread; no other enters it meanwhile.
-
-        Args:
-            count: Number of these layers.
-            wrapped: Whether the layers of the model return a tuple.
-        """
-        owner = threading.get_ident()
-
-        def passing_on(run: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() != owner:
-                    return run(*args, **kwargs)
-                hidden = hidden_of(args, kwargs)
-                return (hidden,) if wrapped else hidden
-
-            return forward
-
-        with _SKIPPING, ExitStack() as stack:
-            for layer in self.layers[:count]:
-                attributes = vars(layer)  # a bridge hands what is set on it to the module inside
-                run = layer.forward
-                if "forward" in attributes:  # some libraries replace it as well
-                    stack.callback(attributes.update, forward=attributes["forward"])
-                else:
-                    stack.callback(attributes.pop, "forward")
-                attributes["forward"] = passing_on(run)
-            if self.store is not None:  # they are not read either
-                self.store.skipped = count
-                stack.callback(setattr, self.store, "skipped", 0)
-            yield
-
-    @staticmethod
-    def stop() -> None:
-        """End the running `forward`; to be called in a hook."""
-        raise Stop
-
-    def hooks(self, *hooks: Hook, owned: bool = True) -> AbstractContextManager[None]:
-        """Return a context manager with hooks; the arguments are those of `hooked`."""
-        return hooked(*hooks, owned=owned)
+    stop = staticmethod(stop)
+    hooks = staticmethod(hooked)
 
     def part_hooks(self, layer: int, part: str, when: str, *functions: Any) -> list[Hook]:
         """Return hooks on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
@@ -406,8 +396,8 @@ class Target(Parts):
         writers = self.mlp_writers(layer)
         given: list[Tensor] = []
 
-        def keep(output: Any) -> None:
-            given.append(first_tensor(output))
+        def keep(output: Tensor) -> None:
+            given.append(output)
             if len(given) == len(writers):
                 total = given[0]
                 for other in given[1:]:
@@ -415,7 +405,7 @@ class Target(Parts):
                 given.clear()
                 see(total)
 
-        return [(writer, "post", on_output(keep)) for writer in writers]
+        return [(writer, "post", on_hidden(keep)) for writer in writers]
 
 
 def layer_kinds(target: Target) -> list[int]:

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.adapters import DRAFT
-from sinkscope.models.shards import split_weight
 from sinkscope.models.target import ModelKind, Target
+from sinkscope.models.weights import split_weight
 from sinkscope.opening.inference.find import adapter_of
 from sinkscope.tap.internals import set_attention
 from sinkscope.tap.stock import configs_of, stock_of
@@ -120,7 +120,7 @@ def misreads_last_query(device: torch.device) -> bool:
 
 def is_misread(target: Target) -> bool:
     """Return whether a model runs with an attention that is wrong at the last token of a row on its device."""
-    shares_one = target.n_heads > 1 and target.n_kv_heads <= target.shards.size
+    shares_one = target.n_heads > 1 and target.n_kv_heads <= target.processes
     return shares_one and stock_of(target.config).kind == "sdpa" and misreads_last_query(target.device)
 
 

@@ -28,8 +28,7 @@ from sinkscope.models.checkpoints.gguf_file import parsed_once
 from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.quiet import loading_errors, quiet
 from sinkscope.models.checkpoints.weights import check_depth, model_with_weights
-from sinkscope.models.shards import check_divides
-from sinkscope.models.target import Target
+from sinkscope.models.target import Target, check_divides
 from sinkscope.opening.inference.find import adapter_of, prove
 from sinkscope.opening.live import avoid_misreading
 from sinkscope.results.options import checks_arguments

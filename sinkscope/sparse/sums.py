@@ -50,11 +50,11 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
             )
         window = _window(call.mask, call.key.shape[2])
         with torch.no_grad():
-            query = target.shards.gather(call.query[0], target.n_heads, 0)
-            key = target.shards.gather(call.key[0], target.n_kv_heads, 0)
+            query = target.whole_heads(call.query[0], target.n_heads, 0)
+            key = target.whole_heads(call.key[0], target.n_kv_heads, 0)
             sinks = call.sinks
             if sinks is not None:
-                sinks = target.shards.gather(sinks, target.n_heads, 0)
+                sinks = target.whole_heads(sinks, target.n_heads, 0)
             observer(call.layer, Scores(query, key, call.scaling, window, call.softcap, sinks))
 
     with listening(target, see):

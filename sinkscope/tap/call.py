@@ -136,6 +136,7 @@ _MASKED_CHUNK = 1024  # queries at a time where a mask has to be built
 
 AttentionOutput = tuple[Tensor, Tensor | None]
 """What attention gives, `[batch query head d_value]`, and its rows if it has them."""
+VisibleRowObserver = Callable[[int, int, Tensor, Callable[[], Tensor]], None]
 RowsFunction = Callable[[int, Tensor], None]
 """Called with the number of the first query and rows `[batch head query key]`."""
 
@@ -318,6 +319,14 @@ class Attention:
             return
         rows = _RowRange(first, chunk, needs_mask and not self.mask_is_stale)
         self._listeners.setdefault(rows, []).append(fn)
+
+    def show_visible(self, observer: VisibleRowObserver, *, first: int, chunk: int) -> None:
+        """Show rows under the mask to `observer(layer, first_query, rows, visible)`; `visible()` gives seen keys."""
+
+        def tell(begin: int, rows: Tensor) -> None:
+            observer(self.layer, begin, rows, lambda: self.visible(slice(begin, begin + rows.shape[2])))
+
+        self.show(tell, needs_mask=True, first=first, chunk=chunk)
 
     def stock(self, mask: Tensor | None) -> AttentionOutput:
         """Return the model's own attention under a mask of the model's own kind."""

@@ -20,7 +20,8 @@ class Stock:
     """The attention that a tapped configuration selects by itself.
 
     Attributes:
-        name: Its name.
+        name: Its name in the configuration.
+        kind: The name of the attention that runs.
         attention: What transformers calls by this name, which others may have replaced; None: the function in the
             model's own file.
         times: How often the configuration is tapped.
@@ -28,6 +29,7 @@ class Stock:
     """
 
     name: str
+    kind: str
     attention: Callable[..., Any] | None
     times: int = 0
     agrees: bool | None = None
@@ -35,14 +37,9 @@ class Stock:
     @classmethod
     def of(cls, config: Any) -> Stock:
         """Return what a configuration selects now."""
-        stock = cls(attention_name(config), None)
-        stock.attention = attention_functions().get(stock.kind)
-        return stock
-
-    @property
-    def kind(self) -> str:
-        """The name of the attention that runs; a configuration copied while it was tapped attends eagerly."""
-        return "eager" if self.name == NAME else self.name
+        name = attention_name(config)
+        kind = "eager" if name == NAME else name  # of a configuration that was copied while it was tapped
+        return cls(name, kind, attention_functions().get(kind))
 
     def function(self, module: Any) -> Callable[..., Any]:
         """Return the attention function of a module."""
@@ -87,7 +84,7 @@ def eager(target: Target) -> Iterator[None]:
     configs = configs_of(target)
     with _LOCK:
         for config in configs:
-            before = _BEFORE_EAGER.setdefault(id(config), Stock(attention_name(config), None))
+            before = _BEFORE_EAGER.setdefault(id(config), Stock.of(config))
             before.times += 1
             set_attention(config, "eager")
     try:

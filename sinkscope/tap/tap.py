@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -30,7 +31,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, on_output, without_compiler
 from sinkscope.models.target import Target
-from sinkscope.tap.call import Attention, AttentionOutput, check_recomputed
+from sinkscope.tap.call import Attention, AttentionOutput, VisibleRowObserver, check_recomputed
 from sinkscope.tap.internals import set_attention
 from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, eager, stock_of
 
@@ -87,7 +88,7 @@ def check_attention_recomputed(target: Target) -> None:
     if not foreign or not target.adapter.attention_interface or not target.attending:
         return
     layer = target.attending[0]
-    width, processes = len(target.head_columns(layer, 0)), target.shards.size
+    width, processes = len(target.head_columns(layer, 0)), target.processes
     numbers = torch.randn(3, 1, target.n_heads // processes, _KEYS, width, generator=draws(0, "foreign attention"))
     query, key, value = numbers.to(target.device, target.dtype)
     kv_heads = target.n_kv_heads // processes
@@ -149,7 +150,7 @@ def _attend(
 ) -> AttentionOutput:
     """The attention function that transformers calls in every layer."""
     config = module.config
-    number, stock = id(config), stock_of(config)
+    number, stock = id(config), STOCK.get(id(config)) or Stock.of(config)
     listeners: list[Handler] = []
     idle, needs_mask = True, False
     for handler in HANDLERS.get():  # a plain loop: every layer comes here
@@ -226,7 +227,6 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
 
 
 RowObserver = Callable[[int, int, Tensor], None]
-VisibleRowObserver = Callable[[int, int, Tensor, Callable[[], Tensor]], None]
 
 
 def attention_rows(target: Target, observer: RowObserver, **options: Any) -> AbstractContextManager[None]:
@@ -252,7 +252,6 @@ def visible_rows(
     *,
     layers: list[int] | None = None,
     rows_per_chunk: int = 256,
-    whole: bool = True,
     begin: int = 0,
     proving: bool = False,
 ) -> Iterator[None]:
@@ -264,25 +263,18 @@ def visible_rows(
             the mask shows. Of a model that builds its matrices itself it is where some head has attention.
         layers: Layers to show. None shows all.
         rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
-        whole: Whether the rows of all heads are shown. If not, a process of several shows those of the heads that it
-            holds, and the observer gathers what it makes of them, which is smaller (`target.shards.gather`).
         begin: The first query whose row is shown.
         proving: As for `listening`.
     """
     wanted = target.attending
     if layers is not None:
         wanted = [layer for layer in wanted if layer in layers]
+    if target.processes > 1:
+        observer = partial(_tell_whole, target, observer)
 
     def see(call: Attention) -> None:
-        layer = call.layer
-
-        def tell(first: int, rows: Tensor) -> None:
-            if whole:
-                rows = target.shards.gather(rows, target.n_heads, 1)
-            observer(layer, first, rows, lambda: call.visible(slice(first, first + rows.shape[2])))
-
-        if layer in wanted:
-            call.show(tell, needs_mask=True, first=begin, chunk=rows_per_chunk)
+        if call.layer in wanted:
+            call.show_visible(observer, first=begin, chunk=rows_per_chunk)
 
     is_bridge = target.kind == "bridge"
     if not is_bridge and target.adapter.attention_interface:
@@ -295,8 +287,6 @@ def visible_rows(
         def read(output: Any, layer: int = layer) -> None:
             rows = output if is_bridge else _returned_rows(target, layer, output)
             rows = rows[:, :, begin:]
-            if whole:
-                rows = target.shards.gather(rows, target.n_heads, 1)
             observer(layer, begin, rows.float(), lambda: (rows > 0).any(1, keepdim=True))
 
         if is_bridge:
@@ -306,6 +296,13 @@ def visible_rows(
         hooks.append((module, "post", on_output(read)))
     with nullcontext() if is_bridge else eager(target), target.hooks(*hooks):
         yield
+
+
+def _tell_whole(
+    target: Target, observer: VisibleRowObserver, layer: int, first: int, rows: Tensor, visible: Callable[[], Tensor]
+) -> None:
+    """Tell the rows of all heads where a process holds some of them."""
+    observer(layer, first, target.whole_heads(rows, target.n_heads), visible)
 
 
 def _returned_rows(target: Target, layer: int, output: Any) -> Float[Tensor, "batch head query key"]:

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from organisms import organism, tiny_model
 from refusals import refused
 
-from sinkscope.models.shards import ALONE, Shards, check_divides
+from sinkscope.models.target import check_divides
+from sinkscope.models.weights import ALONE, Shards
 
 ROOT = Path(__file__).parents[2]
 POLICIES = ["streaming", "h2o", "tova", "snapkv"]
@@ -96,7 +97,7 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
         assert [line.split(": ", 1)[0] for line in lines] == ["0", "1"] and all(words in line for line in lines)
     for line in alone:
         parts = line.split(" | ")
-        assert len(parts) == 4 and all("is for a model in one process" in part for part in parts), line
+        assert len(parts) == 3 and all("is for a model in one process" in part for part in parts), line
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
     whole = typed(["find-sinks", "--model", qwen3, "--json", str(tmp_path / "whole.json")])
     assert printed.count("Conclusion: ") == 1 and printed.splitlines()[-1] == whole.out.splitlines()[-1]
@@ -144,7 +145,7 @@ def test_a_process_that_is_killed_ends_the_others(tmp_path):
     """The process is killed before its first word with the other one."""
     program = tmp_path / "dies.py"
     program.write_text(
-        "import os, signal, sys\nfrom sinkscope.app.cli import main\nfrom sinkscope.models.shards import Shards\n"
+        "import os, signal, sys\nfrom sinkscope.app.cli import main\nfrom sinkscope.models.weights import Shards\n"
         "if os.environ['RANK'] == '1':\n    Shards.agree = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map
 
 import sinkscope as ss
 from sinkscope.models.checkpoints.fingerprint import fingerprint
-from sinkscope.models.neurons import input_columns, w_out
+from sinkscope.models.neurons import w_out
+from sinkscope.models.weights import input_columns
 from sinkscope.opening.live import target_of
 
 IDS = torch.arange(5, 17)[None]

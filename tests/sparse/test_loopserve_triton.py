@@ -156,7 +156,7 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
     pos = torch.arange(200)[None]
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))
     view = View(pos[None], pos)
-    prompt = Attention(module, 0, query, key, key, None, {}, Stock("sdpa", None), viewed=lambda _: view)
+    prompt = Attention(module, 0, query, key, key, None, {}, Stock("sdpa", "sdpa", None), viewed=lambda _: view)
     assert LoopServe(shortest=0).why_dense(prompt, view, None) == "on meta: only CPUs and CUDA do that"
 
 

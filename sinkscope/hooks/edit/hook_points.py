@@ -20,9 +20,9 @@ from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.hooks.edit.sites import NeuronGroup
 from sinkscope.models.call_cache import cache_in
 from sinkscope.models.experts import Experts
-from sinkscope.models.hooks import Hook, device_copies, on_hidden, on_input
-from sinkscope.models.linear import brought
+from sinkscope.models.hooks import Hook, on_hidden, on_input
 from sinkscope.models.target import Target
+from sinkscope.models.weights import brought
 from sinkscope.results.notation import count_of
 from sinkscope.tap.internals import GenerateFollower, following_generate
 
@@ -100,11 +100,10 @@ class HookPoint(NamedTuple):
             where: Which values are replaced.
             new: What replaces them, of a shape that expands to theirs.
         """
-        mask = device_copies(where)
 
         def replaced(values: Tensor) -> Tensor:
             rows = values.reshape(len(where), -1, values.shape[-1])  # experts and OPT run row and position together
-            return torch.where(mask(rows), new(rows).to(rows), rows).reshape(values.shape)
+            return torch.where(where.to(rows.device), new(rows).to(rows), rows).reshape(values.shape)
 
         return self.hook(replaced)
 

@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import write_atomic
 from sinkscope.models.checkpoints.checkpoint import Files, open_weights
-from sinkscope.models.linear import brought
-from sinkscope.models.shards import local, shards_of
 from sinkscope.models.target import Target
+from sinkscope.models.weights import brought, local, shards_of
 
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
 _JUST_WRITTEN = 2.0  # seconds within which a file may change again without another time of modification
@@ -61,21 +60,21 @@ def fingerprint(source: Files | nn.Module) -> str:
 
 def _of_model(model: Any) -> str:
     parts: Described = {}
-    for name in _stored_names(model):
+    for name, tensor in _stored(model):
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
-        with brought(module):
+        with brought(module) if tensor.is_meta else nullcontext():
             parts[_plain(name)] = _described(getattr(module, attribute))
     return _digest(model.config.to_dict(), parts)
 
 
-def _stored_names(model: nn.Module) -> Iterator[str]:
-    """The names of parameters, and of buffers that belong to a checkpoint."""
-    yield from dict(model.named_parameters())
+def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, and the buffers that belong to a checkpoint, by name."""
+    yield from model.named_parameters()
     stored = set(map(_plain, model.state_dict()))
-    for name, _ in model.named_buffers():
+    for name, buffer in model.named_buffers():
         if _plain(name) in stored:
-            yield name
+            yield name, buffer
 
 
 def _plain(name: str) -> str:
@@ -138,8 +137,8 @@ def _tensor_digest(tensor: Tensor) -> str:
     """Digest of the bytes of a tensor; empty if its numbers are elsewhere."""
     if tensor.is_meta:
         return ""
-    shards = shards_of(tensor)
-    if shards.size > 1:
+    if hasattr(tensor, "device_mesh"):
+        shards = shards_of(tensor)
         return " ".join(shards.all(_tensor_digest(local(tensor))))
     if hasattr(tensor, "__tensor_flatten__"):  # quantised: it is made of tensors
         quantised: Any = tensor

@@ -147,7 +147,7 @@ def _found(target: Target, proves: bool) -> Found:
 def _is_elsewhere(target: Target) -> bool:
     """Whether weights are in other processes, or are brought for each call, but not read layer by layer."""
     has_meta = target.resident and any(parameter.is_meta for parameter in target.hf.parameters())
-    return has_meta or target.shards.size > 1
+    return has_meta or target.processes > 1
 
 
 @contextmanager

@@ -24,9 +24,9 @@ from sinkscope.models.call_cache import parameters_of
 from sinkscope.models.checkpoints.config import first_line
 from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import Hook, on_input
-from sinkscope.models.linear import input_width, is_transposed
 from sinkscope.models.short_passes import begins_at, token_ids
 from sinkscope.models.target import Target, first_of_kinds, layer_kinds
+from sinkscope.models.weights import input_width, is_transposed
 from sinkscope.opening.inference.sums import LayerSums, layer_sums
 from sinkscope.tap.call import Attention
 from sinkscope.tap.tap import attention_rows, listening

@@ -222,9 +222,9 @@ def attention_from(
 
         def add(layer: int, _start: int, probs: Tensor, total: Tensor = total, kinds: Tensor = kinds) -> None:
             given = einsum(probs, kinds.to(probs.device), "row head query key, row key kind -> row head kind")
-            total[:, :, layer] += target.shards.gather(given, target.n_heads, 1).transpose(1, 2).cpu()
+            total[:, :, layer] += given.transpose(1, 2).cpu()
 
-        with attention_rows(target, add, whole=False, begin=begin):
+        with attention_rows(target, add, begin=begin):
             run(rows)
         received.append(total)
     return torch.cat(received)

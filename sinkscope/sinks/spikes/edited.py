@@ -108,14 +108,13 @@ class EditedTexts:
 
         def attend(layer: int, _first: int, probs: Tensor, visible: Callable[[], Tensor]) -> None:
             given, seen = given_later(probs, visible)
-            given = target.shards.gather(given, target.n_heads, 1)
             received = to_place(given.cpu(), seen, place[:, None])
             effects.attention[:, layer] = rearrange(received, "(edit text) head -> edit head text", text=shape[1])
 
         listening, last = nullcontext(), self.spike.peak
         layers = [layer for layer in target.attending if layer in self.spike.reading_layers]
         if self.whole and layers:
-            listening = visible_rows(target, attend, layers=layers, rows_per_chunk=ids.shape[1], whole=False)
+            listening = visible_rows(target, attend, layers=layers, rows_per_chunk=ids.shape[1])
             last = max(last, *layers)
         with listening, target.hooks(*self._hooks(), (target.layers[self.spike.peak], "post", on_output(at_peak))):
             if self.every_loss is not None and target.resident:

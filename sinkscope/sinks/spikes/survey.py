@@ -188,14 +188,13 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
             )
 
     def attend(layer: int, _first: int, probs: Tensor, visible: Callable[[], Tensor]) -> None:
-        whole = target.shards.gather(probs, heads, 1)
-        given, seen = given_later(whole, visible)
+        given, seen = given_later(probs, visible)
         if bool(seen.any()):
             survey.seen[layer] = seen
             survey.attention[layer] = given.transpose(0, 1).cpu() / seen.clamp(min=1)
-            survey.own[layer] = whole[:, :, 0, 0].T.cpu()
+            survey.own[layer] = probs[:, :, 0, 0].T.cpu()
         if target.adapter.learned_sinks:
-            survey.learned[layer] = 1 - whole.sum(-1).mean(-1).T.cpu()
+            survey.learned[layer] = 1 - probs.sum(-1).mean(-1).T.cpu()
 
     hooks: list[Hook] = [(target.layers[0], "first", on_input(partial(_keep, survey.entered[0])))]
     for layer in range(depth):
@@ -204,7 +203,7 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
         hooks.append((target.layers[layer], "post", on_output(partial(after, layer))))
     rows = nullcontext()
     if target.attending:
-        rows = visible_rows(target, attend, rows_per_chunk=ids.shape[1], whole=False)
+        rows = visible_rows(target, attend, rows_per_chunk=ids.shape[1])
     with target.hooks(*hooks), rows:
         target.forward(ids, last_layer=depth - 1)
     return survey

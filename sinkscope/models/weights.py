@@ -1,23 +1,68 @@
-"""Tensors of which every process holds a part, where transformers has split a model's weights over processes.
+"""The weights of modules: as they are stored, wrapped, adapted, quantised, kept elsewhere, or split over processes.
 
-Numbers of neurons and heads are those of the whole model everywhere; the last step alone turns them into local ones.
-What a hook sees is judged by its width: the part of this process, or the whole where a module gathers. In a model that
-is not split every method does nothing; otherwise all processes make the same calls.
+Where transformers has split a model's weights, every process holds a part of them. Numbers of neurons and heads are
+those of the whole model everywhere; the last step alone turns them into local ones. What a hook sees is judged by its
+width: the part of this process, or the whole where a module gathers. In a model that is not split every method of
+`Shards` does nothing; otherwise all processes make the same calls.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+
+
+@contextmanager
+def brought(module: nn.Module) -> Iterator[None]:
+    """Context manager in which weights that accelerate keeps on disk or on the CPU are in the module."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            if any(parameter.is_meta for parameter in part.parameters(recurse=False)):
+                from accelerate.utils import align_module_device
+
+                stack.enter_context(align_module_device(part))
+        yield
+
+
+def is_plain(weight: Any) -> TypeGuard[Tensor]:
+    """Return whether a weight is a floating-point tensor, and no subclass that acts as one (quantised by torchao)."""
+    return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point()
+
+
+def plain_weight(module: Any) -> Tensor | None:
+    """Return the floating-point weight matrix of a linear module, also below a bridge's wrapper; None if quantised."""
+    if hasattr(module, "base_layer"):  # an adapter adds to what this weight says
+        return None
+    inner = getattr(module, "original_component", None)
+    weight = getattr(inner if isinstance(inner, nn.Module) else module, "weight", None)
+    if not is_plain(weight) or weight.ndim != 2:
+        return None
+    return weight.detach()
+
+
+def is_transposed(module: Any) -> bool:
+    """Return whether a linear module stores its weight input x output, as Conv1D does, also below wrappers."""
+    inner = getattr(module, "original_component", module)
+    return type(getattr(inner, "base_layer", inner)).__name__ == "Conv1D"
+
+
+def input_width(projection: nn.Module) -> int:
+    """Return the number of inputs of a linear module."""
+    linear: Any = getattr(projection, "base_layer", projection)  # inside an adapter
+    weight = plain_weight(linear)
+    if weight is None:  # quantised
+        return int(linear.in_features)
+    return int(weight.shape[0 if is_transposed(linear) else 1])
 
 
 class Shards:
@@ -156,42 +201,27 @@ def local(weight: Any) -> Any:
     return weight.to_local() if hasattr(weight, "device_mesh") else weight
 
 
-def split_of(module: Any, side: str, seen: Any) -> tuple[Shards, int] | None:
-    """Return the processes that share what a hook on a module sees, and its whole width; None if all of it is here.
+@torch.no_grad()
+def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None = None) -> Float[Tensor, "input output"]:
+    """Return what a linear module gives when one of its inputs is 1, without the bias.
 
     Args:
+        target: The model, whose device and dtype a module gets that has to be asked.
         module: The module.
-        side: "in_features" before the module, "out_features" after it.
-        seen: What the hook sees.
+        inputs: Inputs; None is all.
     """
-    shards, size = shards_of(getattr(module, "weight", None)), getattr(module, side, None)
-    if shards.size == 1 or size is None or not isinstance(seen, Tensor) or not shards.is_part(seen.shape[-1], size):
-        return None
-    return shards, size
-
-
-def check_no_gradient(seen: Tensor) -> None:
-    """Refuse an edit through which a gradient would have to pass.
-
-    Raises:
-        UnsupportedError: It would.
-    """
-    if seen.requires_grad:
-        raise UnsupportedError(
-            "no gradient passes through an edit of a model that is split over processes: call it under "
-            "torch.no_grad(), or load it with device_map"
-        )
-
-
-def check_divides(config: Any, name: str, count: int) -> None:
-    """Refuse to split a model over processes among which its heads cannot be shared out.
-
-    Raises:
-        SinkscopeError: They cannot.
-    """
-    for what in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config.get_text_config(), what, None) or count
-        if heads % count:
-            raise SinkscopeError(
-                f"{count} processes cannot share the {heads} heads ({what}) of {name}: start a number that divides them"
-            )
+    width = input_width(module)
+    chosen = list(range(width) if inputs is None else inputs)
+    weight = getattr(module, "weight", None)
+    if weight is not None and hasattr(weight, "device_mesh"):
+        shards = shards_of(weight)
+        return shards.columns(shards.gather(local(weight), weight.shape[0], 0), chosen, width).T
+    weight = plain_weight(module)
+    if weight is not None:
+        return weight[chosen] if is_transposed(module) else weight[:, chosen].T
+    # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
+    device = next((parameter.device for parameter in module.parameters()), target.device)
+    units = torch.zeros(len(chosen) + 1, width, device=device, dtype=target.dtype)
+    units[range(len(chosen)), chosen] = 1
+    given = module.forward(units)
+    return given[:-1] - given[-1:]
