@@ -6,19 +6,20 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import click
 from mkdocs.structure.files import File
 from plotly.io import from_json
 from plotly.offline import get_plotlyjs
 
-from sinkscope.app.command_run import EXPLAIN_HELP, OUTPUTS
+from sinkscope.app.commands import COMMANDS
+from sinkscope.app.commands.command import Command
+from sinkscope.app.commands.options import EDITS, MODEL, OUTPUTS, SETUP
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.catalog import Command, commands
-from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement
-from sinkscope.results.options import Parameter, introduction
+from sinkscope.measure import Measurement
 
 PLOTLY = "plotly.min.js"
 COLAB = "https://colab.research.google.com"
@@ -119,49 +120,49 @@ def _linked(picture: re.Match[str]) -> str:
     return f"[{picture[0]}]({folder}{stem}.{kind})"
 
 
-def measurements(group: str) -> str:
-    """The measurements of a group and their results, as mkdocstrings reads them."""
+def measurements(section: str) -> str:
+    """The measurements of a section and their results, as mkdocstrings reads them."""
     entries: list[str] = []
-    for command in _by_group()[group]:
+    for command in _by_section()[section]:
         function = command.load()
         if isinstance(function, Measurement):
             result = get_type_hints(function.function)["return"].__name__
-            entries.append(f"::: {command.target.replace(':', '.')}\n\n::: {command.module}.{result}\n")
+            module = function.function.__module__
+            entries.append(f"::: {module}.{function.function.__name__}\n\n::: {module}.{result}\n")
     return "\n".join(entries)
 
 
 def command_lists() -> str:
     """Every command with its options."""
     lines: list[str] = []
-    for group, members in _by_group().items():
-        lines.append(f"## {group}\n")
+    shared = [*MODEL, *SETUP, *EDITS, *OUTPUTS]
+    for section, members in _by_section().items():
+        lines.append(f"## {section}\n")
         for command in members:
-            function = command.load()
-            summary = introduction(inspect.getdoc(function) or "").split("\n\n")[0]
-            lines.append(f"### sinkscope {command.words}\n\n{summary}\n")
-            own = function.parameters if isinstance(function, Measurement) else function.all_parameters
-            lines += _options(own)
+            lines.append(f"### sinkscope {command.words}\n\n{inspect.cleandoc(command.help or '')}\n")
+            lines += _options([one for one in command.params if one not in shared])
     lines.append("## Options of every measurement\n")
-    lines += _options(SETUP_PARAMETERS.values())
+    lines += _options([*MODEL[1:], *SETUP])
     lines.append("Measurements that can run under interventions also take:\n")
-    lines += _options(EDIT_PARAMETERS.values())
+    lines += _options(EDITS)
     lines.append("Commands with a result write it to files:\n")
-    lines += ["| option | |", "|---|---|"]
-    lines += [f"| `--{one.name}` | {one.help} |" for one in OUTPUTS]
-    lines += [f"| `--explain` | {EXPLAIN_HELP} |", ""]
+    lines += _options(OUTPUTS)
     return "\n".join(lines)
 
 
-def _by_group() -> dict[str, list[Command]]:
-    groups: dict[str, list[Command]] = {}
-    for command in commands().values():
-        groups.setdefault(command.group, []).append(command)
-    return groups
+def _by_section() -> dict[str, list[Command]]:
+    sections: dict[str, list[Command]] = {}
+    for command in COMMANDS.values():
+        sections.setdefault(command.section, []).append(command)
+    return sections
 
 
-def _options(parameters: Iterable[Parameter]) -> list[str]:
-    """A table of options."""
-    rows = [f"| `{one.flag}` | {one.help} |" for one in parameters if not one.option.hidden]
+def _options(params: Sequence[click.Parameter]) -> list[str]:
+    """A table of arguments and options."""
+    rows: list[str] = []
+    for one in params:
+        name = one.opts[0] if isinstance(one, click.Option) else one.human_readable_name
+        rows.append(f"| `{name}` | {one.help} |")
     if not rows:
         return []
     return ["| option | |\n|---|---|", *rows, ""]

@@ -15,7 +15,7 @@ from typing import Any
 from experiments.drawn import write_png
 from experiments.record import Row
 from experiments.script import run as run_script
-from sinkscope.files.catalog import kind_modules
+from sinkscope.files.kinds import kind_modules
 from sinkscope.files.output import read_json, write_atomic
 from sinkscope.results.result import Result
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args, get_origin
 
+import click
+
 from experiments.record import Row
 from sinkscope.errors import SinkscopeError
-from sinkscope.results.options import Parameter, parameters_of
+from sinkscope.files.arguments import Parameter, parameters_of
 
 
 def run(main: Callable[..., None], argv: Sequence[str] | None = None) -> None:
@@ -27,42 +28,47 @@ def run(main: Callable[..., None], argv: Sequence[str] | None = None) -> None:
     name = main.__module__
     if name == "__main__" and module is not None and module.__spec__ is not None:
         name = module.__spec__.name
-    about = (inspect.getdoc(module) or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=about)
     kinds = inspect.signature(main).parameters
-    for one in parameters_of(main):
-        positional = kinds[one.name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parser.add_argument(*_names(one, positional), **_settings(one, positional))
-    words = parser.parse_args(argv)
+    every = parameters_of(main)
+    params = [_param(one, kinds[one.name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in every]
+    about = (inspect.getdoc(module) or "").partition("\n")[0]
+    command = click.Command(name, params=params, help=about, callback=lambda **given: _call(main, given))
+    lists = [f"--{one.name.replace('_', '-')}" for one in every if one.many]
+    words = _repeated(sys.argv[1:] if argv is None else argv, lists)
     try:
-        main(**vars(words))
-    except SinkscopeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        command.main(words, prog_name=f"python -m {name}", standalone_mode=False)
+    except (SinkscopeError, click.ClickException) as error:
+        said = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        print(f"error: {said}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def _names(one: Parameter, positional: bool) -> list[str]:
-    if positional:
-        return [one.name]
-    return [f"--{one.name.replace('_', '-')}"]
+def _call(main: Callable[..., None], given: Row) -> None:
+    """Call the function; what was not given is left to it, which has the default."""
+    main(**{name: value for name, value in given.items() if value not in (None, ())})
 
 
-def _settings(one: Parameter, positional: bool) -> Row:
-    """How argparse reads a parameter. What is not given is left to the function, which has the default."""
-    settings: Row = {"help": one.help.replace("%", "%%"), "default": argparse.SUPPRESS}
-    if not positional:
-        settings["required"] = one.required
-        settings["dest"] = one.name
-    if one.type is bool:
-        return {**settings, "action": "store_true"}
+def _param(one: Parameter, positional: bool) -> click.Parameter:
+    """The argument or the option of a parameter."""
+    required = one.default is inspect.Parameter.empty
+    settings: Row = {"required": required, "help": one.help, "type": one.type}
     if get_origin(one.type) is Literal:
-        settings["choices"] = get_args(one.type)
-        settings["type"] = type(settings["choices"][0])
-    else:
-        settings["type"] = one.type
-    if one.many:
-        settings["action"] = "extend"
-        settings["nargs"] = "+" if one.required or not positional else "*"
-    elif positional and not one.required:
-        settings["nargs"] = "?"
-    return settings
+        settings["type"] = click.Choice(get_args(one.type))
+    if positional:
+        return click.Argument([one.name], nargs=-1 if one.many else 1, **settings)
+    shown = not required and one.default not in (None, False, (), "") and str(one.default)
+    flag = f"--{one.name.replace('_', '-')}"
+    return click.Option([flag, one.name], is_flag=one.type is bool, multiple=one.many, show_default=shown, **settings)
+
+
+def _repeated(words: Sequence[str], lists: Sequence[str]) -> list[str]:
+    """Write an option before each of its values: `--only a b` is `--only a --only b`."""
+    written: list[str] = []
+    last = ""
+    for word in words:
+        if word.startswith("--"):
+            last = word
+        elif last in lists and written[-1] != last:
+            written.append(last)
+        written.append(word)
+    return written

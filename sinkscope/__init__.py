@@ -4,8 +4,8 @@ Names are imported when first used, so that `import sinkscope` is instant and lo
 each of them lives, for Python and for type checkers; measurements of other packages are found by their entry points.
 """
 
+from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib import import_module
 from typing import Any
 
 import lazy_loader
@@ -15,17 +15,17 @@ __version__ = "0.2.0"
 _stated, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
-def _measurements() -> dict[str, str]:
-    from sinkscope.files.catalog import commands
+def _measurements() -> Mapping[str, Any]:
+    from sinkscope.files.kinds import other_measurements
 
-    return {one.name: one.module for one in commands().values() if one.measures}
+    return other_measurements()
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return _stated(name)
     if not name.startswith("_") and name in _measurements():
-        return globals().setdefault(name, getattr(import_module(_measurements()[name]), name))
+        return globals().setdefault(name, _measurements()[name].load())
     near = get_close_matches(name, __dir__(), 1)
     said = f"did you mean {near[0]}?" if near else f"it has: {', '.join(__dir__())}"
     raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; {said}")

@@ -9,8 +9,8 @@ from importlib import invalidate_caches
 from pathlib import Path
 
 import sinkscope
-from sinkscope.files.catalog import commands, kind_modules
 from sinkscope.files.envelope import _CLASSES
+from sinkscope.files.kinds import kind_modules, other_measurements
 
 SOURCE = Path(__file__).parent / "fixtures" / "attention_entropy.py"
 KIND, NAME, MODULE = "attention-entropy", "attention_entropy", "stranger_entropy"
@@ -41,5 +41,5 @@ def installed(folder: Path, source: str, name: str = NAME) -> Iterator[None]:
 
 def _look_again() -> None:
     invalidate_caches()
-    commands.cache_clear()
+    other_measurements.cache_clear()
     kind_modules.cache_clear()

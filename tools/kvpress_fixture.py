@@ -22,13 +22,13 @@ Where kvpress's definitions differ from the papers' (version 0.5.5):
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
 
@@ -136,10 +136,10 @@ def in_decoding(model: Any, make: Callable[[float], Any]) -> dict[str, Any]:
     return {"length": length, "kept": target, "positions": [kept.history[i] for i in sorted(kept.history)]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    args = parser.parse_args()
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON file to write.")
+def main(out: Path) -> None:
+    """Record which tokens kvpress keeps."""
     from importlib.metadata import version
 
     from kvpress import ObservedAttentionPress, SnapKVPress, StreamingLLMPress, TOVAPress
@@ -156,7 +156,7 @@ def main() -> None:
         "tova": [(lambda r: TOVAPress(r), {})],
         "observed_attention": [(lambda r: ObservedAttentionPress(r), {})],
     }
-    out: dict[str, Any] = {
+    kept: dict[str, Any] = {
         "versions": {name: version(name) for name in ("kvpress", "transformers", "torch")},
         "python": ".".join(map(str, sys.version_info[:2])),
         "model": SIZES,
@@ -167,7 +167,7 @@ def main() -> None:
         },
         "decoding": {name: in_decoding(model, presses[name][0][0]) for name in ("streaming_llm", "tova")},
     }
-    args.out.write_text(json.dumps(out, separators=(",", ":")) + "\n")
+    out.write_text(json.dumps(kept, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ the package, so code may move, and all white space is equal. A fragment that is 
 stale. The tests run in a copy of the tree:
 
     python -m tools.mutants --list
-    python -m tools.mutants --only causal-without-control
+    python -m tools.mutants causal-without-control
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import re
@@ -21,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import pytest
 from hypothesis import Phase, settings
 
@@ -34,7 +34,7 @@ LIBRARIES = (
     "hypothesis",
     "pandas",
     "plotly",
-    "typer",
+    "click",
 )
 
 
@@ -135,29 +135,29 @@ def load_libraries() -> None:
     sys.stdout.flush()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="say what there is and what is stale, and run nothing")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants")
-    args = parser.parse_args()
-    chosen = [mutant for mutant in mutants() if not args.only or mutant.name in args.only]
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...", help="These mutants. By default all.")
+@click.option("--list", "listed", is_flag=True, help="Say what there is and what is stale, and run nothing.")
+def main(names: tuple[str, ...], listed: bool) -> None:
+    """Show that the tests notice wrong code: each mutant is tried against its tests."""
+    chosen = [mutant for mutant in mutants() if not names or mutant.name in names]
     results: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
-        if not args.list:
+        if not listed:
             shutil.copytree(TREE, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", ".venv"))
             load_libraries()
         for mutant in chosen:
-            if args.list:
+            if listed:
                 place = place_of(mutant.fragment, TREE)
                 results.append("stale" if place is None else f"in {place[0].relative_to(TREE)}")
             else:
                 results.append(tried(mutant, copy))
             print(f"{mutant.name}: {results[-1]}", flush=True)
     good = sum(result.startswith("in ") or result == "killed" for result in results)
-    print(f"{good} of {len(results)} are {'found' if args.list else 'killed'}.")
-    return int(good < len(results) or not results)
+    print(f"{good} of {len(results)} are {'found' if listed else 'killed'}.")
+    sys.exit(int(good < len(results) or not results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -24,9 +24,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 HERE = Path(__file__).resolve()
 BUNDLED = "bundled"  # the model inside the package, which needs no folder
@@ -50,7 +50,7 @@ COMMANDS = {
     "patch-generate": f"generate {_PROMPT} --max-new-tokens 16 --patch patch.json",
     "barcode": "barcode --prompt-file {inputs}/prompt.txt --max-new-tokens 96 {all}",
     "barcode-policy": "barcode --max-new-tokens 32 --policy h2o:32 {all}",
-    "lines": "lines --count 2 --length 128 --eta 0.05 --eta 0.2 {all}",
+    "lines": "lines --count 2 --length 128 --etas 0.05,0.2 {all}",
     "generate": f"generate {_PROMPT} --max-new-tokens 32",
     "generate-sampled": f"generate {_PROMPT} --max-new-tokens 32 --temperature 1",
     "generate-policy": f"generate {_PROMPT} --max-new-tokens 32 --policy snapkv:72",
@@ -65,15 +65,21 @@ ONCE = {  # these measure no model, or the recall model of the package
     "bench-recall-table": "bench table recall {json}",
     "loops": "loops {inputs}/outputs.jsonl {json}",
 }
-app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
-Only = Annotated[str, typer.Option(help="Only the results whose names begin so: a command, such as patch.")]
+ONLY = click.option("--only", default="", help="Only the results whose names begin so: a command, such as patch.")
+FOLDER = click.Path(path_type=Path)
+
+
+@click.group()
+def app() -> None:
+    """Show that a change of the code changes no number."""
 
 
 # --- the models and what they read -----------------------------------------------------------------------------------
 
 
 @app.command("models")
-def make_models(out: Annotated[Path, typer.Option(help="A new folder.")]) -> None:
+@click.option("--out", type=FOLDER, required=True, help="A new folder.")
+def make_models(out: Path) -> None:
     """Write ten organisms and the inputs of all models. The same call writes the same files."""
     sys.path.insert(0, str(HERE.parents[1] / "tests"))
     import torch
@@ -131,13 +137,12 @@ def save_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 @app.command("record")
-def record_tree(
-    models: Annotated[Path, typer.Option(help="The folder that `models` wrote.")],
-    out: Annotated[Path, typer.Option(help="Where the recording is written.")],
-    tree: Annotated[Path, typer.Option(help="The tree whose sinkscope runs.")] = HERE.parents[1],
-    only: Only = "",
-    model: Annotated[list[str] | None, typer.Option(help="This model only (may be given again).")] = None,
-) -> None:
+@click.option("--models", type=FOLDER, required=True, help="The folder that `models` wrote.")
+@click.option("--out", type=FOLDER, required=True, help="Where the recording is written.")
+@click.option("--tree", type=FOLDER, default=HERE.parents[1], help="The tree whose sinkscope runs.")
+@ONLY
+@click.option("--model", multiple=True, help="This model only (may be given again).")
+def record_tree(models: Path, out: Path, tree: Path, only: str, model: tuple[str, ...]) -> None:
     """Run every command on every model, each model in a process of its own, and keep the results."""
     folders = sorted(file.parent.name for file in models.glob("*/config.json"))
     env = {**os.environ, "PYTHONPATH": str(tree.resolve()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -147,11 +152,15 @@ def record_tree(
         failed |= bool(
             subprocess.run([sys.executable, "-P", str(HERE), "one", *words], env=env, check=False).returncode
         )
-    raise typer.Exit(int(failed))
+    sys.exit(int(failed))
 
 
 @app.command("one", hidden=True)
-def record_model(models: Path, out: Path, name: str, only: str = "") -> None:
+@click.argument("models", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@click.argument("name")
+@ONLY
+def record_model(models: Path, out: Path, name: str, only: str) -> None:
     """Record one model in this process."""
     import numpy as np
     import torch
@@ -243,13 +252,12 @@ def short(value: Any) -> str:
 
 
 @app.command("compare")
-def compare(
-    before: Path,
-    after: Path,
-    only: Only = "",
-    model: Annotated[str, typer.Option(help="This model only.")] = "*",
-    shown: Annotated[int, typer.Option(help="Differences to print of each result.")] = 20,
-) -> None:
+@click.argument("before", type=FOLDER)
+@click.argument("after", type=FOLDER)
+@ONLY
+@click.option("--model", default="*", help="This model only.")
+@click.option("--shown", default=20, help="Differences to print of each result.")
+def compare(before: Path, after: Path, only: str, model: str, shown: int) -> None:
     """Say for every model and command whether both recordings are equal. The exit code is 1 if any differs."""
     found: dict[str, list[str]] = {}
     for name in sorted({str(file.relative_to(d)) for d in (before, after) for file in d.glob(f"{model}/{only}*.json")}):
@@ -259,7 +267,7 @@ def compare(
         print(*(f"    {line}" for line in found[name][:shown]), sep="\n", end="\n" if found[name] else "")
     equal = sum(not lines for lines in found.values())
     print(f"{equal} of {len(found)} results are equal.")
-    raise typer.Exit(int(equal < len(found) or not found))
+    sys.exit(int(equal < len(found) or not found))
 
 
 if __name__ == "__main__":

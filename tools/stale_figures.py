@@ -12,7 +12,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from sinkscope.files.catalog import kind_modules
+from sinkscope.files.kinds import kind_modules
 from sinkscope.files.provenance import CODE
 
 ROOT = Path(__file__).parents[1]

@@ -1,7 +1,7 @@
-"""The command line: a click command for every line of the table, made when it is typed.
+"""The command line: the group of all commands, errors and exit codes.
 
-What happens before and after the work of a command is in `command_run`; the list of commands, errors and exit codes are
-here.
+`commands/` has a click command for each, with its options written out; `commands/command.py` what happens before and
+after the work of each.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import click
 from click.exceptions import NoSuchCommand
 
 from sinkscope import __version__
+from sinkscope.app.commands import COMMANDS
+from sinkscope.app.commands.others import ELSEWHERE, other_command, other_commands
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
-from sinkscope.files.catalog import commands
 from sinkscope.files.plain import as_utf8
 from sinkscope.files.processes import is_first, world_size
 from sinkscope.files.provenance import documented_at
@@ -41,38 +42,38 @@ DEBUG = "SINKSCOPE_DEBUG"
 
 
 class CommandLine(click.Group):
-    """All commands of the table; each is imported when it is typed."""
+    """All commands; what a command does is imported when it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the words of every command."""
-        return list(commands())
+        """Return the words of every command, those of sinkscope first."""
+        return [*COMMANDS, *other_commands()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of words in the table; the function is imported when it runs."""
-        if cmd_name not in commands():
-            return None
-        from sinkscope.app.command_run import click_command  # loads what the list of commands need not wait for
-
-        return click_command(commands()[cmd_name])
+        """Return the command of such words; for that of another package, the package is imported."""
+        if cmd_name in COMMANDS or cmd_name not in other_commands():
+            return COMMANDS.get(cmd_name)
+        return other_command(cmd_name, other_commands()[cmd_name])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Take the longest words that are a command: `bench table` is one, and `bench` with options is another."""
-        words = " ".join(args[:2])
-        if words in commands():
+        every, words = self.list_commands(ctx), " ".join(args[:2])
+        if words in every:
             args = [words, *args[2:]]
-        elif args[0] not in commands():
-            heads = [known.partition(" ")[0] for known in commands()]
+        elif args[0] not in every:
+            heads = [known.partition(" ")[0] for known in every]
             name = words if args[0] in heads else args[0]
-            raise NoSuchCommand(name, possibilities=commands(), ctx=ctx)
+            raise NoSuchCommand(name, possibilities=every, ctx=ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands in sections, without importing them."""
+        """List the commands in sections, without importing those of other packages."""
         sections: dict[str, list[tuple[str, str]]] = {}
-        for command in commands().values():
-            sections.setdefault(command.group, []).append((command.words, command.help))
+        for words, command in COMMANDS.items():
+            sections.setdefault(command.section, []).append((words, command.get_short_help_str(WIDEST_HELP)))
+        for words in other_commands():
+            sections.setdefault(ELSEWHERE, []).append((words, f"See sinkscope {words} --help."))
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     code = 0
     _prepare_streams()
-    gc.disable()  # importing torch and transformers makes no garbage; `run_command` turns it on when work begins
+    gc.disable()  # importing torch and transformers makes no garbage; a command turns it on when its work begins
     try:
         words = list(map(as_utf8, sys.argv[1:] if argv is None else argv)) or ["--help"]
         status = program.main(args=words, prog_name=program.name, standalone_mode=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.plain import visible
 from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
@@ -14,31 +15,26 @@ from sinkscope.loops.generate import generate
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.opening.load import load
 from sinkscope.results.console import end_bar, note
-from sinkscope.results.options import Hidden, Option, command
 
 
-@command(
-    words="generate",
-    group="Look",
-    help="Continue a prompt under a patch, policy or guard.",
-)
+@checks_arguments
 def print_generated(
-    prompt: Annotated[str | None, Option(metavar="PROMPT", argument=True)] = None,
+    prompt: str | None = None,
     *,
-    prompt_file: Annotated[str | None, Option(metavar="FILE|-", reads="text")] = None,
+    prompt_file: str | None = None,
     model: str | None = None,
     revision: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
     bos: bool | None = None,
     chat: bool | None = None,
-    patch: Annotated[str | None, Option(metavar="FILE")] = None,
-    policy: Annotated[str | None, Option(metavar="NAME[:BUDGET]")] = None,
+    patch: str | None = None,
+    policy: str | None = None,
     guard: bool = False,
     max_new_tokens: Natural = 100,
     temperature: Annotated[float, Field(ge=0)] = 0.0,
     seed: Whole = 0,
-    progress: Hidden = None,
+    progress: Any = None,
 ) -> None:
     """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, what they did on stderr.
 
@@ -59,9 +55,6 @@ def print_generated(
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
         progress: Called as `progress(what, done, total)`.
-
-    Example:
-        sinkscope generate "The bird sang the same song again:" --guard
     """
     if (prompt is None) == (prompt_file is None):
         raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")

@@ -14,6 +14,7 @@ import click
 from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import path_of, read_json, reason_of
 from sinkscope.files.plain import visible
 from sinkscope.files.records import checked_value
@@ -24,30 +25,25 @@ from sinkscope.loops.text.copies import Cut
 from sinkscope.loops.text.forms import StreamForm
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.results.console import note
-from sinkscope.results.options import Hidden, Option, command
 
 HOST, PORT = "127.0.0.1", 8790
 
 
-@command(
-    words="loops",
-    group="Loops",
-    help="Check outputs for repetition, or watch a stream.",
-)
+@checks_arguments
 def check_loops(
-    file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
+    file: str | None = None,
     *,
     follow: bool = False,
-    form: Annotated[StreamForm, Option("--format")] = "auto",
-    settings: Annotated[str | None, Option(metavar="FILE")] = None,
+    form: StreamForm = "auto",
+    settings: str | None = None,
     variant: Literal["repeats", "full"] = "repeats",
     cut: Cut = "auto",
-    prompt: Annotated[str, Option(metavar="TEXT")] = "",
+    prompt: str = "",
     first: bool = False,
-    proxy: Annotated[str | None, Option(metavar="URL")] = None,
+    proxy: str | None = None,
     port: Annotated[int, Field(ge=0, le=65535)] = PORT,
-    host: Annotated[str, Option(metavar="ADDRESS")] = HOST,
-    to_files: Hidden = None,
+    host: str = HOST,
+    to_files: Any = None,
 ) -> LoopCheck | None:
     """Check whether texts or a stream repeat themselves, and since when. Loads no model.
 
@@ -71,11 +67,6 @@ def check_loops(
         port: With --proxy: port to listen at.
         host: With --proxy: address to listen at, by default one that other machines cannot reach.
         to_files: What is written of the result: the paths by "json", "html" and "csv".
-
-    Example:
-        sinkscope loops answers.jsonl
-        tail -f server.log | sinkscope loops --follow
-        sinkscope loops --proxy http://127.0.0.1:11434 --json -
     """
     data: dict[str, Any] = {}
     if settings is not None:

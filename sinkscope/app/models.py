@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Any
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.progress import Progress, silent
 from sinkscope.models.checkpoints.locate import list_models
 from sinkscope.results.console import end_bar, show
-from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.tables import Grid, Table, strings
 
 
-@command(
-    words="models",
-    group="Look",
-    help="List the short names of public models.",
-)
+@checks_arguments
 def print_models(
-    word: Annotated[str | None, Option(argument=True, metavar="WORD")] = None,
+    word: str | None = None,
     *,
-    check: Annotated[str | None, Option("--check", metavar="MODEL")] = None,
-    progress: Hidden = None,
+    check: str | None = None,
+    progress: Any = None,
 ) -> None:
     """List the short names of public models, or check one model.
 
@@ -29,9 +25,6 @@ def print_models(
         word: Show only models whose name or hub id contains this word.
         check: Load this model, and print its adapter, the figures of the probe, and what of it is served.
         progress: Called as `progress(what, done, total)`.
-
-    Example:
-        sinkscope models llama
     """
     if check is not None and word is not None:
         raise SinkscopeError(f"{word} has no effect with --check: leave it out")

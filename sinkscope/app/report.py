@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 from sinkscope.app.card import CARD
 from sinkscope.app.pages import Section, document, folded, result_section, text
 from sinkscope.errors import SinkscopeError, one_line
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import check_output, read_json, write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.store import RECORDS, SETTINGS, begun_by
 from sinkscope.results.notation import count_of
-from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
 
 
-@command(
-    words="report",
-    group="Look",
-    help="Write all results of a folder as one HTML file.",
-)
+@checks_arguments
 def report(
-    folder: Annotated[str | Path, Option(metavar="DIR", argument=True)],
-    out: Annotated[str | Path | None, Option(metavar="FILE", writes=True)] = None,
+    folder: str | Path,
+    out: str | Path | None = None,
 ) -> None:
     """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
 
@@ -33,9 +28,6 @@ def report(
     Args:
         folder: Folder with the JSON files of results and folders of `sinkscope bench`, also in its subfolders.
         out: The page; by default report.html in the folder.
-
-    Example:
-        sinkscope report results --out everything.html
 
     Raises:
         SinkscopeError: There is no such folder, it holds no result, or the page cannot be written.

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
@@ -19,18 +20,18 @@ from sinkscope.app.pages import document, folded, result_section, text
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
-from sinkscope.measure import Hidden, Option, Setup
+from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.config import parse_dtype
 from sinkscope.models.target import Target
 from sinkscope.opening.open import fits
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of
-from sinkscope.results.options import command
 from sinkscope.results.result import Result
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.marking_heads import heads
@@ -128,18 +129,13 @@ class FinishedPart(Keyed):
     name: str
 
 
-@command(
-    words="scan",
-    group="Look",
-    help="Run all measurements on a model and write its sink card.",
-    options_of=Setup.open,
-)
+@partial(checks_arguments, others=Setup.open)
 def scan(
-    model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
+    model: Any = None,
     *,
-    out: Annotated[str | Path | None, Option(metavar="FOLDER", writes=True)] = None,
+    out: str | Path | None = None,
     quick: bool = False,
-    against: Annotated[str | Path | None, Option(metavar="CARD")] = None,
+    against: str | Path | None = None,
     **settings: Any,
 ) -> SinkCard:
     """Run all measurements on a model and write its sink card: one page and a JSON file.
@@ -154,10 +150,6 @@ def scan(
             parameters, and in proportion for larger ones. The card says which parts were cut short.
         against: A card.json, or the folder of a scan, to compare with.
         settings: As for `sinkscope.measure.Setup.open`.
-
-    Example:
-        sinkscope scan llama-2-7b --out llama
-        sinkscope scan ./fine-tuned --against llama/card.json
 
     Raises:
         SinkscopeError: The model cannot be opened, or the folder holds something else.
@@ -300,20 +292,13 @@ def weight_bytes(target: Target, dtype: torch.dtype | str | None = None) -> int:
     return kind.itemsize * sum(parameter.numel() for parameter in target.hf.parameters())
 
 
-@command(
-    words="demo",
-    group="Look",
-    help="Take a two-minute tour of the bundled model.",
-)
-def demo(*, progress: Hidden = None) -> SinkCard:
+@checks_arguments
+def demo(*, progress: Any = None) -> SinkCard:
     """Take a two-minute tour: scan the bundled model, and write one page of what each command finds.
 
     The page is sinkscope-demo/card.html.
 
     Args:
         progress: Called as `progress(what, done, total)`.
-
-    Example:
-        sinkscope demo
     """
     return scan(out="sinkscope-demo", quick=True, progress=progress)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from sinkscope.app.card import CARD, SinkCard
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.files.store import SETTINGS, begun_by
 from sinkscope.results.notation import count_of, percent
-from sinkscope.results.options import Option, command
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
 
@@ -79,12 +79,8 @@ class ScanTable(Result):
         return [f"{row['scan']} has no card: {row['problem']}" for row in self.scans if row["problem"]]
 
 
-@command(
-    words="scan table",
-    group="Look",
-    help="Join the cards of several scans into one table.",
-)
-def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) -> ScanTable:
+@checks_arguments
+def scan_table(folder: Path) -> ScanTable:
     """Join the cards of several scans into one table, such as those of the checkpoints of a model.
 
     If a scan has no card, the status is 1.
@@ -94,9 +90,6 @@ def scan_table(folder: Annotated[Path, Option(argument=True, metavar="DIR")]) ->
 
     Raises:
         SinkscopeError: There is no card, or one cannot be read.
-
-    Example:
-        sinkscope scan table small --html small.html --csv small.csv
     """
     rows: Table = []
     made = UNKNOWN_PROVENANCE

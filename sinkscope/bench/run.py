@@ -15,6 +15,7 @@ from sinkscope.bench.record import VERSION, BenchRun, digest_of, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import PathName
 from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
@@ -26,23 +27,22 @@ from sinkscope.models.checks import check_length, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
-from sinkscope.results.options import Hidden, Option, checks_arguments, command
 
 
 @checks_arguments
 @float32_by_default()
 def run_bench(
-    model: Hidden,
+    model: Any,
     task: Task | str,
-    methods: Annotated[Sequence[str], Option("--methods", metavar="LIST", reads="commas")],
+    methods: Sequence[str],
     *,
-    out: Annotated[PathName | None, Option(metavar="DIR", writes=True)] = None,
-    tokenizer: Hidden = None,
+    out: PathName | None = None,
+    tokenizer: Any = None,
     max_new_tokens: Natural | None = None,
     batch_size: Natural = 1,
     temperature: Temperature = 0.0,
     seed: Whole = 0,
-    progress: Hidden = None,
+    progress: Any = None,
 ) -> BenchRun:
     """Answer the prompts of a task with every method; records already in `out` are not computed again.
 
@@ -132,15 +132,10 @@ def check_sampling(task: Task, methods: Sequence[Method], temperature: float, se
         )
 
 
-@command(
-    words="bench",
-    group="Benchmark",
-    help="Compare methods on prompts: scores beside costs.",
-    options_of=run_bench,
-)
+@partial(checks_arguments, others=run_bench)
 def bench(
     *,
-    task: Annotated[str, Option(metavar="TASK|FILE")],
+    task: str,
     model: str | None = None,
     revision: str | None = None,
     device: str | None = None,
@@ -159,9 +154,6 @@ def bench(
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
         temperature: Sampling temperature; 0 is greedy.
         settings: As for `run_bench`.
-
-    Example:
-        sinkscope bench --task recall --methods full,h2o:0.25 --out runs
     """
     chosen = read_task(task)
     name = chosen.model if model is None else model

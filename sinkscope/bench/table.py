@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from sinkscope.bench.draw import draw_bench
 from sinkscope.bench.finding import control_of, finding, ranked
@@ -19,9 +19,9 @@ from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.provenance import UNKNOWN_MODEL, ModelInfo, provenance
 from sinkscope.measure.margin import known_numbers, mean_known
-from sinkscope.results.options import Option, command
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
 
@@ -125,15 +125,11 @@ class BenchTable(Result):
         return numbers
 
 
-@command(
-    words="bench table",
-    group="Benchmark",
-    help="Show the tables of finished runs.",
-)
+@checks_arguments
 def bench_table(
-    folders: Annotated[Sequence[Path], Option(argument=True, metavar="DIR...")],
+    folders: Sequence[Path],
     *,
-    by: Annotated[str, Option(metavar="NAME")] = "part",
+    by: str = "part",
 ) -> BenchTable:
     """Show scores beside costs from finished or unfinished runs.
 
@@ -144,9 +140,6 @@ def bench_table(
 
     Raises:
         SinkscopeError: A folder is not of a run.
-
-    Example:
-        sinkscope bench table runs --by turn
     """
     return tabulate_records([read_run(folder) for folder in folders], by)
 

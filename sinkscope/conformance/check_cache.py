@@ -13,11 +13,11 @@ from sinkscope.conformance.checks import CHECKS, OF_A_BUDGET
 from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit
 from sinkscope.conformance.subject import EXPECTED, Factory, factory_named, place_of
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.records import Budget, read_setting
 from sinkscope.kv.registry import policies
 from sinkscope.results.notation import count_of
-from sinkscope.results.options import Hidden, Option, command
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
 
@@ -85,18 +85,14 @@ class CacheCheck(Result):
         return lines
 
 
-@command(
-    words="check-cache",
-    group="Benchmark",
-    help="Check any KV cache, press or policy on models that show what it loses.",
-)
+@checks_arguments
 def check_cache(
-    factory: Annotated[str | Factory, Option(argument=True, metavar="POLICY|MODULE:FACTORY")],
+    factory: str | Factory,
     *,
     only: Sequence[str] = (),
     tolerance: Annotated[float, Field(ge=0)] = TOLERANCE,
-    budget: Annotated[Budget | str | None, Option(metavar="BUDGET")] = None,
-    progress: Hidden = None,
+    budget: Budget | str | None = None,
+    progress: Any = None,
 ) -> CacheCheck:
     """Check a KV cache on small models whose needs are known: a sink, distant facts, windows, learned sink logits.
 
@@ -105,8 +101,8 @@ def check_cache(
     no check of a budget applies.
 
     Args:
-        factory: The name of a policy, or a function, as module:function (from Python also the function itself), that
-            gives a transformers Cache, a context manager or a cache policy. It is given what its parameters name:
+        factory: The name of a policy, or a function, as module:function; from Python also the function itself. It
+            gives a transformers Cache, a context manager or a cache policy, and is given what its parameters name:
             model, config, max_cache_len, budget (tokens to keep) or share (of the prompt).
         only: Run these checks alone, by their names with underscores.
         tolerance: Largest error of logits, in standard deviations of the right ones. A cache that rounds keys and
@@ -117,10 +113,6 @@ def check_cache(
 
     Raises:
         SinkscopeError: There is no such factory or check, or it gives something else.
-
-    Example:
-        sinkscope check-cache transformers:DynamicCache
-        sinkscope check-cache snapkv
     """
     started = time.perf_counter()
     for one in only:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.catalog import kind_modules
+from sinkscope.files.kinds import kind_modules
 from sinkscope.files.output import PathName, read_json, write_output
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelInfo, Provenance

@@ -19,6 +19,8 @@ from sinkscope.files.plain import parse_json, pathless
 
 PathName = str | os.PathLike[str]
 """How a file or folder is named."""
+WRITTEN = frozenset({"out", "resume"})
+"""Parameters of functions, and options of commands, that name a file or folder for writing."""
 KIND_MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML
     re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
 from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output
@@ -23,7 +24,6 @@ from sinkscope.models.inputs import read_inputs
 from sinkscope.models.neurons import norms_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.results.options import checks_arguments
 from sinkscope.tap.tap import attention_rows
 
 

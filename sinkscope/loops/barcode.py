@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
@@ -21,7 +21,7 @@ from sinkscope.kv.attention_watch import AttentionRows
 from sinkscope.kv.observe import Observe
 from sinkscope.loops.continuation import prompt_and_continuation
 from sinkscope.loops.text.signals import end_loop
-from sinkscope.measure import Natural, Number, Option, Result, Setup, measurement
+from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.models.checks import attending_layers, check_site
 from sinkscope.models.inputs import read_row
 from sinkscope.models.text import text_rows
@@ -200,19 +200,17 @@ def draw(result: Barcode) -> go.Figure:
 
 
 @measurement(
-    group="Loops",
-    help="Show attention in a loop, and what locks onto it.",
     figure=draw,
     loading="whole",
     edits=True,
 )
 def barcode(
     setup: Setup,
-    prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,
+    prompt: str | Sequence[int] | None = None,
     *,
-    ids: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
+    ids: Sequence[int] | None = None,
     max_new_tokens: Natural | None = None,
-    heads: Annotated[Sequence[str | tuple[int, int]] | None, Option(metavar="L0.H4")] = None,
+    heads: Sequence[str | tuple[int, int]] | None = None,
 ) -> Barcode:
     """Draw attention step by step while a model falls into a loop, and find the heads that lock onto it.
 
@@ -227,10 +225,7 @@ def barcode(
             text.
         ids: A complete sequence to measure instead of generating one.
         max_new_tokens: Tokens to generate. By default 512, or as many as the context holds.
-        heads: Draw this head, and measure only its layer. By default up to four heads that the loop changes most.
-
-    Example:
-        sinkscope barcode --html barcode.html
+        heads: Draw these heads, and measure only their layers. By default up to four heads that the loop changes most.
     """
     named = list(dict.fromkeys(map(head_of, heads or ())))
     for layer, head in named:

@@ -16,8 +16,8 @@ from pydantic import Field
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
-from sinkscope.results.options import checks_arguments
 
 LONGEST_COPY = 64  # tokens of a repetition that count; the loss of more is beyond any logit
 LARGEST_LOSS = 1e9  # beyond any logit, and within float32

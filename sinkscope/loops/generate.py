@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
 from sinkscope.generation.decode import decoding, to_end
 from sinkscope.hooks.edit.base import Event, Intervention, Run, under
@@ -31,7 +32,6 @@ from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.live import target_of
-from sinkscope.results.options import checks_arguments
 
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -29,7 +29,7 @@ from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.kv.windows import check_servable
 from sinkscope.loops.continuation import prompt_and_continuation
 from sinkscope.loops.text.signals import Tail, end_loop
-from sinkscope.measure import Natural, Number, Option, Result, Setup, measurement
+from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.checks import check_length
 from sinkscope.models.inputs import read_row
@@ -262,17 +262,15 @@ class LoopedText:
 
 
 @measurement(
-    group="Loops",
-    help="Say what keeps a loop going.",
     figure=draw,
     loading="whole",
     edits=True,
 )
 def why(
     setup: Setup,
-    prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,
+    prompt: str | Sequence[int] | None = None,
     *,
-    answer: Annotated[str | Sequence[int] | None, Option("--answer-file", metavar="FILE|-", reads="text")] = None,
+    answer: str | Sequence[int] | None = None,
     max_new_tokens: Natural | None = None,
     cuts: Cuts = 6,
 ) -> Why:
@@ -291,9 +289,6 @@ def why(
     Raises:
         SinkscopeError: The text is longer than the context, an input is empty, or there are fewer than 3 cuts.
         UnsupportedError: The model is a TransformerBridge, on whose cache nothing can act.
-
-    Example:
-        sinkscope why --max-new-tokens 200
     """
     target = setup.target
     check_servable(target)

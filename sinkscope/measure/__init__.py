@@ -6,19 +6,16 @@ from sinkscope.files.records import Natural, Whole
 from sinkscope.measure.measurement import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, measurement
 from sinkscope.measure.setup import PIECE, Setup
 from sinkscope.models.text import typical_text
-from sinkscope.results.options import Hidden, Option
 from sinkscope.results.result import Number, Result
 
 __all__ = [
     "EDIT_PARAMETERS",
     "PIECE",
     "SETUP_PARAMETERS",
-    "Hidden",
     "Measurement",
     "ModelInfo",
     "Natural",
     "Number",
-    "Option",
     "Progress",
     "Provenance",
     "Result",

@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import os
 from operator import or_
-from typing import Annotated, Any
+from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv.registry import policy_named
-from sinkscope.results.options import Hidden, Option
 
 
 def edit_from_options(
     *,
-    patch: Annotated[Any, Option(metavar="FILE")] = None,
-    policy: Annotated[Any, Option(metavar="NAME[:BUDGET]")] = None,
+    patch: Any = None,
+    policy: Any = None,
     guard: Any = False,
-    interventions: Hidden = None,
+    interventions: Any = None,
 ) -> Intervention | None:
     """Join the interventions of a measurement: a patch, other interventions, a cache policy and a guard, in this order.
 

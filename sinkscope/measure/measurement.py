@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from textwrap import fill
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
-from sinkscope.files.catalog import Command
+from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of, refuse_unknown
+from sinkscope.files.output import WRITTEN
 from sinkscope.files.progress import watched_by
 from sinkscope.generation.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.checkpoints.config import float32_by_default
-from sinkscope.results.options import Parameter, parameters_of, refuse_unknown
 from sinkscope.results.result import Result
 
 P = ParamSpec("P")
@@ -43,7 +43,6 @@ class Measurement(Generic[P, R]):
     """
 
     function: Callable[Concatenate[Setup, P], R]
-    command: Command
     loading: Loading
     edits: bool
     check: Callable[..., object] | None
@@ -127,7 +126,7 @@ class Measurement(Generic[P, R]):
             "unknown_tokens": setup.unknown_tokens,
         }
         for one in self.parameters:
-            if not one.option.hidden and not one.option.writes:
+            if one.name not in PYTHON_ONLY | WRITTEN:
                 settings[one.name] = own.get(one.name, one.default)
         for name in EDIT_PARAMETERS:
             if arguments.get(name):
@@ -140,24 +139,19 @@ class Measurement(Generic[P, R]):
 
 def measurement(
     *,
-    group: str,
     figure: Callable[[Any], Any] | None = None,
-    words: str | None = None,
-    help: str = "",
     loading: Loading = "stream",
     edits: bool = False,
     check: Callable[..., object] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Turn a function that takes a `Setup` and returns a `Result` into a measurement.
 
-    The public function takes a model and the options of `Setup.open` in addition to its own parameters. Its command,
-    help, JSON, page, documentation and the tests of the matrix are built from its signature and docstring.
+    The public function takes a model and the options of `Setup.open` in addition to its own parameters. Its JSON, page
+    and documentation are built from its signature and docstring, and so is its command if it belongs to another
+    package than sinkscope.
 
     Args:
-        group: The documentation lists measurements of one group together.
         figure: Function that draws the result. None: its class says what draws it, or nothing does.
-        words: Words of the command. None: the function's name with dashes.
-        help: One line for the list of commands.
         loading: As in `Setup.open`.
         edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds those requested.
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
@@ -165,14 +159,11 @@ def measurement(
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:
-        said = words or function.__name__.replace("_", "-")
         result_class = get_type_hints(function)["return"]
         if "kind" not in vars(result_class):
-            result_class.register_kind(said.replace(" ", "-"))
+            result_class.register_kind(function.__name__.replace("_", "-"))
         if figure is not None:
             result_class.drawing = figure
-        target = f"{function.__module__}:{function.__name__}"
-        command = Command(said, target, group, help or f"See sinkscope {said} --help.", measures=True)
-        return Measurement(function, command, loading, edits, check)
+        return Measurement(function, loading, edits, check)
 
     return wrap

@@ -22,7 +22,6 @@ from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
 from sinkscope.opening.open import fits_in_memory, open_target
-from sinkscope.results.options import Hidden, Option
 
 T = TypeVar("T")
 
@@ -85,10 +84,10 @@ class Setup:
         bos: bool | None = None,
         text: str | Path | None = None,
         seed: Whole = 0,
-        tokenizer: Hidden = None,
-        texts: Annotated[int, Field(ge=1), Option(hidden=True)] = 4,
-        progress: Hidden = None,
-        loading: Annotated[Literal["stream", "whole", "fits"], Option(hidden=True)] = "stream",
+        tokenizer: Any = None,
+        texts: Annotated[int, Field(ge=1)] = 4,
+        progress: Any = None,
+        loading: Literal["stream", "whole", "fits"] = "stream",
     ) -> Setup:
         """Open a model and cut the typical text into pieces for it.
 

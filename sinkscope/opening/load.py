@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.processes import world_size
 from sinkscope.models.adapters import DRAFT
 from sinkscope.models.checkpoints.checkpoint import Files
@@ -31,7 +32,6 @@ from sinkscope.models.checkpoints.weights import check_depth, model_with_weights
 from sinkscope.models.target import Target, check_divides
 from sinkscope.opening.inference.find import adapter_of, prove
 from sinkscope.opening.live import avoid_misreading
-from sinkscope.results.options import checks_arguments
 
 
 @checks_arguments

@@ -94,7 +94,7 @@ def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
     return tuple(int(part) for part in match.groups() if part is not None)
 
 
-def read_head(text: str, option: str = "--head") -> tuple[int, int]:
+def read_head(text: str, option: str = "--heads") -> tuple[int, int]:
     """Read a head's name as (layer, head); L0H4, 0.4 and 0:4 are names, too.
 
     Raises:

@@ -12,10 +12,10 @@ from itertools import product
 from textwrap import fill
 from typing import Any, get_args, get_type_hints
 
+from sinkscope.files.arguments import descriptions_of
 from sinkscope.files.plain import plain, visible
 from sinkscope.results.notation import head_name, neuron_name
 from sinkscope.results.notation import percent as percent_of
-from sinkscope.results.options import descriptions_of
 
 MOST_ROWS = 64
 """Rows of a table that are shown; a file of it holds all."""

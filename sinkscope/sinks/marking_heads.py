@@ -146,8 +146,6 @@ def draw(result: MarkingHeads) -> go.Figure:
 
 
 @measurement(
-    group="Sinks",
-    help="Find the heads that mark the first token.",
     check=refuse_unused,
     figure=draw,
 )
@@ -165,9 +163,6 @@ def heads(
         n_tokens: Number of tokens of the text to put first. By default 32.
         spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token
             that need neurons.
-
-    Example:
-        sinkscope heads --model llama-2-7b --n-tokens 8
     """
     words, chosen = _first_tokens(setup, tokens, n_tokens or 32), spike_of(setup, spike)
     if chosen is None:

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.files.records import PositiveShare, checked_value
-from sinkscope.measure import Hidden, Natural, Number, Result, Setup, measurement
+from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.checks import attending_layers
@@ -158,15 +158,13 @@ def draw(result: LineWeights) -> go.Figure:
 
 
 @measurement(
-    group="Dialogues",
-    help="Measure attention on the heaviest lines.",
     figure=draw,
     loading="whole",
     edits=True,
 )
 def lines(
     setup: Setup,
-    texts: Hidden = None,
+    texts: Any = None,
     *,
     data: str | Path | None = None,
     count: Natural = 4,
@@ -186,19 +184,16 @@ def lines(
         count: Number of pieces of ordinary text, or of lines of the file.
         length: Maximum tokens per text, at least 16; longer texts are shortened in the middle. By default the context,
             or 512 for ordinary text.
-        etas: Share of all lines to choose.
-        layers: Layer to measure. By default all are measured.
+        etas: Shares of all lines to choose.
+        layers: Layers to measure. By default all are measured.
 
     Raises:
         UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, BLOOM, Falcon).
         SinkscopeError: Bad input; the message is one line and says what to do.
-
-    Example:
-        sinkscope lines --model llama-3.1-8b --data samsum.jsonl
     """
     shares = tuple(sorted({float(eta) for eta in etas}))
     for eta in shares or (None,):
-        checked_value(PositiveShare, eta, "--eta ", strict=True)
+        checked_value(PositiveShare, eta, "--etas ", strict=True)
     setup.record(etas=shares)
     target = setup.target
     wanted = attending_layers(setup.target, layers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import io
 import json
 import os
@@ -13,7 +12,6 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import click
 import pytest
 import torch
 from repository import python, ran
@@ -23,15 +21,13 @@ import sinkscope
 import sinkscope.app.generate
 import sinkscope.opening.load
 from sinkscope.app.cli import main
-from sinkscope.app.command_run import click_command
+from sinkscope.app.commands import COMMANDS
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.catalog import commands
 from sinkscope.files.output import read_text
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import Event
 from sinkscope.loops.generate import Generated
 from sinkscope.measure import Measurement
-from sinkscope.results.options import example_lines
 from sinkscope.results.result import Result
 
 
@@ -61,25 +57,22 @@ def test_the_list_of_commands_is_there_at_once():
     lines = done.stdout.splitlines()
     assert lines[-2:] == [f"sinkscope {sinkscope.__version__}", "set()"] and done.stderr == ""
     assert max(map(len, lines)) <= 80 and "    sinkscope demo" in lines
-    groups = dict.fromkeys(f"{command.group}:" for command in commands().values())
+    groups = dict.fromkeys(f"{command.section}:" for command in COMMANDS.values())
     assert [line for line in lines if re.fullmatch(r"[A-Z]\w+:", line)] == ["Options:", *groups]
-    for words in commands():
+    for words in COMMANDS:
         assert any(line.startswith(f"  {words.split()[0]} ") for line in lines)
 
 
-@pytest.mark.parametrize("words", list(commands()))
+@pytest.mark.parametrize("words", list(COMMANDS))
 def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeypatch, typed):
     monkeypatch.setenv("COLUMNS", "80")
     text = typed([*words.split(), "--help"]).out
     assert max(map(len, text.splitlines())) <= 80
     assert f"Documentation: docs/cli.md#sinkscope-{words.replace(' ', '-')}" in text
-    command = click_command(commands()[words])
-    for option in command.params:
-        if isinstance(option, click.Option):
-            assert option.help and "." in option.help, option.name
-    examples = example_lines(inspect.getdoc(commands()[words].load()) or "")
-    assert examples
-    for line in examples:
+    for option in COMMANDS[words].params:
+        assert option.help and "." in option.help, option.name
+    assert COMMANDS[words].examples
+    for line in COMMANDS[words].examples:
         assert f"  {line}\n" in text
         typed = shlex.split(line.rpartition("| ")[2])
         assert typed[: 1 + len(words.split())] == ["sinkscope", *words.split()]
@@ -100,12 +93,12 @@ def test_the_shell_completes(typed, word):
 
 def test_options_reach_the_function_as_they_are_typed(calls, typed):
     typed("find-sinks")
-    assert set(calls.pop()) == {"progress"}  # the function's own defaults are the command's
-    typed("find-sinks --model m --dtype float16 --no-bos --max-repeats 3 --text t --token cat --token dog")
+    assert set(calls.pop()) == {"progress", "seed"}  # what has no default is left to the function
+    typed("find-sinks --model m --dtype float16 --no-bos --max-repeats 3 --text t --tokens cat,dog")
     arguments = calls.pop()
     del arguments["progress"]
     given = {"model": "m", "dtype": "float16", "bos": False, "max_repeats": 3, "text": "t"}
-    assert arguments == {**given, "tokens": ["cat", "dog"]}
+    assert arguments == {**given, "tokens": ["cat", "dog"], "seed": 0}
 
 
 def test_a_model_is_typed_as_a_word_or_an_option(calls, typed):

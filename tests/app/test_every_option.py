@@ -11,11 +11,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from sinkscope.app.cli import main
-from sinkscope.app.command_run import out_of_memory
-from sinkscope.files.catalog import commands
+from sinkscope.app.commands import COMMANDS
+from sinkscope.app.commands.command import out_of_memory
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 
 WITHOUT_EFFECT = {
@@ -31,6 +32,8 @@ WITHOUT_EFFECT = {
     "tolerance": "how much is forgiven: of a right cache nothing is",
 }
 """Options that are not tried here, and why."""
+SHARED = ("model_word", "json", "html", "csv", "explain")
+"""Options of every result, which have tests of their own."""
 COMMON = {
     "model": "--model recall",
     "dtype": "--dtype bfloat16",
@@ -70,7 +73,7 @@ BASES: dict[str, tuple[str, dict[str, str]]] = {
     "bench table": ("{done}", {"folders": "{run}", "by": "--by turn"}),
     "barcode": (
         "--max-new-tokens 24",
-        {"prompt": "--prompt-file {prompt}", "max_new_tokens": "--max-new-tokens 30", "heads": "--head L0.H1"},
+        {"prompt": "--prompt-file {prompt}", "max_new_tokens": "--max-new-tokens 30", "heads": "--heads L0.H1"},
     ),
     "why": (
         "--prompt-file {prompt} --answer-file {looping} --cuts 3",
@@ -87,8 +90,8 @@ BASES: dict[str, tuple[str, dict[str, str]]] = {
             "data": "--data {data}",
             "count": "--count 3",
             "length": "--length 48",
-            "etas": "--eta 0.2",
-            "layers": "--layer 1",
+            "etas": "--etas 0.2",
+            "layers": "--layers 1",
         },
     ),
     "generate": (
@@ -102,7 +105,7 @@ BASES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "find-sinks": ("", {"tokens": "--tokens cat", "max_repeats": "--max-repeats 8"}),
-    "circuit": ("--max-repeats 8", {"token": "--token cat", "max_repeats": "--max-repeats 40"}),
+    "circuit": ("--max-repeats 8", {"tokens": "--tokens cat", "max_repeats": "--max-repeats 40"}),
     "heads": ("--n-tokens 4", {"tokens": "--tokens cat,dog", "n_tokens": "--n-tokens 6"}),
     "repeat": (
         "--tokens cat --max-repeats 8",
@@ -123,7 +126,7 @@ BASES: dict[str, tuple[str, dict[str, str]]] = {
             "sequences": "--sequences 4",
         },
     ),
-    "precision": ("--scheme kv4 --pieces 2 --length 16", {"schemes": "--scheme kv8", "length": "--length 12"}),
+    "precision": ("--schemes kv4 --pieces 2 --length 16", {"schemes": "--schemes kv8", "length": "--length 12"}),
     "patch make": (
         "--max-repeats 200 --pieces 3 --length 32 --out {made}",
         {"max_repeats": "--max-repeats 12", "limit": "--limit -1", "length": "--length 12", "out": "--out {made2}"},
@@ -179,9 +182,8 @@ def files(tmp_path_factory) -> dict[str, Path]:
 
 def outcome(command: str, words: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> Any:
     """The result of a command and the files that it wrote, or that it was refused."""
-    outline = next(one for one in commands().values() if one.words == command).outline or {}
     typed = [*command.split(), *shlex.split(words)]
-    if outline["kinds"]:
+    if COMMANDS[command].kinds:
         typed += ["--json", "-"]
     capsys.readouterr()
     code = main(typed)
@@ -195,7 +197,7 @@ def outcome(command: str, words: str, files: dict[str, Path], capsys: pytest.Cap
         for file in [place, *(sorted(place.glob("*")) if place.is_dir() else ())]:
             if file.is_file() and file.name != "settings.json" and str(place) in words:
                 written.append((name, file.stat().st_size))
-    if outline["kinds"]:
+    if COMMANDS[command].kinds:
         try:
             if "--follow" in typed:  # a line for each alarm
                 return code, [plain_numbers(json.loads(line)) for line in printed.out.splitlines()], written
@@ -216,15 +218,15 @@ def plain_numbers(value: Any) -> Any:
 
 def tried(command: str) -> list[str]:
     """The options of a command that can be tried here."""
-    options = {one["name"]: one for one in (commands()[command].outline or {})["options"] if "hidden" not in one}
+    names = [str(one.name) for one in COMMANDS[command].params if one.name not in SHARED]
     known = {**COMMON, **BASES[command][1]}
-    missing = options.keys() - known.keys() - WITHOUT_EFFECT.keys()
+    missing = {*names} - known.keys() - WITHOUT_EFFECT.keys()
     assert not missing, f"{command} has options that no test changes: {sorted(missing)}"
-    return [name for name in options if name in known]
+    return [name for name in names if name in known]
 
 
 def test_every_command_has_a_test_of_its_options():
-    assert commands().keys() == BASES.keys() | ELSEWHERE
+    assert COMMANDS.keys() == BASES.keys() | ELSEWHERE
     for command in BASES:
         tried(command)
 
@@ -235,27 +237,25 @@ def test_every_command_has_a_test_of_its_options():
 def test_every_option_has_an_effect(command, files, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     base, changes = BASES[command]
-    outline = commands()[command].outline or {}
-    options = {one["name"]: one for one in outline["options"]}
+    options = {one.name: one for one in COMMANDS[command].params}
     before = outcome(command, base.format(**files), files, capsys)
     assert before != "refused"
     without = []
     for name in tried(command):
         changed = changes.get(name) or COMMON[name]
         words = f"{base} {changed}"
-        if "argument" in options[name]:  # it takes the place of the first word
+        if isinstance(options[name], click.Argument):  # it takes the place of the first word
             words = " ".join([changed, *base.split()[1:]])
         if outcome(command, words.format(**files), files, capsys) in (before, NO_RESULT):
             said = SAID.get(name) or SAID.get(f"{command} {changed}", "-")
-            if said not in options[name]["help"] and said not in outline["text"].replace("\n", " "):
+            if said not in str(options[name].help) and said not in " ".join(str(COMMANDS[command].help).split()):
                 without.append(changed)
     assert not without
 
 
 def test_what_to_try_without_memory_is_an_option_of_the_command():
-    for command in commands().values():
-        options = {one["name"]: one for one in (command.outline or {})["options"]}
-        said = out_of_memory(options)
-        flags = {one["flag"] for one in options.values()}
+    for command in COMMANDS.values():
+        said = out_of_memory(command)
+        flags = {flag for one in command.params for flag in one.opts}
         assert said.startswith("out of memory: try ")
         assert {word.strip(",") for word in said.split() if word.startswith("--")} <= flags, command.words

@@ -12,7 +12,7 @@ from sample_results import sample_find_sinks
 
 from sinkscope.bench.methods import Method
 from sinkscope.bench.table import BenchGroup, BenchTable
-from sinkscope.files.catalog import kind_modules as kinds
+from sinkscope.files.kinds import kind_modules as kinds
 from sinkscope.results.result import Result
 
 CHOICES = {  # one of a few words, or packed numbers

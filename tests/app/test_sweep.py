@@ -8,8 +8,7 @@ import click
 import pytest
 from checkpoints import spoiled
 
-from sinkscope.app.command_run import click_command
-from sinkscope.files.catalog import commands
+from sinkscope.app.commands import COMMANDS
 from sinkscope.files.plain import visible
 from sinkscope.hooks.edit import SinkPatch
 
@@ -43,7 +42,7 @@ GOOD = {
     "folder": "folder",
 }
 Case = tuple[str, ...]
-LOADED = [command.load() for command in commands().values()]  # before another test replaces what they are made of
+LOADED = [command.load() for command in COMMANDS.values()]  # before another test replaces what they are made of
 
 
 def _values(option) -> tuple[str, ...]:
@@ -61,7 +60,7 @@ def _values(option) -> tuple[str, ...]:
 def _required(words: str, without: str = "") -> list[str]:
     """A command with good values for what it requires."""
     line = words.split()
-    for option in click_command(commands()[words]).params:
+    for option in COMMANDS[words].params:
         needed = option.required or isinstance(option, click.Argument)
         if not needed or option.name == without:
             continue
@@ -79,7 +78,7 @@ def _cases(words: str) -> list[Case]:
     """Everything that a command has to refuse without a model in memory."""
     line = _required(words)
     cases = [(*line, "--nonsense"), (*line, "one", "two", "three", "--more")]
-    options = {option.name: option for option in click_command(commands()[words]).params}
+    options = {option.name: option for option in COMMANDS[words].params}
     for option in options.values():
         if isinstance(option, click.Option):
             cases += [(*_required(words, str(option.name)), option.opts[0], value) for value in _values(option)]
@@ -124,7 +123,7 @@ def _state(folder: Path) -> dict[Path, tuple[int, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", list(commands()))
+@pytest.mark.parametrize("words", list(COMMANDS))
 def test_every_bad_input_is_refused_in_one_line(words, files, monkeypatch, refusal):
     monkeypatch.chdir(files)
     before, cases = _state(files), _cases(words)

@@ -22,7 +22,8 @@ from repository import ROOT, ran
 import sinkscope
 from experiments.script import run as run_script
 from sinkscope.app.cli import main
-from sinkscope.files.catalog import commands, kind_modules
+from sinkscope.app.commands import COMMANDS
+from sinkscope.files.kinds import kind_modules
 from sinkscope.kv import registry
 from sinkscope.models import adapters
 from sinkscope.results.result import Result
@@ -42,7 +43,7 @@ def blocks(page: str) -> list[str]:
 @cache
 def found():
     """What `find_sinks()` says of the model in the package, for all pages."""
-    return commands()["find-sinks"].load()()
+    return sinkscope.find_sinks()
 
 
 @pytest.fixture
@@ -169,14 +170,14 @@ def test_every_command_is_shown_and_the_options_beside_it_are_those_of_its_help(
         for line in typed(page):
             words = shlex.split(line, comments=True)
             name = " ".join(words[1:3])
-            if name not in commands() and words[0] == "sinkscope":
+            if name not in COMMANDS and words[0] == "sinkscope":
                 name = words[1]
             shown.add(name)
             for word in words:
                 if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word):
                     assert re.search(rf"{word.partition('=')[0]}[ ,\n\]]", help_of(name)), f"{line}: no {word}"
             assert help_of(name), line
-    assert set(commands()) <= shown and len(shown) > 50
+    assert set(COMMANDS) <= shown and len(shown) > 50
 
 
 @pytest.mark.slow

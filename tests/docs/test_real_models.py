@@ -12,7 +12,7 @@ from repository import ROOT
 from experiments.real import commands as table
 from experiments.real import models, page
 from experiments.record import earlier
-from sinkscope.files.catalog import commands
+from sinkscope.app.commands import COMMANDS
 
 
 def shown_on(path) -> str:
@@ -32,7 +32,7 @@ def test_the_tables_of_the_pages_are_those_of_the_data():
 
 def test_every_command_of_the_command_line_is_in_the_table():
     shown = {name.partition(" --")[0] for name in table.COMMANDS}
-    assert {*commands()} - shown == {"demo"}  # which is about the model in the package
+    assert {*COMMANDS} - shown == {"demo"}  # which is about the model in the package
 
 
 def pip(monkeypatch, parts: dict[str, bytes], code: int = 0, said: str = "") -> None:

@@ -11,7 +11,7 @@ from repository import FIGURES, ROOT, ran
 
 from experiments.gallery import figure_of
 from experiments.script import run
-from sinkscope.files.catalog import kind_modules
+from sinkscope.files.kinds import kind_modules
 from sinkscope.results.result import Result
 
 FILES = sorted(FIGURES.glob("*.json"))

@@ -25,7 +25,7 @@ from experiments.make_shape import make_plan
 from experiments.script import run
 from sinkscope.bench.tasks.loops import DATA
 from sinkscope.bench.tasks.recall import Recall
-from sinkscope.results.options import parameters_of
+from sinkscope.files.arguments import parameters_of
 
 
 @dataclass(frozen=True)

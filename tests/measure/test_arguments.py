@@ -12,9 +12,9 @@ import pytest
 from refusals import refused
 
 import sinkscope
+from sinkscope.files.arguments import Parameter, parameters_of
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.measure import Measurement
-from sinkscope.results.options import Parameter, parameters_of
 
 ELSEWHERE = ("list_models", "sink_mask", "sink_dims")  # no parameter of one type; test_mask has what they refuse
 FUNCTIONS = [name for name in sinkscope.__all__ if callable(getattr(sinkscope, name)) and name not in ELSEWHERE]

@@ -18,9 +18,10 @@ from refusals import refused
 from same_kit import differences
 
 import sinkscope as ss
+from sinkscope.app.commands.others import other_commands
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.catalog import commands, kind_modules
 from sinkscope.files.envelope import result_class
+from sinkscope.files.kinds import kind_modules
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Measurement
 from sinkscope.opening.load import load
@@ -30,8 +31,8 @@ from sinkscope.results.result import FEW_ROWS, Result
 pytestmark = pytest.mark.few_texts
 
 ROOT = Path(__file__).parents[2]
-ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
-EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)
+ALL = [name for name in ss.__all__ if isinstance(getattr(ss, name), Measurement)]
+EVERY = pytest.mark.parametrize("name", ALL)
 PLAIN = "eta layer head neuron token tokens text model name method seed prompt kind id task set patched source".split()
 """Names of columns that need no explanation."""
 WORDS = "the of and a in to is that it was he for on as with his at be this from".split()
@@ -57,8 +58,8 @@ def measured(tmp_path_factory):
     text.write_text((ROOT / "sinkscope/models/text/typical.txt").read_text(encoding="utf-8")[:2500])
 
     @cache
-    def run(command, backend=None):
-        return command.load()(bundled(backend), text=text, **QUICK.get(command.name, {}))
+    def run(name, backend=None):
+        return getattr(ss, name)(bundled(backend), text=text, **QUICK.get(name, {}))
 
     return run
 
@@ -71,8 +72,8 @@ def bundled(backend: str | None):
 
 
 @EVERY
-def test_json_comes_back_equal(command, measured, tmp_path):
-    result = measured(command)
+def test_json_comes_back_equal(name, measured, tmp_path):
+    result = measured(name)
     assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
     assert result.model.name == "bundled" and result.provenance.seconds > 0
     assert {"bos", "text", "seed", "revision"} <= set(result.settings)
@@ -84,8 +85,8 @@ def test_json_comes_back_equal(command, measured, tmp_path):
 
 
 @EVERY
-def test_it_is_shown_with_its_conclusion(command, measured):
-    result = measured(command)
+def test_it_is_shown_with_its_conclusion(name, measured):
+    result = measured(name)
     conclusion = result.conclusion()
     assert conclusion.endswith((".", "?")) and "\n" not in conclusion and not conclusion[0].islower()
     check_size(conclusion)
@@ -100,8 +101,8 @@ def test_it_is_shown_with_its_conclusion(command, measured):
 
 
 @EVERY
-def test_its_table_fits_80_columns_and_is_explained(command, measured):
-    result = measured(command)
+def test_its_table_fits_80_columns_and_is_explained(name, measured):
+    result = measured(name)
     grids = [grid.narrow(WIDTH) for grid in result.grids()]
     below = result.below(WIDTH)
     for part in (*(grid.text(WIDTH) for grid in grids), *below):
@@ -112,8 +113,9 @@ def test_its_table_fits_80_columns_and_is_explained(command, measured):
     assert {*result.details()} <= {*result.text().split("\n")}
     assert all(grid.columns for grid in grids)
     explained = "".join(below)
-    for name in (name for grid in grids for name in grid.columns):
-        assert name in PLAIN or "." in name or name.replace("_", " ") in explained, f"say what {name} means"
+    for column in (column for grid in grids for column in grid.columns):
+        known = column in PLAIN or "." in column or column.replace("_", " ") in explained
+        assert known, f"say what {column} means"
 
 
 @pytest.mark.parametrize("kind", sorted(kind_modules()))
@@ -133,25 +135,24 @@ LOOSER = {"precision": 0.02}
 BACKENDS = []
 for one in ALL:
     for kind in ("bridge", "nnsight"):
-        marks = () if (one.name, kind) in READ_ALIKE else pytest.mark.slow
-        BACKENDS.append(pytest.param(one, kind, id=f"{one.name}-{kind}", marks=marks))
+        marks = () if (one, kind) in READ_ALIKE else pytest.mark.slow
+        BACKENDS.append(pytest.param(one, kind, id=f"{one}-{kind}", marks=marks))
 
 
-@pytest.mark.parametrize(("command", "backend"), BACKENDS)
-def test_every_kind_of_model_gives_the_same(command, backend, measured):
-    if backend == "bridge" and command.name in PLAIN_ONLY:
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_every_kind_of_model_gives_the_same(name, backend, measured):
+    if backend == "bridge" and name in PLAIN_ONLY:
         with pytest.raises(UnsupportedError, match="plain Hugging Face"):  # what can be done instead
-            measured(command, backend)
+            measured(name, backend)
         return
-    plain, other = (measured(command, kind).to_dict()["result"] for kind in (None, backend))
-    near = LOOSER.get(command.name, 2e-3)
+    plain, other = (measured(name, kind).to_dict()["result"] for kind in (None, backend))
+    near = LOOSER.get(name, 2e-3)
     assert differences(plain, other, near, lacks=True) == []  # null: this kind of model object does not offer it
 
 
 def test_columns_have_the_meaning_of_their_own_records(measured):
     """And not that of a field of the same name elsewhere in the result."""
-    (find,) = [command for command in ALL if command.name == "find_sinks"]
-    said = measured(find).text(None)
+    said = measured("find_sinks").text(None)
     assert "share: What it adds along the spike's direction, as a share of the spike." in said
 
 
@@ -162,13 +163,13 @@ def wordy(tmp_path_factory):
 
 
 @EVERY
-def test_a_text_that_is_one_token_is_refused(command, wordy, tmp_path):
+def test_a_text_that_is_one_token_is_refused(name, wordy, tmp_path):
     """A repeated token is nothing to measure on, whether it is known or not: the remedy is another --text."""
-    word = "Straßenbahn" if ALL.index(command) % 2 else "dog"
+    word = "Straßenbahn" if ALL.index(name) % 2 else "dog"
     (tmp_path / "alike.txt").write_text(" ".join([*[word] * 19, "poem"] * 50), encoding="utf-8")
-    patch = {"patch": SinkPatch(layer=0, neurons=[1])} if command.name == "patch_eval" else {}
+    patch = {"patch": SinkPatch(layer=0, neurons=[1])} if name == "patch_eval" else {}
     with refused("the one token '.*--text"):
-        command.load()(wordy, text=tmp_path / "alike.txt", **patch)
+        getattr(ss, name)(wordy, text=tmp_path / "alike.txt", **patch)
 
 
 @pytest.mark.parametrize("command", ["heads", "repeat"])
@@ -215,7 +216,7 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
         pytest.raises(SinkscopeError, match=r"stranger_entropy:circuit.*name of another command"),
         stranger.installed(tmp_path, source, name="circuit"),
     ):
-        commands()
+        other_commands()
 
 
 def test_the_example_in_the_help_runs():

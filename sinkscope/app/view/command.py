@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,24 +11,19 @@ from pydantic import Field
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import check_server, serve
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import read_text
 from sinkscope.measure import Setup
 from sinkscope.results.console import end_bar
-from sinkscope.results.options import Hidden, Option, command
 
 
-@command(
-    words="view",
-    group="Look",
-    help="Explore a model on a text in the browser.",
-    options_of=Setup.open,
-)
+@partial(checks_arguments, others=Setup.open)
 def view_model(
-    model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
+    model: Any = None,
     *,
-    text: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
+    text: str | Path | None = None,
     port: Annotated[int, Field(ge=0, le=65535)] = 0,
-    to_files: Hidden = True,
+    to_files: Any = True,
     **settings: Any,
 ) -> ModelView | None:
     """Explore a model on a text: norms, attention, heads, the circuit, and what edits change.
@@ -41,10 +37,6 @@ def view_model(
         port: Port of the live page. By default a free one.
         to_files: What is wanted of the result; if nothing is, the live page is served.
         settings: As for `sinkscope.measure.Setup.open`.
-
-    Example:
-        sinkscope view
-        sinkscope view llama-2-7b --text answer.txt --html view.html
     """
     if not to_files:
         check_server()

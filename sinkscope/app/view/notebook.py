@@ -9,9 +9,9 @@ from typing import Any
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import SCRIPTS, source, view_page
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import write_output
 from sinkscope.files.provenance import install_command
-from sinkscope.results.options import checks_arguments
 
 
 @checks_arguments

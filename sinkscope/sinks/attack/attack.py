@@ -15,7 +15,7 @@ from pydantic import Field
 
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
-from sinkscope.measure import Natural, Option, Result, Setup, Whole, measurement
+from sinkscope.measure import Natural, Result, Setup, Whole, measurement
 from sinkscope.measure.margin import SCORES, margin_of
 from sinkscope.models.checks import check_length
 from sinkscope.models.draws import draws, some_of
@@ -155,15 +155,13 @@ def draw(result: ClusterAttack) -> go.Figure:
 
 
 @measurement(
-    group="Repetition",
-    help="Make sinks with different tokens that one head marks.",
     figure=draw,
     check=refuse_unused,
 )
 def attack(
     setup: Setup,
     *,
-    tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
+    tokens: Sequence[str] | None = None,
     n_tokens: Natural | None = None,
     spike: Whole | None = None,
     length: Annotated[int, Field(ge=2)] = 8,
@@ -185,9 +183,6 @@ def attack(
             that need neurons.
         length: Tokens per sequence.
         sequences: Sequences of each kind; 0 finds the clusters only.
-
-    Example:
-        sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
     everyone = vocabulary(setup.target, tokens)
     ids = everyone if tokens else sorted(sample_tokens(everyone, n_tokens or 256, setup.seed))

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from pydantic import Field
 
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Option, Result, Setup, measurement
+from sinkscope.measure import Result, Setup, measurement
 from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.results.style import figure_of
@@ -123,16 +123,13 @@ def _in_words(readings: Iterable[Reading]) -> str:
 
 
 @measurement(
-    group="Sinks",
-    help="Measure what a patch repairs and costs.",
     figure=draw,
-    words="patch eval",
     loading="whole",
     check=read_patch_argument,
 )
 def patch_eval(
     setup: Setup,
-    patch: Annotated[Any, Option(metavar="FILE", required=True)] = None,
+    patch: Any = None,
     *,
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
     pieces: Pieces = 32,
@@ -149,9 +146,6 @@ def patch_eval(
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
         pieces: Number of pieces of held-out text.
         length: Tokens per piece.
-
-    Example:
-        sinkscope patch eval --model llama-2-7b --patch patch.json
     """
     edit = read_patch_argument(patch)
     edit.check(setup.target)

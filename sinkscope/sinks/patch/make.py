@@ -13,7 +13,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_output
 from sinkscope.files.processes import is_first
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure import Number, Option, Setup, Whole, measurement
+from sinkscope.measure import Number, Setup, Whole, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.effect import Effect
 from sinkscope.results.notation import count_of, word_list
@@ -122,10 +122,7 @@ class PatchMade(PatchResult):
 
 
 @measurement(
-    group="Sinks",
-    help="Make a patch and prove that it repairs repetition.",
     figure=draw,
-    words="patch make",
     loading="whole",
 )
 def patch_make(
@@ -136,7 +133,7 @@ def patch_make(
     limit: Annotated[float, Field(ge=0, le=1e6)] = 0.01,
     pieces: Pieces = 32,
     length: Length = 64,
-    out: Annotated[str | Path | None, Option(metavar="FILE", required=True, writes=True)] = None,
+    out: str | Path | None = None,
 ) -> PatchMade:
     """Make a patch of the neurons that write a spike, and prove that it keeps repeated words from reaching the spike.
 
@@ -153,9 +150,6 @@ def patch_make(
         pieces: Number of pieces of held-out text.
         length: Tokens per piece.
         out: Where the patch is written, if one is made.
-
-    Example:
-        sinkscope patch make --model llama-2-7b --out patch.json
     """
     if out is not None:
         check_output(out, ["sink-patch"])

@@ -171,8 +171,6 @@ def draw(result: Precision) -> go.Figure:
 
 
 @measurement(
-    group="Sinks",
-    help="Measure what rounding costs, and what to keep exact.",
     figure=draw,
     loading="whole",
 )
@@ -193,9 +191,6 @@ def precision(
         schemes: What to round: a8-tensor, a8-token (activations), kv8, kv4 (keys and values).
         pieces: Number of pieces of held-out text.
         length: Tokens per piece.
-
-    Example:
-        sinkscope precision --model llama-2-7b --html precision.html
     """
     target = setup.target
     names: list[Scheme] = list(dict.fromkeys(schemes))
@@ -203,7 +198,7 @@ def precision(
         names = [name for name in names if "kv" in SCHEMES[name]]
     if not names:
         raise UnsupportedError(
-            f"{target.name} is a mixture of experts, of which only keys and values can be rounded: give --scheme kv8"
+            f"{target.name} is a mixture of experts, of which only keys and values can be rounded: give --schemes kv8"
         )
     spikes = sinks_of(setup).spikes
     neurons = tuple(dict.fromkeys(chain.from_iterable(one.writers for one in spikes if one.needed_neurons)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.hooks.trace import trace
-from sinkscope.measure import Option, Setup
+from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
@@ -33,7 +33,7 @@ SEQUENCES = 4  # sequences per pass
 TAIL = 64  # tokens of natural text after the repetitions; their attention is read
 TOKENS = 64  # tokens of a vocabulary in one part
 
-Resume = Annotated[str | Path | None, Option(metavar="DIR", writes=True)]
+Resume = str | Path | None
 """The folder that keeps finished parts."""
 
 Read = Callable[[TokenRows], Float[Tensor, "condition token n"]]

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
-from sinkscope.measure import Option, Setup, measurement
+from sinkscope.measure import Setup, measurement
 from sinkscope.sinks.repetition.readings import (
     TAIL,
     Resume,
@@ -40,15 +40,13 @@ def refuse_unused(*, quantity: str, tokens: Sequence[str] | None, **options: Any
 
 
 @measurement(
-    group="Repetition",
-    help="Measure what repeated tokens do to norm, attention or the next token.",
     check=refuse_unused,
 )
 def repeat(
     setup: Setup,
     *,
     quantity: Quantity = "norm",
-    tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...|all", reads="commas")] = None,
+    tokens: Sequence[str] | None = None,
     prefix: str | None = None,
     max_repeats: Annotated[int, Field(ge=2)] | None = None,
     sample: Natural | None = None,
@@ -68,9 +66,6 @@ def repeat(
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
         sample: With all tokens: only this many, drawn at random.
         resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
-
-    Example:
-        sinkscope repeat --model llama-2-7b --max-repeats 500
     """
     every = list(tokens or ()) == EVERY_TOKEN
     sweep = sweep_of(setup, None if every else tokens, prefix, max_repeats, TAIL if quantity == "attention" else 0)

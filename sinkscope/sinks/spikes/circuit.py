@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.sinks.spikes.figure import draw
 from sinkscope.sinks.spikes.find_sinks import fields_of
@@ -11,24 +13,19 @@ from sinkscope.sinks.tokens import repetition_limit
 
 
 @measurement(
-    group="Sinks",
-    help="Trace the circuit of the sink.",
     loading="fits",
     figure=draw,
 )
-def circuit(setup: Setup, *, token: str | None = None, max_repeats: Natural | None = None) -> Circuit:
+def circuit(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: Natural | None = None) -> Circuit:
     """Trace the circuit of each sink from what marks its place to the heads that read it, and to copies of a token.
 
     The steps are those of `sinkscope.sinks.spikes.steps`. Components and heads are replaced at the place by what they
     write on average at ordinary positions.
 
     Args:
-        token: The token to repeat. By default five words of the text, drawn by the seed.
+        tokens: Words to repeat, one token each. By default five words of the text, drawn by the seed.
         max_repeats: Largest number of copies. By default 1,024, or what the context holds.
-
-    Example:
-        sinkscope circuit --model llama-2-7b --html circuit.html
     """
     limit = repetition_limit(setup.target, max_repeats)
     sinks = with_marks(setup, sinks_of(setup))
-    return Circuit(**fields_of(setup, sinks, None if token is None else [token], limit))
+    return Circuit(**fields_of(setup, sinks, tokens, limit))

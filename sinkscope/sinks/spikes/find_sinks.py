@@ -33,8 +33,6 @@ FEW_COPIES = 64  # copies that `find_sinks` tries
 
 
 @measurement(
-    group="Sinks",
-    help="Find the norm spikes of a model, and the neurons and heads behind them.",
     loading="fits",
     figure=draw,
 )
@@ -49,9 +47,6 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
         tokens: Words to repeat, one token each. By default five words of the text.
         max_repeats: Number of copies of each. By default 64, or what the
             context holds.
-
-    Example:
-        sinkscope find-sinks --model llama-2-7b --json sinks.json
     """
     limit = repetition_limit(setup.target, max_repeats)
     if max_repeats is None:

@@ -1,0 +1,163 @@
+"""Commands about loops and dialogues."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import sinkscope as ss
+from sinkscope.app.commands.command import command, measures
+from sinkscope.app.commands.options import Several, TextFile
+
+LOOPS, DIALOGUES = "Loops", "Dialogues"
+
+
+@command(
+    "loops",
+    LOOPS,
+    "sinkscope loops answers.jsonl",
+    "tail -f server.log | sinkscope loops --follow",
+    "sinkscope loops --proxy http://127.0.0.1:11434 --json -",
+    kinds=["loops"],
+)
+@click.argument(
+    "file",
+    metavar="[FILE|-]",
+    help="Text, or JSON with text, output or tokens, or with the answers of a server; - is standard input.",
+    required=False,
+)
+@click.option(
+    "--follow",
+    is_flag=True,
+    help="Watch a stream instead, print each loop as it occurs, and exit with status 3 if there was one. With "
+    "--json, each is a line of JSON, also under --proxy.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["auto", "text", "jsonl", "sse"]),
+    default="auto",
+    help="What the input is. By default .json, .jsonl and .ndjson are JSON, what a server streamed is read as such, "
+    "also behind its headers and keep-alive lines, and any other file is one text.",
+)
+@click.option("--settings", metavar="FILE", help='Settings of the monitor, a JSON object such as {"window": 128}.')
+@click.option(
+    "--variant",
+    type=click.Choice(["repeats", "full"]),
+    default="repeats",
+    help='Which monitor decides. "repeats" finds exact repetitions of anything, "full" is the paper\'s.',
+)
+@click.option(
+    "--cut",
+    type=click.Choice(["auto", "exact", "all", "none"]),
+    default="auto",
+    help='Which repetitions are loops, and end an answer under --proxy; the others are only reported. "auto": equal '
+    'copies, and in prose also copies whose numbers change. "exact": equal copies. "all": also those of code, '
+    'markup and logs whose numbers change. "none": no repetition.',
+)
+@click.option(
+    "--prompt",
+    metavar="TEXT",
+    help='What was asked; copies that it asks for, such as "ten lines", are no loop. The proxy reads requests.',
+)
+@click.option("--first", is_flag=True, help="With --follow: stop at the first loop.")
+@click.option(
+    "--proxy", metavar="URL", help="Stand between clients and the server at this address, and end answers that loop."
+)
+@click.option("--port", type=int, default=8790, help="With --proxy: port to listen at.")
+@click.option(
+    "--host",
+    metavar="ADDRESS",
+    default="127.0.0.1",
+    help="With --proxy: address to listen at, by default one that other machines cannot reach.",
+)
+def check_loops() -> Any:
+    """Check outputs for repetition, or watch a stream.
+
+    Loads no model.
+
+    Each one loops, looped, is suspicious, is clean, or has no text. The exit status is 3 if one loops or looped, and
+    else 1 if one has no text.
+    """
+    from sinkscope.app.loops import check_loops
+
+    return check_loops
+
+
+@measures("barcode", LOOPS, "sinkscope barcode --html barcode.html", edits=True)
+@click.option(
+    "--prompt-file",
+    "prompt",
+    type=TextFile(),
+    help="Text to continue greedily until it loops. By default the beginning of the typical text.",
+)
+@click.option("--max-new-tokens", type=int, help="Tokens to generate. By default 512, or as many as the context holds.")
+@click.option(
+    "--heads",
+    cls=Several,
+    metavar="L0.H4,...",
+    help="Draw these heads, and measure only their layers. By default up to four heads that the loop changes most.",
+)
+def barcode() -> Any:
+    """Show attention in a loop, and what locks onto it.
+
+    At every position, the attention on the suffix is indexed by offset (distance back) and compared with the row one
+    period earlier. The score is the share on the same offsets. A head that always looks one token back scores high in
+    any text, so heads are ranked by the increase over ordinary text (Xu et al. 2026, sections 1 and 3.2; pictures as in
+    appendix E, Fig. 5). A model whose attention cannot be observed (BLOOM, Falcon, GPT-J, MPT) raises an
+    `UnsupportedError`.
+    """
+    return ss.barcode
+
+
+@measures("why", LOOPS, "sinkscope why --max-new-tokens 200", edits=True)
+@click.option(
+    "--prompt-file", "prompt", type=TextFile(), help="Text to continue. By default the beginning of the typical text."
+)
+@click.option(
+    "--answer-file",
+    "answer",
+    type=TextFile(),
+    help="The text after the prompt, which ends in a loop. By default what the model writes.",
+)
+@click.option("--max-new-tokens", type=int, help="Tokens to generate. By default 512, or as many as the context holds.")
+@click.option("--cuts", type=int, default=6, help="Number of positions at which causes are taken away, at least 3.")
+def why() -> Any:
+    """Say what keeps a loop going.
+
+    A loop needs a cause if at least half of the continuations no longer end in it without the cause, and more than if
+    as many random tokens before the loop are removed. Only if no cause is needed and the loop goes on after the first
+    and the last token alone, it lies in the weights.
+    """
+    return ss.why
+
+
+@measures("lines", DIALOGUES, "sinkscope lines --model llama-3.1-8b --data samsum.jsonl", edits=True)
+@click.option("--data", help='File of JSON lines, each with a "text", to use instead.')
+@click.option("--count", type=int, default=4, help="Number of pieces of ordinary text, or of lines of the file.")
+@click.option(
+    "--length",
+    type=int,
+    help="Maximum tokens per text, at least 16; longer texts are shortened in the middle. By default the context, "
+    "or 512 for ordinary text.",
+)
+@click.option(
+    "--etas",
+    cls=Several,
+    default=["0.05,0.1,0.15,0.2,0.25,0.3"],
+    type=click.FLOAT,
+    metavar="ETA,...",
+    help="Shares of all lines to choose.",
+)
+@click.option(
+    "--layers", cls=Several, type=click.INT, metavar="LAYER,...", help="Layers to measure. By default all are measured."
+)
+def lines() -> Any:
+    """Measure attention on the heaviest lines.
+
+    Attention is recomputed from queries and keys, some rows at a time, while the model runs normally. Memory grows
+    linearly with the length. A second pass corrects for cells where chosen lines cross. Each text is read in one
+    call: what acts later, as a guard or a policy that evicts once the prompt was read, changes nothing here.
+    """
+    return ss.lines

@@ -1,0 +1,90 @@
+"""The commands of measurements of other packages, made of their signatures; the package is imported for them."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+import click
+
+from sinkscope.app.commands import COMMANDS
+from sinkscope.app.commands.command import Command
+from sinkscope.app.commands.options import EDITS, MODEL, OUTPUTS, SETUP, Several
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.kinds import KINDS, other_measurements
+
+if TYPE_CHECKING:
+    from sinkscope.files.arguments import Parameter
+
+ELSEWHERE = "Other packages"
+
+
+def other_commands() -> dict[str, EntryPoint]:
+    """Return the measurements of other packages by the words of their commands.
+
+    Raises:
+        SinkscopeError: One has the name of a command of sinkscope.
+    """
+    table: dict[str, EntryPoint] = {}
+    for name, point in other_measurements().items():
+        words = name.replace("_", "-")
+        if words in COMMANDS or words in KINDS:
+            raise SinkscopeError(
+                f"{point.module}:{name} is registered under the name of another command, {words}: give the function "
+                "another name"
+            )
+        table[words] = point
+    return table
+
+
+def other_command(words: str, point: EntryPoint) -> Command:
+    """Return the command of a measurement of another package."""
+    from sinkscope.files.arguments import introduction  # loads pydantic, which the list of commands need not wait for
+
+    measurement = point.load()
+    params: list[click.Parameter] = []
+    for one in measurement.parameters:
+        option = option_of(one)
+        if option is not None:
+            params.append(option)
+    own = [one.name for one in params]
+    shared = [*MODEL, *SETUP, *(EDITS if measurement.edits else [])]
+    return Command(
+        words,
+        words=words,
+        section=ELSEWHERE,
+        examples=(),
+        kinds=[words],
+        processes=True,
+        documented=False,
+        callback=lambda: measurement,
+        help=introduction(inspect.getdoc(measurement) or ""),
+        params=[*params, *(one for one in shared if one.name not in own), *OUTPUTS],
+    )
+
+
+def option_of(one: Parameter) -> click.Option | None:
+    """Return the option of a parameter; None if its type is none that is typed."""
+    flag = f"--{one.name.replace('_', '-')}"
+    kinds: dict[Any, click.ParamType] = {
+        str: click.STRING,
+        int: click.INT,
+        float: click.FLOAT,
+        bool: click.BOOL,
+        Path: click.Path(path_type=Path),
+    }
+    if get_origin(one.type) is Literal:
+        kinds[one.type] = click.Choice(get_args(one.type))
+    if one.type not in kinds:
+        return None
+    required = one.default is inspect.Parameter.empty
+    settings: dict[str, Any] = {"help": one.help, "required": required}
+    if one.many:
+        return Several([flag], type=kinds[one.type], **settings)
+    if not required:
+        settings["default"] = one.default
+    if one.type is bool:
+        return click.Option([flag if one.default is False else f"{flag}/--no-{flag[2:]}"], is_flag=True, **settings)
+    return click.Option([flag], type=kinds[one.type], **settings)

@@ -1,0 +1,156 @@
+"""Arguments of Python callers: what a signature and a docstring say of each, and refusals in one line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import checked_value
+
+C = TypeVar("C", bound=Callable[..., Any])
+PYTHON_ONLY = frozenset({"tokenizer", "texts", "ids", "progress", "loading", "interventions", "to_files"})
+"""Parameters that no command has as an option."""
+LARGEST = (1 << 31) - 1
+"""A number above it is too large for any work."""
+_TITLE = re.compile(r"\n\n(Args|Attributes|Example|Example in Python|Raises|Returns):\n")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a function, as its signature and its docstring describe it.
+
+    Attributes:
+        name: Its name.
+        type: Its annotation without `Annotated`, without None, and of a sequence that of a member.
+        default: Its default; `inspect.Parameter.empty` if it has none.
+        help: Its description, from the docstring.
+        many: Whether it takes several values.
+        hint: The whole annotation.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    many: bool
+    hint: Any
+
+    def check(self, value: Any, *, in_python: bool = False) -> None:
+        """Refuse a value that the annotation excludes, and a number that is too large for any work.
+
+        Nothing is converted, except a whole number to a float. None is accepted if it is the default.
+
+        Args:
+            value: The value.
+            in_python: Whether only callers from Python can have given it, whom the error does not tell an option.
+
+        Raises:
+            SinkscopeError: The value is of another type or word, too small, too large, or not a number.
+        """
+        if value is None and self.default is None:
+            return
+        name, then = f"--{self.name.replace('_', '-')} ", f" ({self.name}=... in Python)"
+        if in_python or self.name in PYTHON_ONLY:
+            name, then = f"{self.name}=", ""
+        checked_value(self.hint, value, name, strict=True, then=then)
+        for number in value if self.many and isinstance(value, list | tuple) else [value]:
+            if isinstance(number, int | float) and not abs(number) <= LARGEST:
+                raise SinkscopeError(f"{name}{number!r:.80}: expected a number up to {LARGEST}{then}")
+
+
+def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C:
+    """Make a function refuse arguments that its annotations exclude, before it does anything.
+
+    The error is a SinkscopeError of one line with the name and the value.
+
+    Args:
+        function: The function.
+        others: Function that gets the `**settings` of this one, whose parameters are checked as well.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        parameters = {one.name: one for one in parameters_of(function)}
+        given = dict(kwargs)
+        if others is not None:
+            parameters = {one.name: one for one in parameters_of(others)} | parameters
+            refuse_unknown(function.__name__, given, parameters)
+        with suppress(TypeError):  # the call itself raises what Python says of such arguments
+            given |= inspect.signature(function).bind(*args, **kwargs).arguments
+        for name, value in given.items():
+            if name in parameters:
+                parameters[name].check(value, in_python=True)
+        return function(*args, **kwargs)
+
+    return cast(C, call)
+
+
+def refuse_unknown(name: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse arguments that a function does not take, as Python does, with what was probably meant.
+
+    Raises:
+        TypeError: There is one.
+    """
+    for one in given:
+        if one not in known:
+            near = get_close_matches(one, known, 1)
+            said = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+            raise TypeError(f"{name}() got an unexpected keyword argument {one!r}; {said}")
+
+
+@cache
+def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
+    """Return the parameters of a function, in order, with their descriptions from the section "Args" of its docstring.
+
+    Args:
+        function: Function whose annotations can be evaluated in its module.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    descriptions = descriptions_of(inspect.getdoc(function) or "", "Args")
+    parameters: list[Parameter] = []
+    for name, one in inspect.signature(function).parameters.items():
+        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+            hint = hints.get(name, Any)
+            kind, many = member_of(hint)
+            parameters.append(Parameter(name, kind, one.default, descriptions.get(name, ""), many, hint))
+    return tuple(parameters)
+
+
+def member_of(hint: Any) -> tuple[Any, bool]:
+    """Return the type of a value without `Annotated` and None, and whether it may hold several values."""
+    many = False
+    while True:
+        origin, parts = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            hint = parts[0]
+        elif type(None) in parts:  # a union with None: the None is only the default
+            others = tuple(part for part in parts if part is not type(None))
+            hint = Union[others]  # noqa: UP007 - made of a tuple
+        elif isinstance(origin, type) and issubclass(origin, Sequence) and parts[1:] in ((), (...,)) and not many:
+            many = True
+            hint = parts[0]
+        elif len(parts) == 2 and parts[1] == Sequence[parts[0]]:  # one value, or several
+            hint = parts[1]
+        else:
+            return hint, many
+
+
+def descriptions_of(doc: str, title: str) -> dict[str, str]:
+    """Return the description of each name in a section of a docstring, such as "Args" or "Attributes"."""
+    parts = _TITLE.split(doc)
+    section = dict(zip(parts[1::2], parts[2::2], strict=True)).get(title, "")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def introduction(doc: str) -> str:
+    """Return a docstring without its sections."""
+    return _TITLE.split(doc)[0]

@@ -1,0 +1,131 @@
+"""The commands that are written out with click, held beside the functions of Python that they call."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any, Literal, get_args, get_origin
+
+import click
+import pytest
+from repository import python
+
+from sinkscope.app.commands import COMMANDS
+from sinkscope.app.commands.command import RENAMED
+from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, Commas, TextFile
+from sinkscope.files.arguments import PYTHON_ONLY, introduction, parameters_of
+from sinkscope.files.envelope import result_class
+from sinkscope.files.kinds import KINDS, kind_modules
+from sinkscope.measure import Measurement, Setup
+from sinkscope.measure.edit_options import edit_from_options
+
+REQUIRED_HERE = {("patch make", "out"), ("patch eval", "patch")}
+"""Options that a command requires although they have a default in Python."""
+EVERY = pytest.mark.parametrize("words", list(COMMANDS))
+
+
+def parameters(words: str) -> dict[str, Any]:
+    """The parameters of the function of a command, and of functions that get its `**settings`."""
+    function = COMMANDS[words].load()
+    if isinstance(function, Measurement):
+        return {one.name: one for one in function.all_parameters}
+    found = {one.name: one for one in parameters_of(inspect.unwrap(function))}
+    if any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values()):
+        more = Setup.open
+        if words == "bench":
+            more = import_module("sinkscope.bench.run").run_bench
+        found = {one.name: one for one in parameters_of(more)} | found
+    return found
+
+
+def own_options(words: str) -> dict[str, click.Parameter]:
+    """The options of a command that are arguments of its function."""
+    outputs = [one.name for one in OUTPUTS]
+    return {str(one.name): one for one in COMMANDS[words].params if one.name not in (MODEL_WORD, *outputs)}
+
+
+@EVERY
+def test_every_parameter_is_an_option_or_for_python_only(words):
+    options, known = own_options(words), parameters(words)
+    assert options.keys() == known.keys() - PYTHON_ONLY
+    assert len({*options}) == len(options)
+
+
+@EVERY
+def test_defaults_choices_and_kinds_are_those_of_the_function(words):
+    known = parameters(words)
+    for name, option in own_options(words).items():
+        one = known[name]
+        default: Any = option.to_info_dict()["default"]
+        expected = None if one.default is inspect.Parameter.empty else one.default
+        if one.many and expected:
+            default, expected = [*default], [",".join(map(str, expected))]
+        assert option.required == (one.default is inspect.Parameter.empty) or (words, name) in REQUIRED_HERE, name
+        assert (default or None) == (expected or None), name
+        kind = option.type
+        if isinstance(kind, Commas):
+            kind = kind.kind
+        assert one.many == (option.multiple or option.nargs < 0) or isinstance(kind, TextFile), name
+        if get_origin(one.type) is Literal:
+            assert tuple(kind.choices) == get_args(one.type), name
+        elif one.type in (int, float, bool):
+            assert kind.name == {int: "integer", float: "float", bool: "boolean"}[one.type], name
+
+
+@EVERY
+def test_the_help_says_what_the_docstring_says(words):
+    """Each sentence of the help of an option stands in the description of the parameter, which may say more."""
+    command = COMMANDS[words]
+    doc = " ".join(introduction(inspect.getdoc(command.load()) or "").split())
+    _, *more = " ".join(str(command.help).split()).split(". ")
+    for sentence in more:
+        assert sentence.rstrip(".") in doc, sentence
+    known = parameters(words)
+    setup = {one.name: one for one in (*parameters_of(Setup.open), *parameters_of(edit_from_options))}
+    for name, option in own_options(words).items():
+        one = setup[name] if option in (*MODEL, *SETUP, *EDITS) else known[name]
+        help = str(option.help).removesuffix(" It may be given several times.")
+        for part in help.replace("; ", ". ").split(". "):
+            assert part.rstrip(".") in one.help, (name, part)
+
+
+def test_an_option_has_one_name_everywhere():
+    flags: dict[str, set[str]] = {}
+    for command in COMMANDS.values():
+        for one in command.params:
+            if isinstance(one, click.Option):
+                flags.setdefault(str(one.name), set()).add(one.opts[0])
+    other = {name: found for name, found in flags.items() if found != {"--" + name.replace("_", "-")}}
+    assert other == {"form": {"--format"}, "prompt": {"--prompt", "--prompt-file"}, "answer": {"--answer-file"}}
+
+
+def test_earlier_names_of_options_are_still_read(capsys):
+    for old, new in RENAMED.items():
+        words = next(words for words, one in COMMANDS.items() if new in own_options(words))
+        with COMMANDS[words].make_context(words, [f"--{old}", "1" if old in ("eta", "layer") else "kv8"]) as context:
+            assert context.params[new]
+        assert f"--{old} " not in COMMANDS[words].get_help(click.Context(COMMANDS[words]))
+
+
+def test_every_kind_of_result_is_in_the_module_that_is_named():
+    kinds = kind_modules()
+    assert len(kinds) > 15 and {kind for one in COMMANDS.values() for kind in one.kinds} == {*KINDS}
+    for kind, module in kinds.items():
+        import_module(module)
+        assert result_class(kind).__module__ == module
+
+
+def test_help_and_typing_errors_load_no_torch():
+    code = """
+import sys
+from sinkscope.app.cli import main
+from sinkscope.results.console import ProgressBar
+def announce(bar, words, done, total):
+    print(words, 'torch' in sys.modules)
+    raise KeyboardInterrupt
+ProgressBar.__call__ = announce
+for words in ('--help', '--modle x', '--max-repeats x', '--text none'):
+    print(main(['find-sinks', *words.split()]), 'torch' in sys.modules)
+"""
+    ends = [line for line in python(code).stdout.splitlines() if line.endswith((" True", " False"))]
+    assert ends == ["0 False", "2 False", "2 False", "Loading bundled ... False", "130 False"]
