@@ -162,7 +162,7 @@ def _options(params: Sequence[click.Parameter]) -> list[str]:
     rows: list[str] = []
     for one in params:
         name = one.opts[0] if isinstance(one, click.Option) else one.human_readable_name
-        rows.append(f"| `{name}` | {one.help} |")
+        rows.append(f"| `{name}` | {one.help} |".replace("|-", "\\|-"))
     if not rows:
         return []
     return ["| option | |\n|---|---|", *rows, ""]

@@ -156,9 +156,7 @@ def help_of(name: str) -> str:
     printed = io.StringIO()
     with redirect_stdout(printed):
         if name.startswith("-m "):
-            with pytest.raises(SystemExit) as ended:
-                run_script(importlib.import_module(name.removeprefix("-m ")).main, ["--help"])
-            assert ended.value.code == 0, name
+            run_script(importlib.import_module(name.removeprefix("-m ")).main, ["--help"])
         else:
             assert main([*name.split(), "--help"]) == 0, name
     return printed.getvalue()
