@@ -10,7 +10,6 @@ from typing import Any
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.kv.registry import policy_named
 
 
 def edit_from_options(
@@ -33,13 +32,13 @@ def edit_from_options(
         SinkscopeError: The patch cannot be read, the policy does not exist, or something is not an intervention.
     """
     if guard is True:
-        guard = policy_named("loopguard")
+        guard = _named("loopguard")
     elif guard == "paper":
-        guard = policy_named("loopguard:paper")
+        guard = _named("loopguard:paper")
     parts = [
         SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,
         *(interventions if isinstance(interventions, list | tuple) else [interventions]),
-        policy_named(policy) if isinstance(policy, str) else policy,
+        _named(policy),
         guard or None,
     ]
     given = [part for part in parts if part is not None]
@@ -50,3 +49,12 @@ def edit_from_options(
                 "them joined by |"
             )
     return functools.reduce(or_, given) if given else None
+
+
+def _named(policy: Any) -> Any:
+    """Return the policy of a name, and anything else as it is."""
+    if not isinstance(policy, str):
+        return policy
+    from sinkscope.kv.registry import policy_named  # most measurements run without the cache of this package
+
+    return policy_named(policy)
