@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import hypot
 from pathlib import Path
@@ -10,9 +11,11 @@ from sinkscope.app.pages import text
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
+from sinkscope.measure.margin import DIFFERENCES, Interval, difference_of, in_points
 from sinkscope.results.cards import Card
+from sinkscope.results.notation import word_list
 from sinkscope.results.result import Number, Result
-from sinkscope.results.tables import Grid, Table, cell, strings
+from sinkscope.results.tables import Grid, Table, cell, constant_last, strings
 
 CARD = "card.json"
 TOPICS = {
@@ -26,9 +29,13 @@ TOPICS = {
 }
 """What the parts on the first screen are about."""
 SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
+NAMED = 6  # items of a list that a comparison names
+SAME_TEXTS = ("text", "seed", "bos")
+"""Settings of two cards that read the same texts and prompts."""
 RULE = (
-    "A number changed if it moved by more than the margins of both cards together and by 1 % of its value; a number "
-    "without a margin is shown and not judged."
+    "A number changed if the 95 % interval of its change leaves out zero and it moved by 1 % of its value. On the same "
+    "texts the interval is that of the differences text by text, else of both margins together; a number without a "
+    "margin is shown and not judged."
 )
 
 
@@ -59,7 +66,10 @@ class CardChange:
         label: Description of the number or word.
         before: Value on the other card.
         after: Value on this card.
-        margin: Margin of the change, from both cards' margins; None if unknown, or for a word.
+        change: How far the number moved, with its 95 % interval if that is known.
+        which: What a list has now and had not, and the other way round.
+        paired: Whether the margin is that of the differences text by text.
+        margin: Margin of the change; None if unknown, or for a word.
         changed: Whether the change exceeds the margin; None if it is not judged.
         part: Name of the measurement.
         key: Key of the number in it.
@@ -68,6 +78,9 @@ class CardChange:
     label: str
     before: str
     after: str
+    change: str
+    which: str
+    paired: bool
     margin: float | None
     changed: bool | None
     part: str
@@ -101,7 +114,8 @@ class SinkCard(Result):
         changed = [change for change in judged if change.changed]
         finding = f"Compared with {self.against}, {len(changed)} of {len(judged)} judged values changed"
         for first in changed[:1]:
-            finding = f"{finding}, first {first.label} ({first.before} before, {first.after} now)"
+            moved = first.change or f"{first.before} before, {first.after} now"
+            finding = f"{finding}, first {first.label} ({moved})"
         return f"{finding}."
 
     def details(self) -> list[str]:
@@ -129,14 +143,19 @@ class SinkCard(Result):
         """Return one row per number and word; in a comparison, beside those of the other card."""
         if self.against is not None:
             return [asdict(change) for change in self.changes]
-        return [{"part": part.name, **asdict(number)} for part in self.parts for number in part.numbers]
+        rows: Table = []
+        for part in self.parts:
+            for number in part.numbers:
+                row = {"part": part.name, **asdict(number)}
+                rows.append({name: row[name] for name in row if name not in ("samples", "items")})
+        return rows
 
     def grids(self) -> list[Grid]:
         """Return what changed, and the numbers with their controls."""
         grids: list[Grid] = []
         if self.changes:
-            important = ("label", "before", "after")
-            grids.append(Grid(strings(self.rows()), f"Compared with {self.against}", RULE, important))
+            important = ("label", "change", "before", "after", "which", "changed")
+            grids.append(Grid(constant_last(strings(self.rows())), f"Compared with {self.against}", RULE, important))
         important = ("label", "value", "control", "margin")
         rows = replace(self, against=None).rows()
         for row in rows:
@@ -156,16 +175,18 @@ class SinkCard(Result):
                 "one of the two cards was made with --quick and the other without: their numbers are of different "
                 "settings; make both in the same way"
             )
+        paired = all(self.settings.get(name) == other.settings.get(name) for name in SAME_TEXTS)
         before = {(part.name, number.key): number for part in other.parts for number in part.numbers}
-        changes: list[CardChange] = []
+        changes: dict[tuple[str, str, str], CardChange] = {}
         for part in self.parts:
             for number in part.numbers:
                 if (part.name, number.key) in before:
-                    changes.append(_change(part.name, before[part.name, number.key], number))
+                    change = _change(part.name, before[part.name, number.key], number, paired)
+                    changes.setdefault((change.label, change.before, change.after), change)  # two parts may share it
         if not changes:
             raise SinkscopeError("the two cards have no number in common: give the card of a scan with the same parts")
-        changes.sort(key=lambda change: (change.changed is not True, change.changed is None))
-        return replace(self, against=other.model.name, changes=tuple(changes))
+        ordered = sorted(changes.values(), key=lambda change: (change.changed is not True, change.changed is None))
+        return replace(self, against=other.model.name, changes=tuple(ordered))
 
 
 def _tile(part: CardPart) -> str:
@@ -178,18 +199,38 @@ def _tile(part: CardPart) -> str:
     return f"<article>{tile}<p>{text(part.conclusion)}</p></article>"
 
 
-def _change(part: str, before: Number, after: Number) -> CardChange:
-    """How a number moved, and whether by more than both margins; a word changes if it is another."""
-    margin: float | None = None
-    changed: bool | None = None
+def _change(part: str, before: Number, after: Number, paired: bool) -> CardChange:
+    """How a number moved, and whether by more than its margin; a word changes if it is another."""
+    said, interval, pairs, changed = "", None, bool(paired and before.samples.keys() & after.samples.keys()), None
     if isinstance(before.value, str) or isinstance(after.value, str):
         changed = before.value != after.value
-    elif before.margin is not None and after.margin is not None:
-        margin = hypot(before.margin, after.margin)
-        moved = abs(float(after.value or 0.0) - float(before.value or 0.0))
-        changed = moved > max(margin, SMALLEST_CHANGE * abs(float(before.value or 0.0)))
+    elif before.value is not None and after.value is not None:
+        moved = after.value - before.value
+        if pairs:
+            answers = {*before.samples.values(), *after.samples.values()} <= {0.0, 1.0}  # right or wrong
+            interval = difference_of(after.samples, before.samples, DIFFERENCES if answers else None)
+        if interval is None and before.margin is not None and after.margin is not None:
+            pairs, margin = False, hypot(before.margin, after.margin)
+            interval = Interval(moved, moved - margin, moved + margin)
+        elif pairs and interval is not None:
+            moved = interval.mean
+        said = in_points(moved, interval, after.share)
+        if interval is not None:
+            changed = abs(moved) > SMALLEST_CHANGE * abs(before.value) and not interval.low <= 0 <= interval.high
+    margin = None if interval is None else interval.margin
     old, new = cell(before.value, percent=after.share), cell(after.value, percent=after.share)
-    return CardChange(after.label, old, new, margin, changed, part, after.key)
+    which = _which(before.items, after.items)
+    return CardChange(after.label, old, new, said, which, pairs, margin, changed, part, after.key)
+
+
+def _which(before: Sequence[str], after: Sequence[str]) -> str:
+    """What a list has now and had not, and the other way round."""
+    said: list[str] = []
+    for words, some, others in (("new", after, before), ("gone", before, after)):
+        names = [name for name in some if name not in others]
+        if names and before and after:
+            said.append(f"{words}: {word_list(names, NAMED)}")
+    return "; ".join(said)
 
 
 def part_file(name: str) -> str:

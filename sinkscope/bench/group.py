@@ -12,7 +12,7 @@ from sinkscope.bench.methods import Method
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
-from sinkscope.measure.margin import DIFFERENCES, FEWEST_VALUES, SCORES, Interval, interval_of
+from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, difference_of, interval_of
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ def difference(one: BenchGroup, other: BenchGroup) -> Interval | None:
     Returns:
         None where a margin is unknown: a difference is then not judged.
     """
-    values = [score - other.scores[prompt] for prompt, score in one.scores.items() if prompt in other.scores]
-    if len(values) >= FEWEST_VALUES:
-        shares = are_shares(one.task, [*one.scores.values(), *other.scores.values()])
-        return interval_of(np.array(values), DIFFERENCES if shares else None)
+    shares = are_shares(one.task, [one.score, other.score, *one.scores.values(), *other.scores.values()])
+    paired = difference_of(one.scores, other.scores, DIFFERENCES if shares else None)
+    if paired is not None:
+        return paired
     if one.margin is None or other.margin is None:
         return None
     mean, margin = one.score - other.score, hypot(one.margin, other.margin)

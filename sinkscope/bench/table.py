@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from sinkscope.bench.draw import draw_bench
 from sinkscope.bench.finding import control_of, finding, ranked
-from sinkscope.bench.group import BenchGroup, mean_score
+from sinkscope.bench.group import BenchGroup, difference, mean_score
 from sinkscope.bench.methods import FULL, Method
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
@@ -21,9 +21,9 @@ from sinkscope.bench.task import task_class
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.provenance import UNKNOWN_MODEL, ModelInfo, provenance
-from sinkscope.measure.margin import known_numbers, mean_known
+from sinkscope.measure.margin import Interval, in_points, known_numbers, mean_known
 from sinkscope.results.result import Number, Result
-from sinkscope.results.tables import MOST_ROWS, Grid, Table, strings
+from sinkscope.results.tables import MOST_ROWS, Grid, Table, constant_last, strings
 
 HEADS = {"read": "tokens_read", "cells": "attention_computed"}
 """Heads of columns whose names in records are shorter."""
@@ -35,6 +35,7 @@ class BenchTable(Result):
 
     Attributes:
         groups: Results by task, model, set and method.
+        beside: The method with which all others are compared, prompt by prompt. None: the best one of each set.
     """
 
     kind = "bench"
@@ -43,6 +44,9 @@ class BenchTable(Result):
     brief_rows = MOST_ROWS  # every method that the conclusion compares
 
     glossary: ClassVar = {
+        "difference": "Score minus that of the method with which all are compared, mean over the same prompts",
+        "from": "Lower end of the 95 % interval of that difference",
+        "to": "Upper end of it",
         "tokens_read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
         "attention_computed": "Share of a prompt's causal cells that attention covers; a dash if the model reads it",
         "time": "Seconds per new token, divided by those of the full cache",
@@ -50,11 +54,13 @@ class BenchTable(Result):
     }
 
     groups: tuple[BenchGroup, ...]
+    beside: str | None = None
 
     def rows(self) -> Table:
         """Return one row per group."""
         rows: Table = []
         for group in self.groups:
+            lead = self.lead(group)
             row = {
                 "task": group.task,
                 "model": group.model,
@@ -63,6 +69,9 @@ class BenchTable(Result):
                 task_class(group.task).main: group.score,
                 "low": group.low,
                 "high": group.high,
+                "difference": None if lead is None else lead.mean,
+                "from": None if lead is None else lead.low,
+                "to": None if lead is None else lead.high,
                 **group.differs,
                 **group.parts,
                 **group.metrics,
@@ -79,10 +88,28 @@ class BenchTable(Result):
             rows = [row for row in self.rows() if row["task"] == task]
             main, percent = task_class(task).main, [*PERCENT]
             if main in PERCENT:
-                percent += ["low", "high", *chain(*(group.parts for group in self.groups))]
+                percent += ["low", "high", "difference", "from", "to", *chain(*(group.parts for group in self.groups))]
             columns = {HEADS.get(name, name): cells for name, cells in strings(rows, percent).items()}
-            grids.append(Grid(columns, important=("set", "method", main, "low", "high", *self.differs())))
+            shown = ("method", main, "low", "high", "difference", "from", "to", *self.differs())
+            sets = ["set"] if len({*columns["set"]}) > 1 else []
+            grids.append(Grid(constant_last(columns), important=(*sets, *shown)))
         return grids
+
+    def reference(self, group: BenchGroup) -> BenchGroup | None:
+        """Return the method with which a method of the same place is compared."""
+        beside = [one for one in self.groups if one.place == group.place]
+        if self.beside is None:
+            beside = ranked(beside)
+        else:
+            beside = [one for one in beside if str(one.method) == self.beside]
+        return next(iter(beside), None)
+
+    def lead(self, group: BenchGroup) -> Interval | None:
+        """Return how much larger a score is than that of the method with which it is compared; None: not known."""
+        reference = self.reference(group)
+        if reference is None or reference is group:
+            return None
+        return difference(group, reference)
 
     def differs(self) -> list[str]:
         """Return the conditions in which the runs of the table differ."""
@@ -102,8 +129,14 @@ class BenchTable(Result):
         return finding(self.places()[0])
 
     def details(self) -> list[str]:
-        """Return what the other sets say."""
-        return [finding(groups) for groups in self.places()[1:]]
+        """Return what the other sets say, and the differences from the best method or from that which was asked for."""
+        lines = [finding(groups) for groups in self.places()[1:]]
+        for group in self.groups:
+            lead, reference = self.lead(group), self.reference(group)
+            if lead is not None and reference is not None:
+                moved = in_points(lead.mean, lead, task_class(group.task).main in PERCENT)
+                lines.append(f"{group.title}: {group.method} - {reference.method}: {moved}")
+        return lines
 
     def numbers(self) -> list[Number]:
         """Return the score of each method beside that of the control, the best one of each set first."""
@@ -120,6 +153,7 @@ class BenchTable(Result):
                     margin=group.margin,
                     share=task.main in PERCENT,
                     contrast=task.control if control is None else str(control.method),
+                    samples=group.scores,
                 )
                 numbers.append(number)
         return numbers
@@ -130,6 +164,7 @@ def bench_table(
     folders: Sequence[Path],
     *,
     by: str = "part",
+    beside: str | None = None,
 ) -> BenchTable:
     """Show scores beside costs from finished or unfinished runs.
 
@@ -137,14 +172,15 @@ def bench_table(
         folders: Folders of `sinkscope bench`.
         by: What the columns after the score stand for: part (such as the position of a question), turn, or a field of
             the prompts such as depth, length or period.
+        beside: The method with which all others are compared, prompt by prompt. By default the best one of each set.
 
     Raises:
-        SinkscopeError: A folder is not of a run.
+        SinkscopeError: A folder is not of a run, or no run has that method.
     """
-    return tabulate_records([read_run(folder) for folder in folders], by)
+    return tabulate_records([read_run(folder) for folder in folders], by, beside)
 
 
-def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
+def tabulate_records(runs: Sequence[BenchRun], by: str = "part", beside: str | None = None) -> BenchTable:
     """Group the records of runs by task, model, set and method; runs under other conditions stay apart.
 
     A record that several runs have counts once.
@@ -152,9 +188,10 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
     Args:
         runs: The runs.
         by: As for `bench_table`.
+        beside: As for `bench_table`.
 
     Raises:
-        SinkscopeError: No record has such a field.
+        SinkscopeError: No record has such a field, or no method has that name.
     """
     started = time.perf_counter()
     differing = conditions_that_differ([run.settings for run in runs])
@@ -170,6 +207,9 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
     for key in sorted(grouped, key=lambda key: key[:5]):  # methods stay in the order in which they answered
         full = grouped.get((*key[:5], Method(FULL)), {})
         groups.append(_group(key, [*grouped[key].values()], [*full.values()], by))
+    methods = dict.fromkeys(str(group.method) for group in groups)
+    if beside is not None and beside not in methods:
+        raise SinkscopeError(f"--beside {beside}: expected {', '.join(methods)}")
     settings = [run.settings for run in runs]
     origin = provenance(
         started=started,
@@ -182,7 +222,7 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
     model = ModelInfo(**models[0])
     if any(one != models[0] for one in models):
         model = replace(UNKNOWN_MODEL, name=_each(models, "name"), family=_each(models, "family"))
-    return BenchTable(model=model, settings={"runs": settings}, provenance=origin, groups=tuple(groups))
+    return BenchTable(model=model, settings={"runs": settings}, provenance=origin, groups=tuple(groups), beside=beside)
 
 
 def conditions(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isnan, sqrt
 from statistics import fmean
@@ -71,6 +71,31 @@ def margin_of(values: Float[np.ndarray, " sample"], bounds: tuple[float, float] 
     if interval is None:
         return None
     return interval.margin
+
+
+def difference_of(
+    one: Mapping[str, float], other: Mapping[str, float], bounds: tuple[float, float] | None = None
+) -> Interval | None:
+    """Return the interval of the mean difference over the texts or prompts that both have.
+
+    Args:
+        one: A number of each text, by its name.
+        other: The same of another model or method.
+        bounds: As for `interval_of`.
+
+    Returns:
+        None for fewer than three.
+    """
+    return interval_of(np.array([value - other[name] for name, value in one.items() if name in other]), bounds)
+
+
+def in_points(moved: float, interval: Interval | None, share: bool) -> str:
+    """Return a difference in words: "-10.0 points, 95 % -14.0 to -6.0"; of a number that is no share without points."""
+    scale, form, unit = (100.0, "+.1f", " points") if share else (1.0, "+.3g", "")
+    said = f"{scale * moved:{form}}{unit}"
+    if interval is not None:
+        said += f", 95 % {scale * interval.low:{form}} to {scale * interval.high:{form}}"
+    return said
 
 
 def share_interval(hits: int, cases: int) -> Interval | None:

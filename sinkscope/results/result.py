@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pkgutil import resolve_name
 from textwrap import fill
 from typing import Any, ClassVar
@@ -36,6 +36,9 @@ class Number:
         margin: Two standard errors over texts. None: differences of this number are not judged.
         share: Whether it is a share, which a tile shows in per cent.
         contrast: What the control is, in a few words.
+        samples: The number of each text or prompt, by what tells them apart, so that two models are compared text by
+            text.
+        items: Names of what it counts or lists, so that a comparison says which are new.
     """
 
     key: str
@@ -45,12 +48,14 @@ class Number:
     margin: float | None = None
     share: bool = False
     contrast: str = "control"
+    samples: dict[str, float] = field(default_factory=dict)
+    items: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, key: str, label: str, effect: Effect) -> Number:
+    def of(cls, key: str, label: str, effect: Effect, samples: dict[str, float] | None = None) -> Number:
         """Return the number of an effect, beside its nearest control."""
-        contrast, control = effect.control
-        return cls(key, label, effect.value, control, effect.margin, share=True, contrast=contrast)
+        name, control = effect.control
+        return cls(key, label, effect.value, control, effect.margin, share=True, contrast=name, samples=samples or {})
 
 
 @dataclass(frozen=True, kw_only=True)

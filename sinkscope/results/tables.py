@@ -163,6 +163,11 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> d
     return shown
 
 
+def constant_last(columns: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """Return columns with those last that say the same in all of several rows."""
+    return dict(sorted(columns.items(), key=lambda column: len(column[1]) > 1 and len({*column[1]}) == 1))
+
+
 def long_table(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> Table:
     """Return a row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None.
 

@@ -126,7 +126,8 @@ class LineWeights(Result):
         eta, margin = self.etas[self.shown_eta], margin_of(self.text_mass[self.shown_eta])
         label = f"of the attention on the heaviest {eta:.0%} of lines"
         on_lines = self.shown("mass"), self.shown("random_mass")
-        numbers = [Number(f"mass.{eta:g}", label, *on_lines, margin, share=True, contrast=RANDOM)]
+        samples = {f"text {text}": float(mass) for text, mass in enumerate(self.text_mass[self.shown_eta])}
+        numbers = [Number(f"mass.{eta:g}", label, *on_lines, margin, True, RANDOM, samples)]
         if self.inputs is not None:
             label, shared = "of the heaviest lines shared by two texts", self.shown("inputs")
             random = self.shown("inputs_random")

@@ -167,7 +167,26 @@ def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
         ("b", "word"): ("b", "b", False),
     }
     assert [(row["part"], row["key"]) for row in card.rows()] == list(changes)
-    assert card.first_screen().startswith("<p><b>Compared with ") and "(10.0% before, 30.0% now)" in card.first_screen()
+    assert (
+        card.first_screen().startswith("<p><b>Compared with ")
+        and "(+20.0 points, 95 % +18.6 to +21.4)" in card.first_screen()
+    )
+
+
+def test_cards_of_the_same_texts_are_compared_text_by_text(folder):
+    """Texts differ more than models do; a list says what is new, and what two parts share counts once."""
+    texts = {f"text {number}": 0.1 * number for number in range(8)}
+    number = Number("heads", "share", 0.35, None, 0.2, True, samples=texts, items=("L0.H1", "L1.H2"))
+    later = {name: value + 0.05 + 0.001 * (value > 0.3) for name, value in texts.items()}
+    moved = replace(number, value=0.4, samples=later, items=("L1.H2", "L2.H0"))
+    parts = [(CardPart("a", "a", "A.", (one,)), CardPart("b", "b", "B.", (one,))) for one in (number, moved)]
+    card = replace(read_card(folder), parts=parts[0])
+    (change,) = replace(card, parts=parts[1]).compared(card).changes
+    assert change.paired and change.changed and change.change.startswith("+5.1 points, 95 % +5.0 to +5.1")
+    assert change.which == "new: L2.H0; gone: L0.H1"
+    other = replace(card, settings={**card.settings, "text": "another"})
+    (change,) = replace(other, parts=parts[1]).compared(card).changes
+    assert not change.paired and not change.changed and change.margin == pytest.approx(0.08**0.5)
 
 
 def test_cards_of_different_settings_are_not_compared(folder):

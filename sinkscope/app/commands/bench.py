@@ -56,7 +56,13 @@ def bench() -> Any:
     return bench
 
 
-@command("bench table", BENCHMARK, "sinkscope bench table runs --by turn", kinds=["bench"])
+@command(
+    "bench table",
+    BENCHMARK,
+    "sinkscope bench table runs --by turn",
+    "sinkscope bench table runs --beside snapkv:0.25",
+    kinds=["bench"],
+)
 @click.argument("folders", metavar="DIR...", help="Folders of `sinkscope bench`.", nargs=-1, type=Path, required=True)
 @click.option(
     "--by",
@@ -64,6 +70,11 @@ def bench() -> Any:
     default="part",
     help="What the columns after the score stand for: part (such as the position of a question), turn, or a field "
     "of the prompts such as depth, length or period.",
+)
+@click.option(
+    "--beside",
+    metavar="METHOD",
+    help="The method with which all others are compared, prompt by prompt. By default the best one of each set.",
 )
 def bench_table() -> Any:
     """Show the tables of finished runs."""

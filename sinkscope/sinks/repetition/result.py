@@ -100,7 +100,10 @@ class Repeat(Result):
         """Return what the last copy has, or how much attention the copies get, beside one copy or other tokens."""
         what = QUANTITIES[self.quantity]
         label = f"{what} with {self.copies} copies of a token"
-        return [Number.of(f"{what}.tokens", label, effect) for effect in self.effects[:1]]
+        samples = dict[str, float]()
+        if self.quantity != "attention" and self.values is not None:
+            samples = dict(zip(self.tokens, self.values[0, :, -1].tolist(), strict=True))
+        return [Number.of(f"{what}.tokens", label, effect, samples) for effect in self.effects[:1]]
 
     @property
     def column(self) -> str:

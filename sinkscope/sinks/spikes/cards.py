@@ -200,8 +200,8 @@ def _without(spike: SpikeResult) -> str:
         return ""
     said = [f"{share_left(without.left, without.left_margin)} of the spike"]
     if any(without.heads):
-        before, after = map(with_margin_of, without.heads, without.heads_margin)
-        said.append(f"{after} of {before} heads")
+        (before, after), (margin, margin_after) = without.heads, without.heads_margin
+        said.append(f"{with_margin_of(after, margin_after)} of {heads_of(before, margin)}")
     if without.perplexity is not None:
         said.append(f"perplexity x {with_margin(without.perplexity, without.perplexity_margin)}")
     return ", ".join(said)

@@ -95,7 +95,8 @@ def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:
     """Return heads that attend to a place, in the texts that have it."""
     received = survey.received(mask)[survey.target.attending][:, :, mask.any(1)]
     heads, margin = count_readers(received)
-    return Readers(place, heads, received[..., 0].numel(), margin, received.shape[2])
+    by_text = (received > READS).flatten(0, 1).sum(0).tolist()
+    return Readers(place, heads, received[..., 0].numel(), margin, received.shape[2], tuple(by_text))
 
 
 def attended_places(survey: Survey, sinks: Sinks, tokenizer: Any) -> tuple[Attended, ...]:

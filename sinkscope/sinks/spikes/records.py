@@ -261,6 +261,7 @@ class Readers:
         total: Number of heads of the layers that attend.
         margin: Two standard errors of the number over texts.
         texts: Number of texts.
+        by_text: Their number in each text.
     """
 
     place: str
@@ -268,6 +269,7 @@ class Readers:
     total: int
     margin: float | None
     texts: int
+    by_text: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

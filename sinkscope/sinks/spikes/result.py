@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 from sinkscope.measure import Number, Result
 from sinkscope.results.cards import Card
 from sinkscope.results.effect import Effect
-from sinkscope.results.notation import word_list
+from sinkscope.results.notation import head_name, word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes import cards
 from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, Readers, SinkRate, SpikeResult
+from sinkscope.sinks.thresholds import READS
 
+FIRST = "the first token"
 HEADS_OF_MARKS = (
     "Marks are components that are replaced alone or in pairs; which heads these depend on, all layers together, is "
     "measured by `sinkscope heads`."
@@ -75,7 +77,7 @@ class SpikesFound(Result):
     @property
     def first_spikes(self) -> tuple[SpikeResult, ...]:
         """The spikes of the first token."""
-        return tuple(one for one in self.spikes if one.place.words == "the first token")
+        return tuple(one for one in self.spikes if one.place.words == FIRST)
 
     @property
     def needed(self) -> tuple[Neuron, ...]:
@@ -126,15 +128,22 @@ class SpikesFound(Result):
 
     def numbers(self) -> list[Number]:
         """Return the heads, the spike's ratio, its neurons, and what is lost without them."""
-        share = self.readers.heads / max(self.readers.total, 1)
-        margin = None if self.readers.margin is None else self.readers.margin / max(self.readers.total, 1)
-        numbers = [Number("heads", "share of heads that attend to the sink", share, margin=margin, share=True)]
+        total = max(self.readers.total, 1)
+        margin = None if self.readers.margin is None else self.readers.margin / total
+        samples = {f"text {text}": heads / total for text, heads in enumerate(self.readers.by_text)}
+        names = list[str]()
+        if self.readers.place == FIRST:  # `heads` are about position 0
+            for layer, given in enumerate(self.heads):
+                names += [head_name(layer, head) for head, share in enumerate(given) if (share or 0.0) > READS]
+        share, label = self.readers.heads / total, "share of heads that attend to the sink"
+        numbers = [Number("heads", label, share, margin=margin, share=True, samples=samples, items=tuple(names))]
         if self.spike is not None:
             numbers.append(Number("place", "where the norm spike is", self.spike.place.words))
             numbers.append(Number("layers", "layers in which it stands out", cards.span(*self.spike.layers)))
             numbers.append(Number("ratio", "norm of the spike over the typical one", self.spike.ratio))
             if self.needed:
-                numbers.append(Number("neurons", "neurons that the spike needs", word_list(self.needed, 4)))
+                needed = tuple(map(str, self.needed))
+                numbers.append(Number("neurons", "neurons that the spike needs", word_list(needed, 4), items=needed))
             kind, edited = "heads", "with {} replaced"
             if self.needed:
                 kind, edited = "neurons", "without {}"
