@@ -44,7 +44,7 @@ def _check(name: str, progress: Progress) -> None:
     """Print what is known of a model, and prove it."""
     from sinkscope.kv.windows import scope_line
     from sinkscope.models.adapters import shown_row
-    from sinkscope.opening.inference.find import probe
+    from sinkscope.opening.inference.proof import probe
     from sinkscope.opening.live import target_of
     from sinkscope.opening.load import load
 

@@ -76,7 +76,7 @@ ADAPTERS: dict[str, Adapter] = {}
 def register(adapter: Adapter) -> Adapter:
     """Register the adapter of another architecture; everything that accepts a model then accepts this one.
 
-    `sinkscope.load` checks a row on a few tokens before it returns the model, as `inference.probe.probe` does. A later
+    `sinkscope.load` checks a row on a few tokens before it returns the model, as `inference.proof.probe` does. A later
     row of the same `model_type` takes the place of an earlier one.
     """
     ADAPTERS[adapter.model_type] = adapter

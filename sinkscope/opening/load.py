@@ -30,7 +30,7 @@ from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.quiet import loading_errors, quiet
 from sinkscope.models.checkpoints.weights import check_depth, model_with_weights
 from sinkscope.models.target import Target, check_divides
-from sinkscope.opening.inference.find import adapter_of, prove
+from sinkscope.opening.inference.find import adapter_of
 from sinkscope.opening.live import avoid_misreading
 
 
@@ -90,10 +90,8 @@ def load(
         check_vocabulary(hf.tokenizer, hf)
         check_finite(hf)
         target = Target(hf, hf, "hf", DRAFT, name=source.name)
-        target = replace(target, adapter=adapter_of(target, proves=probe))
+        target = replace(target, adapter=adapter_of(target, proves=probe, every_layer=probe))
         avoid_misreading(target)
-        if probe:
-            prove(target)
         if quantization_config is None:
             hf.sinkscope_origin = origin, fingerprint(hf)
     return hf

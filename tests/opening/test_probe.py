@@ -17,7 +17,7 @@ import sinkscope.tap.call as attention
 from sinkscope.errors import UnsupportedError
 from sinkscope.models import adapters
 from sinkscope.models.adapters import PATHS, Adapter
-from sinkscope.opening.inference.find import probe
+from sinkscope.opening.inference.proof import probe
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 

@@ -18,7 +18,7 @@ from sinkscope.kv.windows import cache_layers, scope_line
 from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.neurons import w_out
-from sinkscope.opening.inference.find import probe
+from sinkscope.opening.inference.proof import probe
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.live import target_of
 
