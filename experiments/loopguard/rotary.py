@@ -31,8 +31,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import decode
 from sinkscope.loops.text.signals import tail_period
 from sinkscope.measure import Setup
-from sinkscope.models.checks import attending_layers
 from sinkscope.models.grouped_heads import per_query_head
+from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of, panels

@@ -33,7 +33,7 @@ from sinkscope.generation.decode import to_end
 from sinkscope.kv import SnapKV
 from sinkscope.kv.policy import LayerMoment
 from sinkscope.measure.margin import SCORES, interval_of, mean_known
-from sinkscope.models.checks import end_ids, tokenizer_of
+from sinkscope.models.inputs import end_ids, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.opening.load import load
 from sinkscope.results.console import ProgressBar

@@ -30,8 +30,8 @@ from experiments.script import run
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.trace import trace
 from sinkscope.measure import PIECE, Setup
-from sinkscope.models.checks import check_site
 from sinkscope.models.draws import seed_of
+from sinkscope.models.inputs import check_site
 from sinkscope.models.text import text_rows
 from sinkscope.results.style import figure_of
 

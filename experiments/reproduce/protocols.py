@@ -15,7 +15,7 @@ import torch
 
 from experiments.reproduce.published import Published
 from sinkscope.measure import PIECE, Setup
-from sinkscope.models.checks import check_site
+from sinkscope.models.inputs import check_site
 from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron

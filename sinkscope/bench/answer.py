@@ -28,7 +28,7 @@ from sinkscope.loops.generate import padded
 from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.measure.margin import mean_known
 from sinkscope.measure.setup import model_info
-from sinkscope.models.checks import end_ids, tokenizer_of
+from sinkscope.models.inputs import end_ids, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
 

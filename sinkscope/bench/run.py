@@ -23,7 +23,7 @@ from sinkscope.hooks.edit.base import Intervention
 from sinkscope.loops.generate import Temperature
 from sinkscope.models.checkpoints.config import float32_by_default
 from sinkscope.models.checkpoints.fingerprint import fingerprint_of
-from sinkscope.models.checks import check_length, tokenizer_of
+from sinkscope.models.inputs import check_length, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load

@@ -27,8 +27,7 @@ from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.rewind import generate_with_rewind
 from sinkscope.kv.session import Session
 from sinkscope.models.call_cache import CACHE_NAMES
-from sinkscope.models.checks import check_length, end_ids
-from sinkscope.models.inputs import read_row
+from sinkscope.models.inputs import check_length, end_ids, read_row
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.live import target_of
 

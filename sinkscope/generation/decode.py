@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 
 from sinkscope.errors import warn
 from sinkscope.hooks.edit.base import Event, Intervention, under
-from sinkscope.models.checks import end_ids
+from sinkscope.models.inputs import end_ids
 from sinkscope.models.target import Target
 
 _IN_RESULTS = ("do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty")  # settings to record

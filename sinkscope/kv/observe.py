@@ -10,7 +10,7 @@ from sinkscope.files.records import Natural, check_fields
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.attention_watch import AttentionRows
 from sinkscope.kv.session import Session
-from sinkscope.models.checks import attending_layers
+from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
 
 

@@ -22,8 +22,7 @@ from sinkscope.kv.observe import Observe
 from sinkscope.loops.continuation import prompt_and_continuation
 from sinkscope.loops.text.signals import end_loop
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
-from sinkscope.models.checks import attending_layers, check_site
-from sinkscope.models.inputs import read_row
+from sinkscope.models.inputs import attending_layers, check_site, read_row
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import count_of, head_name, word_form, word_list
 from sinkscope.results.style import figure_of, long_table

@@ -26,9 +26,8 @@ from sinkscope.kv.session import Session
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.models.checkpoints.config import check_finite
-from sinkscope.models.checks import check_length, end_ids, tokenizer_of
 from sinkscope.models.draws import seed_of
-from sinkscope.models.inputs import read_inputs
+from sinkscope.models.inputs import check_length, end_ids, read_inputs, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.live import target_of

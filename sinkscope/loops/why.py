@@ -31,8 +31,7 @@ from sinkscope.loops.continuation import prompt_and_continuation
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
-from sinkscope.models.checks import check_length
-from sinkscope.models.inputs import read_row
+from sinkscope.models.inputs import check_length, read_row
 from sinkscope.results.effect import STANDS
 from sinkscope.results.notation import word_list
 from sinkscope.results.style import BLUE, GREY, figure_of, panels

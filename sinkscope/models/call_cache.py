@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
-from sinkscope.models.hooks import Args, Hook, Kwargs
+from sinkscope.models.hooks import Args, Hook, Kwargs, parameters_of
 
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of the cache; where a call has several, transformers reads the first of them."""
@@ -41,21 +40,6 @@ def tokens_in(cache: Any) -> int:
             if hasattr(layer, "get_seq_length"):
                 count = max(count, int(layer.get_seq_length()))
     return count
-
-
-def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the `forward` of a module, by name.
-
-    Those of its class, because wrappers that are set on a module (of nnsight, for instance) take any arguments.
-    """
-    return _parameters_of_class(type(module))
-
-
-@lru_cache(256)
-def _parameters_of_class(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
-    parameters = dict(inspect.signature(kind.forward).parameters)
-    parameters.pop("self", None)
-    return parameters
 
 
 def cache_parameter(module: nn.Module) -> inspect.Parameter | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -71,6 +73,21 @@ def _of_this_thread(fn: Callable[..., Any], arguments: int) -> Callable[..., Any
         return fn(*given)
 
     return hook
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the `forward` of a module, by name.
+
+    Those of its class, because wrappers that are set on a module (of nnsight, for instance) take any arguments.
+    """
+    return _parameters_of_class(type(module))
+
+
+@lru_cache(256)
+def _parameters_of_class(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+    parameters = dict(inspect.signature(kind.forward).parameters)
+    parameters.pop("self", None)
+    return parameters
 
 
 def hidden_of(args: Args, kwargs: Kwargs) -> Tensor:

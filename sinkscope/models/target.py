@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Found, layer_kind
-from sinkscope.models.call_cache import parameters_of
 from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.hooks import Hook, Stop, entering, hooked, on_hidden, skipped, stop
+from sinkscope.models.hooks import Hook, Stop, entering, hooked, on_hidden, parameters_of, skipped, stop
 from sinkscope.models.weights import ALONE, Shards, brought, input_width, shards_of, split_weight
 
 ModelKind = Literal["bridge", "hf", "nnsight"]

@@ -15,7 +15,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.processes import world_size
 from sinkscope.models.adapters import DRAFT
-from sinkscope.models.checkpoints.checkpoint import Files
+from sinkscope.models.checkpoints.checkpoint import Files, check_depth, model_with_weights
 from sinkscope.models.checkpoints.config import (
     check_finite,
     check_vocabulary,
@@ -28,7 +28,6 @@ from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.models.checkpoints.gguf_file import parsed_once
 from sinkscope.models.checkpoints.locate import ModelSource, locate
 from sinkscope.models.checkpoints.quiet import loading_errors, quiet
-from sinkscope.models.checkpoints.weights import check_depth, model_with_weights
 from sinkscope.models.target import Target, check_divides
 from sinkscope.opening.inference.find import adapter_of
 from sinkscope.opening.live import avoid_misreading

@@ -15,13 +15,12 @@ import torch
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.processes import world_size
 from sinkscope.models.adapters import DRAFT
-from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, open_weights
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, is_quantised, open_weights
 from sinkscope.models.checkpoints.config import check_vocabulary, parse_device, parse_dtype, read_config, read_tokenizer
 from sinkscope.models.checkpoints.locate import BUNDLED, locate
 from sinkscope.models.checkpoints.quiet import loading_errors, quiet
 from sinkscope.models.checkpoints.stream import LayerStore
-from sinkscope.models.checkpoints.weights import is_quantised
-from sinkscope.models.checks import tokenizer_of
+from sinkscope.models.inputs import tokenizer_of
 from sinkscope.models.target import Target, first_of_kinds
 from sinkscope.opening.inference.find import adapter_of
 from sinkscope.opening.live import avoid_misreading, target_of

@@ -14,8 +14,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.hooks.trace import resolve, trace
 from sinkscope.measure import Setup
-from sinkscope.models.checks import check_length
-from sinkscope.models.inputs import read_inputs
+from sinkscope.models.inputs import check_length, read_inputs
 from sinkscope.opening.open import open_target
 from sinkscope.results.notation import word_list
 from sinkscope.sinks.spikes.cards import span

@@ -13,8 +13,8 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
-from sinkscope.models.checks import check_length
 from sinkscope.models.draws import some_of
+from sinkscope.models.inputs import check_length
 from sinkscope.models.target import Target
 
 WORDS = 5  # words of the text that are repeated by default

@@ -25,7 +25,7 @@ from sinkscope.files.records import PositiveShare, checked_value
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import texts_of
 from sinkscope.measure.margin import margin_of
-from sinkscope.models.checks import attending_layers
+from sinkscope.models.inputs import attending_layers
 from sinkscope.results.notation import count_of
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
 from sinkscope.sparse.attention import Scores

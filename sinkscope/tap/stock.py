@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,21 +79,33 @@ def configs_of(target: Target) -> list[Any]:
 
 
 @contextmanager
-def eager(target: Target) -> Iterator[None]:
-    """Context manager with the model's own eager attention, which returns its weights, in all threads."""
+def switched(target: Target, name: str, before: dict[int, Stock]) -> Iterator[frozenset[int]]:
+    """Context manager in which every configuration of the model selects an attention, in all threads; yields their ids.
+
+    Args:
+        target: The model; it may be switched several times.
+        name: The attention.
+        before: What the configurations select by themselves, by their ids, while they are switched.
+    """
     configs = configs_of(target)
     with _LOCK:
         for config in configs:
-            before = _BEFORE_EAGER.setdefault(id(config), Stock.of(config))
-            before.times += 1
-            set_attention(config, "eager")
+            if id(config) not in before:
+                before[id(config)] = Stock.of(config)
+            before[id(config)].times += 1
+            set_attention(config, name)
     try:
-        yield
+        yield frozenset(map(id, configs))
     finally:
         with _LOCK:
             for config in configs:
-                before = _BEFORE_EAGER[id(config)]
-                before.times -= 1
-                if before.times == 0:
-                    set_attention(config, before.name)
-                    del _BEFORE_EAGER[id(config)]
+                stock = before[id(config)]
+                stock.times -= 1
+                if stock.times == 0:
+                    set_attention(config, stock.name)
+                    del before[id(config)]
+
+
+def eager(target: Target) -> AbstractContextManager[frozenset[int]]:
+    """Return a context manager with the model's own eager attention, which returns its weights, in all threads."""
+    return switched(target, "eager", _BEFORE_EAGER)

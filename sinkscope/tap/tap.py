@@ -12,7 +12,6 @@ padding, learned sink logits. Under a cache policy they cover the keys that the 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -32,8 +31,7 @@ from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, on_output, without_compiler
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention, AttentionOutput, VisibleRowObserver, check_recomputed
-from sinkscope.tap.internals import set_attention
-from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, eager, stock_of
+from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, eager, stock_of, switched
 
 
 @dataclass(eq=False)
@@ -74,7 +72,6 @@ HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=
 
 
 _LATEST: ContextVar[ref[Tensor] | None] = ContextVar("sinkscope_latest_queries", default=None)
-_LOCK = threading.Lock()
 _KEYS = 8  # of the queries and keys by which a function of the user's own is tried
 
 
@@ -125,24 +122,8 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     if NAME not in AttentionInterface():
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _mask)
-    configs = configs_of(target)
-    with _LOCK:
-        for config in configs:
-            if id(config) not in STOCK:
-                STOCK[id(config)] = Stock.of(config)
-            STOCK[id(config)].times += 1
-            set_attention(config, NAME)
-    try:
-        with without_compiler():
-            yield frozenset(map(id, configs))
-    finally:
-        with _LOCK:
-            for config in configs:
-                stock = STOCK[id(config)]
-                stock.times -= 1
-                if stock.times == 0:
-                    set_attention(config, stock.name)
-                    del STOCK[id(config)]
+    with switched(target, NAME, STOCK) as configs, without_compiler():
+        yield configs
 
 
 def _attend(

@@ -17,7 +17,7 @@ from sinkscope.hooks.trace import trace
 from sinkscope.kv import H2O
 from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.models.checks import tokenizer_of
+from sinkscope.models.inputs import tokenizer_of
 from sinkscope.opening.live import target_of
 
 SITE = "blocks.2.hook_resid_post"

@@ -13,8 +13,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sites import head_of, site_of
-from sinkscope.models.checks import check_site
 from sinkscope.models.draws import draws, some_of
+from sinkscope.models.inputs import check_site
 from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.sinks.spikes.controls import Others

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
-from sinkscope.models.checks import check_length
+from sinkscope.models.inputs import check_length
 from sinkscope.models.text import beginning
 
 MOST_TOKENS = 512

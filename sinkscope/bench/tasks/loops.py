@@ -28,7 +28,7 @@ from sinkscope.loops.text.signals import (
     is_loop,
     type_token_ratio,
 )
-from sinkscope.models.checks import tokenizer_of
+from sinkscope.models.inputs import tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
 

@@ -27,7 +27,7 @@ from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, Q
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Share, Whole
 from sinkscope.models.checkpoints.locate import RECALL, TWO_HOPS
-from sinkscope.models.checks import check_length
+from sinkscope.models.inputs import check_length
 from sinkscope.models.target import Target
 
 PromptKind = Literal["needle", "multi-key", "key-value", "tracking", "chain"]

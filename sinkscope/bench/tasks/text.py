@@ -24,7 +24,7 @@ from sinkscope.bench.task import Size, Task, register_task
 from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import to_end
 from sinkscope.kv import Full
-from sinkscope.models.checks import end_ids, tokenizer_of
+from sinkscope.models.inputs import end_ids, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
 

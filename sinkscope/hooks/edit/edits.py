@@ -29,8 +29,8 @@ from sinkscope.hooks.edit.sites import (
     site_of,
 )
 from sinkscope.hooks.trace import resolve
-from sinkscope.models.checks import check_site
 from sinkscope.models.hooks import device_copies
+from sinkscope.models.inputs import check_site
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Head, Neuron
 

@@ -24,7 +24,7 @@ from sinkscope.hooks.edit.sites import (
     site_of,
 )
 from sinkscope.hooks.trace import resolve
-from sinkscope.models.checks import check_site
+from sinkscope.models.inputs import check_site
 from sinkscope.models.target import Target
 
 Bits = Annotated[int, Field(ge=2, le=16)]

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import layer_kind, stack_of
-from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_unexpected, note_further_layers
 from sinkscope.models.checkpoints.config import check_finite, new_model
 from sinkscope.models.checkpoints.quiet import quiet
-from sinkscope.models.checkpoints.weights import check_unexpected, note_further_layers
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
 _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint

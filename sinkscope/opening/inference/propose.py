@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import DRAFT, PATHS, Adapter, Found, NotInferredError, not_inferred, stack_of
-from sinkscope.models.call_cache import parameters_of
 from sinkscope.models.checkpoints.config import first_line
 from sinkscope.models.experts import experts_of
-from sinkscope.models.hooks import Hook, on_input
+from sinkscope.models.hooks import Hook, on_input, parameters_of
 from sinkscope.models.short_passes import begins_at, token_ids
 from sinkscope.models.target import Target, first_of_kinds, layer_kinds
 from sinkscope.models.weights import input_width, is_transposed
@@ -65,6 +64,8 @@ NORM_INSIDE = "ffn_sub_norm"
 
 Fields = dict[str, str | bool | float | None]
 """What was found of a layer, by the fields of an adapter; nothing of parts that it does not have."""
+Attending = tuple[nn.Module, bool]
+"""A module that attends, and whether it has learned sinks."""
 _IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}  # where layers differ
 _LENGTH = 9
 _NOWHERE: dict[str, Any] = {
@@ -106,7 +107,7 @@ def propose(hf: nn.Module, row: Adapter | None = None) -> Found:
 
 
 def _proposed(target: Target, row: Adapter | None = None) -> Found:
-    calls = dict[int, _Attending]()
+    calls = dict[int, Attending]()
     try:
         calls = _attention(target)
     except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
@@ -159,25 +160,17 @@ def _common_adapter(target: Target, kinds: dict[int, Fields]) -> Found:
     return replace(target.adapter, **settings)
 
 
-@dataclass(frozen=True)
-class _Attending:
-    """A module that attends, and whether it has learned sinks."""
-
-    module: nn.Module
-    learned_sinks: bool
-
-
-def _attention(target: Target) -> dict[int, _Attending]:
+def _attention(target: Target) -> dict[int, Attending]:
     """What attends in the first layer of each kind, by layer."""
-    layers, calls, ran = first_of_kinds(target), dict[int, _Attending](), set[int]()
+    layers, calls, ran = first_of_kinds(target), dict[int, Attending](), set[int]()
 
     def see(call: Attention) -> None:
         if call.layer in calls and not call.is_repeated:
             raise NotInferredError(f"layer {call.layer} computes attention twice")
-        calls.setdefault(call.layer, _Attending(call.module, call.settings.get("s_aux") is not None))
+        calls.setdefault(call.layer, (call.module, call.settings.get("s_aux") is not None))
 
     def see_rows(layer: int, _first: int, _rows: Tensor) -> None:
-        calls[layer] = _Attending(target.sub(layer, "attn"), learned_sinks=False)
+        calls[layer] = (target.sub(layer, "attn"), False)
 
     def enter(layer: int, hidden: Tensor) -> None:
         if layer in ran:
@@ -200,7 +193,7 @@ def _attention(target: Target) -> dict[int, _Attending]:
     return calls
 
 
-def _fields(target: Target, layer: int, call: _Attending | None, row: Adapter | None) -> Fields:
+def _fields(target: Target, layer: int, call: Attending | None, row: Adapter | None) -> Fields:
     """What is found in a layer: of each choice the first way for which its sums hold, or else the last."""
     parts = _Parts(target.layers[layer])
     fields: Fields = {}
@@ -217,7 +210,7 @@ def _fields(target: Target, layer: int, call: _Attending | None, row: Adapter | 
             fields |= attention
         choices = parts.choices(fields)
     if call is not None:
-        fields["learned_sinks"] = call.learned_sinks
+        fields["learned_sinks"] = call[1]
     if fields.get("down") and fields.get("up"):
         fields["fused_gate_up"] = parts.is_fused(fields)
     for _, ways in choices:
@@ -273,12 +266,12 @@ class _Parts:
                 return path
         return None
 
-    def attention(self, call: _Attending | None) -> Fields:
+    def attention(self, call: Attending | None) -> Fields:
         """Return what names say of attention, or of what stands in its place."""
         if call is None:
             attn = self.there(ATTENTION)
             return {"attn": attn[0]} if attn else {}
-        (attn,) = (path for path, module in self.modules.items() if module is call.module)
+        (attn,) = (path for path, module in self.modules.items() if module is call[0])
         fields: Fields = {"attn": attn}
         fields["o"] = self._linear(OUTPUT, attn) or self._linear(OUTPUT_BESIDE)
         fields["fused_qkv"] = self._linear(FUSED, attn)

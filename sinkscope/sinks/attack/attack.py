@@ -17,8 +17,8 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure import Natural, Result, Setup, Whole, measurement
 from sinkscope.measure.margin import SCORES, margin_of
-from sinkscope.models.checks import check_length
 from sinkscope.models.draws import draws, some_of
+from sinkscope.models.inputs import check_length
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head
 from sinkscope.results.style import figure_of
