@@ -228,6 +228,21 @@ def _plain_calls(model: nn.Module, ids: torch.Tensor, _wrong: list[str]) -> Call
     return lambda: model(input_ids=ids[:1, :9])
 
 
+def _own_calls(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
+    """Calls inside a block of this thread, which no other thread's block edits."""
+    short = ids[:1, :9]
+    with torch.no_grad():
+        plain = model(input_ids=short).logits
+
+    def call() -> None:
+        logits = model(input_ids=short).logits
+        off = (logits - plain).abs().max()
+        if logits.dtype == torch.float32 and off > 2e-3 * max(1.0, float(plain.std())):
+            wrong.append(f"its own block is edited by another thread's: off by {float(off):.3g}")
+
+    return call
+
+
 def _traces(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
     short = ids[:1, :9]
 
@@ -280,6 +295,6 @@ def _nothing() -> Any:
 OTHERS = {
     "nothing": Other(),
     "plain thread": Other(_plain_calls),
-    "thread with a block": Other(_plain_calls, _nothing),
+    "thread with a block": Other(_own_calls, _nothing),
     "thread with a trace": Other(_traces),
 }
