@@ -48,13 +48,12 @@ def without_hooks(model: nn.Module) -> nn.Module:
     Raises:
         Exception: Somebody has put something into a module that cannot be copied.
     """
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, shared)
-    for module in twin.modules():
+    copies: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
         for name, value in vars(module).items():
-            if "_forward_" in name and "hooks" in name:
-                value.clear()
-    return twin
+            if "_forward_" in name and "hooks" in name:  # another thread's may be among them, which are not copied
+                copies[id(value)] = type(value)()
+    return copy.deepcopy(model, copies)
 
 
 def in_backward() -> bool:

@@ -135,6 +135,7 @@ MENDED = {
     "names of arguments under nnsight": draw_of(wrapper="nnsight", family="gpt2"),
     "a call that began inside the block": draw_of(cache="begun inside", edit="zero"),
     "memory of rows that change places": draw_of(cache="reordered", edit="mean", rows=2),
+    "a block on what is inside a wrapper": draw_of(other="thread with a block", wrapper="module", edit="head"),
     "memory of rows that are repeated": draw_of(cache="repeated", edit="mean"),
     "padding of rows that change places": draw_of(cache="reordered", edit="observe", rows=2, padding="left"),
     "memory of a copied cache": draw_of(cache="copied", edit="mean"),

@@ -165,7 +165,7 @@ class Run:
         me = threading.get_ident()
         if not self._is_open or me == self.thread:
             return self._is_open
-        return all(other.thread != me for other in _ACTIVE.get(self.target.hf, ()))
+        return all(other.thread != me for other in _ACTIVE.get(self.target.base, ()))
 
     @property
     def events(self) -> list[Event]:
@@ -347,7 +347,7 @@ _ACTIVE_LOCK = threading.Lock()
 @contextmanager
 def _registered(run: Run) -> Iterator[None]:
     """Register the run with its model, which sends no trace of nnsight to a server meanwhile."""
-    model, given = run.target.hf, run.target.model
+    model, given = run.target.base, run.target.model  # the decoder: the same whatever is around it
     with _ACTIVE_LOCK:
         _ACTIVE[model] = [*_ACTIVE.get(model, ()), run]  # a new list: others read it without the lock
         if run.target.kind == "nnsight":
@@ -361,9 +361,9 @@ def _registered(run: Run) -> Iterator[None]:
                 vars(given).pop("_remote_backend", None)
 
 
-def runs_here(model: nn.Module) -> list[int]:
-    """Return the numbers of the runs that act on calls of a model which begin now in this thread."""
-    return [run.number for run in _ACTIVE.get(model, ()) if run.acts_here()]
+def runs_here(decoder: nn.Module) -> list[int]:
+    """Return the numbers of the runs that act on calls of a model's decoder which begin now in this thread."""
+    return [run.number for run in _ACTIVE.get(decoder, ()) if run.acts_here()]
 
 
 def _refuse_remote(*_: Any) -> None:
