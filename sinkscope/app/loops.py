@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,21 +20,26 @@ from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import path_of, read_json, reason_of
 from sinkscope.files.plain import visible
 from sinkscope.files.records import checked_value
-from sinkscope.loops import LoopCheck, MonitorSettings, PaperSettings, Watch, check_file
+from sinkscope.loops import Alarm, LoopCheck, MonitorSettings, PaperSettings, Watch
 from sinkscope.loops.servers.proxy import LOOPBACK, application, listen
-from sinkscope.loops.text.check import LOOP_FOUND, NO_TEXT
+from sinkscope.loops.text.check import LOOP_FOUND, NO_TEXT, FailOn, check_of
 from sinkscope.loops.text.copies import Cut
 from sinkscope.loops.text.forms import StreamForm
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.results.console import note
+from sinkscope.results.notation import count_of
 
 HOST, PORT = "127.0.0.1", 8790
+ENDINGS = (".txt", ".md", ".log", ".json", ".jsonl", ".ndjson", ".sse")
+"""Names of the files of a folder that are read."""
 
 
 @checks_arguments
 def check_loops(
-    file: str | None = None,
+    files: Sequence[str] = (),
     *,
+    field: str | None = None,
+    fail_on: FailOn = "loops",
     follow: bool = False,
     form: StreamForm = "auto",
     settings: str | None = None,
@@ -48,10 +55,14 @@ def check_loops(
     """Check whether texts or a stream repeat themselves, and since when. Loads no model.
 
     Each one loops, looped, is suspicious, is clean, or has no text. The exit status is 3 if one loops or looped, and
-    else 1 if one has no text.
+    else 1 if one has no text, or cannot be read.
 
     Args:
-        file: Text, or JSON with text, output or tokens, or with the answers of a server; - is standard input.
+        files: Texts, or JSON with the answers of a server, a log or a data set; also folders of these, and .gz. - is
+            standard input.
+        field: Where the answers of a line of JSON are, such as response.choices or turns.1. By default under one of the
+            names of servers, logs and data sets.
+        fail_on: From which verdict on the exit status is 3; "suspicious" counts repetitions that may be honest as well.
         follow: Watch a stream instead, print each loop as it occurs, and exit with status 3 if there was one. With
             --json, each is a line of JSON, also under --proxy.
         form: What the input is. By default .json, .jsonl and .ndjson are JSON, what a server streamed is read as such,
@@ -68,6 +79,36 @@ def check_loops(
         host: With --proxy: address to listen at, by default one that other machines cannot reach.
         to_files: What is written of the result: the paths by "json", "html" and "csv".
     """
+    monitor, written = _monitor(settings, variant, cut), to_files or {}
+    if written.keys() - {"json"} and (follow or proxy is not None):
+        raise SinkscopeError("--html and --csv write the check of a file: leave them out beside a stream")
+    if first and not follow:
+        raise SinkscopeError("--first has no effect without --follow: leave it out")
+    if proxy is None and (host, port) != (HOST, PORT):
+        raise SinkscopeError("--host and --port have no effect without --proxy: leave them out")
+    if proxy is not None:
+        if any((files, follow, form != "auto", prompt, field, fail_on != "loops")):
+            raise SinkscopeError(
+                "FILE, --field, --fail-on, --follow, --format and --prompt have no effect with --proxy: leave them out"
+            )
+        return _proxy(proxy, monitor, host, port, written.get("json"))
+    watch = Watch(monitor, prompt)
+    if follow:
+        if len(files) > 1:
+            raise SinkscopeError("--follow watches one file: give one, or none for standard input")
+        alarms = watch.follow(_open_bytes(*(files or ["-"])), form=form, name=_name(*(files or ["-"])), field=field)
+        return _follow(alarms, watch, first, fail_on, written.get("json"))
+    if not files:
+        raise SinkscopeError("give the file to check, or - for standard input")
+    return _check(files, watch, form, field, fail_on)
+
+
+def _monitor(settings: str | None, variant: str, cut: Cut) -> Settings:
+    """The settings of the monitor.
+
+    Raises:
+        SinkscopeError: A setting is not valid, or has no effect.
+    """
     data: dict[str, Any] = {}
     if settings is not None:
         data = checked_value(
@@ -77,32 +118,60 @@ def check_loops(
         if variant != "repeats":
             raise SinkscopeError(f"--cut has no effect with --variant {variant}: leave it out")
         data["cut"] = cut
-    monitor = PaperSettings(**data) if variant == "full" else MonitorSettings(**data)
-    files: Mapping[str, str] = to_files or {}
-    if files.keys() - {"json"} and (follow or proxy is not None):
-        raise SinkscopeError("--html and --csv write the check of a file: leave them out beside a stream")
-    if first and not follow:
-        raise SinkscopeError("--first has no effect without --follow: leave it out")
-    if proxy is None and (host, port) != (HOST, PORT):
-        raise SinkscopeError("--host and --port have no effect without --proxy: leave them out")
-    if proxy is not None:
-        if file is not None or follow or form != "auto" or prompt:
-            raise SinkscopeError("FILE, --follow, --format and --prompt have no effect with --proxy: leave them out")
-        return _proxy(proxy, monitor, host, port, files.get("json"))
-    name = "standard input" if file in (None, "-") else Path(file).name
-    if follow:
-        return _follow(file or "-", form, Watch(monitor, prompt), first, name, files.get("json"))
-    if file is None:
-        raise SinkscopeError("give the file to check, or - for standard input")
-    with closing(_open_bytes(file)) as source:
-        # A loop is said at once; the table follows at the end.
-        return check_file(
-            source, form=form, settings=monitor, prompt=prompt, name=name, told=lambda alarm: note(str(alarm))
-        )
+    return PaperSettings(**data) if variant == "full" else MonitorSettings(**data)
+
+
+def _check(files: Sequence[str], watch: Watch, form: StreamForm, field: str | None, fail_on: FailOn) -> LoopCheck:
+    """Check files: a loop is said at once, and the table follows at the end."""
+    started, every = time.perf_counter(), _listed(files)
+    for name, file in every.items():
+        label = f"{name} " if len(every) > 1 else ""
+        try:
+            with closing(_open_bytes(file)) as source:
+                for alarm in watch.read(source, form=form, name=name, field=field, label=label):
+                    if alarm.cut:
+                        note(str(alarm))
+        except SinkscopeError as error:
+            if len(every) == 1:
+                raise
+            watch.skip(str(error))
+    if not watch.checked:
+        raise SinkscopeError(f"nothing could be read: {watch.problems[0]}")
+    name = next(iter(every)) if len(every) == 1 else count_of(len(every), "file")
+    return check_of(watch, name, started, fail_on)
+
+
+def _listed(files: Sequence[str]) -> dict[str, str]:
+    """The files by their names, with those in folders whose endings say text or JSON.
+
+    Raises:
+        SinkscopeError: A folder holds none.
+    """
+    listed: dict[str, str] = {}
+    for file in files:
+        folder, count = Path(file), len(listed)
+        if file == "-" or not folder.is_dir():
+            name = _name(file)
+            listed[file if name in listed else name] = file
+            continue
+        for path in sorted(folder.rglob("*")):
+            inside = path.relative_to(folder)
+            hidden = any(part.startswith(".") for part in inside.parts)
+            if path.name.removesuffix(".gz").endswith(ENDINGS) and not hidden and path.is_file():
+                name = str(inside)
+                listed[str(path) if name in listed else name] = str(path)
+        if len(listed) == count:
+            raise SinkscopeError(f"{file} holds no file that ends in {', '.join(ENDINGS)}, also .gz: name the files")
+    return listed
+
+
+def _name(file: str) -> str:
+    """Name of a file, for the result and errors."""
+    return "standard input" if file == "-" else Path(file).name
 
 
 def _open_bytes(file: str) -> Any:
-    """Open a file, or standard input for "-", to read bytes.
+    """Open a file, or standard input for "-", to read bytes; of .gz what is packed in it.
 
     Raises:
         SinkscopeError: The file cannot be opened.
@@ -110,11 +179,13 @@ def _open_bytes(file: str) -> Any:
     if file == "-":
         return getattr(sys.stdin, "buffer", io.BytesIO())  # there is none if it is closed
     try:
-        source = open(path_of(file, "give another path"), "rb")
-        source.peek()  # what can be opened and not read says so here
+        path = path_of(file, "give another path")
+        source = gzip.open(path) if path.name.endswith(".gz") else open(path, "rb")
+        source.peek(1)  # what can be opened and not read says so here
         return source
-    except OSError as error:
-        raise SinkscopeError(f"cannot read {file}: {reason_of(error)}; give another path") from None
+    except (OSError, EOFError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else "it ends too early"
+        raise SinkscopeError(f"cannot read {file}: {reason}; give another path") from None
 
 
 @contextmanager
@@ -143,19 +214,19 @@ def _proxy(upstream: str, monitor: Settings, host: str, port: int, json_file: st
         listen(application(upstream, monitor, note, LOOPBACK if host in LOOPBACK else (), told), host, port, ready)
 
 
-def _follow(file: str, form: StreamForm, watch: Watch, first: bool, name: str, json_file: str | None) -> None:
+def _follow(alarms: Iterator[Alarm], watch: Watch, first: bool, fail_on: FailOn, json_file: str | None) -> None:
     """Print the repetitions of a stream as they occur; exit with status 3 if one was a loop, or 1 without any text."""
-    loops = False
+    failed = False
     with _json_lines(json_file) as told:
-        for alarm in watch.follow(_open_bytes(file), form=form, name=name):
-            loops = loops or alarm.cut
+        for alarm in alarms:
+            failed = failed or alarm.cut or fail_on == "suspicious"
             if told is not None:
                 told({**alarm.about(), "output": alarm.stream, "text": alarm.text})
             if json_file != "-":
                 print(visible(str(alarm)), flush=True)
-            if first and loops:
+            if first and alarm.cut:
                 break
-    if loops:
+    if failed:
         raise click.exceptions.Exit(LOOP_FOUND)
     for one in watch.checked:
         if one.verdict == "empty":

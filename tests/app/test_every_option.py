@@ -50,7 +50,9 @@ BASES: dict[str, tuple[str, dict[str, str]]] = {
     "loops": (
         "{answers}",
         {
-            "file": "{other}",
+            "files": "{other}",
+            "field": "--field text",
+            "fail_on": "--fail-on suspicious",
             "follow": "--follow",
             "form": "--format text",
             "settings": "--settings {settings}",
@@ -141,6 +143,8 @@ ELSEWHERE = {"demo", "scan", "scan table", "view", "check-cache", "report"}
 """Commands whose options have tests of their own, each in tests/app or the folder of its room."""
 NO_RESULT = "--json - printed no result"
 SAID = {
+    "loops --field text": "By default under one of the",
+    "loops --fail-on suspicious": "From which verdict on",
     "seed": "without effect where nothing is drawn",
     "lines --policy streaming:16": "changes nothing here",
     "lines --guard": "changes nothing here",

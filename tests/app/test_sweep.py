@@ -26,7 +26,7 @@ BAD = {  # by the name of an option, or by its type
     "model": ("./missing", "missing.gguf", "binary", "words.txt", "llama-2-77b", "org/missing", *BAD_FILES[:-2]),
     "text": ("empty", *BAD_FILES),
     "prompt": ("empty", *BAD_FILES),
-    "file": ("empty", *BAD_FILES[:-3]),
+    "files": ("empty", *BAD_FILES[:-3]),
     **dict.fromkeys(("patch", "settings", "against"), BAD_JSON),
     **dict.fromkeys(("json", "html", "csv"), ("folder", "words.txt/x", "/proc/x", "n" * 300)),
     **dict.fromkeys(("device", "dtype", "policy", "task", "tokenizer", "variant"), WORDS),

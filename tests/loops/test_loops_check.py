@@ -165,7 +165,7 @@ def test_a_saved_stream_is_judged_without_its_envelope(server, name, tmp_path):
             (tmp_path / name).write_text(content)
             main(["loops", str(tmp_path / name), "--json", str(tmp_path / "found.json")])
             (found,) = Result.load(tmp_path / "found.json").records
-            assert replace(found, name="1") == check(text).records[0]
+            assert replace(found, name="1", id="") == check(text).records[0]
 
 
 @pytest.mark.parametrize(
@@ -207,16 +207,19 @@ FOLLOW = ["--follow"]
     [
         ([], "x.txt", "", "x.txt is empty, or nothing in it is an output"),
         ([], "x.jsonl", " \n\n", "x.jsonl is empty"),
-        ([], "x.jsonl", '{"text": "a"}\n\n{"text": \n', "x.jsonl line 3 is no output of a model"),
-        ([], "x.jsonl", '{"text": "a"}\n[1, 2]\n', "x.jsonl line 2 is no output of a model: expected an object"),
+        ([], "x.jsonl", '\n\n{"text": \n', "x.jsonl line 3 is no output of a model"),
+        ([], "x.jsonl", "[1, 2]\n", "x.jsonl line 1 is no output of a model: expected an object"),
+        (["--field", "b.c"], "x.jsonl", '{"a": "b"}\n', "no field b.c: the line has a"),
+        ([], "x.jsonl.gz", b"\x1f\x8b\x08nothing", "x.jsonl.gz"),
+        ([], ".", None, ". holds no file that ends in .txt"),
         ([], "x.jsonl", '{"tokens": [1, -2]}\n', "x.jsonl line 1 is no output of a model: -2 is no token: expected a"),
         ([], "x.jsonl", '{"text": 5}\n', "expected a string, or a list of tokens, and found 5"),
-        ([], "x.json", '{"a": 1}', "expected one of the fields choices, tokens, output, text"),
+        ([], "x.json", '{"a": 1}', "no field that is known holds an answer, there are a: name yours by --field"),
         ([], "x.json", '{"messages": [', "x.json line 1 is no output of a model"),
         ([], "x.txt", b"\xff\xfe\xfa", "x.txt is not UTF-8 text"),
         ([], "y.txt", None, "cannot read y.txt: no such file"),
         (["--variant", "p1"], "x.txt", "a b c", "'--variant': 'p1' is not one of 'repeats', 'full'"),
-        (["--proxy", "http://localhost:1"], "x.txt", "a b c", "FILE, --follow, --format and --prompt have no effect"),
+        (["--proxy", "http://localhost:1"], "x.txt", "a b c", "FILE, --field, --fail-on, --follow, --format and"),
         (["--first"], "x.txt", "a b c", "--first has no effect without --follow"),
         (["--port", "8791"], "x.txt", "a b c", "--host and --port have no effect without --proxy"),
         # Streams.

@@ -17,15 +17,28 @@ LOOPS, DIALOGUES = "Loops", "Dialogues"
     "loops",
     LOOPS,
     "sinkscope loops answers.jsonl",
+    "sinkscope loops logs --field response.choices --fail-on suspicious",
     "tail -f server.log | sinkscope loops --follow",
     "sinkscope loops --proxy http://127.0.0.1:11434 --json -",
     kinds=["loops"],
 )
 @click.argument(
-    "file",
-    metavar="[FILE|-]",
-    help="Text, or JSON with text, output or tokens, or with the answers of a server; - is standard input.",
-    required=False,
+    "files",
+    metavar="[FILE|DIR|-]...",
+    nargs=-1,
+    help="Texts, or JSON with the answers of a server, a log or a data set; also folders of these, and .gz. - is "
+    "standard input.",
+)
+@click.option(
+    "--field",
+    help="Where the answers of a line of JSON are, such as response.choices or turns.1. By default under one of the "
+    "names of servers, logs and data sets.",
+)
+@click.option(
+    "--fail-on",
+    type=click.Choice(["loops", "suspicious"]),
+    default="loops",
+    help='From which verdict on the exit status is 3; "suspicious" counts repetitions that may be honest as well.',
 )
 @click.option(
     "--follow",
@@ -78,7 +91,7 @@ def check_loops() -> Any:
     Loads no model.
 
     Each one loops, looped, is suspicious, is clean, or has no text. The exit status is 3 if one loops or looped, and
-    else 1 if one has no text.
+    else 1 if one has no text, or cannot be read.
     """
     from sinkscope.app.loops import check_loops
 

@@ -8,9 +8,9 @@ from sinkscope.files.plain import parse_json
 from sinkscope.loops.servers.asked import NOTHING_ASKED, Asked
 from sinkscope.loops.servers.endings import Ending
 from sinkscope.loops.text.beginnings import LineSplitter
-from sinkscope.loops.text.forms import UNREADABLE, Origin, origin_of
+from sinkscope.loops.text.forms import UNREADABLE, Origin, origin_of, pieces_of
 from sinkscope.loops.text.monitor import Settings
-from sinkscope.loops.text.streams import Alarm, Watch, pieces_of_line
+from sinkscope.loops.text.streams import Alarm, Watch
 
 
 class StreamWatch:
@@ -96,7 +96,7 @@ class StreamWatch:
             self._ending.see(data)
             self._origin = self._origin or origin_of(data)
             # It is one answer, although some servers give each chunk a new id.
-            pieces = pieces_of_line({**data, "id": None}, "sse", 0)
+            pieces = pieces_of({**data, "id": None}, 0) or []
         except UNREADABLE:
             return  # what is no output of a model is passed on
         for piece in pieces:

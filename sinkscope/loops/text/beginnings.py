@@ -48,7 +48,7 @@ def beginning(source: Any, name: str) -> Beginning:
         has_events = has_events or (is_whole and text.startswith(EVENTS))
         is_blank = is_whole and not text and (has_events or len(start) < MOST_BEFORE)
         if not line or not (is_blank or (is_whole and text.startswith(EVENTS))):
-            is_json = name.lower().endswith((".json", ".jsonl", ".ndjson"))
+            is_json = name.lower().removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson"))
             return Beginning("jsonl" if is_json else "text", start)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import plain
 from sinkscope.files.provenance import ModelInfo, documented_at, provenance
 from sinkscope.loops.text.forms import StreamForm, pieces_of_output
 from sinkscope.loops.text.monitor import Settings
@@ -15,8 +16,10 @@ from sinkscope.loops.text.signals import Ids, id_list
 from sinkscope.loops.text.streams import Alarm, CheckedOutput, Watch
 from sinkscope.results.notation import count_of, word_form, word_list
 from sinkscope.results.result import Result
+from sinkscope.results.tables import Table
 
 LOOP_FOUND, NO_TEXT = 3, 1  # exit statuses
+FailOn = Literal["loops", "suspicious"]
 VERDICTS = (
     ("loops", "loops", "loop"),
     ("looped", "looped", "looped"),
@@ -32,21 +35,40 @@ class LoopCheck(Result):
     """The verdicts on records. Its values are plain numbers, so that checking texts loads no numpy.
 
     Attributes:
-        records: Results for each record.
+        records: Results for each record, in the order of the input.
+        skipped: Number of lines and files that could not be read.
+        problems: What was wrong with the first of them.
+        fail_on: Which verdict has the exit status 3, "loops" with "looped", or these and "suspicious".
     """
 
     kind = "loops"
-    columns = ("name", "verdict", "tokens", "wasted", "period", "onset")
+    columns = ("name", "verdict", "id", "tokens", "wasted", "excerpt")
 
     records: tuple[CheckedOutput, ...]
+    skipped: int = 0
+    problems: tuple[str, ...] = ()
+    fail_on: FailOn = "loops"
 
     @property
     def exit_code(self) -> int:
-        """The status of the command: 3 if a record loops or looped, else 1 if one has no text, else 0."""
+        """The status of the command: 3 if a record loops or looped, else 1 if one has no text, else 0.
+
+        What could not be read counts as a record without text.
+        """
         verdicts = {record.verdict for record in self.records}
-        if verdicts & {"loops", "looped"}:
+        if verdicts & {"loops", "looped"} or (self.fail_on == "suspicious" and "suspicious" in verdicts):
             return LOOP_FOUND
-        return NO_TEXT * ("empty" in verdicts)
+        return NO_TEXT * ("empty" in verdicts or self.skipped > 0)
+
+    def rows(self) -> Table:
+        """Return a row for each record, those that loop first."""
+        order = [verdict for verdict, _, _ in VERDICTS]
+        rows = plain(sorted(self.records, key=lambda record: order.index(record.verdict)))
+        for name in ("id", "excerpt"):
+            if not any(row[name] for row in rows):
+                for row in rows:
+                    del row[name]
+        return rows
 
     def conclusion(self) -> str:
         """Return how many records have each verdict."""
@@ -63,15 +85,21 @@ class LoopCheck(Result):
     def closing(self) -> list[str]:
         """Return the conclusion and, of a loop, where to find what ends it."""
         lines = super().closing()
-        if self.exit_code == LOOP_FOUND:
+        if self.skipped:
+            more = f" and {self.skipped - len(self.problems)} more" if self.skipped > len(self.problems) else ""
+            lines.insert(0, f"Skipped {self.skipped}: {'; '.join(self.problems)}{more}.")
+        if any(record.verdict in ("loops", "looped") for record in self.records):
             lines.append(f"Try: a temperature of 0.7 first; {documented_at('what_to_try')} has a row for each server.")
         return lines
 
 
-def _result(watch: Watch, name: str, started: float) -> LoopCheck:
-    """The verdicts on all outputs."""
+def check_of(watch: Watch, name: str, started: float, fail_on: FailOn = "loops") -> LoopCheck:
+    """Return the verdicts on all outputs that were read since `started`."""
     return LoopCheck(
         records=tuple(watch.checked),
+        skipped=watch.skipped,
+        problems=tuple(watch.problems),
+        fail_on=fail_on,
         model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=""),
         settings={"rule": watch.settings.rule, **vars(watch.settings)},
         provenance=provenance(started=started),
@@ -120,7 +148,7 @@ def check(
             raise SinkscopeError(f"output {place} cannot be checked: {error}") from None
         for piece in pieces:
             list(watch.take(piece))
-    return _result(watch, name, started)
+    return check_of(watch, name, started)
 
 
 def check_file(
@@ -130,6 +158,7 @@ def check_file(
     settings: Settings | None = None,
     prompt: str = "",
     name: str = "input",
+    field: str | None = None,
     told: Callable[[Alarm], None] | None = None,
 ) -> LoopCheck:
     """Check the outputs of a file while it is read.
@@ -140,13 +169,14 @@ def check_file(
         settings: Settings of the monitor.
         prompt: What was asked; copies that it asks for, such as "ten lines", are no loop.
         name: Name of the file in the result and in errors.
+        field: Where the answers of a line of JSON are, such as "response.choices".
         told: Called with each loop as it is found.
 
     Raises:
-        SinkscopeError: The source is empty, or something in it cannot be read.
+        SinkscopeError: The source is empty, nothing in it can be read, or it is not UTF-8 text.
     """
     watch, started = Watch(settings, prompt), time.perf_counter()
-    for alarm in watch.follow(source, form=form, name=name, strict=True):
+    for alarm in watch.read(source, form=form, name=name, field=field):
         if told is not None and alarm.cut:
             told(alarm)
-    return _result(watch, name, started)
+    return check_of(watch, name, started)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from sinkscope.files.plain import visible
@@ -10,16 +11,17 @@ from sinkscope.loops.text.signals import id_list
 
 StreamForm = Literal["auto", "text", "jsonl", "sse"]
 SHOWN_CHARACTERS = 60
-_THOUGHT = ("reasoning", "reasoning_content", "thinking", "reasoning_details")
+_THOUGHT = ("reasoning", "reasoning_content", "reasoningContent", "reasoningText", "thinking", "reasoning_details")
 """Fields for the same reasoning, of which the first that is filled counts: some servers fill several."""
-_SAID = tuple("summary content text refusal name arguments input partial_json".split())
+_SAID = tuple("summary content parts text value refusal name arguments input partial_json".split())
 EVENTS = ("data:", "event:", "id:", "retry:", ":")
 """How server-sent events may begin."""
-_IDS = ("custom_id", "id", "request_id")  # the first one that is there: of a batch's line the client's own
+_IDS = ("custom_id", "id", "request_id", "requestId", "responseId", "question_id", "doc_id")
+"""The first one that is there: of a batch's line the client's own."""
+_MODELS = ("model", "modelVersion", "modelId", "model_id")
 MOST_OF_NAME = 200  # characters of an id, or of a model's name
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading a line that is no output of a model may raise."""
-FIELDS = ("tokens", "output", "text", "content")  # the first that is there: ids are more exact than text
 
 
 class Origin(NamedTuple):
@@ -34,7 +36,7 @@ def origin_of(data: Any) -> Origin | None:
     if not isinstance(data, dict):
         return None
     values: list[str] = []
-    for fields in (_IDS, ("model",)):
+    for fields in (_IDS, _MODELS):
         found = ""
         for place in (data, data.get("message"), data.get("response")):
             for field in fields:
@@ -87,34 +89,36 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
         case {"choices": choices}:  # chat completions and completions, of OpenAI and the servers that imitate it
             outputs: list[Piece] = []
             for choice in choices or ():
+                if "turns" in choice:  # answers of MT-bench
+                    return None
                 outputs += _choice(choice, data.get("id"), line)
             return outputs
         case {"type": str(kind)} if kind.startswith("response."):
             return _response(data, kind)
         case {"type": "content_block_delta"}:  # Anthropic's messages; each block is a stream
-            return [Piece(f"block {int(data.get('index') or 0)}", text=_said(data["delta"]))]
+            return [Piece(f"block {int(data.get('index') or 0)}", text=said_in(data["delta"]))]
         case {"type": "content_block_stop"}:
             return [Piece(f"block {int(data.get('index') or 0)}", last=True, part=True)]
         case {"type": str(kind)} if kind.startswith(("message_", "content_block_", "ping")):
             return []
         case {"message": dict(message), "done": done}:  # Ollama's /api/chat
-            return [Piece("stream 0", text=_said(message), last=bool(done))]
+            return [Piece("stream 0", text=said_in(message), last=bool(done))]
         case {"response": str(text), "done": done}:  # Ollama's /api/generate
-            return [Piece("stream 0", text=_said(data) + text, last=bool(done))]
+            return [Piece("stream 0", text=said_in(data) + text, last=bool(done))]
         case {"content": str(text), "stop": bool(stop)}:  # llama.cpp's /completion
             return [Piece(f"stream {int(data.get('index') or 0)}", text=text, last=stop)]
         case {"output": [dict(), *_] as items} | {"content": [dict(), *_] as items}:  # whole: Responses, Anthropic
-            return [Piece(line, text="\n".join(map(_said, items)), last=True)]
+            return [Piece(line, text="\n".join(map(said_in, items)), last=True)]
         case {"response": {"body": dict(body)}}:  # a line of OpenAI's batches
             return pieces_of(body, place)
         case {"role": str()}:  # a message of a chat
-            return [Piece(line, text=_said(data), last=True)]
+            return [Piece(line, text=said_in(data), last=True)]
         case _:
             return None
 
 
-def _said(item: dict[str, Any]) -> str:
-    """What a message, a part of one, or an item of Responses says: its reasoning, its text, and its calls."""
+def said_in(item: Mapping[str, Any]) -> str:
+    """Return what a message, a part of one, or an item of Responses says: its reasoning, its text, its calls."""
     parts: list[str] = []
     thought = [field for field in _THOUGHT if item.get(field)]
     for field in (*thought[:1], *_SAID):
@@ -122,12 +126,14 @@ def _said(item: dict[str, Any]) -> str:
         if isinstance(value, str):
             parts.append(value)
         elif isinstance(value, list):
-            parts += [_said(part) for part in value]
+            parts += [part if isinstance(part, str) else said_in(part) for part in value]
+        elif isinstance(value, dict) and field not in ("arguments", "input"):
+            parts.append(said_in(value))
         elif value is not None:  # arguments
             parts.append(json.dumps(value, ensure_ascii=False))
     calls = [call.get("function") for call in item.get("tool_calls") or ()]
     for call in (*calls, item.get("function_call")):
-        parts.append(_said(call) if call else "")
+        parts.append(said_in(call) if call else "")
     return "".join(parts)
 
 
@@ -150,22 +156,7 @@ def _choice(choice: dict[str, Any], origin: object, line: str) -> list[Piece]:
     elif origin:
         name = f"{name} of {on_one_line(str(origin))}"
     last = whole or bool(choice.get("finish_reason"))  # some servers send "" until the end
-    return [Piece(name, text=_said(choice.get("delta") or choice.get("message") or choice), last=last)]
-
-
-def pieces_of_record(data: dict[str, Any], place: int) -> list[Piece]:
-    """Return the pieces of a line of a file, which is a whole output.
-
-    Raises:
-        ValueError: It has none of the fields, or its value is no output.
-    """
-    present = [field for field in FIELDS if field in data]
-    if not present:
-        raise ValueError(f"expected one of the fields choices, {', '.join(FIELDS)}")
-    for field in present:
-        if data[field] not in (None, "", []):
-            return pieces_of_output(data[field], f"line {place}")
-    return [Piece(f"line {place}", last=True)]
+    return [Piece(name, text=said_in(choice.get("delta") or choice.get("message") or choice), last=last)]
 
 
 def pieces_of_output(value: Any, name: str) -> list[Piece]:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import codecs
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 from sinkscope.errors import SinkscopeError, warn
-from sinkscope.files.plain import parse_json
-from sinkscope.loops.text.beginnings import beginning, lines_of
 from sinkscope.loops.text.counters import asked_copies
-from sinkscope.loops.text.forms import (
-    UNREADABLE,
-    Origin,
-    Piece,
-    StreamForm,
-    on_one_line,
-    origin_of,
-    pieces_of,
-    pieces_of_record,
-)
+from sinkscope.loops.text.forms import Origin, Piece, StreamForm, on_one_line
+from sinkscope.loops.text.lines import pieces_in
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings, Settings
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import Splitter
@@ -36,7 +24,8 @@ SHORT_END = 48  # tokens after the last copy that may be anything
 KEPT_TOKENS = 2048  # whose text is kept
 KEPT_VERDICTS = 64  # of a stream that is followed
 SHOWN_TOKENS = 60  # of a loop without an exact period
-KEPT_IDS = 4096
+KEPT_PROBLEMS = 20  # lines that could not be read and are named
+NOT_TEXT = "is not UTF-8 text, or not to its end: convert it, or give another input"
 
 
 class Alarm(NamedTuple):
@@ -97,6 +86,8 @@ class CheckedOutput:
         period: Period in tokens of the stretch that covers most, as the monitor found it; None if there is none.
         onset: Position of the first token of the repetition, counted from 0.
         detected: Number of tokens at which the repetition was found; None if there is none.
+        id: Its own id, as its record says; empty if unknown.
+        excerpt: One copy of what repeats, shortened; empty if nothing does.
     """
 
     name: str
@@ -106,6 +97,8 @@ class CheckedOutput:
     period: int | None = None
     onset: int | None = None
     detected: int | None = None
+    id: str = ""
+    excerpt: str = ""
 
     def repetition(self) -> str:
         """Return what repeats, as the end of a sentence; empty if no period was found."""
@@ -132,6 +125,7 @@ class Stream:
         self._splitter = Splitter()
         self._told = 0  # 1: what may be honest, 2: a loop
         self._origin = Origin()
+        self._excerpt = ""
         self._echoes = Echoes()
         self._suspected: int | None = None
         self._onset: int | None = None  # of what may be honest
@@ -184,7 +178,8 @@ class Stream:
         level = 2 if step.trigger else int(step.suspect)
         if level > self._told:
             self._told = level
-            yield Alarm(name, step.step, tail, self._copy(tail), step.trigger, self._origin)
+            self._excerpt = self._copy(tail)
+            yield Alarm(name, step.step, tail, self._excerpt, step.trigger, self._origin)
 
     def _copy(self, tail: Tail | None) -> str:
         """Text of one copy of the loop, or of the last tokens."""
@@ -195,29 +190,31 @@ class Stream:
     def checked(self, name: str) -> CheckedOutput:
         """Return the verdict on the output of this name, which has ended."""
         tokens, tail = self.monitor.last.step, self._longest
-        if self._detected is None:
-            if self._suspected is None and self._echoes.add("\n", tokens):
-                self._suspected = tokens
-            if self._suspected is None:
-                return CheckedOutput(name, "clean" if tokens else "empty", tokens)
+        if self._detected is None and self._suspected is None and self._echoes.add("\n", tokens):
+            self._suspected = tokens
+        found = CheckedOutput(name, "clean" if tokens else "empty", tokens, id=self._origin.id, excerpt=self._excerpt)
+        if self._detected is not None:
+            verdict: TextVerdict = "looped"
+            if tokens - self._last_copy <= max(SHORT_END, self.monitor.settings.cooldown):
+                verdict = "loops"
+            found = replace(found, verdict=verdict, onset=self._detected, detected=self._detected)
+            if tail is not None:
+                wasted = max(0, self._last_copy - tail.start - tail.period)
+                found = replace(found, wasted=wasted, period=tail.period, onset=tail.start)
+        elif self._suspected is not None:
             onset = self._echoes.onset if self._onset is None else self._onset
-            return CheckedOutput(name, "suspicious", tokens, onset=onset, detected=self._suspected)
-        verdict: TextVerdict = "looped"
-        if tokens - self._last_copy <= max(SHORT_END, self.monitor.settings.cooldown):
-            verdict = "loops"
-        if tail is None:
-            return CheckedOutput(name, verdict, tokens, onset=self._detected, detected=self._detected)
-        wasted = max(0, self._last_copy - tail.start - tail.period)
-        return CheckedOutput(name, verdict, tokens, wasted, tail.period, tail.start, self._detected)
+            found = replace(found, verdict="suspicious", onset=onset, detected=self._suspected)
+        return found
 
 
 class Watch:
-    """All outputs of an input.
+    """All outputs of one or several inputs.
 
     Attributes:
         open: Outputs that have not ended, by name.
         checked: Verdicts on those that have; of a stream, whose end may never come, the latest.
-        skipped: Number of lines that could not be read, and of an end that broke off.
+        skipped: Number of lines that could not be read, and of inputs that broke off.
+        problems: What was wrong with the first of them.
 
     Args:
         settings: Settings of the monitors.
@@ -230,10 +227,15 @@ class Watch:
         self.open: dict[str, Stream] = {}
         self.checked: list[CheckedOutput] = []
         self.skipped = 0
-        self._first_problem = ""
+        self.problems: list[str] = []
+
+    def skip(self, problem: str) -> None:
+        """Count what cannot be read."""
+        self.skipped += 1
+        self.problems = [*self.problems, problem][:KEPT_PROBLEMS]
 
     def follow(
-        self, source: Any, *, form: StreamForm = "auto", name: str = "the input", strict: bool = False
+        self, source: Any, *, form: StreamForm = "auto", name: str = "the input", field: str | None = None
     ) -> Iterator[Alarm]:
         """Yield the alarms of an input as they occur.
 
@@ -245,35 +247,73 @@ class Watch:
                 lines, or server-sent events of any server in `sinkscope.loops.text.forms`.
             form: Format of the source; "auto" decides by the first line.
             name: Name of the source in alarms and errors.
-            strict: Whether what cannot be read is an error; JSON lines may then also be one value on several lines.
+            field: Where the answers of a line are, such as "response.choices"; None: under a name that is known.
 
         Raises:
-            SinkscopeError: The source is empty, holds no output, or is not UTF-8 text.
+            SinkscopeError: The source is empty, or holds no output.
         """
-
-        def skip(problem: str) -> None:
-            if strict:
-                raise SinkscopeError(problem)
-            self.skipped += 1
-            self._first_problem = self._first_problem or problem
-
         try:
-            for piece in _pieces(source, form, name, skip, strict):
+            for piece in pieces_in(source, form, name, self.skip, field=field):
                 yield from self.take(piece)
-                if not strict:
-                    del self.checked[:-KEPT_VERDICTS]
+                del self.checked[:-KEPT_VERDICTS]
         except UnicodeDecodeError:
-            skip(f"{name} is not UTF-8 text, or not to its end: convert it, or give another input")
+            self.skip(f"{name} {NOT_TEXT}")
         except OSError as error:
-            skip(f"{name} breaks off: {error}")
+            self.skip(f"{name} breaks off: {error}")
+        yield from self.end()
+        if not self.checked:
+            raise SinkscopeError(self._nothing_in(name, 0))
+        if self.skipped:
+            warn(f"{self.problems[0]}; what cannot be read was skipped {self.skipped} times")
+
+    def read(
+        self,
+        source: Any,
+        *,
+        form: StreamForm = "auto",
+        name: str = "the input",
+        field: str | None = None,
+        label: str = "",
+    ) -> Iterator[Alarm]:
+        """Yield the alarms of a file, as `follow` does, and keep the verdicts on all its outputs.
+
+        Lines that cannot be read are counted. JSON lines may also be one value on several lines.
+
+        Args:
+            source: As for `follow`.
+            form: As for `follow`.
+            name: As for `follow`.
+            field: As for `follow`.
+            label: What stands before the names of its outputs.
+
+        Raises:
+            SinkscopeError: It is empty, holds no output, or is not UTF-8 text.
+        """
+        checked, skipped = len(self.checked), self.skipped
+        try:
+            for piece in pieces_in(source, form, name, self.skip, field=field, whole=True):
+                if piece.stream != name:  # the file is one text
+                    piece = piece._replace(stream=f"{label}{piece.stream}")
+                yield from self.take(piece)
+        except UnicodeDecodeError:
+            raise SinkscopeError(f"{name} {NOT_TEXT}") from None
+        except (OSError, EOFError) as error:  # EOFError: of a damaged .gz
+            self.skip(f"{name} breaks off: {error}")
+        yield from self.end()
+        if len(self.checked) == checked:
+            raise SinkscopeError(self._nothing_in(name, skipped))
+
+    def _nothing_in(self, name: str, skipped: int) -> str:
+        """What is said of an input without an output, in which no more than this was skipped before."""
+        if self.skipped > skipped and self.problems[skipped:]:
+            return self.problems[skipped]
+        expected = "a text, JSON lines, or the events of a server (see --format)"
+        return f"{name} is empty, or nothing in it is an output: expected {expected}"
+
+    def end(self) -> Iterator[Alarm]:
+        """End all outputs that are open, and yield the alarms of their last words."""
         for open_stream in list(self.open):
             yield from self.take(Piece(open_stream, last=True))
-        if not self.checked:
-            expected = "a text, JSON lines, or the events of a server (see --format)"
-            empty = f"{name} is empty, or nothing in it is an output: expected {expected}"
-            raise SinkscopeError(self._first_problem or empty)
-        if self.skipped:
-            warn(f"{self._first_problem}; what cannot be read was skipped {self.skipped} times")
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises in its output."""
@@ -286,109 +326,3 @@ class Watch:
         if piece.last:
             del self.open[piece.stream]
             self.checked.append(stream.checked(piece.stream))
-
-
-def _pieces(source: Any, form: StreamForm, name: str, skip: Callable[[str], None], whole: bool) -> Iterator[Piece]:
-    """The pieces that a byte stream adds to each output, as soon as they arrive; `skip` is told what cannot be read."""
-    start = b""
-    if form == "auto":
-        form, start = beginning(source, name)
-    if form == "text":
-        decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        data = start or source.read1(1 << 16)
-        while data:
-            try:
-                text = decoder.decode(data)
-            except UnicodeDecodeError as error:
-                if error.start:  # text before bytes that are no UTF-8 counts
-                    yield Piece(name, text=error.object[: error.start].decode())
-                raise
-            if text:
-                yield Piece(name, text=text)
-            data = source.read1(1 << 16)
-        return
-    if form == "sse":
-        lines = lines_of(source, start)
-    else:
-        if not start.endswith(b"\n"):
-            start += source.readline()
-        lines = chain([start], iter(source.readline, b""))
-    ids, origin = AnswerIds(), None
-    for place, line in enumerate(lines, 1):
-        text = ""
-        try:
-            text = line.decode("utf-8-sig").strip()
-            if form == "sse":
-                text = text.removeprefix("data:").strip() if text.startswith("data:") else ""
-            if text not in ("", "[DONE]"):
-                rest = source.read if whole and place == 1 else bytes
-                for number, row in enumerate(_rows(text, rest), place):
-                    settled = ids.settled(row)
-                    origin = origin_of(settled) or (origin if form == "sse" else None)  # of events the first may say it
-                    for piece in pieces_of_line(settled, form, number):
-                        yield piece._replace(origin=origin)
-        except UNREADABLE as error:
-            skip(f"{name} line {place} is no output of a model: {error}; it is {on_one_line(text)}")
-
-
-class AnswerIds:
-    """Tells ids of answers from those of chunks: some servers give each chunk a new id."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Any, None] = {}
-        self._first: str | None = None  # of the last chunks, while each has another one
-
-    def settled(self, row: Any) -> Any:
-        """Return a line; if it and the one before have new ids, and no answer ended between, with the id of that."""
-        if not isinstance(row, dict) or "choices" not in row or not row.get("id"):
-            return row
-        own = str(row["id"])
-        if own in self._seen:
-            self._first = None
-            return row
-        self._seen[own] = None
-        if len(self._seen) > KEPT_IDS:
-            del self._seen[next(iter(self._seen))]
-        first, goes_on = self._first, all(map(_goes_on, row["choices"] or ()))
-        self._first = None
-        if goes_on:
-            self._first = first or own
-        return {**row, "id": first or own}
-
-
-def _goes_on(choice: Any) -> bool:
-    """Whether a choice is a piece of an answer that does not end there."""
-    return isinstance(choice, dict) and "message" not in choice and not choice.get("finish_reason")
-
-
-def _rows(line: str, rest: Callable[[], bytes]) -> list[Any]:
-    """The outputs in a line of JSON, or in one value that goes on in the `rest`."""
-    try:
-        value = parse_json(line)
-    except ValueError:
-        value = parse_json(line + rest().decode())
-    if isinstance(value, list):
-        return value
-    return [value]
-
-
-def pieces_of_line(data: Any, form: StreamForm, place: int) -> list[Piece]:
-    """Return what the JSON of a line or event adds.
-
-    Args:
-        data: The JSON.
-        form: "jsonl" if every line has to add something.
-        place: Number of the line.
-
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError: It reports an error, or cannot be read.
-    """
-    if not isinstance(data, dict):
-        raise ValueError("expected an object")
-    problem = data.get("error")
-    if problem:
-        raise ValueError(f"the server reports an error, {on_one_line(str(problem), 200)}")
-    outputs = pieces_of(data, place)
-    if outputs is None and form == "jsonl":
-        return pieces_of_record(data, place)
-    return outputs or []

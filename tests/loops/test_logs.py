@@ -1,0 +1,114 @@
+"""`sinkscope loops` on logs: public shapes, lines that cannot be read, several files, and what is said first."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pytest
+from log_shapes import ID, SHAPES, STREAMS
+from loop_texts import prose
+
+from sinkscope.loops import LoopCheck, Watch, check, check_file
+
+LOOP = "I went to the market and bought an apple for my mother. " * 40
+FINE = prose(120)
+TOKENS = check(LOOP).records[0].tokens
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_answer_of_a_line_is_read_and_its_prompt_is_not(shape):
+    lines = [json.dumps(SHAPES[shape](*said)) for said in (("Tell me.", LOOP), (LOOP, FINE))]
+    found = check_file(io.BytesIO("\n".join(lines).encode()), name="x.jsonl").records
+    if shape.startswith("MT-bench"):  # two answers, the first of which is one word
+        found = found[1::2]
+    loop, fine = found
+    assert (loop.verdict, loop.tokens, loop.id) == ("loops", TOKENS, ID)
+    assert (fine.verdict, fine.tokens) == ("clean", check(FINE).records[0].tokens)
+
+
+@pytest.mark.parametrize("server", STREAMS)
+@pytest.mark.parametrize("form", ["sse", "jsonl"])
+def test_a_stream_is_judged_as_its_text(server, form):
+    sent = [json.dumps(event) for event in STREAMS[server]([f"{word} " for word in LOOP.split()])]
+    text = "".join(f"data: {event}\n\n" for event in sent) if form == "sse" else "\n".join(sent)
+    watch = Watch()
+    assert len(list(watch.follow(io.BytesIO(text.encode()), name="x.jsonl"))) == 1
+    assert [(one.verdict, one.tokens) for one in watch.checked] == [("loops", TOKENS)]
+
+
+def test_bad_lines_are_skipped_counted_and_named_at_the_end(tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"id": "a", "text": FINE}), "{broken", json.dumps({"error": "slow"}), '{"a": 1}']
+    Path("x.jsonl").write_text("\n".join([*lines, json.dumps({"id": "b", "text": LOOP})]))
+    said = typed("loops x.jsonl --json x.json", 3)
+    assert "Skipped 3: x.jsonl line 2 is no output of a model" in said.out and "x.jsonl line 4" in said.out
+    found = LoopCheck.load("x.json")
+    assert [one.verdict for one in found.records] == ["clean", "loops"] and found.skipped == 3
+    Path("x.jsonl").write_text("\n".join(lines))
+    typed("loops x.jsonl", 1)  # what was not read may loop
+    Path("first.jsonl").write_text("{broken\n" + json.dumps({"text": FINE}))
+    assert "Skipped 1: first.jsonl line 1" in typed("loops first.jsonl", 1).out
+    many = ["{"] * 50 + [json.dumps({"text": FINE})]
+    Path("many.jsonl").write_text("\n".join(many))
+    assert "Skipped 50" in (out := typed("loops many.jsonl", 1).out) and "line 20" in out and "and 30 more" in out
+
+
+def test_a_value_on_several_lines_is_read(tmp_path, typed):
+    (tmp_path / "x.json").write_text(json.dumps([{"id": 1, "text": FINE}, {"id": 2, "text": LOOP}], indent=2))
+    assert "of 2 outputs" in typed(f"loops {tmp_path}/x.json", 3).out.lower()
+
+
+@pytest.mark.parametrize(
+    ("field", "line"),
+    [
+        ("response.choices", {"response": {"choices": [{"index": 0, "message": {"content": LOOP}}]}}),
+        ("log.said", {"log": {"said": LOOP}, "text": FINE}),
+        ("turns.1", {"turns": [FINE, LOOP]}),
+        ("history", {"history": [{"role": "user", "content": FINE}, {"role": "assistant", "content": LOOP}]}),
+        ("ids", {"ids": [1, 2, 3] * 200}),
+    ],
+)
+def test_a_field_says_where_the_answers_are(field, line, tmp_path, typed):
+    (tmp_path / "x.log").write_text(json.dumps(line) + "\n")
+    out = typed(f"loops {tmp_path}/x.log --field {field} --json {tmp_path}/x.json", 3).out
+    (found,) = LoopCheck.load(tmp_path / "x.json").records
+    assert found.verdict == "loops" and "loops" in out
+
+
+def test_several_files_folders_and_gz(tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    Path("logs/.hidden").mkdir(parents=True)
+    Path("logs/.hidden/x.txt").write_text(LOOP)
+    Path("logs/fine.txt").write_text(FINE)
+    Path("logs/picture.png").write_bytes(b"\x89PNG")
+    Path("logs/broken.txt").write_bytes(b"\xff\xfe")
+    with gzip.open("logs/day.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"id": "r9", "text": LOOP}) + "\n" + json.dumps({"text": FINE}))
+    Path("one.jsonl").write_text(json.dumps({"text": FINE}))
+    out = typed("loops logs one.jsonl --json x.json", 3).out
+    found = LoopCheck.load("x.json")
+    names = [one.name for one in found.records]
+    assert names == ["day.jsonl.gz line 1", "day.jsonl.gz line 2", "fine.txt", "one.jsonl line 1"]
+    assert "Of 4 outputs in 4 files" in out and "Skipped 1: broken.txt is not UTF-8 text" in out
+    (Path("logs") / "day.jsonl.gz").write_bytes(Path("logs/day.jsonl.gz").read_bytes()[:-20])
+    assert "day.jsonl.gz breaks off" in typed("loops logs", 3).out
+
+
+def test_loops_come_first_with_their_id_and_an_excerpt(tmp_path, typed):
+    lines = [{"id": f"r{number}", "text": FINE} for number in range(20)] + [{"id": "bad", "text": LOOP}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = [line for line in typed(f"loops {tmp_path}/x.jsonl", 3).out.splitlines() if "line " in line]
+    assert rows[0].split()[:4] == ["line", "21", "loops", "bad"] and "I went to the market" in rows[0]
+
+
+def test_fail_on_suspicious(tmp_path, typed):
+    (tmp_path / "x.txt").write_text("".join(f"| {n} | apple | 7.5 | red |\n" for n in [3] * 30))
+    path = str(tmp_path / "x.txt")
+    assert "suspicious" in typed(["loops", path]).out
+    for more in ([], ["--follow"]):
+        typed(["loops", path, "--fail-on", "suspicious", *more], 3)
+    (tmp_path / "x.txt").write_text(FINE)
+    typed(["loops", path, "--fail-on", "suspicious"])
