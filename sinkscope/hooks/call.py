@@ -36,10 +36,10 @@ _ROWS = "sinkscope_rows"
 
 
 class MovesWithRows(Protocol):
-    """Something that is known of the rows of a batch, and can be that of others of its rows."""
+    """Knowledge about the rows of a batch, which can be reordered with them."""
 
     def take(self, rows: Int[Tensor, " row"]) -> None:
-        """Let the rows be others of the batch, by their numbers."""
+        """Take rows of the batch, by their numbers, in place of the present ones."""
         ...
 
 
@@ -75,7 +75,7 @@ class TokenPositions:
         return int(columns[-1]) + 1 if len(columns) else 0
 
     def read(self, real: Bool[Tensor, "batch new"]) -> TokenPositions:
-        """Return these tokens and others, of which some are real."""
+        """Return these tokens and new ones; `real` says which of the new ones are no padding."""
         count = real.cumsum(1)
         later = torch.where(real, self.length[:, None] + count - 1, -1)
         length = self.length + count[:, -1] if real.shape[1] else self.length
@@ -149,7 +149,7 @@ class RowState:
         return RowState(self.tokens, self.partial, memory)
 
     def take(self, rows: Int[Tensor, " row"]) -> None:
-        """Let the rows be others of the batch, by their numbers."""
+        """Take rows of the batch, by their numbers, in place of the present ones."""
         self.tokens = self.tokens.of_rows(rows)
         for memory in self.memory.values():
             for values in (memory.of_rows, memory.of_tokens):
@@ -293,7 +293,7 @@ class Call:
         return self._by_device[device]
 
     def check_read(self, what: str, remedy: str, enough: int = 0) -> None:
-        """Refuse a call that continues tokens of which an edit had to remember something, and which it did not see.
+        """Refuse a call that continues tokens which an edit had to see and did not.
 
         Args:
             what: What is not known, as the end of "so ... is not known".

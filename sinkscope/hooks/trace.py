@@ -67,7 +67,7 @@ def _heads(target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a site of a layer is: at the first of these parts that the layer has, and what of its input or output."""
+    """Where a layer has a site: at the input or output of the first of these parts that it has."""
 
     parts: tuple[str, ...]  # none: the layer itself
     when: str = "post"

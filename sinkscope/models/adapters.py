@@ -89,7 +89,7 @@ def row_of(model_type: str) -> Adapter | None:
 
 
 def shown_row(adapter: Adapter) -> str:
-    """Return the row of an adapter as one would write it, without what it shares with Llama."""
+    """Return the row of an adapter as code, without the fields that are as in Llama."""
     settings = [repr(adapter.model_type)]
     for one in fields(Adapter):
         value = getattr(adapter, one.name)
@@ -123,7 +123,7 @@ def stack_of(hf: nn.Module) -> str:
 
 
 def not_inferred(draft: Found, error: NotInferredError) -> UnsupportedError:
-    """Return the error for a model of which something was not found, with the row to write."""
+    """Return the error for a model with a part that was not found; it shows the row to write."""
     row = shown_row(draft)
     return UnsupportedError(
         f"model type {draft.model_type!r} has no row, and its names propose none: {error}; if it has these parts "

@@ -18,7 +18,7 @@ def seed_of(seed: int, purpose: str) -> int:
 
     Args:
         seed: Seed that the caller chose.
-        purpose: What is drawn, with every number that tells this draw from others, such as "controls of layer 3".
+        purpose: What is drawn, with every number that distinguishes this draw, such as "controls of layer 3".
     """
     return int.from_bytes(hashlib.sha256(f"{seed}/{purpose}".encode()).digest()[:7])
 
@@ -29,12 +29,12 @@ def draws(seed: int, purpose: str) -> torch.Generator:
 
 
 def gumbel(size: int, dtype: torch.dtype, generator: torch.Generator) -> Float[Tensor, " size"]:
-    """Return noise with which the largest logit is a draw: of softmax(logits / t) if it is added t times."""
+    """Return Gumbel noise: argmax(logits + t * noise) samples softmax(logits / t)."""
     return -torch.empty(size, dtype=dtype).exponential_(generator=generator).log()
 
 
 def in_order(values: Float[Tensor, " size"], dtype: torch.dtype, count: int = 8) -> Float[Tensor, " size"]:
-    """Return float32 values in another precision, with the largest ones still in their order where they round alike.
+    """Round float32 values to another precision; the largest keep their order, even if they round to one number.
 
     Args:
         values: The values.

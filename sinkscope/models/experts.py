@@ -81,7 +81,7 @@ class Experts:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weights can be read; those that are split only without biases."""
+        """Whether the weights can be read; split weights can only if they have no biases."""
         if self._shards.size == 1:
             return is_plain(self._down) and self._down.ndim == 3
         is_usual = type(self) is Experts and self._is_concatenated and not self._is_transposed

@@ -105,7 +105,7 @@ def with_hidden(args: Args, kwargs: Kwargs, hidden: Tensor) -> tuple[Args, Kwarg
 
 
 def on_input(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = None) -> Callable[..., Any]:
-    """Return a forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may return others.
+    """Return a forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may replace them.
 
     Args:
         fn: The function.
@@ -123,7 +123,7 @@ def on_input(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = 
 
 
 def on_hidden(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = None) -> Callable[..., Any]:
-    """Return a forward hook with kwargs: `fn` sees the hidden states that leave a module, and may return others.
+    """Return a forward hook with kwargs: `fn` sees the hidden states that leave a module, and may replace them.
 
     The arguments are those of `on_input`.
     """
@@ -186,7 +186,7 @@ def _changing(fn: Callable[[Any], Any], side: str, columns: list[int] | None) ->
         new = fn(seen[..., places])
         if new is None:
             return None
-        # A copy, because others may need the caller's tensor, and so does autograd.
+        # A copy, because autograd and other modules may need the caller's tensor.
         return seen.index_copy(-1, places, new.to(seen.dtype))
 
     return change

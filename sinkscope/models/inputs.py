@@ -155,7 +155,7 @@ def read_inputs(
     Args:
         target: The model, whose tokenizer encodes texts.
         given: One or several texts; ids as a list, lists, an array or a tensor; or a mapping such as a `BatchEncoding`,
-            of which `input_ids` and `attention_mask` are read.
+            whose `input_ids` and `attention_mask` are read.
         mask: 1 for real tokens, 0 for padding; of a mapping, by default its `attention_mask`.
         bos: Whether texts begin with the BOS token. By default the tokenizer decides.
         special: Whether the tokenizer adds its special tokens to texts.
@@ -269,7 +269,7 @@ def _rows_of_ids(given: Any) -> list[list[int]]:
 
 
 def _as_lists(value: Any) -> Any:
-    """Turn tensors, arrays and tuples into lists, also inside of others."""
+    """Turn tensors, arrays and tuples into lists, also nested ones."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, list | tuple):

@@ -109,7 +109,7 @@ class Shards:
         return True
 
     def gather(self, tensor: Shaped[Tensor, ...], size: int, dim: int = -1) -> Shaped[Tensor, ...]:
-        """Return the whole of a tensor of which processes may hold parts along a dimension of this size."""
+        """Return a whole tensor, if each process holds a part of the dimension of this size."""
         width = tensor.shape[dim]
         if not self.is_part(width, size):
             return tensor
@@ -128,7 +128,7 @@ class Shards:
         return whole.narrow(-1, self.axis(size).start, width)
 
     def columns(self, part: Shaped[Tensor, "*n _"], numbers: Sequence[int], size: int) -> Shaped[Tensor, "*n column"]:
-        """Return columns of a tensor of which every process holds some: one sum brings them to all."""
+        """Return columns of a tensor whose columns are split over processes: one sum brings them to all."""
         if not self.is_part(part.shape[-1], size):
             return part[..., list(numbers)]
         places, local = self.here(numbers, size)

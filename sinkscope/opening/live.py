@@ -18,7 +18,7 @@ from sinkscope.tap.internals import set_attention
 from sinkscope.tap.stock import configs_of, stock_of
 
 _SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")
-"""Classes of modules that are there only if a model is split in a way that is not served."""
+"""Classes of modules that show that a model is split in an unserved way."""
 _STYLES = (
     *("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"),
     *("rowwise", "rowwise_split_input", "rowwise_rep", "moe_tp_experts"),

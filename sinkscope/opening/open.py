@@ -28,7 +28,7 @@ from sinkscope.opening.load import load
 
 SHARE = 0.5  # of the free memory that weights may take: the rest is for what is computed
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-"""Bytes of a number by its name in safetensors; of all others 1."""
+"""Bytes per number, by the dtype's name in safetensors; dtypes that are missing here take 1."""
 
 
 def free_memory(device: torch.device) -> int:
@@ -40,7 +40,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def fits(weights: int, device: torch.device) -> bool:
-    """Return whether so many bytes of weights leave enough memory free."""
+    """Return whether weights of this many bytes leave enough memory free."""
     return 0 < weights <= SHARE * free_memory(device)
 
 
@@ -115,7 +115,7 @@ def open_target(
 
 
 def dtype_on(device: torch.device, config: Any) -> torch.dtype:
-    """Return the type in which layers are computed: the checkpoint's, or float32 on a CPU, where others are slow."""
+    """Return the dtype of computation: the checkpoint's; on a CPU float32, because half precision is slow there."""
     own = config.dtype or config.get_text_config().dtype
     if device.type == "cpu" or own is None:
         return torch.float32

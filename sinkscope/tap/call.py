@@ -337,7 +337,7 @@ class Attention:
         if self.view is None:
             return self.stock(None)[0]
         check_recomputed(self.own, self.module, self.query, self.key, self.value, self.scaling)
-        # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
+        # Only eager attention applies soft caps and learned sink logits; under SDPA the model runs without them.
         is_eager = self._needs_eager or self.own.kind == "eager"
         own = eager_attention(self.module) if is_eager else sdpa_attention_forward
         outputs = list[Tensor]()
@@ -364,7 +364,7 @@ class Attention:
         return output, weights
 
     def _attended(self) -> AttentionOutput:
-        """Output and weights; the rows of a single query, of which the output is made, are shown at once."""
+        """Output and weights; a single query's output is made of its rows, if somebody asked for them."""
         if self.queries == 1:
             rows: Tensor | None = None
             for rows_range in list(self._listeners):

@@ -26,12 +26,12 @@ def attention_name(config: Any) -> str:
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Make modules with this configuration use this attention from now on, and none with a part of it."""
+    """Make modules with this configuration use this attention; configurations inside it stay as they are."""
     config._attn_implementation_internal = name  # the public setter changes the configurations inside as well
 
 
 def attention_functions() -> Mapping[str, Callable[..., Any]]:
-    """Return the attention functions that models look up by name, also those that somebody has replaced."""
+    """Return the attention functions that models look up by name, including replaced ones."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return ALL_ATTENTION_FUNCTIONS
@@ -68,7 +68,7 @@ def is_checkpointing(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GenerateFollower:
-    """Somebody whom `generate` tells which calls read a prompt, which only it knows.
+    """A listener to `generate`, which alone knows which calls read a prompt.
 
     A chunked prompt may end with a chunk of one token, which looks like a generated token to the model.
 

@@ -22,7 +22,7 @@ class Stock:
     Attributes:
         name: Its name in the configuration.
         kind: The name of the attention that runs.
-        attention: What transformers calls by this name, which others may have replaced; None: the function in the
+        attention: What transformers calls by this name, which a user may have replaced; None: the function in the
             model's own file.
         times: How often the configuration is tapped.
         agrees: Whether a function that is none of transformers' gives what sinkscope recomputes; None: not tried yet.

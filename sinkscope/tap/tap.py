@@ -43,7 +43,7 @@ class Handler:
         configs: Ids of the configurations of the model it listens to.
         needs_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
         replaces_mask: Whether it determines what is seen, so that no mask is needed.
-        idle: Whether it has nothing to do unless others listen too. The model then computes attention alone.
+        idle: Whether it has nothing to do by itself. If all handlers are idle, the model computes attention alone.
         was_reached: Whether attention of the model came by.
     """
 
@@ -55,7 +55,7 @@ class Handler:
     was_reached: bool = False
 
     def __enter__(self) -> Handler:
-        """See attention in this context, before those that are already listening."""
+        """Begin to listen in this context, before earlier handlers."""
         HANDLERS.set((self, *HANDLERS.get()))
         return self
 
@@ -173,7 +173,7 @@ def _attend(
 
 
 def _among_chosen(mask: Tensor | None, chosen: Bool[Tensor, "batch _ query key"]) -> Tensor:
-    """A mask that shows only chosen keys, of those that it shows."""
+    """A mask without the keys that were not chosen."""
     queries, keys = chosen.shape[2:]
     if mask is None:
         return chosen & torch.ones_like(chosen).tril(keys - queries)

@@ -217,7 +217,7 @@ class Run:
         self.hook((module, when, noting))
 
     def keep(self, module: nn.Module, ran: bool = True) -> None:
-        """Refuse to end without this module, if the model registers it; else nothing can be said of it."""
+        """Note a registered module of the model: the run may not end without it."""
         if module in self._names:
             self._ran[module] = ran
 

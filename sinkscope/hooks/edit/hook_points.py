@@ -67,7 +67,7 @@ def expert_hook(
 
 
 Edit = Callable[[Tensor], Tensor | None]
-"""Gives new values `[... d]` for those that pass a hook point, or None to leave them."""
+"""Takes the values `[... d]` at a hook point and returns new ones; None leaves them."""
 
 
 class HookPoint(NamedTuple):
@@ -77,7 +77,7 @@ class HookPoint(NamedTuple):
         module: The module beside which they pass.
         when: "pre" if they enter it, "post" if they leave it.
         columns: The columns that are edited; None if all are.
-        inside: For what never passes by itself: makes a torch hook with kwargs of an edit of it.
+        inside: Makes a torch hook with kwargs of an edit of values that never pass as a tensor.
     """
 
     module: nn.Module

@@ -129,7 +129,7 @@ class Quantize(PlacedEdit):
         return points
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos d"]:
-        """Return the values rounded, except those that are to stay exact."""
+        """Round the values, except at exact positions and channels."""
         index, of = values.index, values.of
         old = of.heads(values.old)
         exact = self._exact_tokens(index)[..., None, None].expand_as(old).clone()
@@ -140,7 +140,7 @@ class Quantize(PlacedEdit):
         return new
 
     def _exact_tokens(self, index: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-        """Tokens that are not rounded; padding is none of those that set a scale."""
+        """Tokens that stay exact, and padding, which sets no scale."""
         exact = chosen_positions(index, self.positions) | (index < 0)
         for row, position in self.places:
             if row >= len(index):

@@ -222,7 +222,7 @@ def check_unexpected(model: nn.Module, unexpected: Iterable[str], name: str, ori
         model: The model, or a part of it, that was loaded.
         unexpected: Tensors that transformers reports as unexpected.
         name: Name of the model, for errors.
-        origins: Names in the checkpoint of tensors that were loaded by others.
+        origins: The checkpoint's names of tensors that were loaded under other names.
 
     Raises:
         UnsupportedError: One does.

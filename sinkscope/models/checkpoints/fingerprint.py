@@ -163,7 +163,7 @@ def fingerprint_of(target: Target) -> str:
 
 
 def check_made_for(target: Target, model: Mapping[str, Any]) -> None:
-    """Compare a model with the one that a patch was made for, as far as that is described.
+    """Compare a model with the description of the model for which a patch was made.
 
     A fine-tuned version is accepted, and a `SinkscopeWarning` says so.
 

@@ -23,7 +23,7 @@ _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 """Fields of transformers, and the keys behind "rope.scaling." whose values they are."""
 _NEUTRAL = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "attn_factor": 1.0}
-"""Keys of which transformers has no equal under yarn, unless they have these values."""
+"""Keys of yarn that transformers lacks; with these values they change nothing."""
 
 
 class GgufHeader:
@@ -90,7 +90,7 @@ class GgufHeader:
             config: Text configuration that transformers made of the file.
 
         Raises:
-            UnsupportedError: It is scaled in a way of which transformers has no equal.
+            UnsupportedError: transformers cannot scale rope in this way.
         """
         rope = getattr(config, "rope_parameters", None)
         if not isinstance(rope, dict):

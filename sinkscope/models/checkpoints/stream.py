@@ -24,7 +24,7 @@ _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text
 
 
 class LayerStore:
-    """A model that reads the weights of a layer when the layer is called, and frees them when others need the room.
+    """Reads the weights of a layer when the layer is called, and frees them when other layers need the room.
 
     It has no logits: a pass ends at the last hidden state. transformers makes the modules from parts of the checkpoint,
     so its renames, fusions and dtypes apply.

@@ -18,7 +18,7 @@ from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import read_text
 from sinkscope.files.records import check_values
 
-ONE_TOKEN, FEWEST_TOKENS = 0.9, 8  # a text of at least so many tokens, of which more are one token, is refused
+ONE_TOKEN, FEWEST_TOKENS = 0.9, 8  # refuse a text of 8 or more tokens if one token makes up more than 90 % of it
 SHORT_TEXT = "a b"  # by which it is seen what a tokenizer puts before a text
 
 
@@ -106,7 +106,7 @@ def beginning(tokenizer: Any, bos: int | None) -> list[int]:
 
 
 def note_second_bos(ids: Sequence[int], bos: int | None, what: str) -> None:
-    """Warn of a text that begins with BOS twice: that in the text, and the one that is put before every text."""
+    """Warn if a text begins with BOS and gets a second BOS in front."""
     if bos is not None and [*ids[:2]] == [bos, bos]:
         warn(
             f"{what} begins with BOS (id {bos}) twice, because it is in the text and is put before it: leave it out of "

@@ -43,7 +43,7 @@ PASS_ROWS = 7
 _TURNED = {"q": 1, "k": 2, "v": 3}  # rows in which a head of them is turned
 _MOVED, _EXPERTS, _SCALED = 4, 5, 6  # rows in which a neuron is moved, what experts give is turned, `up` is scaled
 _TOKENS = 6
-_HEAD = 1  # the one that is edited, if there are two
+_HEAD = 1  # the edited head, if a layer has two or more
 _TOKEN = 2  # the one whose numbers are turned
 _LARGE = 1000.0
 _PASSES = 0.05  # largest relative distance of the stream from what entered, where that is large
@@ -236,7 +236,7 @@ def layer_sums(target: Target, layers: list[int], *, measures: bool = False) -> 
 
 
 class LayerSums:
-    """What passes the modules of one layer, and what of it cannot be proved.
+    """Records what passes the modules of one layer, and says which sites cannot be proved.
 
     Attributes:
         problems: Why sites cannot be proved, by the last part of their names.
@@ -329,7 +329,7 @@ class LayerSums:
     def see_rows(self, rows: Float[Tensor, "batch head query key"]) -> None:
         """Compare the rows that attention returns where it does not show what it gets."""
         self._count = rows.shape[1]
-        changes = (rows[1:] - rows[:1]).abs().amax(-1)[..., :-1]  # the last token is too large to attend to others
+        changes = (rows[1:] - rows[:1]).abs().amax(-1)[..., :-1]  # the last token attends to itself alone
         largest = changes[: len(_TURNED)].max()
         query = torch.arange(changes.shape[2], device=rows.device)
         for which, seen in (("q", query == _TOKEN), ("k", query >= _TOKEN), ("v", query < 0)):
@@ -343,7 +343,7 @@ class LayerSums:
         return torch.arange(len(change), device=change.device) * heads // len(change) == _HEAD % heads
 
     def _is_where(self, change: Tensor, where: Tensor, largest: Tensor) -> bool:
-        """Whether numbers change in these places, and in no others."""
+        """Whether numbers change in exactly these places."""
         return bool((change[where] > 0).all()) and bool((change[~where] <= self.tolerance * largest).all())
 
     def _prove_heads(self) -> None:
