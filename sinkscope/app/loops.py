@@ -150,7 +150,7 @@ def _listed(files: Sequence[str]) -> dict[str, str]:
     listed: dict[str, str] = {}
     for file in files:
         folder, count = Path(file), len(listed)
-        if file == "-" or not folder.is_dir():
+        if not file or not folder.is_dir():
             name = _name(file)
             listed[file if name in listed else name] = file
             continue

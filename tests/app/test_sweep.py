@@ -46,8 +46,8 @@ LOADED = [command.load() for command in COMMANDS.values()]  # before another tes
 
 
 def _values(option) -> tuple[str, ...]:
-    """Values that an option has to refuse; the prompt of `generate` may be any text."""
-    if isinstance(option, click.Argument) and option.name == "prompt":
+    """Values that an option has to refuse; a prompt that is no file may be any text."""
+    if option.name == "prompt" and "--prompt-file" not in option.opts:
         return ()
     values = BAD.get(option.name, BAD.get(option.type, ()))
     if option.name in ("json", "html", "csv"):

@@ -74,35 +74,38 @@ class Command(click.Command):
         Raises:
             SinkscopeError: The options do not fit together, or the memory does not suffice.
         """
+        if world_size() > 1 and not self.processes:
+            raise SinkscopeError(f"sinkscope {self.words} is for one process: run it without torchrun")
         given = {name: value for name, value in ctx.params.items() if value not in (None, ())}
+        files = {name: given.pop(name) for name in SAID if name in given}
         word, explain = given.pop(MODEL_WORD, None), given.pop("explain", False)
         if word is not None and "model" in given:
             raise SinkscopeError(f"two models, {word} and {given['model']}: give one, as a word or with --model")
         if word is not None:
             given["model"] = word
-        files = {name: given.pop(name) for name in SAID if name in given}
-        if world_size() > 1 and not self.processes:
-            raise SinkscopeError(f"sinkscope {self.words} is for one process: run it without torchrun")
         with ProgressBar() as progress:
             if any(one.name == "model" for one in self.params):
                 progress(f"Loading {given.get('model', 'bundled')} ...", 0, 0)
             check_files(files, self.kinds, [given[name] for name in WRITTEN if name in given])
-            function = self.load()
-            takes = inspect.signature(function).parameters.values()
-            if any(one.name == "progress" or one.kind is one.VAR_KEYWORD for one in takes):
-                given["progress"] = progress
-            if any(one.name == "to_files" for one in takes):
-                given["to_files"] = files
-            try:
-                result = function(**given)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise SinkscopeError(out_of_memory(self)) from error
-        if result is not None and self.kinds:
+            result = self.run(given, files, progress)
+        if self.kinds and result is not None:
             deliver(result, files if is_first() else {}, explain)
-            if result.exit_code:
-                raise click.exceptions.Exit(result.exit_code)
+            ctx.exit(result.exit_code)
+
+    def run(self, given: dict[str, Any], files: Mapping[str, str], progress: ProgressBar) -> Any:
+        """Call the function with the options and, where it takes them, the progress and the files that are wanted."""
+        function = self.load()
+        takes = inspect.signature(function).parameters.values()
+        if any(one.name == "progress" or one.kind is one.VAR_KEYWORD for one in takes):
+            given["progress"] = progress
+        if any(one.name == "to_files" for one in takes):
+            given["to_files"] = files
+        try:
+            return function(**given)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise SinkscopeError(out_of_memory(self)) from error
+            raise
 
     def load(self) -> Callable[..., Any]:
         """Import the function and return it; the garbage collector, which importing needs not, is on from then on."""
