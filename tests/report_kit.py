@@ -42,6 +42,7 @@ class Plain(Result):
 def atlas(token: str) -> Repeat:
     found = sample_find_sinks()
     return Repeat(
+        effects=(),
         model=found.model,
         provenance=found.provenance,
         quantity="norm",

@@ -186,9 +186,10 @@ def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path, monkeypatch):
     )
     (wheel,) = tmp_path.glob("*.whl")
     (sdist,) = tmp_path.glob("*.tar.gz")
+    folders = "models/bundled", "models/recall", "models/text", "bench/tasks/data", "results/pages", "app/view"
     data = {
         str(file.relative_to(ROOT))
-        for folder in ("models/bundled", "models/recall", "models/text", "bench/tasks/data", "app/pages", "app/view")
+        for folder in folders
         for file in (ROOT / "sinkscope" / folder).iterdir()
         if file.is_file()
     } | {"sinkscope/py.typed"}

@@ -89,7 +89,7 @@ def _stored(output: Any) -> Any:
         if PLOTLY in data:
             figure = plotly.io.from_json(json.dumps(data[PLOTLY]), skip_invalid=True)
             figure.update_layout(template="plotly_white")
-            picture = base64.b64encode(fewer_colours(figure.to_image(format="png"))).decode()
+            picture = base64.b64encode(fewer_colours(figure.to_image(format="png", width=900))).decode()
             shown = {name: data[PLOTLY][name] for name in ("data", "layout")}
             output["data"] = {PLOTLY: shown, "image/png": picture, "text/plain": "<Figure>"}
         elif "text/html" in data:  # the plain form of a result holds times and paths

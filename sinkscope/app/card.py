@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from math import hypot
 from pathlib import Path
 
-from sinkscope.app.pages import text
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
 from sinkscope.measure.margin import DIFFERENCES, Interval, difference_of, in_points
 from sinkscope.results.cards import Card
 from sinkscope.results.notation import word_list
+from sinkscope.results.pages import text
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, constant_last, strings
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from sinkscope.app.card import CARD
-from sinkscope.app.pages import Section, document, folded, result_section, text
 from sinkscope.errors import SinkscopeError, one_line
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import check_output, read_json, write_output
 from sinkscope.files.plain import visible
 from sinkscope.files.store import RECORDS, SETTINGS, begun_by
 from sinkscope.results.notation import count_of
+from sinkscope.results.pages import Section, document, folded, text
 from sinkscope.results.result import Result
 
 
@@ -50,8 +49,7 @@ def report(
                 from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
 
                 result = bench_table([path])
-            section = folded(result_section(result, name), "Summary, figure, table, settings and provenance")
-            sections.append(replace(section, about=result.model.name, conclusion=result.conclusion()))
+            sections.append(folded(result.section(name), "Summary, figure, table, settings and provenance"))
         except SinkscopeError as error:
             left_out.append(f"{name}: {error}")
         except Exception as error:  # a damaged result can have the right types and fail anywhere

@@ -16,7 +16,6 @@ import torch
 
 from sinkscope import __version__
 from sinkscope.app.card import CARD, CardPart, SinkCard, part_file, read_card
-from sinkscope.app.pages import document, folded, result_section, text
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import SinkscopeError, is_out_of_memory
@@ -32,6 +31,7 @@ from sinkscope.models.target import Target
 from sinkscope.opening.open import fits
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of
+from sinkscope.results.pages import document, folded, text
 from sinkscope.results.result import Result
 from sinkscope.sinks.attack.attack import attack
 from sinkscope.sinks.marking_heads import heads
@@ -215,6 +215,8 @@ def at_most(target: Target, seconds: float | None) -> Iterator[None]:
     if seconds is None:
         yield
         return
+    if seconds < 0:
+        raise CutShortError("the parts before it took all the time")
     end = clock() + seconds
 
     def check(*_: object) -> None:
@@ -227,13 +229,13 @@ def at_most(target: Target, seconds: float | None) -> Iterator[None]:
 
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
     """The card's page: tiles, what every part says, all numbers, where the sink is made; then other parts, closed."""
-    first = result_section(card)
+    first = card.section()
     if card.against is None:  # the tiles say it
         first = folded(first, "What every part says, and all numbers with their controls")
     sections = [replace(first, heading="All parts")]
     for part, outcome in outcomes:
         if isinstance(outcome, Result):
-            section = replace(result_section(outcome), heading=text(part.command))
+            section = replace(outcome.section(), heading=text(part.command))
             if part.name != "find_sinks":
                 section = folded(section, card_part(part, outcome).conclusion)
             sections.append(section)

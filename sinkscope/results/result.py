@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from html import escape
 from pkgutil import resolve_name
 from textwrap import fill
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.envelope import Envelope
+from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
 from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.cards import Card
 from sinkscope.results.console import WIDTH
 from sinkscope.results.effect import Effect
-from sinkscope.results.tables import MOST_ROWS, WIDEST, Grid, Table, glossary, strings
+from sinkscope.results.pages import Section, document, plot
+from sinkscope.results.pages import text as words
+from sinkscope.results.tables import MOST_ROWS, WIDEST, Grid, Table, cell, glossary, strings
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
+TOP = 40  # pixels above the panels of a figure, for their titles
 FEW_ROWS, FEW_DETAILS, FEW_CARDS = 6, 8, 4
 """Rows of most tables, lines below one, and cards that a command prints unless it is asked to explain."""
 
@@ -180,18 +183,25 @@ class Result(Envelope):
 
     # How it looks
 
-    def figure(self) -> Any:
-        """Return the result as a plotly figure.
+    def figure(self, panel: str | None = None) -> Any:
+        """Return the result as a plotly figure, as wide as its frame.
+
+        Args:
+            panel: The number of one of its panels, or a word of its title: this one alone. None: all.
 
         Raises:
-            SinkscopeError: Results of this kind have no figure.
+            SinkscopeError: Results of this kind have no figure, or it has no such panel.
         """
         draw = type(self).drawing
         if isinstance(draw, str):
             draw = resolve_name(draw)
         if draw is None:
             raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
-        return draw(self)
+        if panel is None:
+            return draw(self)
+        from sinkscope.results.style import panel_of  # plotly is slow to load
+
+        return panel_of(draw(self), panel)
 
     def text(self, width: int | None = WIDTH, *, brief: bool = False) -> str:
         """Return cards and tables, then the details, and the conclusion last, where a terminal shows it.
@@ -236,28 +246,49 @@ class Result(Envelope):
         return self.text()
 
     def _repr_html_(self) -> str:
-        return self.to_html()
+        return self.fragment()
 
-    def own_page(self) -> str | None:
-        """Return a whole HTML page of its own; None: the page that all results have. A subclass overrides it."""
-        return None
+    def to_html(self) -> str:
+        """Return one HTML page with conclusion, figure, tables, settings and provenance, as --html writes it."""
+        return document(f"{self.kind}: {self.model.name}", [self.section()], kind=self.kind)
 
-    def to_html(self, figure: str = "") -> str:
-        """Return conclusion, cards, details and tables with every column as an HTML fragment, which notebooks show.
+    def section(self, file: str = "") -> Section:
+        """Return what pages show of it: its text, figure and tables, and its settings and provenance.
+
+        Args:
+            file: Displayed name of its file. Empty: the model's name is displayed.
+        """
+        figure = ""
+        if type(self).drawing is not None:
+            drawn = self.figure()
+            layout = drawn.layout
+            if layout.height is not None and layout.margin.t is not None:
+                layout.height -= layout.margin.t - TOP
+            drawn.update_layout(title=None, margin_t=TOP)  # its title is the conclusion, which stands above
+            figure = plot(drawn, file)
+        parts, data = [self.fragment(figure)], self.to_dict()
+        for name in ENVELOPE_FIELDS:
+            rows = [f"<dt>{escape(str(key))}</dt><dd>{escape(cell(value))}</dd>" for key, value in data[name].items()]
+            parts.append(f"<details><summary>{name}</summary><dl>{''.join(rows)}</dl></details>")
+        heading = f"{words(self.kind)} <small>{words(file or self.model.name)}</small>"
+        return Section(heading, visible("\n".join(parts)), self.model.name, self.conclusion())
+
+    def fragment(self, figure: str = "") -> str:
+        """Return conclusion, cards, details and tables with every column as a part of a page, which notebooks show.
 
         Args:
             figure: HTML that stands under the conclusion; the tables are then folded, as they are below cards.
                 Everything else is escaped here.
         """
-        parts = ['<div class="sinkscope">', f"<p><b>{html.escape(f'Conclusion: {self.conclusion()}')}</b></p>", figure]
+        parts = ['<div class="sinkscope">', f"<p><b>{escape(f'Conclusion: {self.conclusion()}')}</b></p>", figure]
         cards = [card.html() for card in self.cards()]
-        parts += [*cards, *(f"<p>{html.escape(line)}</p>" for line in self.lines())]
+        parts += [*cards, *(f"<p>{escape(line)}</p>" for line in self.lines())]
         tables = [grid.html() for grid in self.grids()]
         if (figure or cards) and tables:
             tables = ["<details><summary>Tables</summary>", *tables, "</details>"]
         parts += tables
         parts.append("<details><summary>What the columns mean</summary><dl>")
         for name, sentence in self._meaning().items():
-            parts.append(f"<dt>{html.escape(name)}</dt><dd>{html.escape(sentence)}</dd>")
+            parts.append(f"<dt>{escape(name)}</dt><dd>{escape(sentence)}</dd>")
         parts.append("</dl></details>")
         return visible("\n".join([*parts, "</div>"]))

@@ -11,24 +11,74 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.results.tables import long_table as long_table
 
 # Okabe and Ito's colours, which readers without colour vision can also distinguish
 BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", RED)
 PIXELS_PER_CHARACTER = 7.7
+WIDTH_OF_FRAME = 900
+"""Pixels that a notebook gives a figure."""
 LINE_OF_TITLE = 18
 """Pixels."""
 
 
-def panels(titles: Sequence[str], *, spacing: float = 0.09) -> Any:
-    """Make a figure with panels side by side.
+def panels(titles: Sequence[str], *, columns: int | None = None, spacing: float = 0.09) -> Any:
+    """Make a figure with panels side by side, and in further rows if there are more than `columns`.
 
     Args:
         titles: One title per panel.
+        columns: Panels in a row. None: all.
         spacing: Space between panels, as a share of the figure's width.
     """
-    return make_subplots(cols=len(titles), subplot_titles=list(titles), horizontal_spacing=spacing)
+    columns = columns or len(titles)
+    rows = -(-len(titles) // columns)
+    spaces = {"horizontal_spacing": spacing, "vertical_spacing": 0.3 / rows}
+    return make_subplots(rows, columns, subplot_titles=list(titles), **spaces)
+
+
+def panel_of(figure: go.Figure, name: str) -> go.Figure:
+    """Return one panel of a figure, large, with its traces, marks and axes.
+
+    Args:
+        figure: The figure.
+        name: Its number from 1, or a word of its title.
+
+    Raises:
+        SinkscopeError: No panel has that number or word; the error lists the titles.
+    """
+    titles: dict[str, tuple[str, str]] = {}
+    axes = [axis for axis in figure.layout if re.fullmatch(r"yaxis\d*", axis)]
+    for y in sorted(axes, key=lambda axis: int(axis.removeprefix("yaxis") or 1)):
+        x = (figure.layout[y].anchor or "x").replace("x", "xaxis")
+        left, right = figure.layout[x].domain or (0, 1)
+        _, top = figure.layout[y].domain or (0, 1)
+        for one in figure.layout.annotations:
+            if one.xref == "paper" and abs(one.x - (left + right) / 2) < 0.02 and abs(one.y - top) < 0.02:
+                titles[one.text] = (x.replace("axis", ""), y.replace("axis", ""))
+    found = list(titles)[int(name) - 1 : int(name)] if name.isdigit() else []
+    found += [title for title in titles if name.lower() in title.lower()]
+    if not found or not name.strip():
+        raise SinkscopeError(f"panel={name!r}: expected a word of a title: {'; '.join(titles) or 'it has one panel'}")
+    return _alone(figure, found[0], *titles[found[0]])
+
+
+def _alone(figure: go.Figure, title: str, x: str, y: str) -> go.Figure:
+    """A figure of what lies on two axes of another one."""
+    data = [trace for trace in figure.data if (trace.xaxis or "x", trace.yaxis or "y") == (x, y)]
+    layout = figure.layout.to_plotly_json()
+    kept = {name: value for name, value in layout.items() if not re.fullmatch(r"[xy]axis\d*", name)}
+    for letter, axis in (("x", x), ("y", y)):
+        kept[f"{letter}axis"] = {**layout[axis.replace(letter, f"{letter}axis")], "domain": [0, 1], "anchor": None}
+    for name in ("annotations", "shapes"):
+        marks = [one for one in layout.get(name, []) if str(one.get("xref", "")).split()[0] == x]
+        for one in marks:
+            one |= {"xref": one["xref"].replace(x, "x"), "yref": one["yref"].replace(y, "y")}
+        kept[name] = marks
+    kept["title"] = {**layout.get("title", {}), "text": html.escape(title)}
+    alone = go.Figure(layout={**kept, "height": 480})
+    return alone.add_traces([one.update(xaxis="x", yaxis="y") for one in data])
 
 
 def figure_of(
@@ -44,13 +94,13 @@ def figure_of(
 ) -> go.Figure:
     """Give a figure its title and the layout that all figures share.
 
-    The title is the conclusion of the result, broken into lines that fit.
+    The title is the conclusion of the result, broken into lines. The figure is as wide as its frame.
 
     Args:
         fig: The figure.
         result: The result, which names the model and has a conclusion. None takes `title`.
         title: Title of a figure without a result; it is escaped here.
-        width: Width in pixels.
+        width: Pixels at which it looks best, which a picture of it takes.
         height: Height in pixels.
         legend: Vertical position of the legend, below the panels.
         bottom: Margin in pixels for axis titles and legend.
@@ -59,13 +109,13 @@ def figure_of(
     if result is not None:
         sentence = result.conclusion().removesuffix(".")
         title = f"{result.model.name}: {sentence}"
-    lines = textwrap.wrap(title, int(width / PIXELS_PER_CHARACTER))
+    lines = textwrap.wrap(title, int(min(width, WIDTH_OF_FRAME) / PIXELS_PER_CHARACTER))
     top = 90 + LINE_OF_TITLE * max(0, len(lines) - 2)
     text = "<br>".join(html.escape(line) for line in lines)
     place = {"x": 0.01, "xanchor": "left", "y": 1 - 16 / height, "yanchor": "top"}
     fig.update_layout(
         template="plotly_white",
-        width=width,
+        meta={"width": width},
         height=height,
         font={"size": 13},
         margin={"l": 70, "r": 20, "t": top, "b": bottom},

@@ -10,8 +10,8 @@ import pytest
 from refusals import refused
 from repository import FIGURES
 
-from sinkscope.app.pages import DRAWN, Section, document, folded, page, plot, result_section
 from sinkscope.files.output import write_output
+from sinkscope.results.pages import DRAWN, Section, document, folded, plot
 from sinkscope.results.result import Result
 
 GL = re.compile(r'"type":\s*"scattergl"')
@@ -23,7 +23,7 @@ LARGEST = 2_500_000
 def test_a_page_is_svg_and_small(name):
     result = Result.load(FIGURES / f"{name}.json")
     assert {one.type for one in result.figure().data} <= DRAWN
-    text = page(result)
+    text = result.to_html()
     assert len(text.encode(errors="backslashreplace")) < LARGEST
     assert "svg" in text and not GL.search(text)
 
@@ -36,7 +36,7 @@ def test_a_figure_that_the_page_cannot_draw_is_refused():
 
 
 def test_a_link_in_the_contents_opens_the_closed_section(tmp_path, chrome):
-    sections = [folded(result_section(Result.load(FIGURES / "find_sinks.json"), name), "closed") for name in ("a", "b")]
+    sections = [folded(Result.load(FIGURES / "find_sinks.json").section(name), "closed") for name in ("a", "b")]
     chrome.open(write_output(tmp_path / "two.html", document("two", sections)))
     chrome.run("document.querySelector('nav a[href=\"#r1\"]').click()")
     chrome.wait("document.querySelector('#r1 .ytick')")

@@ -6,7 +6,6 @@ import pytest
 from report_kit import BAD, WORSE, fill, made_report, spoil
 from sample_results import sample_find_sinks
 
-from sinkscope.app.pages import page
 from sinkscope.files.output import write_output
 
 DRAWN = """(async () => {
@@ -36,7 +35,7 @@ def test_the_report_in_a_browser(tmp_path, chrome):
 
     chrome.open(path, 360, phone=True)
     assert chrome.run("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
-    chrome.open(write_output(tmp_path / "single.html", page(sample_find_sinks())), 1400)
+    chrome.open(write_output(tmp_path / "single.html", sample_find_sinks().to_html()), 1400)
     assert chrome.run(DRAWN) == 1
 
     assert chrome.errors == []

@@ -210,6 +210,4 @@ def content(result: Result, name: str) -> str:
         return result.to_json()
     if name == "csv":
         return result.to_csv()
-    from sinkscope.app.pages import page
-
-    return page(result)
+    return result.to_html()

@@ -173,7 +173,7 @@ class ModelView(Result):
     circuit_sentence: str = ""
     neuron_pages: tuple[NeuronPage, ...] = ()
 
-    def own_page(self) -> str:
+    def to_html(self) -> str:
         """Return the page in which it can be explored."""
         from sinkscope.app.view.page import view_page
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sinkscope.measure import Natural, Setup, measurement
-from sinkscope.sinks.spikes.figure import draw
+from sinkscope.sinks.spikes.figure import draw_circuit
 from sinkscope.sinks.spikes.find_sinks import fields_of
 from sinkscope.sinks.spikes.result import Circuit
 from sinkscope.sinks.spikes.steps import sinks_of, with_marks
@@ -14,7 +14,7 @@ from sinkscope.sinks.tokens import repetition_limit
 
 @measurement(
     loading="fits",
-    figure=draw,
+    figure=draw_circuit,
 )
 def circuit(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: Natural | None = None) -> Circuit:
     """Trace the circuit of each sink from what marks its place to the heads that read it, and to copies of a token.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
@@ -17,6 +18,9 @@ from sinkscope.sinks.spikes.cards import run
 from sinkscope.sinks.spikes.records import PartShare, SpikeResult, part_of
 
 COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7")
+COLUMNS = ("marks", "writers", "spike", "readers")
+LINE = 14  # letters of a line below a node
+MOST_NODES = 4  # marks, or writers, that a diagram names
 BEFORE, AFTER = "#56b4e9", "#d55e00"
 """Heads of the intact model, and heads after a removal; both are seen on a dark page."""
 TITLES = (
@@ -29,7 +33,7 @@ TITLES = (
 
 def draw(result: Any) -> go.Figure:
     """Draw the norms of a `SpikesFound`, what writes and erases each spike, and the attention of heads."""
-    fig = panels(TITLES)
+    fig = panels(TITLES, columns=2, spacing=0.12)
     layers = list(range(result.layers_read))
     first, typical = {"color": AFTER, "width": 3}, {"color": GREY}
     fig.add_scatter(x=layers, y=result.first_token_norm, name="the first token, median", line=first, row=1, col=1)
@@ -39,18 +43,82 @@ def draw(result: Any) -> go.Figure:
         _draw_spike(fig, spike, colour)
     _name_neurons(fig, shown)
     _draw_readers(fig, shown)
-    fig.update_xaxes(title_text="layer", col=1)
-    fig.update_yaxes(title_text="L2 norm", type="log", tickformat=",", nticks=8, col=1)
-    fig.update_xaxes(title_text="layer", range=(-1.5, result.layers_read - 0.5), col=2)
+    fig.update_xaxes(title_text="layer", row=1)
+    fig.update_yaxes(title_text="L2 norm", type="log", tickformat=",", nticks=8, row=1, col=1)
+    fig.update_xaxes(title_text="layer", range=(-1.5, result.layers_read - 0.5), row=1, col=2)
     shares = [0.0, *(one.share for spike in shown for one in [*spike.writers, *spike.erasers])]
     room = (1.1 * min(shares) - 0.02, 1.8 * max(shares) + 0.02)  # above the bars, for the names of neurons
-    fig.update_yaxes(title_text="share of the spike", tickformat=".0%", range=room, col=2)
-    fig.update_yaxes(title_text="heads", rangemode="tozero", col=4)
+    fig.update_yaxes(title_text="share of the spike", tickformat=".0%", range=room, row=1, col=2)
+    fig.update_yaxes(title_text="heads", rangemode="tozero", row=2, col=2)
     scale = {"colorscale": [[0, "#ffffff"], [1, BLUE]], "zmin": 0, "zmax": 1, "showscale": False}
-    fig.add_heatmap(z=result.heads, **scale, row=1, col=3)
-    fig.update_xaxes(title_text="head", col=3)
-    fig.update_yaxes(title_text="layer", autorange="reversed", col=3)
-    return figure_of(fig, result, width=1900, height=480, legend=-0.3, bottom=130)
+    fig.add_heatmap(z=result.heads, **scale, row=2, col=1)
+    fig.update_xaxes(title_text="head", row=2, col=1)
+    fig.update_yaxes(title_text="layer", autorange="reversed", row=2, col=1)
+    return figure_of(fig, result, width=1100, height=860, legend=-0.12, bottom=110)
+
+
+def draw_circuit(result: Any) -> go.Figure:
+    """Draw the circuit of each spike from left to right: what marks its place, what writes it, and who reads it.
+
+    A line to the right is as wide as the share of the spike that a neuron or component writes, or as the share of all
+    heads that read it.
+    """
+    shown = [spike for spike in result.spikes if spike.like is None][: len(COLOURS)]
+    fig: Any = go.Figure()
+    row = 0.0
+    for spike, colour in zip(shown, COLOURS, strict=False):
+        row = _draw_circuit(fig, spike, colour, row, result.readers.total) - 1.5
+    for column, name in enumerate(COLUMNS):
+        fig.add_annotation(x=column, y=1, text=name, font={"size": 15}, showarrow=False, yanchor="bottom")
+    fig.update_xaxes(visible=False, range=(-0.4, len(COLUMNS) - 0.6))
+    fig.update_yaxes(visible=False, range=(row + 0.5, 2.2))
+    return figure_of(fig, result, width=1000, height=int(190 - 64 * row), bottom=20, showlegend=False)
+
+
+def _draw_circuit(fig: Any, spike: SpikeResult, colour: str, top: float, total: int) -> float:
+    """The nodes of a spike and the lines between them, from `top` downwards; return the last row that it takes."""
+    members = () if spike.needed is None else spike.needed.parts
+    shares = {str(one.address): one.share for one in spike.neurons} | {one.part: one.share for one in spike.writers}
+    marks = [(mark.part, f"{mark.left:.0%} left", 1.0) for mark in spike.marks[:MOST_NODES]]
+    writers = [(part, f"{shares.get(part, 0.0):.0%}", shares.get(part, 0.0)) for part in members]
+    if len(writers) > MOST_NODES:
+        rest = writers[MOST_NODES - 1 :]
+        share = sum(one[2] for one in rest)
+        writers = [*writers[: MOST_NODES - 1], (f"{len(rest)} more", f"{share:.0%}", share)]
+    rows = max(len(marks), len(writers), 1)
+    middle = top - (rows - 1) / 2
+    without = spike.without_writers
+    _node(fig, 2, middle, spike.place.words, f"layer{run(*spike.layers)}", colour)
+    after = "" if without is None else f"{without.heads[1]} without writers"
+    _node(fig, 3, middle, f"{spike.heads} heads", after, BEFORE)
+    _line(fig, (2, middle), (3, middle), spike.heads / max(total, 1), BEFORE)
+    for column, nodes in enumerate((marks, writers)):
+        for number, (name, said, share) in enumerate(nodes):
+            y = middle + (len(nodes) - 1) / 2 - number
+            if column == 0:
+                for other in range(max(len(writers), 1)):
+                    end = (1, middle + (len(writers) - 1) / 2 - other) if writers else (2, middle)
+                    _line(fig, (0, y), end, 0.1, GREY)
+            else:
+                _line(fig, (1, y), (2, middle), share, colour)
+            _node(fig, column, y, name, said, GREY if column == 0 else colour)
+    return top - (rows - 1)
+
+
+def _node(fig: Any, x: float, y: float, name: str, said: str, colour: str) -> None:
+    """A node with its name and a number below."""
+    text = "<br>".join(escape(line) for line in wrap(name, LINE) + wrap(said, LINE))
+    fig.add_scatter(
+        x=[x], y=[y], mode="markers+text", text=text, textposition="bottom center", cliponaxis=False, hoverinfo="skip",
+        marker={"size": 14, "color": colour},
+    )  # fmt: skip
+
+
+def _line(fig: Any, start: tuple[float, float], end: tuple[float, float], share: float, colour: str) -> None:
+    """A line between two nodes, as wide as a share; what is written against the spike is dotted."""
+    line = {"color": colour, "width": 1 + 9 * min(abs(share), 1.0), "dash": "dot" if share < 0 else "solid"}
+    x, y = zip(start, end, strict=True)
+    fig.add_scatter(x=x, y=y, mode="lines", line=line, opacity=0.5, hoverinfo="skip")
 
 
 def _draw_spike(fig: Any, spike: SpikeResult, colour: str) -> None:
@@ -90,7 +158,7 @@ def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
     for number, (name, (colour, heads)) in enumerate(counts.items()):
         fig.add_bar(
             x=names, y=heads, text=heads, textposition="outside", cliponaxis=False, name=name, marker_color=colour,
-            offset=0.27 * number - 0.4, width=0.26, row=1, col=4,
+            offset=0.27 * number - 0.4, width=0.26, row=2, col=2,
         )  # fmt: skip
 
 

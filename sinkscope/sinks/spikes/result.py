@@ -207,7 +207,7 @@ class Circuit(SpikesFound):
     """The circuit of each sink: what marks its place, what writes and needs its spike, who reads it, and copies."""
 
     kind = "circuit"
-    drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
+    drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw_circuit"
 
     def conclusion(self) -> str:
         """Return what marks the place of the first spike, and who reads it with and without its mark."""

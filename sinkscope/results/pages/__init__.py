@@ -1,4 +1,4 @@
-"""Write results as a self-contained HTML file. All text is escaped, and nothing is fetched."""
+"""The page of results: one self-contained HTML file of sections. All text is escaped, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from typing import Any, cast
 
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.envelope import ENVELOPE_FIELDS as ENVELOPE
 from sinkscope.files.plain import visible
-from sinkscope.results.result import Result
-from sinkscope.results.tables import cell
 
 # Plotly renders a few tags. Drawings need those of a new line and of its hover boxes; any other, such as the BOS token
 # <s>, comes from a file and is shown as text.
 _TAG = re.compile(r"<(?!br>|/?extra>|b>%\{hovertext\}</b>)(?!(?<=%\{hovertext\}<)/b>)")
-TOP = 40  # pixels above the panels of a figure, for their titles
 DRAWN = {"bar", "box", "contour", "heatmap", "histogram", "histogram2d", "image", "pie", "scatter", "violin"}
 """What the part of plotly.js in this folder draws."""
 
@@ -44,39 +40,6 @@ class Section:
     html: str
     about: str = ""
     conclusion: str = ""
-
-
-def page(result: Result) -> str:
-    """Make one HTML document with summary, table, figures, settings and provenance; it contains plotly.js."""
-    own = result.own_page()
-    if own is not None:
-        return own
-    return document(f"{result.kind}: {result.model.name}", [result_section(result)], kind=result.kind)
-
-
-def result_section(result: Result, file: str = "") -> Section:
-    """Return the section of a result: its text, table and figure, and its settings and provenance.
-
-    Args:
-        result: The result.
-        file: Displayed name of its file. Empty: the model's name is displayed.
-    """
-    figure = ""
-    if type(result).drawing is not None:
-        drawn = result.figure()
-        layout = drawn.layout
-        if layout.height is not None and layout.margin.t is not None:
-            layout.height -= layout.margin.t - TOP
-        drawn.update_layout(title=None, margin_t=TOP)  # its title is the conclusion, which stands above
-        figure = plot(drawn, file)
-    parts = [result.to_html(figure)]
-    data = result.to_dict()
-    for name in ENVELOPE:
-        parts.append(f"<details><summary>{name}</summary><dl>")
-        parts += [f"<dt>{escape(str(key))}</dt><dd>{escape(cell(value))}</dd>" for key, value in data[name].items()]
-        parts.append("</dl></details>")
-    html = visible("\n".join(parts))  # HTML does not allow control characters
-    return Section(f"{text(result.kind)} <small>{text(file or result.model.name)}</small>", html)
 
 
 def folded(one: Section, sentence: str) -> Section:
@@ -146,7 +109,7 @@ def _contents(sections: Sequence[Section]) -> str:
 
 def _file(name: str) -> str:
     """The text of a file of this folder."""
-    return (files("sinkscope.app.pages") / name).read_text(encoding="utf-8")
+    return (files("sinkscope.results.pages") / name).read_text(encoding="utf-8")
 
 
 def text(words: str) -> str:
