@@ -34,11 +34,11 @@ def panels(titles: Sequence[str], *, columns: int | None = None, spacing: float 
     """
     columns = columns or len(titles)
     rows = -(-len(titles) // columns)
-    spaces = {"horizontal_spacing": spacing, "vertical_spacing": 0.3 / rows}
+    spaces: dict[str, Any] = {"horizontal_spacing": spacing, "vertical_spacing": 0.3 / rows}
     return make_subplots(rows, columns, subplot_titles=list(titles), **spaces)
 
 
-def panel_of(figure: go.Figure, name: str) -> go.Figure:
+def panel_of(figure: Any, name: str) -> go.Figure:
     """Return one panel of a figure, large, with its traces, marks and axes.
 
     Args:
@@ -64,10 +64,10 @@ def panel_of(figure: go.Figure, name: str) -> go.Figure:
     return _alone(figure, found[0], *titles[found[0]])
 
 
-def _alone(figure: go.Figure, title: str, x: str, y: str) -> go.Figure:
+def _alone(figure: Any, title: str, x: str, y: str) -> go.Figure:
     """A figure of what lies on two axes of another one."""
     data = [trace for trace in figure.data if (trace.xaxis or "x", trace.yaxis or "y") == (x, y)]
-    layout = figure.layout.to_plotly_json()
+    layout: dict[str, Any] = figure.layout.to_plotly_json()
     kept = {name: value for name, value in layout.items() if not re.fullmatch(r"[xy]axis\d*", name)}
     for letter, axis in (("x", x), ("y", y)):
         kept[f"{letter}axis"] = {**layout[axis.replace(letter, f"{letter}axis")], "domain": [0, 1], "anchor": None}
@@ -77,7 +77,7 @@ def _alone(figure: go.Figure, title: str, x: str, y: str) -> go.Figure:
             one |= {"xref": one["xref"].replace(x, "x"), "yref": one["yref"].replace(y, "y")}
         kept[name] = marks
     kept["title"] = {**layout.get("title", {}), "text": html.escape(title)}
-    alone = go.Figure(layout={**kept, "height": 480})
+    alone: Any = go.Figure(layout={**kept, "height": 480})
     return alone.add_traces([one.update(xaxis="x", yaxis="y") for one in data])
 
 
