@@ -21,7 +21,6 @@ from experiments import drawn
 from experiments.bench_figures import BenchFigure
 from experiments.loopserve import runs
 from experiments.loopserve.dialogues import Panel
-from experiments.make_shape import make_plan
 from experiments.script import run
 from sinkscope.bench.tasks.loops import DATA
 from sinkscope.bench.tasks.recall import Recall
@@ -99,12 +98,6 @@ FILES = {  # prompts of LongEval's form, and dialogues of MT-bench's
 }
 
 
-def planted_neurons(printed: str) -> bool:
-    """The arms of the comparison find what the checkpoint's truth says."""
-    found = json.loads(printed)
-    return (found["layer"], found["neurons"]) == (1, sorted(make_plan("tiny", 1, 0, None, 2.7).neurons))
-
-
 def right_everywhere(made: Any) -> bool:
     return {row["score"] for row in made["rows"] if row.get("label", row["method"]) == "full"} == {1.0}
 
@@ -124,13 +117,6 @@ CASES = {
         lambda made: {row["set"] for row in made["rows"]} == {"begin", "middle", "end"} and right_everywhere(made),
         "tiny.json",
         {"RUNS": {"tiny": BenchFigure("score", "recall:count=1:turns=1:total=200:hops=1", "full", "recall")}},
-    ),
-    "bench_find_sinks, notebook": Case("--arm notebook --folder {shape}", planted_neurons),
-    "bench_find_sinks, sinkscope": Case("--arm sinkscope --folder {shape}", planted_neurons),
-    "bench_find_sinks": Case(
-        "--only cold_start --rounds 1 --out {out}/x.json",
-        lambda made: made["cold_start"]["ratio"] > 0,
-        "x.json",
     ),
     "bench_kv": Case(
         "--only overhead --out {out}/x.json",
@@ -259,12 +245,9 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(ROOT)
     for file, text in FILES.items():
         (out / file).write_text(text + "\n" + text)
-    if "{shape}" in case.words:
-        options = "--shape tiny --dtype float32 --beta 2.7 --out"
-        run(import_module("experiments.make_shape").main, [*options.split(), str(tmp_path / "shape")])
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        run(module.main, case.words.format(out=out, shape=tmp_path / "shape").split())
+        run(module.main, case.words.format(out=out).split())
     if not case.file:
         assert case.right(said.getvalue()), said.getvalue()[:2000]
         return
