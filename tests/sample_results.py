@@ -20,9 +20,9 @@ from sinkscope.sinks.spikes.records import (
     PartShare,
     PlaceWords,
     Readers,
+    Removal,
     SinkRate,
     SpikeResult,
-    WithoutWriters,
 )
 from sinkscope.sinks.spikes.result import FindSinks
 
@@ -35,7 +35,7 @@ NEEDED = Needed(
     left=0.02,
     left_margin=0.01,
 )
-WITHOUT = WithoutWriters(
+WITHOUT = Removal(
     parts=tuple(map(str, NEURONS)),
     left=0.02,
     left_margin=0.01,

@@ -20,13 +20,12 @@ from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
 from sinkscope.results.parts import Component, Neuron
-from sinkscope.sinks.spikes.controls import Others
 from sinkscope.sinks.spikes.copies import copies_of
-from sinkscope.sinks.spikes.find import first_spikes
+from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.records import part_of
-from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.removal import ordered, random_neurons
+from sinkscope.sinks.spikes.spike import Spike, first_spikes
 from sinkscope.sinks.spikes.survey import Survey, read_survey
-from sinkscope.sinks.spikes.texts import SpikeTexts
 from sinkscope.sinks.spikes.writers import of_layer, writers_of
 from sinkscope.sinks.thresholds import COUNTS, NAMED
 from sinkscope.sinks.tokens import single_token
@@ -51,7 +50,7 @@ def layers(setup: Setup, survey: Survey, __: Published) -> list[int | None]:
     if spike is None:
         return [None]
     shares: dict[int | None, float] = {}
-    for one in writers_of(survey, spike)[0]:
+    for one in writers_of(spike)[0]:
         part = part_of(one.part)
         if isinstance(part, Component) and part.kind == "mlp":
             shares[part.layer] = one.share
@@ -65,16 +64,16 @@ def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
         check_site(survey.target, layer)
         if spike is None:
             continue
-        written = of_layer(survey, spike, layer, survey.start(layer))[0].mean(1)
+        written = of_layer(spike, layer, survey.start(layer))[0].mean(1)
         members: list[Neuron] = []
         for number in written.topk(min(CANDIDATES, len(written))).indices.tolist():
             if float(written[number]) >= NAMED:
                 members.append(Neuron(layer, *expert_and_neuron(survey.target, layer, number)))
         if not members:
             continue
-        others = Others(survey.target, {layer: written})
-        random = [others.draw(members[:1], setup.seed, number, members) for number in range(CONTROLS)]
-        left = SpikeTexts.of(survey, spike).along([*((one,) for one in members), *random]).mean(1)
+        orders = ordered(survey.target, {layer: written}, members[:1])
+        random = [random_neurons(orders, members[:1], setup.seed, number, members) for number in range(CONTROLS)]
+        left = SpikeTexts.of(spike).along([*((one,) for one in members), *random]).mean(1)
         lost = (1 - left).tolist()
         least = max(COUNTS, *lost[len(members) :])
         found += [str(one) for one, drop in zip(members, lost, strict=False) if drop > least]

@@ -33,13 +33,12 @@ from sinkscope.results.console import note
 from sinkscope.results.notation import count_of
 from sinkscope.results.pages import document, folded, text
 from sinkscope.results.result import Result
-from sinkscope.sinks.attack.attack import attack
+from sinkscope.sinks.attack import attack
 from sinkscope.sinks.marking_heads import heads
 from sinkscope.sinks.patch.make import patch_make
-from sinkscope.sinks.precision.precision import precision
+from sinkscope.sinks.precision import precision
 from sinkscope.sinks.repetition.repeat import repeat
-from sinkscope.sinks.spikes.circuit import circuit
-from sinkscope.sinks.spikes.find_sinks import find_sinks
+from sinkscope.sinks.spikes.find import circuit, find_sinks
 from sinkscope.sparse.lines import lines
 
 PAGE = "card.html"

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 MEASUREMENTS = "sinkscope.measurements"
 """Group of entry points by which other packages add measurements."""
 KINDS = {
-    "attack": "sinkscope.sinks.attack.attack",
+    "attack": "sinkscope.sinks.attack",
     "barcode": "sinkscope.loops.barcode",
     "bench": "sinkscope.bench.table",
     "check-cache": "sinkscope.conformance.check_cache",
@@ -19,7 +19,7 @@ KINDS = {
     "loops": "sinkscope.loops.text.check",
     "patch-eval": "sinkscope.sinks.patch.evaluate",
     "patch-make": "sinkscope.sinks.patch.make",
-    "precision": "sinkscope.sinks.precision.precision",
+    "precision": "sinkscope.sinks.precision",
     "repeat": "sinkscope.sinks.repetition.result",
     "scan-table": "sinkscope.app.scan_table",
     "sink-card": "sinkscope.app.card",

@@ -17,10 +17,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.results.notation import percent
 from sinkscope.results.parts import Head
-from sinkscope.sinks.spikes.edited import EditedTexts, Written
-from sinkscope.sinks.spikes.spike import Measured, Parts
-from sinkscope.sinks.spikes.steps import sinks_of
-from sinkscope.sinks.spikes.texts import left_of, means_of
+from sinkscope.sinks.spikes.edited import EditedTexts, Written, left_of, means_of
+from sinkscope.sinks.spikes.find import sinks_of
+from sinkscope.sinks.spikes.spike import Parts, Spike
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,23 +27,23 @@ class FirstTokens:
     """A spike of the first token, and heads whose outputs at tokens that stand first can be replaced.
 
     Attributes:
-        measured: The spike.
+        spike: The spike.
         heads: The heads.
     """
 
-    measured: Measured
+    spike: Spike
     heads: tuple[Head, ...]
 
     @classmethod
-    def of(cls, measured: Measured, last_layer: int) -> FirstTokens:
+    def of(cls, spike: Spike, last_layer: int) -> FirstTokens:
         """Take all heads up to a layer."""
-        target = measured.survey.target
+        target = spike.survey.target
         layers = [layer for layer in target.attending if layer <= last_layer]
-        return cls(measured, tuple(Head(layer, head) for layer in layers for head in range(target.n_heads)))
+        return cls(spike, tuple(Head(layer, head) for layer in layers for head in range(target.n_heads)))
 
     @cached_property
     def _means(self) -> Written:
-        return means_of(self.measured.survey, self.measured.spike, self.heads)
+        return means_of(self.spike, self.heads)
 
     def along(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "state token"]:
         """Project each token on the spike's direction, as a share of the spike: intact, then under each edit.
@@ -55,8 +54,7 @@ class FirstTokens:
         """
         ids = tokens[:, None]
         place = torch.ones_like(ids, dtype=torch.bool)
-        spike, target = self.measured.spike, self.measured.survey.target
-        return EditedTexts(target, ids, place, spike, [(), *edits], self._means).run().along
+        return EditedTexts(self.spike, ids, place, [(), *edits], self._means).run().projection
 
     def left(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "edit token"]:
         """Measure what is left of the tokens' projection under each edit."""
@@ -68,7 +66,7 @@ def share_of(value: float, margin: float | None) -> str:
     return percent(value) if margin is None else f"{percent(value)} (± {margin:.0%})"
 
 
-def spike_of(setup: Setup, number: int | None = None) -> Measured | None:
+def spike_of(setup: Setup, number: int | None = None) -> Spike | None:
     """Return a spike of the first token that needs neurons: that of this number, or that which most heads read.
 
     None: there is none.
@@ -80,9 +78,9 @@ def spike_of(setup: Setup, number: int | None = None) -> Measured | None:
     Raises:
         SinkscopeError: The spike of this number is at another place, or needs no neurons, or there is none.
     """
-    fit: dict[int, Measured] = {}
+    fit: dict[int, Spike] = {}
     for own, one in enumerate(sinks_of(setup).spikes):
-        if one.spike.place.is_first and one.needed_neurons:
+        if one.place.is_first and one.needed_neurons:
             fit[own] = one
     if number is None:
         return next(iter(fit.values()), None)

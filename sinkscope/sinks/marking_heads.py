@@ -21,10 +21,10 @@ from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.style import BLUE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.first_tokens import FirstTokens, share_of, spike_of
-from sinkscope.sinks.spikes.controls import random_heads
+from sinkscope.sinks.spikes.edited import left_of
+from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.marks import Without, marking_heads
-from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
-from sinkscope.sinks.spikes.texts import left_of
+from sinkscope.sinks.spikes.removal import random_heads
 from sinkscope.sinks.thresholds import HALF, RAISED
 from sinkscope.sinks.tokens import refuse_unused, sample_tokens, token_texts, tokens_of_text, vocabulary
 
@@ -170,7 +170,7 @@ def heads(
     first = FirstTokens.of(chosen, chosen.first_writer)
     has = first.along(words, [])[0] >= HALF
     having, unmarked = (token_texts(setup.target, some.tolist()) for some in (words[has], words[~has]))
-    name = chosen.spike.name
+    name = chosen.name
     found = MarkingHeads(spike=name, neurons=chosen.needed_neurons, tokens=having, unmarked=unmarked, heads=first.heads)
     if not having:
         return replace(found, instead=f"No token that was tried has the spike of {name} when it stands first.")

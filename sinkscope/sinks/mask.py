@@ -18,7 +18,7 @@ from sinkscope.models.inputs import check_length, read_inputs
 from sinkscope.opening.open import open_target
 from sinkscope.results.notation import word_list
 from sinkscope.sinks.spikes.cards import span
-from sinkscope.sinks.spikes.find import attended, find_spikes
+from sinkscope.sinks.spikes.spike import attended, find_spikes
 from sinkscope.sinks.spikes.survey import ratios_of, read_survey, survey_of
 from sinkscope.sinks.thresholds import LEAST_TYPICAL, STANDS_OUT
 
@@ -130,4 +130,4 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
     survey = survey_of(setup, setup.bos)
     spikes = find_spikes(survey, setup.tokenizer)
     spikes.sort(key=lambda spike: -spike.size)
-    return tuple(dict.fromkeys(dim for spike in spikes for dim in spike.dims))
+    return tuple(dict.fromkeys(dim for spike in spikes for dim in spike.result.dims))

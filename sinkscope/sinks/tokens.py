@@ -1,13 +1,14 @@
-"""Words that are put first or repeated: conversion of strings to single tokens, and sequences of repetitions."""
+"""Words that are put first or repeated, as single tokens; sequences of repetitions; and held-out text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -16,6 +17,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.draws import some_of
 from sinkscope.models.inputs import check_length
 from sinkscope.models.target import Target
+from sinkscope.models.text import text_rows
 
 WORDS = 5  # words of the text that are repeated by default
 MAX_REPEATS = 1024  # default of `--max-repeats`, if the context holds that many
@@ -137,3 +139,28 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1) -> 
     what = f"a text of --max-repeats {least} and {around} tokens around them"
     check_length(target, what, least + around, remedy=f"there is room for {max(room, 0)}")
     return requested or min(MAX_REPEATS, room)
+
+
+Pieces = Annotated[int, Field(ge=2)]
+"""Number of pieces of held-out text; of one alone there would be no error."""
+Length = Annotated[int, Field(ge=8)]
+"""Tokens of a piece."""
+
+
+def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
+    """Cut pieces of the half of the typical text on which nothing is chosen.
+
+    Raises:
+        SinkscopeError: It is too short for two pieces.
+    """
+    length = min(length, setup.target.max_positions or length)
+    ids = text_rows(setup.tokenizer, setup.halves.report, pieces, length, setup.bos)
+    if len(ids) < 2:
+        raise SinkscopeError(f"one piece of {length} tokens is held out, and 2 are needed: give a longer --text")
+    return ids
+
+
+@torch.no_grad()
+def logits_of(target: Target, ids: TokenRows) -> Float[Tensor, "row pos vocab"]:
+    """Return the logits of what follows each token, float32."""
+    return target.hf(input_ids=ids.to(target.device), use_cache=False).logits.float()

@@ -22,9 +22,9 @@ from sinkscope.measure import Setup
 from sinkscope.models.text import typical_text
 from sinkscope.models.weights import split_weight
 from sinkscope.opening.inference.find import evaluating
-from sinkscope.sinks.spikes.find import find_spikes
+from sinkscope.sinks.spikes.spike import find_spikes
 from sinkscope.sinks.spikes.survey import survey_of
-from sinkscope.sinks.spikes.writers import neurons_of, writers_of
+from sinkscope.sinks.spikes.writers import with_writers
 
 
 class SinkCallback(TrainerCallback):
@@ -135,10 +135,8 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         numbers["spike_ratio"] = float(survey.ratios[:, :, 0].mean(1).max())
         return numbers
     spike = max(spikes, key=lambda one: one.size)
-    numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": spike.ratio}
-    writers, _ = writers_of(survey, spike)
-    neurons, _ = neurons_of(survey, spike, writers)
-    for neuron in neurons[:1]:
+    numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": spike.result.ratio}
+    for neuron in with_writers(spike).result.neurons[:1]:
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
         if neuron.expert is not None:
             numbers["spike_expert"] = neuron.expert

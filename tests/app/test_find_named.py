@@ -9,7 +9,7 @@ from organisms import organism
 import sinkscope.measure.setup as setups
 import sinkscope.opening.open as memory_of
 import sinkscope.opening.open as opening
-from sinkscope.sinks.spikes.find_sinks import find_sinks
+from sinkscope.sinks.spikes.find import find_sinks
 
 LAYERS = 9
 

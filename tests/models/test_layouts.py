@@ -19,8 +19,9 @@ from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.edited import EditedTexts
 from sinkscope.sinks.spikes.places import Place
+from sinkscope.sinks.spikes.records import SpikeResult, words_of
 from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.survey import read_survey
+from sinkscope.sinks.spikes.survey import Survey, read_survey
 
 IDS = torch.arange(20, 44).view(2, 12)
 # A shared expert beside the mixture; a norm in some layers; experts in three layouts; more than an addition.
@@ -66,8 +67,17 @@ def along(target: Target, layer: int, at: int, edit: tuple[Neuron, ...]) -> Tens
     mask[:, at] = True
     place = Place.of(IDS, mask, None, str)
     zero, way = torch.zeros(target.d_model), direction(target)
-    spike = Spike(place, ~mask, layer, layer, layer, zero, way, 1.0, 1.0, 1.0, 1.0, layer, None, 1.0)
-    return EditedTexts(target, IDS, mask, spike, [(), edit]).run().along
+    result = SpikeResult(words_of(place), (layer, layer), layer, 1.0, 1.0, 1.0, layer, None, 1.0, ())
+    spike = Spike(survey_of(target), place, ~mask, zero, way, 1.0, result)
+    return EditedTexts(spike, IDS, mask, [(), edit]).run().projection
+
+
+def survey_of(target: Target) -> Survey:
+    """A survey that read nothing."""
+    states = torch.zeros(target.n_layers + 1, *IDS.shape, target.d_model)
+    heads = torch.zeros(target.n_layers, target.n_heads, *IDS.shape)
+    seen = torch.zeros(target.n_layers, IDS.shape[1])
+    return Survey(target, IDS, states, states[1:], heads, heads[..., 0], seen, heads[..., 0])
 
 
 @pytest.mark.parametrize("model_type", every_nth(TYPES, 4))

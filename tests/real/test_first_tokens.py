@@ -34,14 +34,13 @@ def test_smollm2_without_heads_is_that_of_plain_hooks(smollm2):
     """No head of layer 0 is needed by most tokens, and without all heads up to layer 11 nothing is left."""
     model = smollm2.model
     setup = Setup.open(model, tokenizer=smollm2.tokenizer)
-    measured = spike_of(setup, None)
-    spike, tokens = measured.spike, torch.tensor([1, 260, 504, 7439, 1127, 5568])
-    means = mean_outputs(model, measured.survey.ids, range(12), spike.ordinary)
-    intact = spike.along(state_after(model, tokens[:, None], spike.peak))
+    spike, tokens = spike_of(setup, None), torch.tensor([1, 260, 504, 7439, 1127, 5568])
+    means = mean_outputs(model, spike.survey.ids, range(12), spike.ordinary)
+    intact = spike.along(state_after(model, tokens[:, None], spike.result.peak))
     for upto in (0, 11):
         some = {layer: means[layer] for layer in range(upto + 1)}
-        without = spike.along(state_after(model, tokens[:, None], spike.peak, some))
-        first = FirstTokens.of(measured, upto)
+        without = spike.along(state_after(model, tokens[:, None], spike.result.peak, some))
+        first = FirstTokens.of(spike, upto)
         torch.testing.assert_close(
             first.along(tokens, [first.heads]), torch.stack([intact, without]), atol=1e-3, rtol=1e-3
         )

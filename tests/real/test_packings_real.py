@@ -10,11 +10,11 @@ from drawn_packings import CASES
 from packings import Names, packed
 
 from sinkscope.measure import Setup
-from sinkscope.sinks.spikes.find import find_spikes
-from sinkscope.sinks.spikes.needs import needs_of
+from sinkscope.sinks.spikes.needs import with_needs
 from sinkscope.sinks.spikes.records import SpikeResult
-from sinkscope.sinks.spikes.steps import with_writers
+from sinkscope.sinks.spikes.spike import find_spikes
 from sinkscope.sinks.spikes.survey import survey_of
+from sinkscope.sinks.spikes.writers import with_writers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 TEXTS = 5
@@ -30,7 +30,7 @@ def measured(model: Any, tokenizer: Any) -> list[SpikeResult]:
     survey, found = survey_of(setup, setup.bos, TEXTS), list[SpikeResult]()
     for spike in find_spikes(survey, setup.tokenizer):
         if spike.place.is_first:
-            found.append(needs_of(with_writers(survey, spike)).result)
+            found.append(with_needs(with_writers(spike)).result)
     return found
 
 

@@ -12,13 +12,13 @@ import torch
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.held_out import held_out
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.make import patch_make
-from sinkscope.sinks.patch.measure import AFTER
-from sinkscope.sinks.precision.precision import precision
-from sinkscope.sinks.spikes.find import first_spikes
+from sinkscope.sinks.patch.proof import AFTER
+from sinkscope.sinks.precision import precision
+from sinkscope.sinks.spikes.spike import first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
+from sinkscope.sinks.tokens import held_out
 
 SPIKE = ((11, 1229), (11, 1487))
 """The neurons that write the spike: 72 % and 28 % of it."""
@@ -43,7 +43,7 @@ def test_patch_eval_says_of_each_spike_what_plain_hooks_read(setup):
     survey = survey_of(setup, setup.bos)
     end, spikes, received = rows.shape[1], first_spikes(survey, setup.tokenizer), survey.attention[..., 0].mean(-1)
     pieces = held_out(setup, 2, 64)
-    assert [one.last for one in spikes] == [8, 29] and proof.failing.any(1).all()
+    assert [one.result.layers[1] for one in spikes] == [8, 29] and proof.failing.any(1).all()
     for case, held in enumerate(({}, values)):
         with plain.held(model, held):
             states = plain.residuals(model, rows)
@@ -54,9 +54,9 @@ def test_patch_eval_says_of_each_spike_what_plain_hooks_read(setup):
             chances = [model(row[None]).logits[0, -1].softmax(-1)[row[-1]].item() for row in rows]
             perplexity = plain.nll(model, pieces)[:, 1:].mean().exp().item()
         for number, spike in enumerate(spikes):
-            along = (states[spike.peak, :, -1] - spike.mean) @ spike.direction / spike.size
+            along = (states[spike.result.peak, :, -1] - spike.mean) @ spike.direction / spike.size
             assert proof.along[case, number] == pytest.approx(along.numpy(), rel=1e-3, abs=1e-4)
-            some = slice(spike.first + 1, spike.last + 2)
+            some = slice(spike.result.layers[0] + 1, spike.result.layers[1] + 2)
             layers = torch.stack(given)[:, some][:, received[some] > 0.3].mean(1)  # of the heads that read it
             attention = [one for one in proof.readings() if one.what == "attention"][number]
             assert attention.values[case] == pytest.approx(layers[proof.failing[number]].mean().item(), rel=1e-3)

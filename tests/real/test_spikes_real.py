@@ -13,8 +13,7 @@ import torch
 
 import sinkscope as ss
 from sinkscope.measure import Setup
-from sinkscope.sinks.spikes.circuit import circuit
-from sinkscope.sinks.spikes.find_sinks import find_sinks
+from sinkscope.sinks.spikes.find import circuit, find_sinks
 
 LENGTH, TEXTS = 64, 12
 

@@ -19,7 +19,7 @@ from organisms import organism as new_organism
 from raw_kit import blocks, down, inputs_edited, norms
 from refusals import refused
 
-from sinkscope.sinks.attack.attack import Attempt, ClusterAttack, attack, draw_sequences, pools_of
+from sinkscope.sinks.attack import Attempt, ClusterAttack, attack, draw_sequences, pools_of
 from sinkscope.sinks.first_tokens import spike_of
 
 pytestmark = pytest.mark.few_texts

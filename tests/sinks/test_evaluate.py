@@ -17,10 +17,9 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.measure.margin import margin_of
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron, sites_of
-from sinkscope.sinks.held_out import held_out
 from sinkscope.sinks.patch.evaluate import PatchEvaluation, patch_eval
-from sinkscope.sinks.patch.patches import random_patch
-from sinkscope.sinks.patch.proof import AfterCopies, OrdinaryText, PatchProof, Perplexity
+from sinkscope.sinks.patch.proof import AfterCopies, OrdinaryText, PatchProof, Perplexity, random_patch
+from sinkscope.sinks.tokens import held_out
 
 
 def loud(o: Organism) -> SinkPatch:
@@ -35,7 +34,7 @@ def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchEvaluation:
 
 def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
     """Of the intact model, of the patched one, and under the random control; four texts at a time."""
-    monkeypatch.setattr("sinkscope.sinks.patch.measure.PIECES", 4)
+    monkeypatch.setattr("sinkscope.sinks.patch.proof.PIECES", 4)
     o = organism("llama", 2)
     patch = loud(o)
     patch.save(tmp_path / "patch.json")

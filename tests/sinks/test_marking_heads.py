@@ -16,8 +16,8 @@ from refusals import refused
 from sinkscope.results.parts import Head, sites_of
 from sinkscope.sinks.first_tokens import FirstTokens, spike_of
 from sinkscope.sinks.marking_heads import MarkingHeads, heads
+from sinkscope.sinks.spikes.edited import left_of
 from sinkscope.sinks.spikes.marks import marking_heads
-from sinkscope.sinks.spikes.texts import left_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -76,7 +76,7 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
 
 def states_by_hand(o: Organism, setup, token: int, replaced: tuple[Head, ...], layer: int) -> torch.Tensor:
     """The state of a token that stands alone, with heads of layer 0 at their mean over ordinary positions."""
-    ordinary, seen = spike_of(setup, None).spike.ordinary, []
+    ordinary, seen = spike_of(setup, None).ordinary, []
     o_proj, n_heads = o.model.model.layers[0].self_attn.o_proj, o.model.config.num_attention_heads
     with inputs_edited(o_proj, lambda z: seen.append(z.clone()) or z), torch.no_grad():
         o.model(spike_of(setup, None).survey.ids)
@@ -94,14 +94,14 @@ def states_by_hand(o: Organism, setup, token: int, replaced: tuple[Head, ...], l
 def test_what_is_left_without_a_set_is_that_of_hooks_of_our_own(tmp_path):
     o = organism("llama", 3)
     setup = setup_of(o, text=text_file(o, tmp_path, 8))
-    measured = spike_of(setup, None)
-    first, spike = FirstTokens.of(measured, 0), measured.spike
+    spike = spike_of(setup, None)
+    first = FirstTokens.of(spike, 0)
     tokens = torch.tensor([o.tokenizer.bos_token_id, *(o.tokens_of(group)[0] for group in (0, 1))])
     sets = [(head,) for head in first.heads] + [first.heads, first.heads[:2]]
     along = first.along(tokens, sets)
     expected = torch.tensor(
         [
-            [float(spike.along(states_by_hand(o, setup, int(token), edit, spike.peak))) for token in tokens]
+            [float(spike.along(states_by_hand(o, setup, int(token), edit, spike.result.peak))) for token in tokens]
             for edit in [(), *sets]
         ]
     )

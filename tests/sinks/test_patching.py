@@ -28,9 +28,8 @@ from sinkscope.results.result import Result
 from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.patch.evaluate import patch_eval
 from sinkscope.sinks.patch.make import PatchMade, Verdict, patch_make, verdict_of
-from sinkscope.sinks.patch.measure import AFTER
-from sinkscope.sinks.patch.proof import PatchProof, Reading
-from sinkscope.sinks.spikes.steps import sinks_of
+from sinkscope.sinks.patch.proof import AFTER, PatchProof, Reading
+from sinkscope.sinks.spikes.find import sinks_of
 
 pytestmark = pytest.mark.few_texts
 
@@ -77,16 +76,16 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
     proof = made.proof
     made.patch.save(tmp_path / "patch.json")
     patch, setup = SinkPatch.load(tmp_path / "patch.json"), setup_of(o, text=text_file(o, tmp_path, 16))
-    spike = spike_of(setup).spike
+    spike = spike_of(setup)
     ids = [o.tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in proof.words]
     rows = torch.cat([o.repeated(proof.repeats, token) for token in ids])
     for condition, edit in enumerate((None, patch)):
         with nullcontext() if edit is None else edit.on(o.model):
-            last = residuals(o.model, rows)[spike.peak, :, -1]
+            last = residuals(o.model, rows)[spike.result.peak, :, -1]
         assert proof.along[condition, 0] == pytest.approx(spike.along(last).numpy(), rel=1e-3, abs=1e-4)
     ordinary = text_rows(o.tokenizer, setup.halves.report, 1, AFTER, None)
     after = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
-    end, layers = rows.shape[1], slice(spike.first + 1, spike.last + 2)
+    end, layers = rows.shape[1], slice(spike.result.layers[0] + 1, spike.result.layers[1] + 2)
     reading = attention(o.model, sinks_of(setup).survey.ids)[layers, ..., 1:, 0].mean((1, 3)) > 0.3  # layer head
     for condition, edit in enumerate((None, patch)):
         with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():

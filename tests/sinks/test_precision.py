@@ -15,7 +15,7 @@ from organisms import hard, organism, tiny_model
 from rounding_kit import ByHand, divergence, enlarge, logs_by_hand
 
 from sinkscope.results.notation import read_neuron
-from sinkscope.sinks.precision.precision import KeptExact, Precision, precision, random_layers, random_places
+from sinkscope.sinks.precision import KeptExact, Precision, precision, random_layers, random_places
 from sinkscope.sinks.spikes.places import Place
 
 pytestmark = pytest.mark.few_texts
@@ -66,7 +66,7 @@ def test_the_planted_neurons_are_the_answer(result):
 
 
 def test_the_numbers_are_those_by_hand(result, folder):
-    from sinkscope.sinks.held_out import held_out
+    from sinkscope.sinks.tokens import held_out
 
     o = planted(2)
     setup = setup_of(o, text=folder / "words.txt")

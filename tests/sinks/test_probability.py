@@ -10,10 +10,9 @@ from attack_kit import setup_of
 from organisms import Organism, organism
 
 from sinkscope.results.result import Result
-from sinkscope.sinks.repetition.readings import stopped_after
+from sinkscope.sinks.repetition.readings import Sweep, stopped_after
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import Sweep
 
 pytestmark = pytest.mark.few_texts
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.results.parts import sites_of
-from sinkscope.sinks.spikes.find_sinks import find_sinks
-from sinkscope.sinks.spikes.steps import sinks_of
-from sinkscope.sinks.spikes.texts import SpikeTexts
+from sinkscope.sinks.spikes.edited import SpikeTexts
+from sinkscope.sinks.spikes.find import find_sinks, sinks_of
 
 TYPES = ("llama", "gpt2", "gpt_neox", "gemma2", "qwen3", "mixtral", "gpt_oss", "phi3", "olmo2", "qwen2", "phi", "opt")
 WAYS = ("as made", "large weights", "20 steps", "150 steps")
@@ -69,12 +68,11 @@ def test_no_statement_is_false(model_type, way, tmp_path):
     for spike, measured in zip(found.spikes, sinks_of(setup).spikes, strict=True):
         if spike.needed is None or not spike.needed.neurons:
             continue
-        one = measured.spike
-        rows = own[SpikeTexts.of(measured.survey, one).rows]
-        place = one.mask[SpikeTexts.of(measured.survey, one).rows]
-        intact = one.along(residuals(model, rows)[spike.peak][place]).mean()
+        texts = SpikeTexts.of(measured).rows
+        rows, place = own[texts], measured.place.mask[texts]
+        intact = measured.along(residuals(model, rows)[spike.peak][place]).mean()
         with zeroed(model, sites_of(spike.needed.neurons)):
-            edited = one.along(residuals(model, rows)[spike.peak][place]).mean()
+            edited = measured.along(residuals(model, rows)[spike.peak][place]).mean()
         assert abs(spike.needed.left) < 0.25
         if len(place.sum(1).unique()) == 1:  # else texts with more positions would count for more here
             assert float(edited / intact) == pytest.approx(spike.needed.left, abs=0.01)

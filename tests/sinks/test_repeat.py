@@ -12,10 +12,9 @@ from refusals import refused
 
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.repetition.readings import TAIL
+from sinkscope.sinks.repetition.readings import TAIL, Sweep, sweep_of
 from sinkscope.sinks.repetition.repeat import repeat
 from sinkscope.sinks.repetition.result import Repeat
-from sinkscope.sinks.repetition.sweep import Sweep, sweep_of
 from sinkscope.sinks.spikes.copies import half_reached
 
 pytestmark = pytest.mark.few_texts
@@ -23,8 +22,8 @@ pytestmark = pytest.mark.few_texts
 
 def along(o: Organism, rows: list[list[int]]) -> torch.Tensor:
     """Projection of each position of rows on the spike's direction, over that of the first one, from plain passes."""
-    spike = spike_of(setup_of(o)).spike
-    reached = spike.along(residuals(o.model, torch.tensor(rows))[spike.peak])
+    spike = spike_of(setup_of(o))
+    reached = spike.along(residuals(o.model, torch.tensor(rows))[spike.result.peak])
     return reached / reached[:, :1]
 
 

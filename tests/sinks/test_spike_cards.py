@@ -21,7 +21,7 @@ from sinkscope.sinks.spikes.records import (
     NeuronShare,
     PartShare,
     Readers,
-    WithoutWriters,
+    Removal,
 )
 
 SHARES = st.floats(-5, 5) | st.sampled_from([0.0, -0.0, 0.004, -0.004, 1.0, 40.0])
@@ -50,7 +50,7 @@ def spikes(draw):
     if draw(st.booleans()):
         outcomes = draw(SHARES), draw(MARGINS), (draw(HEADS), draw(HEADS)), (draw(MARGINS), draw(MARGINS)), draw(SHARES)
         perplexity = draw(TIMES), draw(MARGINS)
-        without = WithoutWriters(tuple(map(str, some)), *outcomes, *perplexity, draw(CHANCE), 12)
+        without = Removal(tuple(map(str, some)), *outcomes, *perplexity, draw(CHANCE), 12)
     alone = tuple(
         Alone(one.layer, one.expert, one.neuron, draw(SHARES), draw(HEADS), draw(TIMES), one.share)
         for one in neurons[:3]

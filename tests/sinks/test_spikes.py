@@ -18,9 +18,8 @@ from organisms.hard import attentions
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.find_sinks import find_sinks
+from sinkscope.sinks.spikes.find import find_sinks, sinks_of
 from sinkscope.sinks.spikes.result import FindSinks
-from sinkscope.sinks.spikes.steps import sinks_of
 
 KINDS = HARD | UNSEEN
 CASES = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import plain_spikes as plain
 import pytest
 from attack_kit import text_file
@@ -12,9 +14,8 @@ from organisms.build import FIRST, SECOND
 
 import sinkscope as ss
 from sinkscope.measure import Setup
-from sinkscope.sinks.spikes.circuit import circuit
+from sinkscope.sinks.spikes.find import circuit, sinks_of
 from sinkscope.sinks.spikes.records import SpikeResult
-from sinkscope.sinks.spikes.steps import sinks_of
 
 QUICK = {"restart": 0, "backup_of_two": 1, "second_position": 0, "saturated": 0, "attention_spike": 0, "relay": 1}
 CASES = []
@@ -82,8 +83,9 @@ def test_what_remains_without_a_mark_and_the_heads_are_those_of_plain_hooks(name
     """GPT-2 adds an embedding of positions to that of tokens, and both are the embedding."""
     h = hard(name, family)
     setup, found = measured(h, tmp_path)
-    spike, own, ids = found.spikes[0], sinks_of(setup).spikes[0].spike, sinks_of(setup).survey.ids
-    mark = spike.marks[0]
+    spike, own, ids = found.spikes[0], sinks_of(setup).spikes[0], sinks_of(setup).survey.ids
+    mark, (begin, end) = spike.marks[0], own.result.layers
+    own = SimpleNamespace(first=begin, last=end, peak=spike.peak, ordinary=own.ordinary, along=own.along)
     left, heads = plain.without_part(h.model, ids, own, mark.part, first)
     assert mark.left == pytest.approx(left, abs=1e-3)
     assert mark.heads == heads and heads[0] > heads[1] == 0

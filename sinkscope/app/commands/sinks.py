@@ -42,7 +42,7 @@ def find_sinks() -> Any:
 def circuit() -> Any:
     """Trace the circuit of the sink.
 
-    The steps are those of `sinkscope.sinks.spikes.steps`. Components and heads are replaced at the place by what they
+    The steps are those of `sinkscope.sinks.spikes.find`. Components and heads are replaced at the place by what they
     write on average at ordinary positions.
     """
     return ss.circuit

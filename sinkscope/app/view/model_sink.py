@@ -7,10 +7,9 @@ from typing import Any, TypeVar
 
 from sinkscope.measure import Setup
 from sinkscope.results.parts import Head, Neuron
-from sinkscope.sinks.spikes.circuit import circuit
+from sinkscope.sinks.spikes.find import Sinks, circuit, sinks_of
 from sinkscope.sinks.spikes.records import part_of
 from sinkscope.sinks.spikes.result import Circuit
-from sinkscope.sinks.spikes.steps import Sinks, sinks_of
 
 COPIES = 300  # copies of a token that the circuit of a view tries
 
@@ -44,7 +43,7 @@ class ModelSink:
     def layer(self) -> int:
         """The peak of the spike that most heads read, or the layer after which the first token stands out most."""
         if self.sinks.spikes:
-            return self.sinks.spikes[0].spike.peak
+            return self.sinks.spikes[0].result.peak
         return int(self.sinks.survey.ratios[:, :, 0].mean(1).argmax())
 
     @property

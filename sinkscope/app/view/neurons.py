@@ -12,15 +12,14 @@ from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.readings import four_digits
 from sinkscope.app.view.result import Activation, CircuitSpike, NeuronPage, RemovedNeuron
 from sinkscope.measure import Setup
-from sinkscope.measure.batch import rows_at_once
+from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.neurons import flat_number, view_layer
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.cards import spike_card, writing
-from sinkscope.sinks.spikes.controls import Others
-from sinkscope.sinks.spikes.removal import removals_of
-from sinkscope.sinks.spikes.spike import Measured
-from sinkscope.sinks.spikes.texts import SpikeTexts
+from sinkscope.sinks.spikes.edited import SpikeTexts
+from sinkscope.sinks.spikes.removal import ordered, random_neurons, removals_of
+from sinkscope.sinks.spikes.spike import Spike
 
 SHOWN_ACTIVATIONS = 10  # activations that are listed
 TOKENS_BEFORE, TOKENS_AFTER = 12, 4  # tokens that are shown around one
@@ -30,11 +29,11 @@ def circuit_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
     """Return the spikes of the circuit, those that most heads read first."""
     circuit: list[CircuitSpike] = []
     for spike, measured in zip(sink.circuit.spikes, sink.sinks.spikes, strict=True):
-        texts = SpikeTexts.of(measured.survey, measured.spike)
+        texts = SpikeTexts.of(measured)
         one = CircuitSpike(
             found=spike,
             card=spike_card(spike),
-            first_reader=measured.spike.reading_layers.start,
+            first_reader=measured.reading_layers.start,
             attention=tuple(tuple(round(share, 5) for share in layer) for layer in texts.attention.mean(-1).tolist()),
             random=random_alone(sink.setup, measured, texts),
         )
@@ -42,26 +41,26 @@ def circuit_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
     return tuple(circuit)
 
 
-def random_alone(setup: Setup, one: Measured, texts: SpikeTexts) -> tuple[RemovedNeuron, ...]:
+def random_alone(setup: Setup, spike: Spike, texts: SpikeTexts) -> tuple[RemovedNeuron, ...]:
     """Return what is left of a spike without a random neuron of each layer (and expert) that has neurons removed alone.
 
     Args:
         setup: The model.
-        one: The spike.
+        spike: The spike.
         texts: The texts in which it is.
     """
-    removed = [neuron.address for neuron in one.result.alone]
-    written = [neuron.address for neuron in one.result.neurons]
+    removed = [neuron.address for neuron in spike.result.alone]
+    written = [neuron.address for neuron in spike.result.neurons]
     drawn: dict[tuple[int, int | None], Neuron] = {}
-    others = Others(setup.target, one.written)
+    orders = ordered(setup.target, spike.written, removed)
     for neuron in removed:
         if (neuron.layer, neuron.expert) not in drawn:
-            (other,) = others.draw([neuron], setup.seed, excluded=[*removed, *written])
+            (other,) = random_neurons(orders, [neuron], setup.seed, excluded=[*removed, *written])
             drawn[neuron.layer, neuron.expert] = other
     removals = removals_of(texts, [(neuron,) for neuron in drawn.values()], every_loss=False)
     left: list[RemovedNeuron] = []
     for neuron, removal in zip(drawn.values(), removals, strict=True):
-        outcome = (removal.left, removal.heads, removal.perplexity)
+        outcome = (removal.left, removal.heads[1], removal.perplexity)
         left.append(RemovedNeuron(neuron.layer, neuron.expert, neuron.neuron, *outcome))
     return tuple(left)
 

@@ -17,7 +17,7 @@ from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_site
 from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Head, Neuron
-from sinkscope.sinks.spikes.controls import Others
+from sinkscope.sinks.spikes.removal import ordered_in, random_neurons
 
 RANDOM_SWITCH = "random neurons zeroed"
 """The switch that is the control of the sink neurons."""
@@ -70,8 +70,8 @@ def switch_off(
         return Switch(name, edit, meaning=meaning)
     other_heads = some_of(others, len(heads), draws(setup.seed, f"heads beside {word_list(heads)}"))
     layers = tuple(sorted({neuron.layer for neuron in neurons}))
-    written = setup.once((Others.of, layers), lambda: Others.of(setup.target, setup.ids, neurons))
-    other_neurons = written.draw(neurons, setup.seed, excluded=sink.neurons)
+    orders = setup.once((ordered_in, layers), lambda: ordered_in(setup.target, setup.ids, neurons))
+    other_neurons = random_neurons(orders, neurons, setup.seed, excluded=sink.neurons)
     return Switch(name, edit, _off(other_neurons, other_heads), meaning)
 
 

@@ -17,13 +17,19 @@ from sinkscope.results.notation import count_of, short_sentence, word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.held_out import Length, Pieces
-from sinkscope.sinks.patch.measure import AFTER, proof_of
-from sinkscope.sinks.patch.patches import read_patch_argument
-from sinkscope.sinks.patch.proof import CASES, PATCHED, RANDOM, PatchProof, Reading
-from sinkscope.sinks.spikes.find import first_spikes
+from sinkscope.sinks.patch.proof import (
+    AFTER,
+    CASES,
+    PATCHED,
+    RANDOM,
+    PatchProof,
+    Reading,
+    proof_of,
+    read_patch_argument,
+)
+from sinkscope.sinks.spikes.spike import first_spikes
 from sinkscope.sinks.spikes.survey import survey_of
-from sinkscope.sinks.tokens import repetition_limit
+from sinkscope.sinks.tokens import Length, Pieces, repetition_limit
 
 ROWS = {"norm": "last copy", "attention": "attention to copies", "next token": "one more copy"}
 """What the rows of a table are called."""
@@ -152,5 +158,5 @@ def patch_eval(
     most = repetition_limit(setup.target, max_repeats, 1 + AFTER)
     setup.record(patch=None if isinstance(patch, SinkPatch) else Path(patch).name, max_repeats=most)
     survey = survey_of(setup, setup.bos)
-    proof = proof_of(setup, survey, first_spikes(survey, setup.tokenizer), edit, most, pieces, length)
+    proof = proof_of(setup, first_spikes(survey, setup.tokenizer), edit, most, pieces, length)
     return PatchEvaluation(neurons=edit.checked_sites, proof=proof)

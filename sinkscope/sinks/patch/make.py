@@ -19,13 +19,11 @@ from sinkscope.results.effect import Effect
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.held_out import Length, Pieces
 from sinkscope.sinks.patch.evaluate import PatchResult, draw
-from sinkscope.sinks.patch.measure import AFTER, proof_of
-from sinkscope.sinks.patch.proof import INTACT, ONCE, OTHERS, PATCHED, RANDOM, PatchProof
-from sinkscope.sinks.repetition.sweep import effect_of_copies
-from sinkscope.sinks.spikes.steps import sinks_of
-from sinkscope.sinks.tokens import repetition_limit
+from sinkscope.sinks.patch.proof import AFTER, INTACT, ONCE, OTHERS, PATCHED, RANDOM, PatchProof, proof_of
+from sinkscope.sinks.repetition.readings import effect_of_copies
+from sinkscope.sinks.spikes.find import sinks_of
+from sinkscope.sinks.tokens import Length, Pieces, repetition_limit
 
 Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
 
@@ -160,8 +158,8 @@ def patch_make(
         reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
         return PatchMade(verdict="no-sink", reason=reason)
     patch = replace(chosen.patch, model=vars(setup.info()))
-    others = [one.spike for one in sinks.at_first if one is not chosen]
-    proof = proof_of(setup, sinks.survey, [chosen.spike, *others], patch, most, pieces, length)
+    others = [spike for spike in sinks.at_first if spike is not chosen]
+    proof = proof_of(setup, [chosen, *others], patch, most, pieces, length)
     verdict, reason = verdict_of(proof, limit)
     if out is not None and verdict == "made" and is_first():
         patch.save(out)

@@ -17,10 +17,10 @@ from sinkscope.sinks.repetition.readings import (
     read_norms,
     read_probabilities,
     read_vocabulary,
+    sweep_of,
 )
 from sinkscope.sinks.repetition.result import Quantity, Repeat
-from sinkscope.sinks.repetition.sweep import sweep_of
-from sinkscope.sinks.spikes.steps import sinks_of
+from sinkscope.sinks.spikes.find import sinks_of
 
 EVERY_TOKEN = ["all"]
 NO_SPIKE = "No norm spike was found at the first token, so repetitions are compared with nothing; see `circuit`."
@@ -73,8 +73,8 @@ def repeat(
         return read_probabilities(sweep)
     sinks = sinks_of(setup)
     if quantity == "attention" and sinks.spikes:
-        return read_attention(sweep, sinks.spikes[0].spike)
-    spikes = [one.spike for one in sinks.at_first]
+        return read_attention(sweep, sinks.spikes[0])
+    spikes = sinks.at_first
     if not spikes:
         return Repeat(quantity=quantity, instead=NO_SPIKE, effects=())
     if every:

@@ -1,4 +1,4 @@
-"""Step 6, copies of a token, projected on each spike's direction: they may converge in one spike and not in another."""
+"""Copies of a token, projected on each spike's direction: they may converge in one spike and not in another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sinkscope.files.progress import Progress, silent
 from sinkscope.hooks.trace import trace
-from sinkscope.measure.batch import rows_at_once
+from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.target import Target
 from sinkscope.sinks.spikes.records import Copies
 from sinkscope.sinks.spikes.spike import Spike
@@ -22,20 +22,20 @@ FIRST_LENGTH = 128  # copies of the first pass; their number doubles
 
 @torch.no_grad()
 def along_spikes(target: Target, spikes: Sequence[Spike], rows: TokenRows) -> list[Float[Tensor, "row pos"]]:
-    """Projection of every position on each spike's direction after its peak, as a share of the spike."""
+    """Project every position on each spike's direction after its peak, as a share of the spike."""
 
     def project(states: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos spike"]:
         return torch.stack([spike.along(states.float().cpu()) for spike in spikes], -1)
 
-    sites = [f"blocks.{spike.peak}.hook_resid_post" for spike in spikes]
+    sites = [f"blocks.{spike.result.peak}.hook_resid_post" for spike in spikes]
     along = trace(target, rows, sites, project, batch_size=rows_at_once(rows.shape[1], target.d_mlp))
     return [along[site][..., number] for number, site in enumerate(sites)]
 
 
 def half_reached(along: Float[Tensor, " copy"]) -> int | None:
-    """Return the first number of copies that reaches half of the first token's projection, as does the next.
+    """Return the first number of copies that reaches half of the first token's projection and stays there for the next.
 
-    It is None if no number does.
+    None: no number does.
     """
     reaches = along >= HALF
     reaches[:-1] &= reaches[1:].clone()
@@ -53,7 +53,7 @@ def copies_of(
     limit: int,
     progress: Progress = silent,
 ) -> list[tuple[Copies, ...]]:
-    """What copies of each token reach in each spike, in one causal pass of a length that doubles up to the limit.
+    """Measure what copies of each token reach in each spike, in causal passes whose length doubles up to the limit.
 
     Args:
         target: The model.
@@ -64,7 +64,7 @@ def copies_of(
         progress: Called after each pass.
 
     Returns:
-        Of each spike, a record of each token.
+        A record of each token for each spike.
     """
     found: dict[int, list[Copies]] = {}
     waiting, length = list(tokens), min(FIRST_LENGTH, limit)

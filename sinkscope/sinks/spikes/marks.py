@@ -1,4 +1,4 @@
-"""Step 5, the marks: what makes the writers of a spike fire at its place: components, then heads."""
+"""Step 4, the marks: what makes the writers of a spike fire at its place: components, then heads."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Component, Head
-from sinkscope.sinks.spikes.components import components
-from sinkscope.sinks.spikes.controls import random_heads
-from sinkscope.sinks.spikes.records import MarkLeft, part_name
-from sinkscope.sinks.spikes.removal import chance_of, removals_of
-from sinkscope.sinks.spikes.spike import Measured, Part, Parts
-from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
+from sinkscope.sinks.spikes.edited import SpikeTexts, means_of
+from sinkscope.sinks.spikes.records import MarkLeft
+from sinkscope.sinks.spikes.removal import chance_of, random_heads, removals_of
+from sinkscope.sinks.spikes.spike import Part, Parts, Spike
+from sinkscope.sinks.spikes.writers import components
 from sinkscope.sinks.thresholds import ENOUGH, REMAINS, REMOVED
 
 MOST = 3  # marks that are kept
-PAIRED = 6  # parts that are tried in pairs, those without which least is left
+PAIRED = 6  # parts that are tried in pairs, strongest effect first
 
 Judge = Callable[[Sequence[Parts]], Float[Tensor, "edit case"]]
 """What is left of a spike without each set of parts, by case; its mean over cases is what is left."""
 
 
 @torch.no_grad()
-def marks_of(one: Measured, seed: int = 0) -> tuple[MarkLeft, ...]:
-    """Replace what writes before the spike's writers at the place by its mean over ordinary positions, one part each.
+def marks_of(spike: Spike, seed: int = 0) -> tuple[MarkLeft, ...]:
+    """Replace each component before the spike's writers at the place by its mean over ordinary positions.
 
-    If each part alone leaves a quarter of the spike or more, pairs are tried. Of an attention layer that marks the
-    place, the fewest heads are named that as one set take away nine tenths of what all its heads take, beside random
-    ones of the same layer.
+    If each component alone leaves a quarter of the spike or more, pairs are tried. If an attention layer marks the
+    place, the fewest heads are named that together take away nine tenths of what all its heads take, beside random
+    heads of the same layer.
 
     Args:
-        one: The spike, with what it needs: the parts before the first of its writers are tried.
+        spike: The spike, with what it needs.
         seed: Seed of the random heads.
     """
-    texts, parts = SpikeTexts.of(one.survey, one.spike), before_writers(one)
+    texts, parts = SpikeTexts.of(spike), before_writers(spike)
     left = _left(texts, [(part,) for part in parts])
     least = min(map(abs, left.values()), default=1.0)
     if least >= REMOVED:
@@ -50,18 +49,18 @@ def marks_of(one: Measured, seed: int = 0) -> tuple[MarkLeft, ...]:
             left = of_pairs
     marks: list[MarkLeft] = []
     kept = [members for members, share in list(left.items())[:MOST] if abs(share) <= REMAINS]
-    for members, mark in zip(kept, _marks(one, texts, kept), strict=True):
+    for members, mark in zip(kept, _marks(texts, kept), strict=True):
         others = [without for other, without in left.items() if not set(other) & set(members)]
         marks.append(replace(mark, others=median(others) if others else None))
-        marks += _heads(one, texts, members, seed)
+        marks += _heads(texts, members, seed)
     return tuple(marks)
 
 
-def before_writers(one: Measured) -> list[Component]:
+def before_writers(spike: Spike) -> list[Component]:
     """Return the components that write before the first writer that a spike needs; none if that is the embedding."""
-    first = one.first_writer
-    parts = components(one.survey.target, first)
-    writers = [part for part in one.needed if isinstance(part, Component) and (part.layer or 0) == first]
+    first = spike.first_writer
+    parts = components(spike.survey.target, first)
+    writers = [part for part in spike.needed if isinstance(part, Component) and (part.layer or 0) == first]
     before: list[Component] = []
     for part in parts:
         if part in (writers or [Component("mlp", first)]):
@@ -71,7 +70,7 @@ def before_writers(one: Measured) -> list[Component]:
 
 
 def _left(texts: SpikeTexts, sets: Sequence[Parts]) -> dict[Parts, float]:
-    """What is left of the spike without each set, those without which it is nearest to nothing first."""
+    """What is left of the spike without each set, strongest effect first."""
     if not sets:
         return {}
     left = dict(zip(sets, _along(texts, sets).mean(1).tolist(), strict=True))
@@ -84,24 +83,24 @@ def _along(texts: SpikeTexts, sets: Sequence[Parts]) -> Float[Tensor, "edit text
 
 
 def _means(texts: SpikeTexts, sets: Sequence[Parts]) -> dict[Part, Tensor]:
-    return means_of(texts.survey, texts.spike, {part for parts in sets for part in parts})
+    return means_of(texts.spike, {part for parts in sets for part in parts})
 
 
-def _marks(one: Measured, texts: SpikeTexts, sets: Sequence[Parts], random: Sequence[Parts] = ()) -> list[MarkLeft]:
-    """Return the records of some sets; of the first beside the random ones."""
+def _marks(texts: SpikeTexts, sets: Sequence[Parts], random: Sequence[Parts] = ()) -> list[MarkLeft]:
+    """Return the records of some sets; the first is compared with random sets."""
     if not sets:
         return []
     means, marks = _means(texts, [*sets, *random]), list[MarkLeft]()
     for number, removal in enumerate(removals_of(texts, sets, means, every_loss=None)):
         beside = chance_of(texts, random, removal, means) if number == 0 else None
-        name, heads = " and ".join(map(part_name, removal.parts)), (one.result.heads, removal.heads)
-        marks.append(MarkLeft(name, removal.left, removal.left_margin, heads, random=beside))
+        name = " and ".join(removal.parts)
+        marks.append(MarkLeft(name, removal.left, removal.left_margin, removal.heads, random=beside))
     return marks
 
 
-def _heads(one: Measured, texts: SpikeTexts, parts: Parts, seed: int) -> list[MarkLeft]:
-    """Of an attention layer, the heads that mark the place as a set, then alone."""
-    (part, *others), target = parts, texts.survey.target
+def _heads(texts: SpikeTexts, parts: Parts, seed: int) -> list[MarkLeft]:
+    """The heads of an attention layer that mark the place as a set, then alone."""
+    (part, *others), target = parts, texts.spike.survey.target
     if others or not isinstance(part, Component) or part.kind != "attention" or target.adapter.o is None:
         return []
     heads = [Head(part.layer or 0, head) for head in range(target.n_heads)]
@@ -114,7 +113,7 @@ def _heads(one: Measured, texts: SpikeTexts, parts: Parts, seed: int) -> list[Ma
         for head in found.order[:MOST]:
             if abs(float(without[heads.index(head)].mean())) <= REMAINS:
                 sets.append((head,))
-    return _marks(one, texts, sets, random_heads(found.marking.heads, found.order, seed))
+    return _marks(texts, sets, random_heads(found.marking.heads, found.order, seed))
 
 
 @dataclass(frozen=True)
@@ -134,10 +133,10 @@ class Without:
 
 @dataclass(frozen=True)
 class MarkingSet:
-    """Which of some heads mark places.
+    """Which heads mark places.
 
     Attributes:
-        order: The heads, those first that take most away alone and keep most without the others.
+        order: The heads; first come those that take most away alone and keep most without the others.
         every: All of them as one set.
         marking: The fewest, in that order, that together take nine tenths of what all take. None: without all, more
             than three quarters are left.
@@ -149,7 +148,7 @@ class MarkingSet:
 
 
 def marking_heads(heads: Sequence[Head], without: Float[Tensor, "head case"], judge: Judge) -> MarkingSet:
-    """Find the fewest of some heads that mark places, judged as one set over all cases.
+    """Find the fewest heads that mark places, judged as one set over all cases.
 
     Args:
         heads: The heads.

@@ -1,7 +1,7 @@
-"""Step 4, the needs: the smallest set that a spike needs, and what is left of what it does without all its writers.
+"""Step 3, the needs: the smallest set that a spike needs, and what is left of what it does without all its writers.
 
-1. Search the smallest set of neurons without which less than a quarter of the spike is left; ask for backups if there
-   is none, then for components.
+1. Search the smallest set of neurons without which less than a quarter of the spike is left. If there is none, ask
+   which neurons take over when the writers are gone, then try components.
 2. Remove each of its neurons alone.
 3. Remove all neurons that write the spike or against it, beside random sets of as many neurons of the same layers.
 """
@@ -18,14 +18,18 @@ from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.results.parts import Component, Neuron
-from sinkscope.sinks.spikes.components import components
-from sinkscope.sinks.spikes.controls import Others, other_components
-from sinkscope.sinks.spikes.edited import Written
-from sinkscope.sinks.spikes.records import Alone, Needed, NeuronShare, PartShare, WithoutWriters, part_name
-from sinkscope.sinks.spikes.removal import chance_of, count_readers, removals_of
-from sinkscope.sinks.spikes.spike import Measured, Part, Parts
-from sinkscope.sinks.spikes.texts import SpikeTexts, means_of
-from sinkscope.sinks.spikes.writers import backups_of, of_layer
+from sinkscope.sinks.spikes.edited import SpikeTexts, Written, means_of
+from sinkscope.sinks.spikes.records import Alone, Needed, NeuronShare, PartShare, part_name
+from sinkscope.sinks.spikes.removal import (
+    chance_of,
+    count_readers,
+    ordered,
+    other_components,
+    random_sets,
+    removals_of,
+)
+from sinkscope.sinks.spikes.spike import Part, Parts, Spike
+from sinkscope.sinks.spikes.writers import components, of_layer, with_backups
 from sinkscope.sinks.thresholds import COUNTS, LIKE, REMOVED
 
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
@@ -34,80 +38,86 @@ PREFIXES = 16  # sets of the first neurons of an order that are tried one longer
 
 
 @torch.no_grad()
-def needs_of(one: Measured, seed: int = 0) -> Measured:
-    """Find the smallest set that a spike needs, and remove its members alone, and all writers beside random sets.
+def with_needs(spike: Spike, seed: int = 0) -> Spike:
+    """Add the smallest set that a spike needs, and what is left without its members alone and without all writers.
 
     Where no neurons are enough, components are replaced by their mean over ordinary positions, alone and in pairs.
 
     Args:
-        one: The spike, with its writers.
+        spike: The spike, with its writers.
         seed: Seed of the random neurons.
     """
-    texts, target = SpikeTexts.of(one.survey, one.spike), one.survey.target
-    needed, left, taken = search(texts, one.result.neurons)
-    one = one.adding(neurons=(*one.result.neurons, *backups_of(one.survey, one.spike, taken)), backups=tuple(taken))
-    removed, random, means = tuple[Part, ...](one.writers), list[Parts](), dict[Part, torch.Tensor]()
+    texts, target = SpikeTexts.of(spike), spike.survey.target
+    needed, left, backups = search(texts, spike.result.neurons)
+    spike = with_backups(spike, backups)
+    removed: Parts = spike.writers
+    random, means = list[Parts](), dict[Part, torch.Tensor]()
     if not needed:
-        parts = components(target, one.spike.peak)
-        means = means_of(one.survey, one.spike, parts)
+        parts = components(target, spike.result.peak)
+        means = means_of(spike, parts)
         left_of_parts = dict(zip(parts, left_without(texts, [(part,) for part in parts], means), strict=True))
-        needed = enough_components(texts, one.result.writers, left_of_parts, means)
+        needed = enough_components(texts, spike.result.writers, left_of_parts, means)
         removed = needed or removed
         random = other_components(left_of_parts, needed) if needed else []
     if removed and not random:
-        random = Others(target, one.written).sets(one.writers, seed)
+        random = _random(spike, spike.writers, seed)
     if needed:
         share = texts.along([needed], means)[0]
         neurons = tuple(part for part in needed if isinstance(part, Neuron))
         names = tuple(map(part_name, needed))
-        one = one.adding(needed=Needed(neurons, names, float(share.mean()), margin_of(share.numpy())))
-    one = one.adding(alone=alone_of(one, texts, left))
-    return with_effects(one, texts, removed, random, means)
+        spike = spike.adding(needed=Needed(neurons, names, float(share.mean()), margin_of(share.numpy())))
+    spike = spike.adding(alone=alone_of(spike, texts, left))
+    return with_effects(spike, texts, removed, random, means)
 
 
-def alone_of(one: Measured, texts: SpikeTexts, left: Mapping[Neuron, float]) -> tuple[Alone, ...]:
-    """Remove each neuron of the needed set alone, and each other one without which the spike is another.
+def _random(spike: Spike, neurons: Sequence[Neuron], seed: int) -> Sequence[Parts]:
+    """Random sets of as many neurons, drawn in the order of what neurons write of a spike."""
+    return random_sets(ordered(spike.survey.target, spike.written, neurons), neurons, seed)
+
+
+def alone_of(spike: Spike, texts: SpikeTexts, left: Mapping[Neuron, float]) -> tuple[Alone, ...]:
+    """Remove each neuron of the needed set alone, and every other neuron whose removal changes the spike.
 
     Args:
-        one: The spike, with what it needs.
+        spike: The spike, with what it needs.
         texts: The texts.
-        left: What is left without each writer alone, those of the least first.
+        left: What is left without each writer alone, strongest effect first.
     """
     alone: list[Neuron] = []
     for neuron, share in left.items():
-        if neuron in one.needed_neurons or abs(1 - share) >= COUNTS:
+        if neuron in spike.needed_neurons or abs(1 - share) >= COUNTS:
             alone.append(neuron)
-    shares, records = {neuron.address: neuron.share for neuron in one.result.neurons}, list[Alone]()
-    for neuron, removal in zip(alone, removals_of(texts, [(one,) for one in alone], every_loss=False), strict=True):
-        outcomes = removal.left, removal.heads, removal.perplexity, shares[neuron]
+    shares, records = {neuron.address: neuron.share for neuron in spike.result.neurons}, list[Alone]()
+    for neuron, one in zip(alone, removals_of(texts, [(one,) for one in alone], every_loss=False), strict=True):
+        outcomes = one.left, one.heads[1], one.perplexity, shares[neuron]
         records.append(Alone(neuron.layer, neuron.expert, neuron.neuron, *outcomes))
     return tuple(records)
 
 
 @torch.no_grad()
-def same_needs(one: Measured, other: Measured, number: int, seed: int = 0) -> Measured | None:
-    """Remove the writers of another spike, if this is the same at another place: of one direction, removed by one set.
+def same_needs(spike: Spike, other: Spike, number: int, seed: int = 0) -> Spike | None:
+    """Remove the writers of another spike, if this is the same spike at another place; else return None.
+
+    Both have one direction, and one set of neurons removes them.
 
     Args:
-        one: The spike.
+        spike: The spike.
         other: The other one, with what it needs.
         number: Number of the other one.
         seed: Seed of the random neurons.
     """
-    spike, known, neurons = one.spike, other.spike, other.writers
-    needed = other.result.needed
-    if needed is None or not needed.neurons or spike.first > known.last or known.first > spike.last:
+    own, known, needed = spike.result.layers, other.result.layers, other.result.needed
+    if needed is None or not needed.neurons or own[0] > known[1] or known[0] > own[1]:
         return None
-    if other.result.like is not None or float(spike.direction @ known.direction) < LIKE:
+    if other.result.like is not None or float(spike.direction @ other.direction) < LIKE:
         return None
-    texts = SpikeTexts.of(one.survey, spike)
-    if left_without(texts, [neurons])[0] >= REMOVED:
+    texts = SpikeTexts.of(spike)
+    if left_without(texts, [other.writers])[0] >= REMOVED:
         return None
     share = texts.along([needed.neurons])[0]
     needed = replace(needed, left=float(share.mean()), left_margin=margin_of(share.numpy()))
-    random = Others(one.survey.target, other.written).sets(neurons, seed)
-    one = one.adding(like=number, needed=needed if abs(needed.left) < REMOVED else None)
-    return with_effects(one, texts, neurons, random, {})
+    spike = spike.adding(like=number, needed=needed if abs(needed.left) < REMOVED else None)
+    return with_effects(spike, texts, other.writers, _random(other, other.writers, seed), {})
 
 
 # --- the search ---
@@ -121,17 +131,17 @@ def left_without(texts: SpikeTexts, sets: Sequence[Parts], means: Written | None
 def search(
     texts: SpikeTexts, writers: Sequence[NeuronShare]
 ) -> tuple[tuple[Neuron, ...], dict[Neuron, float], list[Neuron]]:
-    """Find the smallest set that leaves less than a quarter, of the neurons that write the spike and their backups.
+    """Search the neurons that write the spike and their backups for the smallest set that leaves less than a quarter.
 
-    Neurons that write against it are members only if no set is enough without them.
+    Neurons that write against the spike are members only if no set is enough without them.
 
     Args:
         texts: The texts.
         writers: The neurons that write the spike or against it.
 
     Returns:
-        The set, empty if there is none; what is left without each neuron alone, those of the least first; and the
-        backups that were found.
+        The set, empty if there is none; what is left without each neuron alone, strongest effect first; and the backups
+        that were found.
     """
     shares = {one.address: one.share for one in writers}
     writing = [neuron for neuron, share in shares.items() if share > 0]
@@ -153,9 +163,9 @@ def search(
 def smallest_set(texts: SpikeTexts, members: Sequence[Neuron], shares: Mapping[Neuron, float]) -> tuple[Neuron, ...]:
     """Return the smallest set of neurons that leaves less than a quarter of the spike; it is empty if none does.
 
-    The neurons join in the order of what is left without each alone, and again in that of their shares, until less than
-    a quarter is left; then members are left out that are not needed. Of the two sets the smaller counts, and of equal
-    ones that which leaves least.
+    Neurons are added, strongest effect first, until less than a quarter is left; then members that are not needed are
+    dropped. The same is done with the largest share first. The smaller set wins, and a tie goes to the set that leaves
+    least.
 
     Args:
         texts: The texts.
@@ -179,7 +189,7 @@ def smallest_set(texts: SpikeTexts, members: Sequence[Neuron], shares: Mapping[N
 
 
 def pruned(texts: SpikeTexts, members: tuple[Neuron, ...], least: float) -> tuple[tuple[Neuron, ...], float]:
-    """Leave members out, one after the other, as long as less than a quarter of the spike is left."""
+    """Drop members, one after the other, as long as less than a quarter of the spike is left."""
     while len(members) > 1:
         fewer = list(combinations(members, len(members) - 1))
         left = left_without(texts, fewer)
@@ -191,13 +201,13 @@ def pruned(texts: SpikeTexts, members: tuple[Neuron, ...], least: float) -> tupl
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
-    """Return who writes the spike when its writers are gone, at most two: a backup fires only then."""
-    survey, spike, found = texts.survey, texts.spike, dict[Neuron, float]()
-    with Ablate(sites=tuple(members)).on(survey.target):
-        for layer in filter(survey.target.has_neurons, range(spike.peak + 1)):
-            shares = of_layer(survey, spike, layer)[0].mean(1)
+    """Return at most two backups: neurons that write the spike only when its writers are gone."""
+    spike, target, found = texts.spike, texts.spike.survey.target, dict[Neuron, float]()
+    with Ablate(sites=tuple(members)).on(target):
+        for layer in filter(target.has_neurons, range(spike.result.peak + 1)):
+            shares = of_layer(spike, layer)[0].mean(1)
             for number in shares.topk(min(4, len(shares))).indices.tolist():
-                neuron = Neuron(layer, *expert_and_neuron(survey.target, layer, number))
+                neuron = Neuron(layer, *expert_and_neuron(target, layer, number))
                 if neuron not in members and float(shares[number]) >= COUNTS:
                     found[neuron] = float(shares[number])
     return sorted(found, key=lambda neuron: -found[neuron])[:2]
@@ -206,7 +216,7 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
 def enough_components(
     texts: SpikeTexts, writers: Sequence[PartShare], left: Mapping[Component, float], means: Written
 ) -> Parts:
-    """Return one component or two without which less than a quarter is left, largest writers first; or none.
+    """Return one component or a pair without which less than a quarter is left, largest writers first; or none.
 
     Args:
         texts: The texts.
@@ -230,31 +240,20 @@ def enough_components(
 # --- records ---
 
 
-def with_effects(one: Measured, texts: SpikeTexts, removed: Parts, random: Sequence[Parts], means: Written) -> Measured:
-    """Add the heads that attend to the place, and what is left of all that without some parts.
+def with_effects(spike: Spike, texts: SpikeTexts, removed: Parts, random: Sequence[Parts], means: Written) -> Spike:
+    """Add the heads that attend to the place, and what is left of the spike and of these heads without some parts.
 
     Args:
-        one: The spike, with what it needs.
+        spike: The spike, with what it needs.
         texts: Its texts.
         removed: The parts. Empty: nothing is known that writes it.
         random: Random sets of as many others.
         means: What replaced components write.
     """
     heads, margin = count_readers(texts.attention)
-    one = one.adding(heads=heads, heads_margin=margin)
+    spike = spike.adding(heads=heads, heads_margin=margin)
     if not removed:
-        return one
-    (removal,) = removals_of(texts, [removed], means, every_loss=True)
-    without = WithoutWriters(
-        parts=tuple(map(part_name, removed)),
-        left=removal.left,
-        left_margin=removal.left_margin,
-        heads=(heads, removal.heads),
-        heads_margin=(margin, removal.heads_margin),
-        attention=removal.attention,
-        perplexity=removal.perplexity,
-        perplexity_margin=removal.perplexity_margin,
-        random=chance_of(texts, random, removal, means),
-        texts=len(texts.rows),
-    )
-    return one.adding(without_writers=without)
+        return spike
+    (without,) = removals_of(texts, [removed], means, every_loss=True)
+    without = replace(without, random=chance_of(texts, random, without, means))
+    return spike.adding(without_writers=without)

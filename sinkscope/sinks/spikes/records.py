@@ -100,20 +100,21 @@ class Needed:
 
 
 @dataclass(frozen=True)
-class WithoutWriters:
-    """What a spike does: what is left of it, of the heads that attend there, and of the loss without all its writers.
+class Removal:
+    """What is left of a spike, of the heads that attend to its place, and of the loss without some parts.
+
+    Neurons are zeroed; components and heads write their mean over ordinary positions at the place.
 
     Attributes:
-        parts: What was removed, as names: all neurons that write the spike or against it; or the components that it
-            needs, if no neurons are enough.
-        left: Share of the spike that is left.
+        parts: The parts, as names.
+        left: Share of the spike at its peak that is left.
         left_margin: Two standard errors over texts.
         heads: Heads in the spike's layers that attend to the place, before and after.
         heads_margin: Two standard errors of each over texts.
         attention: What is left of the attention of the heads that attend there before.
         perplexity: Perplexity over that of the intact model. None: it was not measured.
         perplexity_margin: Two standard errors over texts.
-        random: The same without random sets.
+        random: The same without random sets. None: it was not measured.
         texts: Number of texts.
     """
 
@@ -232,11 +233,11 @@ class SpikeResult:
     ratio_margin: float | None
     ratio_beside: float
     dims: tuple[int, ...]
-    writers: tuple[PartShare, ...]
-    neurons: tuple[NeuronShare, ...]
-    erasers: tuple[PartShare, ...]
+    writers: tuple[PartShare, ...] = ()
+    neurons: tuple[NeuronShare, ...] = ()
+    erasers: tuple[PartShare, ...] = ()
     needed: Needed | None = None
-    without_writers: WithoutWriters | None = None
+    without_writers: Removal | None = None
     alone: tuple[Alone, ...] = ()
     backups: tuple[Neuron, ...] = ()
     marks: tuple[MarkLeft, ...] = ()

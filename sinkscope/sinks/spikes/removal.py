@@ -1,53 +1,42 @@
-"""What is left without some parts of a model: of a spike, of the heads that attend to its place, and of the loss."""
+"""What is left without some parts of a model, beside what is left without random ones.
+
+A draw of random neurons and heads goes by an order that is measured (what a neuron writes, what is left without a
+head), so that it is the same however a model numbers them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
-from sinkscope.sinks.spikes.edited import Written
-from sinkscope.sinks.spikes.records import Chance
+from sinkscope.models.draws import draws, some_of
+from sinkscope.models.neurons import columns, flat_number, view_layer
+from sinkscope.models.target import Target
+from sinkscope.results.parts import Component, Head, Neuron
+from sinkscope.sinks.spikes.edited import SpikeTexts, Written
+from sinkscope.sinks.spikes.records import Chance, Removal, part_name
 from sinkscope.sinks.spikes.spike import Parts
-from sinkscope.sinks.spikes.texts import SpikeTexts
+from sinkscope.sinks.spikes.writers import Sizes
 from sinkscope.sinks.thresholds import READS, SMALLEST
+from sinkscope.sinks.tokens import TokenRows
 
+RANDOM_SETS = 12  # random sets beside one that is removed: one for each text of a survey
+TRIES = 4  # draws for each set; where there are few other neurons, some are equal
 
-@dataclass(frozen=True)
-class Removal:
-    """What is left without some parts. Neurons are zeroed; others write at the place their mean over ordinary ones.
-
-    Attributes:
-        parts: The parts.
-        left: Share of the spike at its peak that is left.
-        heads: Heads in the spike's layers that attend to the place.
-        attention: Mean attention to the place from the heads that read it in the intact model, as a share of theirs.
-        perplexity: Over that of the intact model; None if the model is read without its unembedding.
-        left_margin: Two standard errors of `left` over texts; None: too few, or all are the same.
-        heads_margin: The same of `heads`.
-        perplexity_margin: The same of `perplexity`.
-    """
-
-    parts: Parts
-    left: float
-    heads: int = 0
-    attention: float = 1.0
-    perplexity: float | None = None
-    left_margin: float | None = None
-    heads_margin: float | None = None
-    perplexity_margin: float | None = None
+Ordered = Mapping[tuple[int, int | None], Sequence[int]]
+"""Numbers of the neurons of each MLP or expert, from which random ones are drawn; those that write most first."""
 
 
 def removals_of(
     texts: SpikeTexts, sets: Sequence[Parts], means: Written | None = None, *, every_loss: bool | None
 ) -> list[Removal]:
-    """Return all outcomes of removing each set.
+    """Measure what is left without each set.
 
-    Of a spike elsewhere than at the first token, and without readers, only what is left is measured.
+    If the spike is not at the first token and no head reads it, only what is left of the spike is measured.
 
     Args:
         texts: The texts.
@@ -58,30 +47,37 @@ def removals_of(
     if not sets:
         return []
     before = texts.attention.mean(-1)
-    readers = before > READS
-    if not bool(readers.any()) and not texts.spike.place.is_first:
-        return [
-            Removal(parts, float(left.mean()), left_margin=margin_of(left.numpy()))
-            for parts, left in zip(sets, texts.along(sets, means), strict=True)
-        ]
-    effects = texts.effects(sets, means, every_loss=every_loss)
+    readers, (intact, intact_margin) = before > READS, count_readers(texts.attention)
+    is_read = bool(readers.any())
+    effects = None
+    if is_read or texts.spike.place.is_first:
+        effects = texts.effects(sets, means, every_loss=every_loss)
+        shares = texts.left(effects.projection, texts.rows)
+    else:
+        shares = texts.along(sets, means)
     removals: list[Removal] = []
-    for number, left in enumerate(texts.left(effects.along, texts.rows)):
-        after, perplexity, spread = effects.attention[number, texts.reading_layers], None, None
-        heads, heads_margin = count_readers(after)
-        rise = (effects.loss[number] - texts.loss).nanmean(1)
-        if bool(rise.isfinite().all()):
-            perplexity, error = float(rise.mean().exp()), margin_of(rise.numpy())
-            spread = None if error is None else perplexity * error
+    for number, left in enumerate(shares):
+        heads, margin, attention, perplexity, spread = 0, None, 1.0, None, None
+        if effects is not None:
+            after = effects.attention[number]
+            heads, margin = count_readers(after)
+            if is_read:
+                attention = float(after.mean(-1)[readers].sum() / before[readers].sum())
+            rise = (effects.loss[number] - texts.loss).nanmean(1)
+            if bool(rise.isfinite().all()):
+                perplexity, error = float(rise.mean().exp()), margin_of(rise.numpy())
+                spread = None if error is None else perplexity * error
         removal = Removal(
-            parts=sets[number],
+            parts=tuple(map(part_name, sets[number])),
             left=float(left.mean()),
-            heads=heads,
-            attention=float(after.mean(-1)[readers].sum() / before[readers].sum()) if bool(readers.any()) else 1.0,
-            perplexity=perplexity,
             left_margin=margin_of(left.numpy()),
-            heads_margin=heads_margin,
+            heads=(intact, heads),
+            heads_margin=(intact_margin, margin),
+            attention=attention,
+            perplexity=perplexity,
             perplexity_margin=spread,
+            random=None,
+            texts=len(texts.rows),
         )
         removals.append(removal)
     return removals
@@ -90,11 +86,11 @@ def removals_of(
 def chance_of(
     texts: SpikeTexts, random: Sequence[Parts], removal: Removal, means: Written | None = None
 ) -> Chance | None:
-    """Read each text under a random set of its own, and return of each outcome the one nearest to that of the set.
+    """Read each text under a random set of its own, and return the outcome nearest to that of the set, for each kind.
 
     Args:
-        texts: The texts. A random set more than there are texts begins with the first text again.
-        random: The random sets. None are measured if there are none.
+        texts: The texts. If there are more random sets than texts, texts are read again from the first on.
+        random: The random sets. Without any, nothing is measured.
         removal: What is left without the set that is compared.
         means: What removed components and heads write instead.
     """
@@ -109,21 +105,22 @@ def chance_of(
         left = texts.along(sets, means, paired=True)[0]
         return Chance(nearest(left.tolist(), removal.left), 0, None, sets=len(random))
     effects = texts.effects(sets, means, every_loss=None if removal.perplexity is None else False, paired=True)
-    left, after = texts.left(effects.along, texts.rows)[0], effects.attention[0, texts.reading_layers]
+    left, after = texts.left(effects.projection, texts.rows)[0], effects.attention[0]
     of_text = (after > READS).flatten(0, 1).sum(0) - (before > READS).flatten(0, 1).sum(0)
-    intact = int(readers.sum())
-    change = nearest(of_text.tolist(), removal.heads - intact)
-    shares, perplexity = after[readers].sum(0) / before[readers].sum(0).clamp(min=SMALLEST), None
+    intact, attention, perplexity = int(readers.sum()), 1.0, None
+    change = nearest(of_text.tolist(), removal.heads[1] - intact)
+    if intact:
+        shares = after[readers].sum(0) / before[readers].sum(0).clamp(min=SMALLEST)
+        attention = nearest(shares.tolist(), removal.attention)
     rise = (effects.loss[0] - texts.loss).nanmean(1)
     if bool(rise.isfinite().all()) and removal.perplexity is not None:
         perplexity = nearest(rise.exp().tolist(), removal.perplexity)
-    attention = nearest(shares.tolist(), removal.attention) if bool(readers.any()) else 1.0
     left = nearest(left.tolist(), removal.left)
     return Chance(left, max(0, intact + int(change)), perplexity, attention, len(random))
 
 
 def nearest(values: Sequence[float], to: float) -> float:
-    """Return the one of some values that is nearest to another."""
+    """Return the value that is nearest to another."""
     return min(values, key=lambda value: abs(value - to))
 
 
@@ -131,3 +128,105 @@ def count_readers(received: Float[Tensor, "layer head text"]) -> tuple[int, floa
     """Return how many heads give more than 0.3 of their attention, mean over texts, and the margin over texts."""
     by_text = (received > READS).flatten(0, 1).sum(0).float()
     return int((received.mean(-1) > READS).sum()), margin_of(by_text.numpy())
+
+
+# --- random parts ---
+
+
+@torch.no_grad()
+def ordered_in(target: Target, ids: TokenRows, neurons: Sequence[Neuron]) -> Ordered:
+    """Order neurons by how much they write in the first text, mean over its tokens (`ordered`)."""
+    written, text = dict[int, Tensor](), ids[:1]
+    for layer in sorted({neuron.layer for neuron in neurons}):
+        post = view_layer(target, layer, text, torch.ones_like(text, dtype=torch.bool)).post
+        size, every = post.abs().mean(0), torch.arange(post.shape[1], device=post.device)
+        for some in every.split(1024):
+            size[some] *= columns(target, layer, some).norm(dim=1)
+        written[layer] = size.cpu()
+    return ordered(target, written, neurons)
+
+
+def ordered(target: Target, written: Sizes, neurons: Iterable[Neuron]) -> Ordered:
+    """Order the neurons of the MLPs and experts of some neurons by what they write, without those that write nothing.
+
+    Args:
+        target: The model.
+        written: What each neuron of a layer writes.
+        neurons: The neurons.
+    """
+    orders: dict[tuple[int, int | None], Sequence[int]] = {}
+    for layer, expert in dict.fromkeys(map(_mlp, neurons)):
+        first = flat_number(target, layer, expert, 0)
+        size = written[layer].abs()[first : first + target.width(layer, expert)]
+        order = size.argsort(descending=True, stable=True)
+        orders[layer, expert] = order[size[order] > 0].tolist() or order.tolist()
+    return orders
+
+
+def random_neurons(
+    orders: Ordered, neurons: Sequence[Neuron], seed: int, number: int = 0, excluded: Sequence[Neuron] = ()
+) -> tuple[Neuron, ...]:
+    """Draw as many other neurons of the same MLPs or experts; none of these or `excluded` if there are enough.
+
+    Args:
+        orders: From which is drawn.
+        neurons: The neurons that are compared with the random ones.
+        seed: Seed of the measurement.
+        number: Number of the draw.
+        excluded: Other neurons that are not drawn.
+    """
+    generator, drawn = draws(seed, f"random neurons, draw {number}"), list[Neuron]()
+    for one in neurons:
+        barred = {other.neuron for other in (*excluded, *neurons, *drawn) if _mlp(other) == _mlp(one)}
+        beside = orders[_mlp(one)]
+        others = [other for other in beside if other not in barred] or beside
+        drawn.append(Neuron(one.layer, one.expert, others[int(torch.randint(len(others), (1,), generator=generator))]))
+    return tuple(drawn)
+
+
+def _mlp(neuron: Neuron) -> tuple[int, int | None]:
+    """The MLP or expert of a neuron."""
+    return neuron.layer, neuron.expert
+
+
+def random_sets(
+    orders: Ordered, neurons: Sequence[Neuron], seed: int, excluded: Sequence[Neuron] = ()
+) -> list[tuple[Neuron, ...]]:
+    """Draw different random sets; where there are few, nearly all that there are."""
+    found: dict[frozenset[Neuron], tuple[Neuron, ...]] = {}
+    for number in range(TRIES * RANDOM_SETS):
+        drawn = random_neurons(orders, neurons, seed, number, excluded)
+        if not {*drawn} & {*neurons}:  # else there are too few others
+            found.setdefault(frozenset(drawn), drawn)
+        if len(found) == RANDOM_SETS:
+            break
+    return list(found.values())
+
+
+def random_heads(heads: Sequence[Head], among: Sequence[Head], seed: int) -> list[Parts]:
+    """Draw a dozen sets of as many other heads; none if there are too few.
+
+    Args:
+        heads: The heads that are compared with the random ones.
+        among: Heads from which is drawn, in an order that was measured.
+        seed: Seed of the measurement.
+    """
+    others, generator = [head for head in among if head not in heads], draws(seed, "heads beside those that mark")
+    if len(others) < len(heads):
+        return []
+    return [tuple(some_of(others, len(heads), generator)) for _ in range(RANDOM_SETS)]
+
+
+def other_components(left: Mapping[Component, float], needed: Parts) -> list[Parts]:
+    """Return other components, each alone, the strongest first: of the same kinds, if there are such.
+
+    The embedding is left out, because everything is computed from it.
+
+    Args:
+        left: How far what is left without each is from nothing.
+        needed: The components that are needed.
+    """
+    others = [part for part in left if part not in needed and part.layer is not None]
+    kinds = {part.kind for part in needed if isinstance(part, Component)}
+    alike = [part for part in others if part.kind in kinds] or others
+    return [(part,) for part in sorted(alike, key=lambda part: left[part])[:RANDOM_SETS]]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from sinkscope.measure.batch import MOST_NUMBERS, rows_at_once
+from sinkscope.hooks.edit.hook_points import HookPoint, heads_point
 from sinkscope.measure.margin import margin_of
+from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
 from sinkscope.models.neurons import (
     LayerView,
     columns,
@@ -21,60 +25,70 @@ from sinkscope.models.neurons import (
     view_layer,
 )
 from sinkscope.models.target import LayerInput, Target
-from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.components import components
-from sinkscope.sinks.spikes.controls import Sizes
+from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.records import NeuronShare, PartShare, part_name
-from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.survey import Survey
+from sinkscope.sinks.spikes.spike import Part, Spike
 from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED, PARALLEL, TRACE
 from sinkscope.sinks.tokens import Mask
 
+Sizes = Mapping[int, Float[Tensor, " neuron"]]
+"""What each neuron of a layer writes, by the numbers of a `LayerView`."""
 
-def writers_of(survey: Survey, spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ...]]:
-    """Return the shares of the embedding and of each layer's attention and MLP up to the peak.
 
-    The second part is what erases the spike later.
+def with_writers(spike: Spike) -> Spike:
+    """Add the components and neurons that write a spike, and the components that erase it."""
+    writers, erasers = writers_of(spike)
+    neurons, written = neurons_of(spike, writers)
+    return replace(spike.adding(writers=writers, neurons=neurons, erasers=erasers), written=written)
+
+
+def writers_of(spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ...]]:
+    """Return the shares of the embedding, attention and MLPs up to the peak, and those of what erases the spike later.
+
+    Args:
+        spike: The spike.
     """
-    before, later = list[PartShare](), list[PartShare]()
-    for part in components(survey.target, survey.target.n_layers - 1):
+    survey, mask, peak, last = spike.survey, spike.place.mask, spike.result.peak, spike.result.layers[1]
+    parts, beyond = components(survey.target, survey.target.n_layers - 1), list[Tensor]()
+    for part in parts:
         along = survey.added(part) @ spike.direction
-        beyond = (along[spike.mask] - along[spike.ordinary].mean()) / spike.size
-        margin = margin_of(per_text(beyond, spike.mask).numpy())
-        share, layer = PartShare(part_name(part), float(beyond.mean()), margin), part.layer or 0
-        if layer <= spike.peak and abs(share.share) >= LISTED:
-            before.append(share)
-        elif spike.peak < layer <= spike.last + 1 and share.share <= -ERASES:
-            later.append(share)
+        beyond.append((along[mask] - along[spike.ordinary].mean()) / spike.size)
+    by_text = per_text(torch.stack(beyond), mask)
+    before, later = list[PartShare](), list[PartShare]()
+    for part, values, texts in zip(parts, beyond, by_text, strict=True):
+        share, layer = float(values.mean()), part.layer or 0
+        if layer <= peak and abs(share) >= LISTED:
+            before.append(PartShare(part_name(part), share, margin_of(texts.numpy())))
+        elif peak < layer <= last + 1 and share <= -ERASES:
+            later.append(PartShare(part_name(part), share, margin_of(texts.numpy())))
     before.sort(key=lambda one: -abs(one.share))
     later.sort(key=lambda one: one.share)
     return tuple(before), tuple(later)
 
 
 @torch.no_grad()
-def neurons_of(survey: Survey, spike: Spike, writers: Sequence[PartShare]) -> tuple[tuple[NeuronShare, ...], Sizes]:
-    """Return every neuron up to the peak that writes along the direction, or against it, the largest share first.
+def neurons_of(spike: Spike, writers: Sequence[PartShare]) -> tuple[tuple[NeuronShare, ...], Sizes]:
+    """Return every neuron up to the peak that writes along the direction, or against it, and what each neuron writes.
 
-    Neurons of a layer whose columns are parallel count together, because one neuron can be packed as many. The second
-    part is what all neurons write. Of a model of which no pass can begin at a later layer, only the layers
-    whose MLP writes as much as a neuron has to are read.
+    The largest share comes first. Neurons of a layer whose columns are parallel count together, because one neuron can
+    be packed as many. If passes through the model cannot begin at a later layer, only layers are read whose MLP writes
+    enough.
 
     Args:
-        survey: The survey.
         spike: The spike.
         writers: Its components.
     """
-    found, written = list[NeuronShare](), dict[int, Tensor]()
-    of_mlp = {one.part: abs(one.share) for one in writers}
-    for layer in filter(survey.target.has_neurons, range(spike.peak + 1)):
-        if survey.target.skips_layers or of_mlp.get(f"mlp {layer}", 0.0) >= NAMED:
-            with survey.target.loaded(layer):
-                shares, view = of_layer(survey, spike, layer, survey.start(layer))
+    found, written, target = list[NeuronShare](), dict[int, Tensor](), spike.survey.target
+    of_mlp, skips = {one.part: abs(one.share) for one in writers}, target.skips_layers
+    for layer in filter(target.has_neurons, range(spike.result.peak + 1)):
+        if skips or of_mlp.get(f"mlp {layer}", 0.0) >= NAMED:
+            with target.loaded(layer):
+                shares, view = of_layer(spike, layer, spike.survey.start(layer))
                 written[layer] = shares.mean(1)
-                numbers = writing(survey.target, layer, written[layer].abs())
+                numbers = writing(target, layer, written[layer].abs())
             for number in numbers:
-                found.append(_share_of(survey, spike, layer, number, shares[number], view))
+                found.append(_share_of(spike, layer, number, shares[number], view))
     return tuple(sorted(found, key=lambda one: -one.share)), written
 
 
@@ -95,49 +109,51 @@ def writing(target: Target, layer: int, sizes: Float[Tensor, " neuron"]) -> list
 
 
 def of_layer(
-    survey: Survey, spike: Spike, layer: int, start: LayerInput | None = None
+    spike: Spike, layer: int, start: LayerInput | None = None
 ) -> tuple[Float[Tensor, "neuron case"], LayerView]:
-    """Return what each neuron of a layer adds along the direction at the place; under an ablation, what it adds then.
+    """Return what each neuron of a layer adds along the direction at the place, and the layer at ordinary positions.
 
-    The second part is the layer at ordinary positions.
+    Under an ablation, it is what each neuron adds then.
 
     Args:
-        survey: The survey.
         spike: The spike.
         layer: The layer.
         start: What the pass starts with.
     """
+    survey, mask = spike.survey, spike.place.mask
     target = survey.target
-    where = spike.mask | few_ordinary(target, layer, spike.ordinary)
+    where = mask | few_ordinary(target, layer, spike.ordinary)
     with target.loaded(layer):
         view = view_layer(target, layer, survey.ids, where, start)
         written = _written(target, view, spike.direction, survey.mlp[layer][where])
-    of_place = spike.mask[where]
+    of_place = mask[where]
     beyond = (written[of_place] - written[~of_place].mean(0)) / spike.size
     return beyond.T, view.at(~of_place)
 
 
 def _share_of(
-    survey: Survey, spike: Spike, layer: int, number: int, shares: Float[Tensor, " case"], ordinary: LayerView
+    spike: Spike, layer: int, number: int, shares: Float[Tensor, " case"], ordinary: LayerView
 ) -> NeuronShare:
     """The record of a neuron."""
-    margin = margin_of(per_text(shares, spike.mask).numpy())
-    expert, neuron = expert_and_neuron(survey.target, layer, number)
-    neutral = neutral_post(survey.target, ordinary, number)
+    target = spike.survey.target
+    margin = margin_of(per_text(shares, spike.place.mask).numpy())
+    expert, neuron = expert_and_neuron(target, layer, number)
+    neutral = neutral_post(target, ordinary, number)
     return NeuronShare(layer, expert, neuron, float(shares.mean()), margin, neutral)
 
 
 @torch.no_grad()
-def backups_of(survey: Survey, spike: Spike, neurons: Sequence[Neuron]) -> tuple[NeuronShare, ...]:
-    """Return the records of neurons that write when others are gone, with what they write while these stand."""
-    found: list[NeuronShare] = []
+def with_backups(spike: Spike, neurons: Sequence[Neuron]) -> Spike:
+    """Add neurons that write only when the writers are gone, with what they write while these stand."""
+    found, written = list[NeuronShare](), dict(spike.written)
     for layer in sorted({neuron.layer for neuron in neurons}):
-        shares, view = of_layer(survey, spike, layer, survey.start(layer))
+        shares, view = of_layer(spike, layer, spike.survey.start(layer))
+        written[layer] = shares.mean(1)
         for one in neurons:
             if one.layer == layer:
-                number = flat_number(survey.target, layer, one.expert, one.neuron)
-                found.append(_share_of(survey, spike, layer, number, shares[number], view))
-    return tuple(found)
+                number = flat_number(spike.survey.target, layer, one.expert, one.neuron)
+                found.append(_share_of(spike, layer, number, shares[number], view))
+    return replace(spike.adding(neurons=(*spike.result.neurons, *found), backups=tuple(neurons)), written=written)
 
 
 def few_ordinary(target: Target, layer: int, ordinary: Mask) -> Mask:
@@ -169,3 +185,59 @@ def _written(
     for some in post.any(0).nonzero().flatten().split(1024):
         projection[some] = (columns(target, view.layer, some) @ onto).float()  # under autocast it is not
     return (post * projection).cpu() * scale
+
+
+# --- components ---
+
+
+def mixer_of(target: Target, layer: int) -> Any:
+    """Return the module of a layer that is neither a norm nor a part of its MLP; None if there is none."""
+    paths = [target.path(layer, part) for part in ("mlp", "down", "experts")]
+    of_mlp = {path.split(".")[0] for path in paths if path}
+    for name, module in target.layers[layer].named_children():
+        if name not in of_mlp and any(parameter.dim() > 1 for parameter in module.parameters()):
+            return module
+    return None
+
+
+def components(target: Target, last_layer: int) -> list[Component]:
+    """Return what writes into the residual stream up to a layer: the embedding, then attention (or mixers) and MLPs."""
+    parts = [Component("token embedding")]
+    for layer in range(last_layer + 1):
+        if target.has_attention(layer):
+            parts.append(Component("attention", layer))
+        elif mixer_of(target, layer) is not None:
+            parts.append(Component("mixer", layer))
+        if target.has_neurons(layer):
+            parts.append(Component("mlp", layer))
+    return parts
+
+
+def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
+    """Return where what a component or a head writes passes; all of these together are what it writes."""
+    layer = part.layer or 0
+    if isinstance(part, Head):
+        return [heads_point(target, layer, target.head_columns(layer, part.head))]
+    assert isinstance(part, Component)
+    if part.layer is None:  # with the embedding of positions, and scaled, as the first layer gets it
+        return [HookPoint(target.layers[0], "pre")]
+    return [HookPoint(module, "post") for module in writing_modules(target, part, part.layer)]
+
+
+def writing_modules(target: Target, component: Component, layer: int) -> list[Any]:
+    """Return the modules whose outputs are what a component adds to the residual stream, after a norm behind it."""
+    match component.kind:
+        case "attention" if target.has_part(layer, "attn_out"):
+            return [target.sub(layer, "attn_out")]
+        case "attention":
+            module = target.sub(layer, "attn")
+            original = getattr(module, "original_component", module)  # also below a bridge's wrapper
+            if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
+                return [target.sub(layer, "o")]
+            return [module]
+        case "mixer":
+            return [mixer_of(target, layer)]
+        case "mlp" if target.has_part(layer, "post_mlp_norm"):
+            return [target.sub(layer, "post_mlp_norm")]
+        case _:
+            return target.mlp_writers(layer)

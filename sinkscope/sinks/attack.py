@@ -1,4 +1,7 @@
-"""Sequences without repeated tokens whose positions become sinks, and how often (Yona et al. 2025, section 5.2)."""
+"""Clusters of tokens that one head of layer 0 marks, and sequences of them whose positions become sinks.
+
+(Yona et al. 2025, section 5.2 and appendix B.)
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 import plotly.express as px
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from pydantic import Field
 
 from sinkscope.hooks.edit import SinkPatch
@@ -23,13 +26,92 @@ from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
-from sinkscope.sinks.first_tokens import share_of, spike_of
+from sinkscope.sinks.first_tokens import FirstTokens, share_of, spike_of
 from sinkscope.sinks.spikes.copies import along_spikes
-from sinkscope.sinks.spikes.spike import Measured
-from sinkscope.sinks.spikes.steps import NO_FIRST_SPIKE
+from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
+from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
-from sinkscope.sinks.tokens import TokenRows, refuse_unused, sample_tokens, vocabulary
+from sinkscope.sinks.tokens import (
+    PerToken,
+    TokenRows,
+    hold_layers,
+    refuse_unused,
+    sample_tokens,
+    token_texts,
+    vocabulary,
+)
+
+TOKENS = 128  # tokens of one pass; each takes two more rows than layer 0 has heads
+
+
+@dataclass(frozen=True)
+class TokenClusters:
+    """For every token the head of layer 0 that by itself gives it the spike when the token stands first.
+
+    The other heads of layer 0 are held at their mean over ordinary positions of typical text.
+
+    Attributes:
+        tokens: The tokens.
+        ids: Their ids.
+        has: Whether the token has the spike in the intact model: it reaches half of the first token's projection.
+        unneeded: Whether it has the spike without any head of layer 0.
+        head: The head that serves the token. NaN if no single head does, or if none is needed.
+        another: Share of tokens that need a head and have the spike with the median one. None: there is no other head.
+    """
+
+    tokens: tuple[str, ...]
+    ids: Int[np.ndarray, " token"]
+    has: Bool[np.ndarray, " token"]
+    unneeded: Bool[np.ndarray, " token"]
+    head: PerToken
+    another: float | None
+
+    @property
+    def served(self) -> Bool[np.ndarray, " token"]:
+        """Return whether one head is enough for the token, and one is needed."""
+        return np.isfinite(self.head)
+
+    @property
+    def heads(self) -> list[int]:
+        """Return the heads that serve tokens."""
+        return np.unique(self.head[self.served]).astype(int).tolist()
+
+    @property
+    def pools(self) -> list[list[int]]:
+        """Return the ids of all tokens, then of those that each head serves."""
+        return [self.ids.tolist(), *(self.ids[self.head == head].tolist() for head in self.heads)]
+
+
+def find_clusters(setup: Setup, spike: Spike, ids: list[int]) -> TokenClusters:
+    """Find the head of layer 0 that serves each token, by the spike.
+
+    Args:
+        setup: The model and its text.
+        spike: The spike of the first token.
+        ids: The tokens, which stand alone, thus first.
+    """
+    first = FirstTokens.of(spike, 0)
+    hold_layers(setup.target, spike.result.peak)
+
+    edits = [first.heads]  # all replaced, then all but each one
+    for head in first.heads:
+        edits.append(tuple(other for other in first.heads if other != head))
+
+    parts: list[torch.Tensor] = []
+    for tokens in torch.tensor(ids).split(TOKENS):
+        parts.append(first.along(tokens, edits).cpu().double().round(decimals=4))  # threads may change what is beyond
+        setup.progress("clusters", TOKENS * (len(parts) - 1) + len(tokens), len(ids))
+    intact, none, alone = np.split(torch.cat(parts, 1).T.numpy(), [1, 2], 1)
+    has, unneeded = intact[:, 0] >= HALF, none[:, 0] >= HALF
+    head = np.full(len(ids), np.nan)
+    another: float | None = None
+    if first.heads:
+        needing = has & ~unneeded
+        served = needing & (alone.max(1) >= HALF)
+        head = np.where(served, alone.argmax(1), np.nan)
+        if len(first.heads) > 1:
+            another = float((needing & (np.median(alone, 1) >= HALF)).mean())
+    return TokenClusters(token_texts(setup.target, ids), np.array(ids), has, unneeded, head, another)
 
 
 @dataclass(frozen=True)
@@ -193,7 +275,7 @@ def attack(
         return ClusterAttack(spike=None, instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `circuit`.")
     clusters = find_clusters(setup, chosen, ids)
     result = ClusterAttack(
-        spike=chosen.spike.name,
+        spike=chosen.name,
         clusters=clusters,
         searched=len(everyone),
         n_heads=setup.n_heads if setup.target.has_attention(0) else 0,
@@ -224,22 +306,22 @@ def pools_of(setup: Setup, clusters: TokenClusters) -> list[list[int]]:
     return [[token for token in ids if token not in left_out] for ids in clusters.pools]
 
 
-def run_attempts(setup: Setup, measured: Measured, rows: Mapping[str, TokenRows]) -> tuple[Attempt, ...]:
+def run_attempts(setup: Setup, spike: Spike, rows: Mapping[str, TokenRows]) -> tuple[Attempt, ...]:
     """Run sequences of each source without BOS, with and without the patch.
 
     Args:
         setup: The model and its text.
-        measured: The spike.
+        spike: The spike.
         rows: The sequences.
     """
     target, patches = setup.target, list[SinkPatch | None]([None])
     if target.resident:
-        patches.append(measured.patch)
+        patches.append(spike.patch)
     attempts: list[Attempt] = []
     for source, ids in rows.items():
         for patch in patches:
             with under(patch, target):
-                (along,) = along_spikes(target, [measured.spike], ids)
+                (along,) = along_spikes(target, [spike], ids)
             shares = (along[:, 1:] >= HALF).float().mean(1)
             margin = margin_of(shares.numpy())
             attempts.append(Attempt(source, patch is not None, float(shares.mean()), margin))

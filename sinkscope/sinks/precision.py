@@ -27,12 +27,11 @@ from sinkscope.results.notation import word_list
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.held_out import Length, Pieces, held_out, logits_of
-from sinkscope.sinks.spikes.controls import Others
+from sinkscope.sinks.spikes.edited import left_of
+from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.places import Place
-from sinkscope.sinks.spikes.steps import sinks_of
-from sinkscope.sinks.spikes.texts import left_of
-from sinkscope.sinks.tokens import TokenRows
+from sinkscope.sinks.spikes.removal import ordered_in, random_neurons
+from sinkscope.sinks.tokens import Length, Pieces, TokenRows, held_out, logits_of
 
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]
 SCHEMES: dict[Scheme, dict[str, Any]] = {
@@ -207,12 +206,12 @@ def precision(
     texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
     known = list[Kept]()
     if neurons:
-        others = Others.of(target, setup.ids, neurons)
-        drawn = {others.draw(neurons, setup.seed, number): None for number in range(RANDOM_SETS)}
+        orders = ordered_in(target, setup.ids, neurons)
+        drawn = {random_neurons(orders, neurons, setup.seed, number): None for number in range(RANDOM_SETS)}
         random = [one for one in drawn if not {*one} & {*neurons}]
         known.append(Kept("sink neurons", tuple(map(str, neurons)), "neurons", [neurons, *random]))
     if spikes:
-        known.append(random_places(setup, [one.spike.place for one in spikes], ids))
+        known.append(random_places(setup, [one.place for one in spikes], ids))
     costs = {name: texts.divergence(SCHEMES[name]) for name in names}
     names.sort(key=lambda name: -float(costs[name].mean()))
     exact, alone = list[KeptExact](), list[str]()

@@ -1,1 +1,0 @@
-"""What rounding costs, and what of the sink to keep in high precision."""
