@@ -4,6 +4,7 @@ Names are imported when first used, so that `import sinkscope` is instant and lo
 each of them lives, for Python and for type checkers; measurements of other packages are found by their entry points.
 """
 
+import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -23,7 +24,12 @@ def _measurements() -> Mapping[str, Any]:
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return _stated(name)
+        from sinkscope.results.console import NotebookBar
+
+        with NotebookBar() as bar:
+            if "torch" not in sys.modules:
+                bar("importing torch", 0, 0)
+            return _stated(name)
     if not name.startswith("_") and name in _measurements():
         return globals().setdefault(name, _measurements()[name].load())
     near = get_close_matches(name, __dir__(), 1)

@@ -68,7 +68,8 @@ def executed(path: Path) -> Any:
     for cell in notebook.cells:
         cell.metadata = {}
         if cell.cell_type == "code":
-            kept = (output for output in cell.outputs if output.get("name") != "stderr")
+            kept = [output for output in cell.outputs if output.get("name") != "stderr"]
+            kept = [output for output in kept if output.get("metadata", {}).get("sinkscope") != "progress"]
             cell.outputs = [_stored(output) for output in kept]
     notebook.cells[-1].metadata = FOLDED
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}

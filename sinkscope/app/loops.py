@@ -17,11 +17,12 @@ from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
+from sinkscope.files.listen import listen
 from sinkscope.files.output import path_of, read_json, reason_of
 from sinkscope.files.plain import visible
 from sinkscope.files.records import checked_value
 from sinkscope.loops import Alarm, LoopCheck, MonitorSettings, PaperSettings, Watch
-from sinkscope.loops.servers.proxy import LOOPBACK, application, listen
+from sinkscope.loops.servers.proxy import LOOPBACK, application
 from sinkscope.loops.text.check import LOOP_FOUND, NO_TEXT, FailOn, check_of
 from sinkscope.loops.text.copies import Cut
 from sinkscope.loops.text.forms import StreamForm

@@ -131,6 +131,8 @@ class BenchTable(Result):
     def details(self) -> list[str]:
         """Return what the other sets say, and the differences from the best method or from that which was asked for."""
         lines = [finding(groups) for groups in self.places()[1:]]
+        if self.groups and all(group.metrics.get("time") is None for group in self.groups):
+            lines.append(f"time is empty: it compares with {FULL}, which was not run.")
         for group in self.groups:
             lead, reference = self.lead(group), self.reference(group)
             if lead is not None and reference is not None:

@@ -17,6 +17,7 @@ from sinkscope.generation.decode import noted_decoding
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.checkpoints.config import float32_by_default
+from sinkscope.results.console import NotebookBar
 from sinkscope.results.result import Result
 
 P = ParamSpec("P")
@@ -90,8 +91,12 @@ class Measurement(Generic[P, R]):
         self.refuse(arguments)
         edit = edit_from_options(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
         shared = {name: arguments[name] for name in SETUP_PARAMETERS if name in self._shared and name in arguments}
-        setup = replace(Setup.open(**shared, loading=self.loading), edit=edit)
-        return self._measured(setup, {name: arguments[name] for name in self._own if name in arguments}, arguments)
+        own = {name: arguments[name] for name in self._own if name in arguments}
+        with NotebookBar() as bar:
+            if shared.get("progress") is None:
+                bar(f"{self.function.__name__}: loading the model", 0, 0)
+                shared["progress"] = bar
+            return self._measured(replace(Setup.open(**shared, loading=self.loading), edit=edit), own, arguments)
 
     @float32_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:

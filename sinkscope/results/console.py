@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import suppress
+from html import escape
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any, ClassVar
@@ -13,6 +15,9 @@ from sinkscope.files.plain import visible
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
+
+BETWEEN = 0.5
+"""Seconds between what a notebook shows of progress."""
 
 ERASE = "\r\x1b[K"
 """Makes a terminal erase the line."""
@@ -75,6 +80,41 @@ class ProgressBar:
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+class NotebookBar:
+    """What a measurement does, in the output of a notebook's cell; outside of notebooks it shows nothing.
+
+    It is called like `ProgressBar`, appears with the first call, and is empty at the end.
+    """
+
+    def __init__(self) -> None:
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        self._live = type(shell).__name__ == "ZMQInteractiveShell"
+        self._handle: Any = None
+        self._shown = 0.0
+
+    def __enter__(self) -> NotebookBar:
+        return self
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show how much of a stage is done, at most twice a second; of a `total` of 0 only the stage is shown."""
+        if self._live and time.monotonic() - self._shown >= BETWEEN:
+            count = f" {done}/{total} <progress value='{done}' max='{total}'></progress>" if total else ""
+            self._show(f"<small>{escape(visible(stage))}{count}</small>")
+            self._shown = time.monotonic()
+
+    def _show(self, html: str) -> None:
+        from IPython.display import HTML, display  # there is one, else nothing is live
+
+        if self._handle is None:
+            self._handle = display(HTML(html), display_id=True, metadata={"sinkscope": "progress"})
+        else:
+            self._handle.update(HTML(html), metadata={"sinkscope": "progress"})
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._show("")
 
 
 def end_bar(progress: Any) -> None:

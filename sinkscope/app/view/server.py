@@ -10,9 +10,9 @@ from typing import Any
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import view_page
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.listen import listen
 from sinkscope.files.plain import parse_json
 from sinkscope.files.provenance import install_command
-from sinkscope.loops.servers.proxy import listen
 
 HEADERS = {
     "Cache-Control": "no-store",

@@ -6,7 +6,6 @@ It needs starlette, uvicorn, httpx and prometheus-client, and no torch.
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -178,32 +177,3 @@ def _passed_on(headers: list[tuple[bytes, bytes]], without: tuple[str, ...] = ()
         if word not in _HOP_BY_HOP and word not in without:
             kept.append((word.encode("latin-1"), value))
     return kept
-
-
-def listen(application: Any, host: str, port: int, ready: Callable[[str], object]) -> None:
-    """Serve an ASGI application until Ctrl-C.
-
-    Args:
-        application: The application.
-        host: Address to listen at.
-        port: Port; 0 takes a free one.
-        ready: Called with the address once connections are accepted.
-
-    Raises:
-        SinkscopeError: The address is taken, or is none of this machine.
-    """
-    import uvicorn
-
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            raise SinkscopeError(f"{host}:{port}: {(error.strerror or str(error)).lower()}; give another") from None
-        listener.listen(256)
-        ready(f"http://{host}:{listener.getsockname()[1]}")
-        config = uvicorn.Config(application, log_level="critical", access_log=False, lifespan="off")
-        try:
-            uvicorn.Server(config).run(sockets=[listener])
-        except KeyboardInterrupt:  # the usual end
-            pass

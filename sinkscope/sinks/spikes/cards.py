@@ -28,6 +28,9 @@ NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quar
 ITSELF = "The embedding has the spike at {place} itself, so nothing marks it."
 NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical one, at {token} after layer {layer}."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
+NO_PERPLEXITY = (
+    "perplexity is empty: it is not measured of a model that is read layer by layer; find_sinks(ss.load(NAME)) has it."
+)
 LEGEND = (
     "±: two standard errors over texts. writers: every neuron that writes 2% or more of the spike, or against it. "
     "needed: the fewest that leave less than a quarter. without: all writers zeroed. random: the worst of as many sets "

@@ -111,6 +111,9 @@ class SpikesFound(Result):
             effects, lines = lost_without(self.spike), list[str]()
             if "attention" in effects:
                 lines.append(cards.readers_lose(self.spike, effects["attention"]))
+            without = [one.without_writers for one in self.spikes if one.without_writers is not None]
+            if without and all(one.perplexity is None for one in without):
+                lines.append(cards.NO_PERPLEXITY)
             return [*lines, cards.LEGEND]
         return [self._no_spike] if self.readers.heads else []
 

@@ -1,0 +1,38 @@
+"""Serves an application on this machine, for the proxy of `loops` and the live page of `view`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from sinkscope.errors import SinkscopeError
+
+
+def listen(application: Any, host: str, port: int, ready: Callable[[str], object]) -> None:
+    """Serve an ASGI application until Ctrl-C.
+
+    Args:
+        application: The application.
+        host: Address to listen at.
+        port: Port; 0 takes a free one.
+        ready: Called with the address once connections are accepted.
+
+    Raises:
+        SinkscopeError: The address is taken, or is none of this machine.
+    """
+    import uvicorn
+
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise SinkscopeError(f"{host}:{port}: {(error.strerror or str(error)).lower()}; give another") from None
+        listener.listen(256)
+        ready(f"http://{host}:{listener.getsockname()[1]}")
+        config = uvicorn.Config(application, log_level="critical", access_log=False, lifespan="off")
+        try:
+            uvicorn.Server(config).run(sockets=[listener])
+        except KeyboardInterrupt:  # the usual end
+            pass
