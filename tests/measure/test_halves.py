@@ -16,8 +16,8 @@ from organisms import organism
 import sinkscope
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.text import halves_of, typical_text
-from sinkscope.sinks import held_out
 from sinkscope.sinks.spikes import survey
+from sinkscope.sinks.tokens import held_out
 
 FIRST = 0x4E00  # of 20,000 characters that are all different
 WHOLE_TEXT = {"measure/setup.py", "measure/attention_texts.py", "app/scan.py"}
@@ -61,7 +61,7 @@ def test_no_text_is_both_chosen_and_reported_on(sizes, length, words, chosen, re
     with mock.patch.object(survey, "read_survey", read):
         try:
             first = survey.survey_of(setup, None, chosen)
-            second = held_out.held_out(setup, *reported)
+            second = held_out(setup, *reported)
         except SinkscopeError as error:
             assert "give a longer --text" in str(error) or "is the one token" in str(error)
             return
