@@ -1,10 +1,10 @@
-"""How far the mean of several texts, prompts or sequences may be from that of all others of their kind.
+"""How far the mean of several texts, prompts or sequences may be from the mean of all texts of their kind.
 
 1. The mean over n values has the standard error s / sqrt(n), s with n - 1 in its divisor.
 2. Its 95 % interval is as many standard errors wide as Student's t with n - 1 degrees of freedom says: 4.3 on either
    side for 3 values, 2.2 for 12, 2.0 for 60.
-3. Values that have bounds, such as scores from 0 to 1, get two more first, one at each bound: ten right answers of ten
-   say that a wrong one is rare, not that there is none (Agresti and Coull 1998; for differences between paired scores,
+3. Values with bounds, such as scores from 0 to 1, get two more first, at either bound: ten right answers of ten say
+   that a wrong answer is rare, not that there is none (Agresti and Coull 1998; for differences between paired scores,
    which lie between -1 and 1, Bonett and Price 2012).
 """
 
@@ -27,7 +27,7 @@ SCORES, DIFFERENCES = (0.0, 1.0), (-1.0, 1.0)
 
 @dataclass(frozen=True)
 class Interval:
-    """The mean of some values and where the mean of all others of their kind is, 95 times of 100."""
+    """The mean of some values, and the interval that holds the mean of their kind in 95 of 100 samples."""
 
     mean: float
     low: float
@@ -104,12 +104,12 @@ def share_interval(hits: int, cases: int) -> Interval | None:
 
 
 def known_numbers(values: Iterable[float | int | None]) -> list[float]:
-    """Return those that are numbers: neither None nor NaN."""
+    """Return the values that are neither None nor NaN."""
     return [value for value in values if value is not None and not isnan(value)]
 
 
 def mean_known(values: Iterable[float | int | None]) -> float | None:
-    """Return the mean of those that are numbers. None: there are none."""
+    """Return the mean of the values that are neither None nor NaN; None without any."""
     numbers = known_numbers(values)
     if not numbers:
         return None

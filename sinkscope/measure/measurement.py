@@ -80,12 +80,12 @@ class Measurement(Generic[P, R]):
 
     @functools.cached_property
     def all_parameters(self) -> tuple[Parameter, ...]:
-        """Its own parameters, then those that it shares with all measurements."""
+        """Its own parameters, then the parameters of all measurements."""
         return (*self.parameters, *self._shared.values())
 
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """Open the model and measure. The arguments are those of the signature."""
+        """Open the model and measure. `help` shows the arguments."""
         refuse_unknown(self.function.__name__, kwargs, self.__signature__.parameters)
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         self.refuse(arguments)
@@ -158,7 +158,7 @@ def measurement(
     Args:
         figure: Function that draws the result. None: its class says what draws it, or nothing does.
         loading: As in `Setup.open`.
-        edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds those requested.
+        edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds what was requested.
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
             `SinkscopeError` for errors that types and ranges do not exclude.
     """

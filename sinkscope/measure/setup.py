@@ -171,7 +171,7 @@ class Setup:
         return self.memory[key]
 
     def record(self, **settings: Any) -> None:
-        """Add to the settings of the result, or replace a requested value by the one that was used."""
+        """Add to the settings of the result, or replace a requested value by the value that was used."""
         self.settings.update(settings)
 
     def info(self) -> ModelInfo:

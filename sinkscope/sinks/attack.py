@@ -56,7 +56,7 @@ class TokenClusters:
         has: Whether the token has the spike in the intact model: it reaches half of the first token's projection.
         unneeded: Whether it has the spike without any head of layer 0.
         head: The head that serves the token. NaN if no single head does, or if none is needed.
-        another: Share of tokens that need a head and have the spike with the median one. None: there is no other head.
+        another: Share of tokens that need a head and have the spike with the median head. None: there is no other head.
     """
 
     tokens: tuple[str, ...]
@@ -68,7 +68,7 @@ class TokenClusters:
 
     @property
     def served(self) -> Bool[np.ndarray, " token"]:
-        """Return whether one head is enough for the token, and one is needed."""
+        """Return the tokens that need a head and for which a single head is enough."""
         return np.isfinite(self.head)
 
     @property
@@ -78,7 +78,7 @@ class TokenClusters:
 
     @property
     def pools(self) -> list[list[int]]:
-        """Return the ids of all tokens, then of those that each head serves."""
+        """Return the ids of all tokens, then the ids that each head serves."""
         return [self.ids.tolist(), *(self.ids[self.head == head].tolist() for head in self.heads)]
 
 
@@ -119,7 +119,7 @@ class Attempt:
     """Sequences of one source, with or without a patch.
 
     Attributes:
-        source: "cluster": drawn from one cluster each, the clusters in turn; "random": drawn from all tokens.
+        source: "cluster": each sequence is drawn from a cluster, in turn; "random": from all tokens.
         patch: Whether the neurons that the spike needs are held at their neutral values.
         positions: Share of positions that reach half of the first token's projection, mean over sequences. The first
             position of all does not count, because any token there is a first token.
@@ -134,7 +134,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAttack(Result):
-    """Which tokens one head of layer 0 marks, and how often sequences of different ones have the spike.
+    """Which tokens a head of layer 0 marks, and how often sequences of different tokens have the spike.
 
     Attributes:
         spike: The spike of the first token, by its layers. None: no spike with known neurons.
@@ -261,8 +261,8 @@ def attack(
     Args:
         tokens: Tokens to cluster and to attack with. By default `n_tokens` tokens of the vocabulary.
         n_tokens: Tokens of the vocabulary, drawn by the seed. By default 256; a larger number than it has is all.
-        spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token
-            that need neurons.
+        spike: Number of the spike in `find_sinks`. By default, among the spikes of the first token that need
+            neurons, the one that most heads read.
         length: Tokens per sequence.
         sequences: Sequences of each kind; 0 finds the clusters only.
     """
@@ -294,14 +294,14 @@ def attack(
 
 
 def draw_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed: int) -> TokenRows:
-    """Draw `count` sequences of distinct tokens, each from one large enough cluster, these taken in turn."""
+    """Draw `count` sequences of distinct tokens, in turn from each cluster that is large enough."""
     generator = draws(seed, f"attacks of {length} tokens")
     large = [pool for pool in pools if len(pool) >= length]
     return torch.tensor([some_of(large[number % len(large)], length, generator) for number in range(count)])
 
 
 def pools_of(setup: Setup, clusters: TokenClusters) -> list[list[int]]:
-    """Return the ids of all tokens, then of those of each cluster, without special tokens."""
+    """Return the ids of all tokens, then the ids of each cluster, without special tokens."""
     left_out = {*setup.tokenizer.all_special_ids, setup.bos}
     return [[token for token in ids if token not in left_out] for ids in clusters.pools]
 

@@ -62,14 +62,14 @@ class FirstTokens:
 
 
 def share_of(value: float, margin: float | None) -> str:
-    """Write a share with its margin over tokens or sequences, if there is one."""
+    """Write a share, with its margin over tokens or sequences if known."""
     return percent(value) if margin is None else f"{percent(value)} (± {margin:.0%})"
 
 
 def spike_of(setup: Setup, number: int | None = None) -> Spike | None:
-    """Return a spike of the first token that needs neurons: that of this number, or that which most heads read.
+    """Return a spike of the first token that needs neurons; by default the spike that most heads read.
 
-    None: there is none.
+    None: no spike of the first token needs neurons.
 
     Args:
         setup: The model and its text.

@@ -42,12 +42,12 @@ class MarkingHeads(Result):
         tokens: The tokens that have the spike when they stand first, each alone: they reach half of the first token's
             projection. BOS comes first, if there is one.
         unmarked: The tokens that do not.
-        heads: The heads of all layers up to that of the first of the neurons that have softmax attention.
+        heads: The heads of all layers with softmax attention up to that of the first neuron.
         left: What is left of each token's projection with one head replaced.
         marking: The fewest heads found that take away nine tenths of what all heads take, as one set. None: without
             all heads, more than three quarters of the spike are left.
         every: All heads as one set. None: no token has the spike.
-        random: Least that is left without as many random other heads. None: there are not as many others.
+        random: The least that is left without as many random heads. None: there are too few.
     """
 
     percent = ("remaining",)
@@ -101,7 +101,7 @@ class MarkingHeads(Result):
         return [*lines, *self._own_of_first(), *self._against()]
 
     def _own_of_first(self) -> list[str]:
-        """Name the head of the token that comes first (BOS if there is one), if it is not one of the set."""
+        """Name the head of the first token (or BOS), if the set does not contain it."""
         if self.left is None or self.marking is None:
             return []
         strongest, left = int(self.left[0].argmin()), float(self.left[0].min())
@@ -122,7 +122,7 @@ class MarkingHeads(Result):
         ]
 
     def rows(self) -> Table:
-        """Return a row per head, those that mark first."""
+        """Return a row per head, marking heads first."""
         rows: Table = []
         if self.left is None:
             return rows
@@ -161,8 +161,8 @@ def heads(
     Args:
         tokens: Words to put first, one token each. By default `n_tokens` tokens of the text, drawn by the seed.
         n_tokens: Number of tokens of the text to put first. By default 32.
-        spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token
-            that need neurons.
+        spike: Number of the spike in `find_sinks`. By default, among the spikes of the first token that need
+            neurons, the one that most heads read.
     """
     words, chosen = _first_tokens(setup, tokens, n_tokens or 32), spike_of(setup, spike)
     if chosen is None:
@@ -180,7 +180,7 @@ def heads(
 
 
 def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> Int[Tensor, " token"]:
-    """Return the tokens that are put first, BOS before the others if there is one."""
+    """Return the tokens that are put first, BOS before all if the model has it."""
     if tokens:
         words = vocabulary(setup.target, tokens)
     else:

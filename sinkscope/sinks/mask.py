@@ -48,7 +48,7 @@ def sink_mask(
         True at sinks, in the shape of the ids and on their device.
 
     Each row is read alone, in one pass. It needs four tokens for a typical norm, the median. Attention to a position is
-    judged by the queries after it, of which there have to be 16.
+    judged by the queries after it: at least 16.
 
     Raises:
         SinkscopeError: The ids or the mask are invalid for this model, or a row is longer than its context; there is no

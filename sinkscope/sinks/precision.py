@@ -41,7 +41,7 @@ SCHEMES: dict[Scheme, dict[str, Any]] = {
     "kv4": {"kv": 4},
 }
 """What is rounded, and how: fields of `Quantize`."""
-RANDOM_SETS = 3  # random parts that are kept exact beside those of a sink; each is a pass of all texts
+RANDOM_SETS = 3  # random controls that are kept exact; each is a pass of all texts
 WORDS = {
     "a8-tensor": "activations to 8 bits per tensor",
     "a8-token": "activations to 8 bits per token",
@@ -240,7 +240,7 @@ def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept
     generator = draws(setup.seed, "places beside those of the sink")
     others = torch.rand(RANDOM_SETS, *ids.shape, generator=generator).masked_fill(there, 2.0)
     random = others.argsort(-1).argsort(-1) < there.sum(1, keepdim=True)
-    beside = [one for one in random if not bool((one & there).any())]  # else there are not as many others
+    beside = [one for one in random if not bool((one & there).any())]  # else there are too few other places
     values = [one.nonzero().tolist() for one in (there, *beside)]
     return Kept("sink places", ("the sink places",), "places", values)
 
@@ -276,7 +276,7 @@ class Texts:
 
         Args:
             scheme: Fields of `Quantize` that say what is rounded.
-            exact: Those that say what stays exact.
+            exact: Fields of `Quantize` that say what stays exact.
         """
         with Quantize(**scheme, **exact).on(self.target):
             logs = logits_of(self.target, self.ids).log_softmax(-1)

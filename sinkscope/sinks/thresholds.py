@@ -1,11 +1,11 @@
 """Every number from which something counts in this room: what it decides, and where it is from.
 
-"Chosen" means chosen on the planted models of the tests, and the same on SmolLM2 and Gemma 3.
+"Chosen" means chosen here: the value fits SmolLM2 and Gemma 3, and the planted models of the tests.
 """
 
 # --- heads and places ---
 READS = 0.3  # mean attention above which a head attends to a place (Gu et al. 2025)
-NARROWEST = 24  # smallest window of which heads are judged: in a smaller one every position gets much attention; chosen
+NARROWEST = 24  # heads of smaller windows are not judged, because every position gets much attention there; chosen
 LATER = 16  # later queries that a place needs to be judged by its attention; chosen
 SINK_HEADS = 2  # heads that an attention sink needs; chosen: one head may prefer a word
 POSITION_SHARE = 0.01  # ... and this share of the heads, if they attend to a position in most texts; chosen
@@ -13,14 +13,13 @@ PLACE_SHARE = 0.05  # ... or this share at any other place: a few heads that pre
 MOST_TEXTS = 0.5  # share of the cases in which a head attends to a position, to attend to it in most; a majority
 LEAST_CASES = 3  # positions that a place needs; the fewest with a margin
 SOME_TEXTS = 0.2  # share of the texts that have to have a place; chosen
-ENOUGH = 0.9  # share that counts as all: of words that mean a place, of what heads take away together; chosen
-SAME_COUNT = 0.1  # share by which two numbers of heads differ at most, to be called the same; chosen
+ENOUGH = 0.9  # share that counts as all: of a place that words cover, of what heads take away; chosen
 
 # --- spikes ---
 STANDS_OUT = 3.0  # times the typical norm from which a norm is a spike; chosen
 MASSIVE = 30.0  # times the median dimension from which one is massive at all positions; chosen
 SMALLEST = 1e-9  # least typical norm: in a hand-made model it can be 0, and it is a divisor
-LEAST_TYPICAL = 4  # tokens of which a typical norm is taken; chosen
+LEAST_TYPICAL = 4  # tokens that a typical norm needs; chosen
 SAME = 0.5  # cosine to the direction at the peak from which a layer carries the same spike; chosen
 LIKE = 0.9  # cosine from which spikes at two places have one direction; chosen
 HALF = 0.5  # share of a spike, of attention, or of a probability that decides; chosen: Yona et al. 2025 give none
@@ -31,7 +30,7 @@ REMAINS = 0.75  # share of a spike above which no part marked it, and of its hea
 COUNTS = 0.1  # share of a spike from which a part or a dimension counts: what it writes, changes, takes over; chosen
 LISTED = 0.005  # ... and from which a component is listed; chosen
 NAMED = 0.02  # ... and a neuron, if its MLP writes as much; chosen
-TRACE = 0.0001  # ... of a neuron that counts together with others whose columns are parallel; chosen
+TRACE = 0.0001  # ... of a neuron that counts together with neurons of parallel columns; chosen
 PARALLEL = 0.999  # cosine of two columns from which they are parallel; chosen
 ERASES = 0.05  # ... and what is written against it after its peak; chosen
 RAISED = 1.1  # share of a spike above which random heads are said to work against it; chosen

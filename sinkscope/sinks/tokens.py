@@ -120,7 +120,7 @@ def prefix_of(setup: Setup, tokens: Sequence[int]) -> list[int]:
 
 
 def repeated(before: Sequence[int], tokens: Sequence[int], count: int) -> TokenRows:
-    """Make a row for each token: what stands before it, and so many copies."""
+    """Make a row for each token: what stands before it, then its copies."""
     return torch.tensor([[*before, *[token] * count] for token in tokens])
 
 
@@ -142,7 +142,7 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1) -> 
 
 
 Pieces = Annotated[int, Field(ge=2)]
-"""Number of pieces of held-out text; of one alone there would be no error."""
+"""Number of pieces of held-out text; a single piece has no error."""
 Length = Annotated[int, Field(ge=8)]
 """Tokens of a piece."""
 

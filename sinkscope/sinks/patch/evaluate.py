@@ -118,7 +118,7 @@ class PatchEvaluation(PatchResult):
 
 
 def _in_words(readings: Iterable[Reading]) -> str:
-    """Name readings, those of one spike together; empty if there are none."""
+    """Name readings, grouped by spike; empty without any."""
     of_spike: dict[str, list[str]] = {}
     for one in readings:
         of_spike.setdefault(one.spike, []).append(one.what)

@@ -141,8 +141,8 @@ def patch_make(
     token are read, too. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
 
     Args:
-        spike: Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token
-            that need neurons.
+        spike: Number of the spike in `find_sinks`. By default, among the spikes of the first token that need
+            neurons, the one that most heads read.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
         limit: Largest accepted relative increase of the perplexity on held-out text; 0.01 is 1 %.
         pieces: Number of pieces of held-out text.

@@ -1,4 +1,4 @@
-"""What a patch does, measured without a patch, with it, and with one of random neurons:
+"""What a patch does, measured without a patch, with it, and with a patch of random neurons:
 
 1. Held-out text: its perplexity and its logits.
 2. Copies of words: how far the last one goes along each spike of the first token.
@@ -118,9 +118,9 @@ class Reading:
     """What is read at and after copies: without the patch, with it, and with random neurons.
 
     Attributes:
-        what: "norm": how far copies go along the spike at most; "attention": what text after the copies gives them, of
-            the heads that read the spike; "next token": the probability of one more copy.
-        spike: The spike, by its layers. Empty: it is not of one spike.
+        what: "norm": how far copies go along the spike at most; "attention": what the heads that read the spike give
+            the copies; "next token": the probability of one more copy.
+        spike: The spike, by its layers. Empty: it belongs to no single spike.
         words: Number of words.
         values: The numbers.
         broken: Whether copies break it in the intact model.
@@ -225,8 +225,8 @@ def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
 
 
 AFTER = 16  # tokens of ordinary text after the copies
-PIECES = 8  # of held-out text in one pass
-COMPARED = 4  # pieces of which every logit is compared
+PIECES = 8  # pieces of held-out text in one pass
+COMPARED = 4  # pieces whose logits are compared
 PATCHES = ("none", "patch", "random patch")
 
 
@@ -317,7 +317,7 @@ def read_copies(
 
 
 def readers_of(spike: Spike) -> Bool[Tensor, "layer head"]:
-    """Mark the heads that read a spike in ordinary text, of all layers of a model."""
+    """Mark the heads of a model that read a spike in ordinary text."""
     reading = spike.survey.received(spike.place.mask).nanmean(-1) > READS
     layers = torch.zeros(len(reading), 1, dtype=torch.bool)
     layers[[*spike.reading_layers]] = True

@@ -53,7 +53,7 @@ class Sweep:
         setup: The model and its text.
         before: Number of tokens before the first repetition.
         rows: The sequences, each of which repeats a token.
-        named: Whether the caller named the tokens: effects are then about these, and else about words like those drawn.
+        named: Whether the caller named the tokens. If so, effects are about these tokens, else about words in general.
     """
 
     setup: Setup
@@ -77,7 +77,7 @@ class Sweep:
         return self.rows[:, -1].tolist()
 
     def contrasts(self) -> tuple[TokenRows, TokenRows]:
-        """Make rows with one copy after other tokens of the text, at the last position; and with other tokens alone."""
+        """Make two controls of equal length: other tokens with one copy at the end, and other tokens alone."""
         ids, others = self.setup.ids[:, 1:].unique(), self.rows.clone()
         ordinary, places = ids[~torch.isin(ids, self.rows[:, -1])], others[:, self.before :]
         generator = draws(self.setup.seed, "tokens beside copies")
@@ -115,7 +115,7 @@ def sweep_of(
 
 
 def append_copy(others: TokenRows, rows: TokenRows) -> TokenRows:
-    """Put one copy after other tokens, where the last copy of each row stands."""
+    """Put one copy after other tokens, at the position of the last copy of each row."""
     return torch.cat([others[:, :-1], rows[:, -1:]], 1)
 
 
@@ -124,7 +124,7 @@ def effect_of_copies(values: Float[Tensor, "kind case"], exact: bool = False) ->
 
     Args:
         values: What copies have, and one copy, and other tokens.
-        exact: Whether the effect is about these cases and no others.
+        exact: Whether the effect is about these cases alone.
     """
     value, single, others = values.mean(1).tolist()
     margin = 0.0 if exact else margin_of(values[0].numpy())
@@ -189,7 +189,7 @@ def _read(
         read: Reads sequences.
         conditions: The names of what is read.
         turn: The number of repetitions after which a token turns; None if it does not.
-        exact: Whether the effects are about these tokens and no others.
+        exact: Whether the effects are about these tokens alone.
     """
     values = read(sweep.rows)
     sweep.setup.progress("repetitions", 1, 2)

@@ -56,7 +56,7 @@ def repeat(
 
     One causal pass per token contains every number of repetitions. A sequence is BOS, the prefix and the repetitions;
     without BOS and prefix, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 1, 2, 6
-    and section 5). What a patch changes of it, `patch make` and `patch eval` say.
+    and section 5). `patch make` and `patch eval` say what a patch changes.
 
     Args:
         quantity: What is read. "norm": projection of the repeated token on each spike of the first token; "attention"

@@ -42,7 +42,7 @@ class Repeat(Result):
         ids: Ids of the repeated tokens.
         conditions: The spikes; of attention the sequences; of probabilities "intact".
         tokens: The repeated tokens; with "attention" the places.
-        at: Numbers of repetitions; with "attention" layers. None for a vocabulary, of which no curve is kept.
+        at: Numbers of repetitions; with "attention" layers. None for a vocabulary, whose curves are not kept.
         values: What was read. NaN where there is nothing to read; None for a vocabulary.
         shown: Which of `at` the table and the effects are about.
         repeats: First number of repetitions that reaches half of the first token's projection; with "probability" the

@@ -39,7 +39,7 @@ LEGEND = (
 """What explains the labels, below the last card."""
 
 SHOWN = 3  # neurons or components that a row names
-ALIKE = 0.01  # share of their share by which neurons of a layer differ that are named together
+ALIKE = 0.01  # neurons of a layer whose shares differ by less than this share are named together
 PLACES = 2  # places that a row names
 GAP = "   "  # between the items of a row
 
@@ -69,7 +69,7 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
 
     Args:
         spike: The spike.
-        others: The spikes that are the same at other places.
+        others: The same spike at other places.
     """
     rows = {
         "norm": _norm(spike),
@@ -132,7 +132,7 @@ def _norm(spike: SpikeResult) -> str:
 
 
 def _writers(spike: SpikeResult) -> str:
-    """The neurons that write most, equal ones together, what the others write, and what no neuron writes."""
+    """The neurons that write most (equal neurons together), the sum of the others, and the rest of each layer."""
     groups = alike(spike.neurons)
     shown = [one for one in groups if abs(_sum(one)) >= COUNTS][:SHOWN] or groups[:1]
     said = [_group(one) for one in shown]
@@ -177,7 +177,7 @@ def _group(neurons: Sequence[NeuronShare]) -> str:
 
 
 def together(neurons: Sequence[NeuronShare]) -> str:
-    """Return neurons of one layer, which is named once."""
+    """Return neurons of a layer, naming the layer once."""
     names = [str(one.address) for one in neurons]
     return word_list([names[0], *(name.removeprefix(f"L{neurons[0].layer}.") for name in names[1:])], SHOWN)
 
@@ -197,7 +197,7 @@ def _needed(spike: SpikeResult) -> str:
 
 
 def _without(spike: SpikeResult) -> str:
-    """What is left without all writers, of the spike, of the heads, and how the perplexity rises."""
+    """How much of the spike and how many heads remain without all writers, and how the perplexity rises."""
     without = spike.without_writers
     if without is None:
         return ""
@@ -220,7 +220,7 @@ def _random(spike: SpikeResult, chance: Chance) -> str:
 
 
 def _members(spike: SpikeResult) -> list[Alone]:
-    """The neurons that were removed alone, those of the needed set first, then those of the largest effect."""
+    """The neurons that were removed alone: the needed set first, then the strongest effect first."""
     members = () if spike.needed is None else spike.needed.neurons
     if not members or len(spike.neurons) == 1:  # what is left without all writers says it
         return []
@@ -243,7 +243,7 @@ def _marks(marks: Sequence[MarkLeft]) -> str:
 
 
 def _elsewhere(others: Sequence[SpikeResult]) -> str:
-    """Other places that have the spike, those first to which most heads attend."""
+    """Other places that have the spike, most attended first."""
     ordered, said = sorted(others, key=lambda one: -one.heads), list[str]()
     for one in ordered[:PLACES]:
         said.append(f"{one.place.words} ({heads_of(one.heads, None)})")
@@ -325,7 +325,7 @@ def with_margin_of(heads: int, margin: float | None) -> str:
 
 
 def times(ratio: float) -> str:
-    """Return how many times one number is another."""
+    """Return a ratio in digits that count."""
     return f"{ratio:,.{0 if ratio >= 10 else 1}f}"
 
 
@@ -337,7 +337,7 @@ def number(value: float) -> str:
 
 
 def with_margin(value: float, margin: float | None) -> str:
-    """Return a positive number with its margin over texts, if there is one that shows."""
+    """Return a positive number, with its margin over texts if that shows."""
     if margin is None or number(margin) in ("0.00", "0"):
         return number(value)
     return f"{number(value)} (± {number(margin)})"
@@ -349,7 +349,7 @@ def capital(text: str) -> str:
 
 
 def writing(spike: SpikeResult) -> list[NeuronShare]:
-    """Return the neurons that are named: those that are needed, then others that write a tenth."""
+    """Return the neurons that are named: needed neurons first, then all that write a tenth."""
     needed = () if spike.needed is None else spike.needed.neurons
     some = [one for one in spike.neurons if abs(one.share) >= COUNTS or one.address in needed]
     return sorted(some, key=lambda one: (one.address not in needed, -one.share))

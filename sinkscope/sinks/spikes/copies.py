@@ -59,7 +59,7 @@ def copies_of(
         target: The model.
         spikes: Spikes of the first token.
         tokens: Ids of the tokens.
-        before: What stands before the copies; its first token is the one that they are compared with.
+        before: What stands before the copies; copies are compared with its first token.
         limit: Largest number of copies.
         progress: Called after each pass.
 

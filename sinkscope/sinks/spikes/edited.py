@@ -1,4 +1,4 @@
-"""Edits of one spike side by side: one batch, one edit per row; and the texts of a survey that are read so.
+"""Edits of one spike side by side: one batch, one edit per row; and the texts of a survey in which a spike is edited.
 
 1. A batch has all texts under the first edit, then all under the second, and so on; a hook edits the rows of its part.
 2. It starts at the first layer at which an edit differs, from what the survey kept there.

@@ -80,7 +80,7 @@ class Sinks:
 
     Attributes:
         survey: The survey.
-        spikes: The spikes, each with what was measured of it; those that most heads read come first.
+        spikes: The spikes, each with what was measured of it; most read first.
     """
 
     survey: Survey

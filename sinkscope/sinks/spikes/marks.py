@@ -57,7 +57,7 @@ def marks_of(spike: Spike, seed: int = 0) -> tuple[MarkLeft, ...]:
 
 
 def before_writers(spike: Spike) -> list[Component]:
-    """Return the components that write before the first writer that a spike needs; none if that is the embedding."""
+    """Return the components before the first writer that a spike needs; none if that is the embedding."""
     first = spike.first_writer
     parts = components(spike.survey.target, first)
     writers = [part for part in spike.needed if isinstance(part, Component) and (part.layer or 0) == first]
@@ -118,7 +118,7 @@ def _heads(texts: SpikeTexts, parts: Parts, seed: int) -> list[MarkLeft]:
 
 @dataclass(frozen=True)
 class Without:
-    """Some heads as one set, and what is left of a spike with them replaced.
+    """A set of heads, and what is left of a spike with all of them replaced.
 
     Attributes:
         heads: The heads.
@@ -137,7 +137,7 @@ class MarkingSet:
 
     Attributes:
         order: The heads; first come those that take most away alone and keep most without the others.
-        every: All of them as one set.
+        every: The set of all heads.
         marking: The fewest, in that order, that together take nine tenths of what all take. None: without all, more
             than three quarters are left.
     """

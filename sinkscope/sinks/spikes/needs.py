@@ -34,7 +34,7 @@ from sinkscope.sinks.thresholds import COUNTS, LIKE, REMOVED
 
 BACKUPS = 2  # rounds in which it is asked who writes the spike when its writers are gone
 PAIRED = 4  # components that are tried in pairs
-PREFIXES = 16  # sets of the first neurons of an order that are tried one longer than the other
+PREFIXES = 16  # the first neurons of an order are tried as sets of 1, 2, ... 16
 
 
 @torch.no_grad()
@@ -102,8 +102,8 @@ def same_needs(spike: Spike, other: Spike, number: int, seed: int = 0) -> Spike 
 
     Args:
         spike: The spike.
-        other: The other one, with what it needs.
-        number: Number of the other one.
+        other: The other spike, with what it needs.
+        number: Number of the other spike.
         seed: Seed of the random neurons.
     """
     own, known, needed = spike.result.layers, other.result.layers, other.result.needed

@@ -63,7 +63,7 @@ class Place:
 
     Attributes:
         mask: The positions.
-        rule: The words. None: no words mean these positions and hardly any others.
+        rule: The words. None: no words mean these positions and hardly anything else.
         common: The most common tokens.
     """
 
@@ -93,7 +93,7 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first token, of all texts or of some."""
+        """Whether it is the first token of all or some texts."""
         return not bool(self.mask[:, 1:].any())
 
     def matches(self, ids: TokenRows) -> Mask:
@@ -141,7 +141,7 @@ def split_by_label(ids: TokenRows, whole: Mask, decode: Decode) -> list[Place]:
     """Return the parts of a set of places; what is left over is too few positions.
 
     Words have a precision of at least 0.9, and the first ones that have it are taken. What no words cover is a piece of
-    its own, first tokens apart from others. A fifth of the texts have to have a piece.
+    its own, with first tokens apart. A fifth of the texts have to have a piece.
 
     Args:
         ids: The texts.
@@ -165,8 +165,8 @@ def split_by_label(ids: TokenRows, whole: Mask, decode: Decode) -> list[Place]:
 def _rules(ids: TokenRows, there: Mask, decode: Decode) -> list[Rule]:
     """What may be said of the places in a few words, the simplest first.
 
-    Positions, tokens wherever they stand (of more than two, all of them in one), and tokens that come for the first
-    time. The tokens are those that stand at places after the first position, and not always at the same one.
+    Positions; tokens wherever they stand (more than two share their words); and tokens that come for the first time.
+    Tokens count if they stand at places after the first position, and at more than one position.
     """
     rules = [_at_position(ids, position, decode) for position in there.any(0).nonzero().flatten().tolist()]
     behind, here = ids[:, 1:], there[:, 1:]

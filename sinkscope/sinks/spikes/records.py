@@ -13,7 +13,7 @@ from sinkscope.sinks.spikes.places import Place
 
 _PART = r"(embedding|(attention|mlp|mixer|layer) \d+|L\d+(\.E\d+)?\.[NH]\d+)"
 PartName = Annotated[str, Field(pattern=f"^{_PART}( and {_PART})*$")]
-"""The name of a part in a file (`part_name`), or those of a set, joined by "and"."""
+"""The name of a part in a file (`part_name`), or the names of a set, joined by "and"."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class NeuronShare(Neuron):
 
 @dataclass(frozen=True)
 class Chance:
-    """What is left without random sets, of each outcome the one nearest to that of the set itself.
+    """What is left without random sets: for each outcome, the value nearest to that of the set itself.
 
-    The texts are read under one set each, so the worst text is the worst set.
+    Each text is read under a set of its own, so the worst text is the worst set.
 
     Attributes:
         left: Share of the spike.
@@ -149,16 +149,16 @@ class Alone(Neuron):
 
 @dataclass(frozen=True)
 class MarkLeft:
-    """A part, or a set that is judged as one, that marks a place, and the share of the spike left with it replaced.
+    """A part or a set that marks a place, and the share of the spike that is left with it replaced.
 
     Attributes:
         part: The part; a set's parts are joined by "and".
         left: The share.
         margin: Two standard errors over texts. None: too few texts.
         heads: Heads in the spike's layers that attend to the place, before and after. None: of an older file.
-        others: Median share left with as many other components replaced that were tried. None: of heads, or no others.
-        random: The same with as many random heads of the same layer replaced. None: of components, or there are not as
-            many other heads.
+        others: Median share left with as many other components replaced. None: it is a set of heads, or none was tried.
+        random: The same with as many random heads of the same layer replaced. None: it is a set of components, or there
+            are too few other heads.
     """
 
     part: PartName
@@ -180,7 +180,7 @@ class Copies:
 
     Attributes:
         token: The token.
-        half: The first number of copies of which the last reaches half. None: none does.
+        half: The first number of copies that reaches half. None: no number does.
         one: What one copy reaches.
         last: What the last copy reaches.
         count: Number of copies.
@@ -218,7 +218,7 @@ class SpikeResult:
         backups: Writers that write nothing while the others stand.
         marks: What marks the place.
         copies: What copies of tokens reach.
-        like: Number of an earlier spike that is the same at another place. None: there is none.
+        like: Number of an earlier spike that this one repeats at another place. None: it repeats none.
         heads: Heads in its layers that attend to the place.
         heads_margin: Two standard errors of their number over texts.
     """
@@ -258,7 +258,7 @@ class Readers:
 
     Attributes:
         place: The words for the place.
-        heads: Their number, of the mean attention over texts.
+        heads: Their number, by the mean attention over texts.
         total: Number of heads of the layers that attend.
         margin: Two standard errors of the number over texts.
         texts: Number of texts.

@@ -24,11 +24,11 @@ from sinkscope.sinks.spikes.writers import Sizes
 from sinkscope.sinks.thresholds import READS, SMALLEST
 from sinkscope.sinks.tokens import TokenRows
 
-RANDOM_SETS = 12  # random sets beside one that is removed: one for each text of a survey
+RANDOM_SETS = 12  # random sets beside the set that is removed: one for each text of a survey
 TRIES = 4  # draws for each set; where there are few other neurons, some are equal
 
 Ordered = Mapping[tuple[int, int | None], Sequence[int]]
-"""Numbers of the neurons of each MLP or expert, from which random ones are drawn; those that write most first."""
+"""Numbers of the neurons of each MLP or expert, from which random neurons are drawn; the strongest writers first."""
 
 
 def removals_of(
@@ -147,7 +147,7 @@ def ordered_in(target: Target, ids: TokenRows, neurons: Sequence[Neuron]) -> Ord
 
 
 def ordered(target: Target, written: Sizes, neurons: Iterable[Neuron]) -> Ordered:
-    """Order the neurons of the MLPs and experts of some neurons by what they write, without those that write nothing.
+    """Order the neurons of the same MLPs and experts by what they write; silent neurons are left out.
 
     Args:
         target: The model.

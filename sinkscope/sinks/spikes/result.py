@@ -27,7 +27,7 @@ class SpikesFound(Result):
     """The norm spikes of a model, what writes and needs them, and the heads that attend to their places.
 
     Attributes:
-        spikes: The spikes, those that most heads read first.
+        spikes: The spikes, most read first.
         readers: Heads that attend to the place of the first spike, or to the first token if there is none.
         attended: Places without a spike that heads attend to.
         learned_heads: Heads that attend to their learned sink logit.
@@ -38,7 +38,7 @@ class SpikesFound(Result):
         typical_norm: Median norm of later positions after each layer.
         first_token_norm: Median norm of first tokens after each layer.
         layers_read: Number of layers.
-        first_ids: The ids with which the texts begin that are no text.
+        first_ids: The ids before the text itself, such as BOS.
     """
 
     percent = ("share", "remaining")
@@ -157,7 +157,7 @@ class SpikesFound(Result):
 
 
 def lost_without(spike: SpikeResult) -> dict[str, Effect]:
-    """Return the shares of the attention to a spike, and of it, that are lost without its writers; the first first."""
+    """Return how much of the attention to a spike, and of the spike, is lost without its writers."""
     without, effects = spike.without_writers, dict[str, Effect]()
     if spike.needed is None or without is None or without.random is None:
         return effects

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -91,6 +91,10 @@ class Survey:
             return self.mlp[layer]
         return self.entered[layer + 1] - self.entered[layer] - self.mlp[layer]
 
+    def along(self, parts: Sequence[Component], direction: Float[Tensor, " d_model"]) -> Float[Tensor, "part text pos"]:
+        """Project what components add on a direction."""
+        return torch.stack([self.added(part) @ direction for part in parts])
+
     def received(self, place: Mask) -> Float[Tensor, "layer head text"]:
         """Return the attention to all positions of a place together, mean over the queries after the first.
 
@@ -106,11 +110,16 @@ class Survey:
         whole = (self.attention[..., 0] * seen + self.own) / (seen + 1)
         return (whole[self.target.attending] > READS).float().mean((0, 1))
 
+    @cached_property
+    def weights(self) -> Float[Tensor, " none"]:
+        """An empty tensor of the device and the type in which the model computes."""
+        return torch.empty(0, device=self.target.device, dtype=self.target.dtype)
+
     def start(self, layer: int, texts: slice | Tensor = slice(None), length: int | None = None) -> LayerInput | None:
         """Return what a later pass over texts, or their beginnings, may start with at a layer; None: at the first."""
         if not self.target.skips_layers or layer == 0:
             return None
-        hidden = self.entered[layer, texts, :length].to(self.target.device, self.target.dtype)
+        hidden = self.entered[layer, texts, :length].to(self.weights)
         return LayerInput(layer, hidden.clone(), self.wrapped)  # some layers add to it in place
 
 

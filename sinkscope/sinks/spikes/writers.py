@@ -50,9 +50,9 @@ def writers_of(spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ..
         spike: The spike.
     """
     survey, mask, peak, last = spike.survey, spike.place.mask, spike.result.peak, spike.result.layers[1]
-    parts, beyond = components(survey.target, survey.target.n_layers - 1), list[Tensor]()
-    for part in parts:
-        along = survey.added(part) @ spike.direction
+    parts = components(survey.target, survey.target.n_layers - 1)
+    beyond = []
+    for along in survey.along(parts, spike.direction):
         beyond.append((along[mask] - along[spike.ordinary].mean()) / spike.size)
     by_text = per_text(torch.stack(beyond), mask)
     before, later = list[PartShare](), list[PartShare]()
