@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
@@ -230,13 +232,47 @@ def stop(*_: object) -> None:
     raise Stop
 
 
-def entering(hidden: Tensor) -> Callable[..., Any]:
-    """Return a forward pre-hook with kwargs by which a module reads these hidden states, whatever it is given."""
-    return on_input(lambda _: hidden)
+@dataclass(frozen=True, eq=False)
+class LayerInput:
+    """The residual stream of some texts where it enters a layer, at which a later pass over them may begin.
+
+    Attributes:
+        layer: The layer.
+        hidden: What enters it.
+        wrapped: Whether the layers of the model return a tuple.
+    """
+
+    layer: int
+    hidden: Float[Tensor, "batch pos d_model"]
+    wrapped: bool
 
 
 @contextmanager
-def skipped(layers: Sequence[nn.Module], wrapped: bool, store: Any = None) -> Iterator[None]:
+def bounded(
+    layers: Sequence[nn.Module], start: LayerInput | None, last_layer: int | None, store: Any = None
+) -> Iterator[None]:
+    """Context manager in which a pass begins and ends at layers, and is over where `stop` is called.
+
+    Args:
+        layers: All layers of the model.
+        start: What the first layer that runs gets; those before it pass on what they get. None: all run.
+        last_layer: The last layer that runs. None: all run.
+        store: Reads the weights of layers when they are called, if they are not in memory.
+    """
+    hooks: list[Hook] = []
+    skipping: AbstractContextManager[None] = nullcontext()
+    if start is not None:
+        hidden = start.hidden
+        hooks.append((layers[start.layer], "first", on_input(lambda _: hidden)))  # edits there act on it
+        skipping = _skipped(layers[: start.layer], start.wrapped, store)
+    if last_layer is not None:
+        hooks.append((layers[last_layer], "post", stop))
+    with suppress(Stop), skipping, hooked(*hooks):
+        yield
+
+
+@contextmanager
+def _skipped(layers: Sequence[nn.Module], wrapped: bool, store: Any) -> Iterator[None]:
     """Context manager in which the first layers pass on what they get in this thread; no other enters it meanwhile.
 
     Args:

@@ -20,6 +20,7 @@ from sinkscope.models.hooks import (
     Args,
     Hook,
     Kwargs,
+    LayerInput,
     first_tensor,
     hidden_of,
     on_hidden,
@@ -27,7 +28,7 @@ from sinkscope.models.hooks import (
     on_output,
     with_hidden,
 )
-from sinkscope.models.target import LayerInput, Parts, Target
+from sinkscope.models.target import Parts, Target
 from sinkscope.models.weights import brought, input_columns
 
 

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.models.hooks import first_tensor, on_output
-from sinkscope.models.target import LayerInput, Target
+from sinkscope.models.hooks import LayerInput, first_tensor, on_output
+from sinkscope.models.target import Target
 
 _TOKENS = 3
 _SAME = 1e-3  # largest relative distance between the ends of two passes

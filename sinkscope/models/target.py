@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Found, layer_kind
 from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.hooks import Hook, Stop, entering, hooked, on_hidden, parameters_of, skipped, stop
+from sinkscope.models.hooks import Hook, LayerInput, bounded, hooked, on_hidden, parameters_of, stop
 from sinkscope.models.weights import ALONE, Shards, brought, input_width, shards_of, split_weight
 
 ModelKind = Literal["bridge", "hf", "nnsight"]
@@ -255,21 +255,6 @@ class Parts:
         return nullcontext()
 
 
-@dataclass(frozen=True, eq=False)
-class LayerInput:
-    """The residual stream of some texts where it enters a layer, at which a later pass over them may begin.
-
-    Attributes:
-        layer: The layer.
-        hidden: What enters it.
-        wrapped: Whether the layers of the model return a tuple.
-    """
-
-    layer: int
-    hidden: Float[Tensor, "batch pos d_model"]
-    wrapped: bool
-
-
 class Target(Parts):
     """A model as every measurement and intervention of sinkscope sees it. The model is not changed.
 
@@ -334,18 +319,9 @@ class Target(Parts):
         model = self.base
         if unembed:
             model = self.hf
-        bounds: list[Any] = []
-        skipping: AbstractContextManager[None] = nullcontext()
-        if start is not None:
-            bounds.append((self.layers[start.layer], "first", entering(start.hidden)))  # edits there act on it
-            skipping = skipped(self.layers[: start.layer], start.wrapped, self.store)
-        if last_layer is not None:
-            bounds.append((self.layers[last_layer], "post", stop))
-        try:
-            with skipping, self.hooks(*bounds):
-                return model(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)
-        except Stop:
-            return None
+        ids = ids.to(self.device)
+        with bounded(self.layers, start, last_layer, self.store):
+            return model(input_ids=ids, attention_mask=attention_mask, **kwargs)
 
     def logits_at(
         self, ids: Int[Tensor, "batch pos"], positions: Int[Tensor, " some"], start: LayerInput | None = None
@@ -393,6 +369,8 @@ class Target(Parts):
     def on_mlp(self, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
         """Return hooks by which `see` gets what the MLP gives, before any norm after it."""
         writers = self.mlp_writers(layer)
+        if len(writers) == 1:
+            return [(writers[0], "post", on_hidden(see))]
         given: list[Tensor] = []
 
         def keep(output: Tensor) -> None:

@@ -25,8 +25,8 @@ from sinkscope.hooks.edit.hook_points import neurons_point
 from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import rows_at_once
-from sinkscope.models.hooks import Hook, first_tensor, on_output
-from sinkscope.models.target import LayerInput, Target
+from sinkscope.models.hooks import Hook, LayerInput, first_tensor, on_output
+from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import PIECE, Setup
-from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.hooks import Hook, LayerInput, first_tensor, on_hidden, on_input, on_output
 from sinkscope.models.neurons import keep_call
-from sinkscope.models.target import LayerInput, Target
+from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import Component
 from sinkscope.sinks.thresholds import MASSIVE, NARROWEST, READS, SMALLEST

@@ -15,6 +15,7 @@ from torch.nn.functional import normalize
 from sinkscope.hooks.edit.hook_points import HookPoint, heads_point
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
+from sinkscope.models.hooks import LayerInput
 from sinkscope.models.neurons import (
     LayerView,
     columns,
@@ -24,7 +25,7 @@ from sinkscope.models.neurons import (
     neutral_post,
     view_layer,
 )
-from sinkscope.models.target import LayerInput, Target
+from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.records import NeuronShare, PartShare, part_name
