@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,8 +70,3 @@ class Component:
             return f"layer {self.layer}"
         kind = "MLP" if self.kind == "mlp" else self.kind
         return f"{kind} of layer {self.layer}"
-
-
-def sites_of(neurons: Iterable[Neuron]) -> tuple[tuple[int, ...], ...]:
-    """Return neurons in the form that interventions take."""
-    return tuple(neuron.site for neuron in neurons)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from raw_kit import attention, blocks, down, inputs_edited
 
+from sinkscope.app.view.explorer import ids_of
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.server import serve
 from sinkscope.app.view.switches import RANDOM_SWITCH, switches_of
-from sinkscope.app.view.texts import ids_of
 from sinkscope.results.notation import percent
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result

@@ -16,7 +16,7 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure.margin import margin_of
 from sinkscope.opening.live import target_of
-from sinkscope.results.parts import Neuron, sites_of
+from sinkscope.results.parts import Neuron
 from sinkscope.sinks.patch.evaluate import PatchEvaluation, patch_eval
 from sinkscope.sinks.patch.proof import AfterCopies, OrdinaryText, PatchProof, Perplexity, random_patch
 from sinkscope.sinks.tokens import held_out
@@ -58,7 +58,7 @@ def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
     none, row, random_row = ordinary.perplexity
     assert (none.change, none.margin) == (0, 0) and row.change == pytest.approx(patched / plain - 1, rel=1e-3)
     assert abs(row.change) > 10 * abs(random_row.change)
-    assert sites_of(found.neurons) == tuple(o.truth.neurons)
+    assert [one.site for one in found.neurons] == list(o.truth.neurons)
     assert random_row.change == pytest.approx(drawn / plain - 1, rel=1e-4, abs=1e-6)
     assert row.margin == pytest.approx(margin_of((each[1] - each[0]).numpy()) * patched / plain, rel=1e-3)
     assert found.rows()[-1]["patched"] == row.change

@@ -13,7 +13,7 @@ from organisms import FAMILIES, HardModel, Organism, hard, organism
 from raw_kit import inputs_edited, residuals
 from refusals import refused
 
-from sinkscope.results.parts import Head, sites_of
+from sinkscope.results.parts import Head
 from sinkscope.sinks.first_tokens import FirstTokens, spike_of
 from sinkscope.sinks.marking_heads import MarkingHeads, heads
 from sinkscope.sinks.spikes.edited import left_of
@@ -47,7 +47,7 @@ def check(o: Organism, found: MarkingHeads):
         assert marking & set(truth.group_heads[group]) or groups.count(group) <= 0.1 * len(groups) + 1
     assert found.every.left <= 0.01 and found.marking.left <= 0.1 + found.every.left
     assert found.random >= 0.3 + found.marking.left  # the worst of a dozen sets, which may hold heads of other groups
-    assert set(sites_of(found.neurons)) == set(truth.neurons)
+    assert {one.site for one in found.neurons} == set(truth.neurons)
     for group, left in zip(groups, found.left, strict=True):
         serving = tuple(head for head, value in zip(found.heads, left, strict=True) if value < 0.5)
         assert serving == tuple(Head(truth.marking_layer, head) for head in truth.group_heads[group])

@@ -23,7 +23,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.models.text import text_rows
-from sinkscope.results.parts import sites_of
 from sinkscope.results.result import Result
 from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.patch.evaluate import patch_eval
@@ -60,7 +59,7 @@ def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Pat
 def test_patch_is_the_planted_neurons(family, kind, seed):
     o, made = made_once(family, seed, kind)
     proof = made.proof
-    assert (made.verdict, set(sites_of(made.sites))) == ("made", set(o.truth.neurons))
+    assert (made.verdict, {one.site for one in made.sites}) == ("made", set(o.truth.neurons))
     intact, patched, control = proof.along[:3, 0]
     assert (patched < 0.5).all() and (intact >= 0.5).all() and len(proof.words) > 0
     np.testing.assert_allclose(control, intact, rtol=0.05)  # random neurons change nothing

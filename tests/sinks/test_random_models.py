@@ -13,7 +13,6 @@ from raw_kit import attention, residuals, zeroed
 from torch import Tensor
 
 from sinkscope.measure import Setup
-from sinkscope.results.parts import sites_of
 from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.find import find_sinks, sinks_of
 
@@ -71,7 +70,7 @@ def test_no_statement_is_false(model_type, way, tmp_path):
         texts = SpikeTexts.of(measured).rows
         rows, place = own[texts], measured.place.mask[texts]
         intact = measured.along(residuals(model, rows)[spike.peak][place]).mean()
-        with zeroed(model, sites_of(spike.needed.neurons)):
+        with zeroed(model, [one.site for one in spike.needed.neurons]):
             edited = measured.along(residuals(model, rows)[spike.peak][place]).mean()
         assert abs(spike.needed.left) < 0.25
         if len(place.sum(1).unique()) == 1:  # else texts with more positions would count for more here
