@@ -23,7 +23,6 @@ from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.decode import decode, noted_decoding
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.models.neurons import w_out
-from sinkscope.models.text.chat import chat_text
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.live import target_of
 
@@ -109,23 +108,6 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):
 
 
 # --- Chat templates --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
-        ("{{ messages[9].content }}", "failed ("),
-        ("{% for", "failed ("),
-        (None, "has no chat template"),
-    ],
-)
-def test_a_chat_template_that_fails_is_refused_in_one_line(template, says):
-    tokenizer = organism("llama", 0).tokenizer
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    with refused("chat template", [says, "chat=False"]):
-        chat_text(tokenizer, [{"role": "user", "content": "poem"}], "m")
 
 
 # --- From Python -----------------------------------------------------------------------------------------------------

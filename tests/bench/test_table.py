@@ -145,21 +145,6 @@ def test_the_conclusion_of_a_table(task: str, answers: list[str], said: str):
     assert len(conclusion.split()) <= 30
 
 
-@pytest.mark.parametrize("task", ["file", "text", "loops", "recall", "needle"])
-def test_a_comparison_fits_one_sentence_of_30_words(task: str):
-    costs = "cells=0.5 set=drawn"
-    answers = [
-        f"full 0*10 1*10 read=9 {costs}",
-        f"random:8 1*20 read=3 {costs}",
-        f"snapkv:4 0*9 1*11 read=3 {costs}",
-        f"h2o:4 0*10 1*10 read=3 {costs}",
-    ]
-    said = table(*[record for some in answers for record in scored(task, some)]).conclusion()
-    assert said.count("reads 33%") == 2 and "too close to rank" in said and said.count(".") == said.count("0.") + 1
-    assert f"({task_class(task).unit})" in said and "control" in said
-    assert len(said.split()) <= 30, said
-
-
 def test_each_set_of_prompts_is_compared_alone():
     sets = [("full 1*10 set=a", "h2o:4 1*10 set=a"), ("full 1*10 set=b", "h2o:4 0*10 set=b")]
     found = table(*[record for answers in sets for some in answers for record in scored("file", some)])

@@ -172,33 +172,6 @@ def shape_mask(real: Tensor, start: int, stop: int, kind: str):
     return torch.where(square, 0.0, torch.finfo(torch.float32).min) if kind == "float" else square
 
 
-@pytest.mark.parametrize(
-    ("settings", "times"),  # how often each row of the prompt is continued
-    [
-        ({}, 1),
-        ({"use_cache": False}, 1),
-        ({"cache_implementation": "static"}, 1),
-        ({"prefill_chunk_size": 2}, 1),
-        ({"num_beams": 2}, 2),
-        ({"prompt_lookup_num_tokens": 2}, 1),
-        ({"num_return_sequences": 2, "do_sample": True}, 2),
-    ],
-    ids=str,
-)
-def test_every_generated_position_is_edited_once(settings, times):
-    """The k-th token of a row is at k however generation calls the model; each position from 3 on is seen."""
-    model, _ = tiny_model("llama")
-    ids, mask, lengths = PADDED, MASK, [4, 6]
-    if "prompt_lookup_num_tokens" in settings:  # for one row, in which something repeats
-        ids, mask, lengths = torch.tensor([[1, 5, 6, 7, 5, 6]]), None, [6]
-    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 3, **settings}
-    with Ablate(layer=1, neurons=[3], value=50.0, positions=slice(3, None)).on(model) as run:
-        model.generate(ids, attention_mask=mask, **settings)
-    for row in range(len(lengths) * times):
-        last = lengths[row // times] + 3  # the token after it is never read
-        assert {e.position for e in run.events if e.row == row} == set(range(3, last + 1))
-
-
 # --- leaves no trace -----------------------------------------------------------------------------------------------
 
 

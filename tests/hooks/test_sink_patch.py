@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from covering import each_other
-from intervention_kit import bridge_of, greedy, listing_1, logits, loud_model
+from intervention_kit import greedy, listing_1, logits, loud_model
 from organisms import Organism, organism, tiny_model
 from raw_kit import inputs_edited, norms
 from sample_results import sample_find_sinks
@@ -68,22 +68,6 @@ def test_which_site_repairs_which_sink(kind, seed):
 
 
 # --- the same numbers however it is called ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["hf", "bridge"])
-def test_padded_batch_equals_one_by_one(kind):
-    """Padding to the right of one row and to the left of another."""
-    model, tokenizer, sites = loud_model()
-    rows = [[1, 20, 21, 22, 20], [1, 30, 31]]
-    ids = torch.tensor([rows[0], [*rows[1], 3, 3], [3, 3, *rows[1]]])
-    patch = SinkPatch(sites=sites)
-    with patch.on(model):
-        whole, short = (logits(model, torch.tensor([row]))[0] for row in rows)
-    other = model if kind == "hf" else bridge_of(model, tokenizer)
-    with patch.on(other):
-        batch = logits(other, ids, (ids != 3).long())
-    for got, alone in ((batch[0], whole), (batch[1, :3], short), (batch[2, 2:], short)):
-        assert_close(got, alone, atol=2e-5, rtol=1e-4)
 
 
 # --- which neutral value -------------------------------------------------------------------------------------------

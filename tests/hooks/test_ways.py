@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from itertools import product
 
@@ -18,27 +16,12 @@ from kv_kit import decode, model_of
 from refusals import refused
 from torch import nn
 from torch.nn.utils import parametrize
+from ways.settings import Around
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.opening.live import target_of
 
 DOWN = "model.layers.1.mlp.down_proj"
-
-
-class Around(nn.Module):
-    """Calls what is inside, and lends its attributes, as the wrappers of other libraries do."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
-
-    def __getattr__(self, name):
-        with suppress(AttributeError):
-            return super().__getattr__(name)
-        return getattr(super().__getattr__("inner"), name)
 
 
 class Same(nn.Module):
@@ -78,22 +61,12 @@ def inside(change: Callable[[nn.Module], object]):
     return way
 
 
-def called(caller: Callable[[Callable[[], torch.Tensor]], torch.Tensor]):
-    """An ordinary model, called in another way."""
-
-    def way(model, edit):
-        with edit.on(model):
-            return caller(lambda: run(model))
-
-    return way
-
-
-def around(wrapped: Callable[[nn.Module], Callable], edited: bool = False):
-    """What is called is around the model; what is edited is the model, or what is around it."""
+def around(wrapped: Callable[[nn.Module], Callable]):
+    """What is called is around the model that is edited."""
 
     def way(model, edit):
         outer = wrapped(model)
-        with edit.on(outer if edited else model):
+        with edit.on(model):
             return run(model, outer)
 
     return way
@@ -142,14 +115,6 @@ def compiled_inside(model, edit):
     return found
 
 
-def in_pool(work):
-    """Of several at once, each has the same answer."""
-    with ThreadPoolExecutor(3) as pool:
-        answers = [task.result() for task in [pool.submit(work) for _ in range(3)]]
-    assert all(torch.allclose(answer, answers[0], atol=1e-6) for answer in answers)
-    return answers[0]
-
-
 def of_a_copy(model, edit):
     other = copy.deepcopy(model)
     with edit.on(other):
@@ -167,13 +132,6 @@ def functional(model):
     return lambda **options: torch.func.functional_call(model, weights, kwargs=options)
 
 
-def hooks_of_the_user(model: nn.Module) -> None:
-    part = model.get_submodule(DOWN)
-    part.register_forward_pre_hook(lambda _module, args: args)
-    part.register_forward_hook(lambda _module, _args, output: output + 0)
-    model.model.register_forward_hook(lambda _module, _args, output: output)
-
-
 @pytest.mark.parametrize("name", EDITS)
 def test_continuous_batching_is_refused_and_works_after_the_with(name, plain):
     model = copy.deepcopy(plain)
@@ -186,27 +144,17 @@ def replaced(path: str):
     return lambda model: put(model, path, copy.deepcopy)
 
 
-def offloaded(model: nn.Module) -> None:
-    from accelerate import cpu_offload
-
-    cpu_offload(model, execution_device=torch.device("cpu"))
-
-
 WAYS = {
     "wrapped base": before(lambda model: put(model, "model", Around)),
     "wrapped attention": before(lambda model: put(model, "model.layers.0.self_attn", Around)),
     "parametrized": before(
         lambda model: parametrize.register_parametrization(model.get_submodule(DOWN), "weight", Same())
     ),
-    "hooks of the user": before(hooks_of_the_user),
-    "offloaded": before(offloaded),
     "weights assigned inside": inside(
         lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     ),
     "another attention inside": inside(lambda model: model.set_attn_implementation("sdpa")),
-    "edited through a wrapper": around(Around, edited=True),
     "functional": around(functional),
-    "a pool": called(in_pool),
     "a copy": of_a_copy,
     "copied inside": copied_inside,
     "compiled MLP": compiled(lambda model, compile: put(model, "model.layers.1.mlp", compile)),

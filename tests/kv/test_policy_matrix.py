@@ -126,15 +126,3 @@ def test_with_nothing_to_evict_the_logits_are_equal_bit_for_bit(family):
     flow = Flow(model=family, lengths=(9,))
     stock = outcome_of(lambda config: DynamicCache(config=config), flow)
     assert torch.equal(outcome_of(lambda: Full(), flow).logits, stock.logits)
-
-
-@pytest.mark.parametrize("name", every_nth(NAMES, 3))
-def test_generate_reads_a_prompt_in_chunks(name):
-    """Chunks of 5 end with a single token, which looks like a generated one."""
-    model = kit_model("llama")
-    ids, _ = prompts([PROMPT])
-    ask = {"max_new_tokens": 8, "do_sample": False}
-    with policy_of(name).on(model):
-        whole = model.generate(ids, **ask)
-        for size in (5, 9, 64) if name == "drawn" else (5,):  # 64: the prompt is a single chunk
-            assert torch.equal(model.generate(ids, prefill_chunk_size=size, **ask), whole)

@@ -220,8 +220,6 @@ FOLLOW = ["--follow"]
         ([], "y.txt", None, "cannot read y.txt: no such file"),
         (["--variant", "p1"], "x.txt", "a b c", "'--variant': 'p1' is not one of 'repeats', 'full'"),
         (["--proxy", "http://localhost:1"], "x.txt", "a b c", "FILE, --field, --fail-on, --follow, --format and"),
-        (["--first"], "x.txt", "a b c", "--first has no effect without --follow"),
-        (["--port", "8791"], "x.txt", "a b c", "--host and --port have no effect without --proxy"),
         # Streams.
         (FOLLOW, "-", b"", "standard input is empty"),
         (FOLLOW, "-", b"\xff\xfe\xfa bad", "standard input is not UTF-8 text"),

@@ -94,6 +94,8 @@ def test_a_template_that_expects_blocks_gets_them(template):
         ("<s> assistant ", "leaves out what message 1 says"),
         ("{{ raise_exception('no system\n role') }}", r"failed \(.*no system"),
         ("{{ 1 / 0 }}", r"failed \(division by zero"),
+        ("{{ messages[9].content }}", r"failed \("),
+        ("{% for", r"failed \("),
     ],
 )
 def test_a_template_that_says_nothing_is_refused_with_the_option_that_exists(template, says):

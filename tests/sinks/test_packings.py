@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from attack_kit import text_file
 from covering import slow
 from organisms import HardModel, hard
-from packings import GAUGES, Names, cancelling, composed, packed, split
+from packings import GAUGES, Names, Packing, cancelling, composed, packed, split
 
 import sinkscope as ss
 from sinkscope.measure import Setup
@@ -132,22 +134,34 @@ def renamed_words(text: str, names: Names) -> str:
     return re.sub(r"L\d+\.[NH]\d+", lambda found: renamed(found[0], names), text)
 
 
+@cache
+def intact(name: str) -> tuple[HardModel, tuple[int, ...], SpikeResult]:
+    """A model, a neuron that writes its spike, and the spike; it is only read."""
+    h = hard(name, "llama")
+    with TemporaryDirectory() as folder:
+        found = ss.find_sinks(h.model, max_repeats=2, **options(h, Path(folder)))
+    return h, sorted(min(h.truth.sets, key=len))[0], found.spikes[0]
+
+
+def spike_under(name: str, packing: Packing, folder: Path) -> tuple[SpikeResult, SpikeResult]:
+    """The spike of a model, and that of its packing."""
+    h, _, spike = intact(name)
+    new, _ = packed(h.model, [packing])
+    return spike, ss.find_sinks(new, max_repeats=2, **options(h, folder)).spikes[0]
+
+
 @pytest.mark.parametrize("parts", [(0.5, 0.5), (0.7, 0.25, 0.05), (3.0, -2.0), (0.2,) * 5])
 def test_what_a_spike_does_is_the_same_however_many_neurons_share_the_work(parts, tmp_path):
     """The needed set is another one; what is left without all writers, the heads and the perplexity are not."""
-    h = hard("redundant_pair", "llama")
-    site = sorted(min(h.truth.sets, key=len))[0]
-    new, _ = packed(h.model, [split(*site, parts)])
-    made = [ss.find_sinks(model, max_repeats=2, **options(h, tmp_path)).spikes[0] for model in (h.model, new)]
+    _, site, _ = intact("redundant_pair")
+    made = spike_under("redundant_pair", split(*site, parts), tmp_path)
     assert shape_of(made[0]) == shape_of(made[1]) and len(made[1].neurons) == len(made[0].neurons) + len(parts) - 1
     assert effects(made[0]) == pytest.approx(effects(made[1]), **CLOSE)
 
 
 def test_cancelling_neurons_are_writers_and_change_no_effect(tmp_path):
-    h = hard("plain", "llama")
-    layer, neuron = sorted(h.truth.sets[0])[0]
-    new, _ = packed(h.model, [cancelling(layer, (layer, neuron), (1.5, -1.5, 0.5, 2.0, -2.5))])
-    made = [ss.find_sinks(model, max_repeats=2, **options(h, tmp_path)).spikes[0] for model in (h.model, new)]
+    _, (layer, neuron), _ = intact("plain")
+    made = spike_under("plain", cancelling(layer, (layer, neuron), (1.5, -1.5, 0.5, 2.0, -2.5)), tmp_path)
     assert effects(made[0]) == pytest.approx(effects(made[1]), **CLOSE)
     assert len(made[1].neurons) == len(made[0].neurons) + 5 and not made[1].backups
     assert sum(one.share for one in made[1].neurons) == pytest.approx(
@@ -173,9 +187,7 @@ def test_a_gauge_leaves_the_logits(name):
 
 def test_a_neuron_that_is_packed_as_many_small_ones_is_found(tmp_path):
     """Sixty parts of 1.7 % each, and one of a thousandth: all are writers, though none alone writes 2 %."""
-    h = hard("plain", "llama")
-    layer, neuron = sorted(h.truth.sets[0])[0]
-    new, _ = packed(h.model, [split(layer, neuron, (0.999 / 60,) * 60 + (0.001,))])
-    made = [ss.find_sinks(model, max_repeats=2, **options(h, tmp_path)).spikes[0] for model in (h.model, new)]
+    _, site, _ = intact("plain")
+    made = spike_under("plain", split(*site, (0.999 / 60,) * 60 + (0.001,)), tmp_path)
     assert len(made[1].neurons) == len(made[0].neurons) + 60
     assert effects(made[0]) == pytest.approx(effects(made[1]), **CLOSE)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import plain_spikes as plain
@@ -57,10 +59,17 @@ def words_of(h: HardModel, place) -> str:
     return repr(h.tokenizer.decode([place]))
 
 
-@pytest.mark.parametrize(("name", "family"), [*CASES, *PLACED])
-def test_the_planted_spikes_their_neurons_and_their_places_are_found_and_no_others(name, family, tmp_path):
+@cache
+def measured(name: str, family: str) -> tuple[HardModel, Setup, FindSinks]:
     h = hard(name, family)
-    found = find_sinks(h.model, max_repeats=8, **options(h, tmp_path))
+    with TemporaryDirectory() as folder:
+        setup = Setup.open(h.model, **options(h, Path(folder)))
+    return h, setup, find_sinks.on(setup, max_repeats=8)
+
+
+@pytest.mark.parametrize(("name", "family"), [*CASES, *PLACED])
+def test_the_planted_spikes_their_neurons_and_their_places_are_found_and_no_others(name, family):
+    h, _, found = measured(name, family)
     assert bool(found.spikes) == bool(h.truth.spike)
     for place in h.truth.spike:
         words, said = words_of(h, place), [f"{spike.place.words} {spike.place.token!r}" for spike in found.spikes]
@@ -80,10 +89,9 @@ def test_the_planted_spikes_their_neurons_and_their_places_are_found_and_no_othe
 
 
 @pytest.mark.parametrize(("name", "family"), [*CASES, *PLACED])
-def test_the_heads_that_are_counted_are_those_that_attend_in_the_models_own_attention(name, family, tmp_path):
-    h = hard(name, family)
-    setup = Setup.open(h.model, **options(h, tmp_path))
-    found, ids = find_sinks.on(setup, max_repeats=8), sinks_of(setup).survey.ids
+def test_the_heads_that_are_counted_are_those_that_attend_in_the_models_own_attention(name, family):
+    h, setup, found = measured(name, family)
+    ids = sinks_of(setup).survey.ids
     own = attentions(h.model, ids).float()  # layer text head query key
     if family == "lfm2":
         pytest.skip("layers without attention are not in the model's own list")
@@ -95,15 +103,10 @@ def test_the_heads_that_are_counted_are_those_that_attend_in_the_models_own_atte
 
 
 @pytest.mark.parametrize(("name", "family"), [("plain", "llama"), ("both", "gemma2"), ("redundant_pair", "gpt2")])
-def test_shares_and_what_is_left_are_those_of_plain_hooks(name, family, tmp_path):
-    h = hard(name, family)
-    setup = Setup.open(h.model, **options(h, tmp_path))
-    found, ids = find_sinks.on(setup, max_repeats=8), sinks_of(setup).survey.ids
-    seen = plain.run(h.model, ids)
-    compare(h.model, ids, seen, found)
-
-
-def compare(model, ids, seen: plain.Pass, found: FindSinks):
+def test_shares_and_what_is_left_are_those_of_plain_hooks(name, family):
+    h, setup, found = measured(name, family)
+    model, ids = h.model, sinks_of(setup).survey.ids
+    seen = plain.run(model, ids)
     expected = plain.spikes(seen)
     assert sorted(one.layers for one in found.first_spikes) == [(one.first, one.last) for one in expected]
     for spike in found.first_spikes:

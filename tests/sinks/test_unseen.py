@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import plain_spikes as plain
@@ -24,10 +27,13 @@ for name, families in BLIND.items():
         CASES.append((name, family) if QUICK.get(name) == number else slow(name, family))
 
 
-def measured(h: HardModel, folder) -> tuple[Setup, ss.Result]:
+@cache
+def measured(name: str, family: str) -> tuple[HardModel, Setup, ss.Result]:
+    h = hard(name, family)
     bos = None if h.truth.bos else False
-    setup = Setup.open(h.model, tokenizer=h.tokenizer, text=text_file(h, folder, 20), bos=bos)
-    return setup, circuit.on(setup, max_repeats=4)
+    with TemporaryDirectory() as folder:
+        setup = Setup.open(h.model, tokenizer=h.tokenizer, text=text_file(h, Path(folder), 20), bos=bos)
+    return h, setup, circuit.on(setup, max_repeats=4)
 
 
 def words_of(h: HardModel, place) -> str:
@@ -47,9 +53,8 @@ def written_in_run(spike: SpikeResult) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)
-def test_what_was_planted_is_said(name, family, tmp_path):
-    h = hard(name, family)
-    _, found = measured(h, tmp_path)
+def test_what_was_planted_is_said(name, family):
+    h, _, found = measured(name, family)
     assert len(found.spikes) == len(h.truth.planted)
     for planted in h.truth.planted:
         words, layers = words_of(h, planted.place), (planted.first, planted.last)
@@ -71,18 +76,17 @@ def check(planted: PlantedSpike, spike: SpikeResult):
         assert set(spike.marks[0].part.split(" and ")) == {"attention 0", "embedding"}
 
 
-def test_a_card_names_each_writer_with_its_sign(tmp_path):
-    _, found = measured(hard("saturated", "llama"), tmp_path)
+def test_a_card_names_each_writer_with_its_sign():
+    _, _, found = measured("saturated", "llama")
     (card,) = [card for card in found.cards() if card.title.startswith("Spike")]
     said = dict(card.rows)
     assert "408%" in said["writers"] and "-308%" in said["writers"] and said["without"].startswith("0% of the spike")
 
 
 @pytest.mark.parametrize(("name", "family", "first"), [("second_position", "gpt2", 1), ("restart", "mistral", 0)])
-def test_what_remains_without_a_mark_and_the_heads_are_those_of_plain_hooks(name, family, first, tmp_path):
+def test_what_remains_without_a_mark_and_the_heads_are_those_of_plain_hooks(name, family, first):
     """GPT-2 adds an embedding of positions to that of tokens, and both are the embedding."""
-    h = hard(name, family)
-    setup, found = measured(h, tmp_path)
+    h, setup, found = measured(name, family)
     spike, own, ids = found.spikes[0], sinks_of(setup).spikes[0], sinks_of(setup).survey.ids
     mark, (begin, end) = spike.marks[0], own.result.layers
     own = SimpleNamespace(first=begin, last=end, peak=spike.peak, ordinary=own.ordinary, along=own.along)
