@@ -164,7 +164,7 @@ def help_of(name: str) -> str:
 
 def test_every_command_is_shown_and_the_options_beside_it_are_those_of_its_help():
     shown = set()
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "figures").glob("*.md")]:
         for line in typed(page):
             words = shlex.split(line, comments=True)
             name = " ".join(words[1:3])
