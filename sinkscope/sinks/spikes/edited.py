@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -25,7 +25,7 @@ from sinkscope.hooks.edit.hook_points import neurons_point
 from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import rows_at_once
-from sinkscope.models.hooks import Hook, LayerInput, first_tensor, on_output
+from sinkscope.models.hooks import Hook, LayerInput, on_hidden
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import per_text
@@ -94,7 +94,8 @@ class EditedTexts:
         passes, starts = list[Effects](), range(0, len(self.edits), size)
         for number, start in enumerate(starts, 1):
             passes.append(replace(self, edits=self.edits[start : start + size])._run_once())
-            report_progress("removals", number, len(starts))
+            if len(starts) > 1:
+                report_progress("removals", number, len(starts))
         return Effects(*map(torch.cat, zip(*passes, strict=True)))
 
     def _run_once(self) -> Effects:
@@ -108,8 +109,7 @@ class EditedTexts:
         )
         ids, place, start = self._of_edits(self.ids), self._of_edits(self.place), self._start(reading)
 
-        def at_peak(output: Any) -> None:
-            hidden = first_tensor(output)
+        def at_peak(hidden: Tensor) -> None:
             states = hidden.reshape(*place.shape, -1)[place.to(hidden.device)].float().cpu()
             effects.projection[:] = self.spike.along(states).reshape(effects.projection.shape)
 
@@ -124,7 +124,7 @@ class EditedTexts:
         if self.whole and layers:
             listening = visible_rows(target, attend, layers=layers, rows_per_chunk=ids.shape[1])
             last = max(last, *layers)
-        with listening, target.hooks(*self._hooks(), (target.layers[peak], "post", on_output(at_peak))):
+        with listening, target.hooks(*self._hooks(), (target.layers[peak], "post", on_hidden(at_peak))):
             if self.every_loss is not None and target.resident:
                 positions = positions_read(target, ids.shape[1], every=self.every_loss)
                 effects.loss[:, :, positions] = losses_at(target, ids, positions, start).unflatten(0, (edits, texts))
@@ -254,7 +254,7 @@ class SpikeTexts:
     def left(self, projection: Float[Tensor, "edit case"], rows: Int[Tensor, " text"]) -> Float[Tensor, "edit text"]:
         """Return what is left in these texts: a ratio of means over texts, and how far each text moves it."""
         spike, place = self.spike, self.spike.place.mask[rows]
-        intact = spike.along(spike.survey.states[spike.result.peak, rows][place])
+        intact = spike.along(spike.survey.entered[spike.result.peak + 1, rows][place])
         return left_of(per_text(torch.cat([intact[None], projection]), place))
 
 

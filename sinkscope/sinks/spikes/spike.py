@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Spike:
         """Project states on the direction, from the mean of ordinary positions, as a share of the spike."""
         return (states - self.mean) @ self.direction / self.size
 
-    @property
+    @cached_property
     def reading_layers(self) -> range:
         """The layers of the model whose heads can read it: from the second of the run to the one after the last."""
         first, last = self.result.layers

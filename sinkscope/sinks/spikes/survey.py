@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import PIECE, Setup
-from sinkscope.models.hooks import Hook, LayerInput, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.hooks import Hook, LayerInput, on_hidden, on_input, on_output
 from sinkscope.models.neurons import keep_call
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
@@ -182,9 +182,7 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
         learned=torch.zeros(depth, heads, len(ids)),
     )
 
-    def after(layer: int, output: Any) -> None:
-        hidden = first_tensor(output)
-        survey.wrapped = isinstance(output, tuple)
+    def after(layer: int, hidden: Tensor) -> None:
         _keep(survey.entered[layer + 1], hidden)
         if calls:
             _keep(survey.mlp[layer], calls.pop()(hidden))
@@ -205,11 +203,15 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
         if target.adapter.learned_sinks:
             survey.learned[layer] = 1 - probs.sum(-1).mean(-1).T.cpu()
 
+    def wrap(output: Any) -> None:
+        survey.wrapped = isinstance(output, tuple)
+
     hooks: list[Hook] = [(target.layers[0], "first", on_input(partial(_keep, survey.entered[0])))]
-    for layer in range(depth):
-        if target.has_neurons(layer):
-            hooks += _of_mlp(target, layer, calls, partial(_keep, survey.mlp[layer]))
-        hooks.append((target.layers[layer], "post", on_output(partial(after, layer))))
+    hooks.append((target.layers[0], "post", on_output(wrap)))
+    for layer in filter(target.has_neurons, range(depth)):
+        hooks += _of_mlp(target, layer, calls, partial(_keep, survey.mlp[layer]))
+    for layer, module in enumerate(target.layers):
+        hooks.append((module, "post", on_hidden(partial(after, layer))))
     rows = nullcontext()
     if target.attending:
         rows = visible_rows(target, attend, rows_per_chunk=ids.shape[1])
