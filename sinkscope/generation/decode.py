@@ -103,6 +103,7 @@ def decode(
     new: int,
     edit: Intervention | None = None,
     forced: list[list[int]] | None = None,
+    cache: Any = None,
 ) -> tuple[list[list[int]], list[Event]]:
     """Continue prompts by the likeliest tokens, or by given ones.
 
@@ -112,6 +113,7 @@ def decode(
         new: Maximum number of new tokens.
         edit: Interventions and observers to apply.
         forced: Tokens to use instead of the likeliest ones, at least `new` of them for each prompt.
+        cache: A cache that has read the beginnings of the prompts, and is written on.
 
     Returns:
         The new ids of each row, up to and including the end-of-sequence token unless tokens were given; and what
@@ -120,8 +122,10 @@ def decode(
     ids = torch.as_tensor(prompts, device=target.device)
     ends = end_ids(target)
     options: dict[str, Any] = {}
+    if cache is not None:
+        options["past_key_values"] = cache
     if forced is not None:
-        options = {"logits_processor": [ForcedAnswer(forced, ids.shape[1])], "eos_token_id": None}
+        options |= {"logits_processor": [ForcedAnswer(forced, ids.shape[1])], "eos_token_id": None}
     with under(edit, target) as run:
         out = target.hf.generate(
             input_ids=ids,

@@ -1,12 +1,13 @@
 """What keeps a loop going: the causes whose removal from the cache ends it, beside random removals.
 
 1. The text: given, or written by the model; its loop is found at the end.
-2. Cuts: positions near the loop's onset, from where it has gone round about twice.
-3. Removals at each cut: nothing, all of the context, each cause, and random tokens before the loop, as many as the
+2. Room for a control: if fewer tokens stand before the loop than its copies have, ordinary text is put before all.
+3. Cuts: positions near the loop's onset, from where it has gone round twice, over one more round.
+4. Removals at each cut: nothing, all of the context, each cause, and random tokens before the loop, as many as the
    cause has; they take no copy away.
-4. Continuations: the model goes on greedily after each removal.
-5. The verdict: a cause is needed if without it at least half of the continuations that looped no longer do, and more
-   than after any random removal.
+5. Continuations: the model goes on greedily after each removal.
+6. The verdict: a cause is needed if without it at least half of the continuations that looped no longer do, and more
+   than after the random removals.
 
 LoopGuard (Xu et al. 2026, section 3) blames the copies in the cache; other causes need another remedy.
 """
@@ -14,6 +15,7 @@ LoopGuard (Xu et al. 2026, section 3) blames the copies in the cache; other caus
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
@@ -21,10 +23,12 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, Strict
+from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Wording
 from sinkscope.generation.decode import decode
+from sinkscope.kv import Full
 from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.kv.windows import check_servable
 from sinkscope.loops.continuation import prompt_and_continuation
@@ -32,33 +36,22 @@ from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.inputs import check_length, read_row
+from sinkscope.models.text import tokenizer_of
 from sinkscope.results.effect import STANDS
-from sinkscope.results.notation import word_list
+from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.style import BLUE, GREY, figure_of, panels
 
-CONTINUED = 64  # tokens after a cut, or four periods
+CONTINUED = 48  # tokens after a cut, or three periods
 Cuts = Annotated[int, Strict(), Field(ge=3), Wording("a whole number from 3")]
 """Number of cuts; half of two continuations would be one."""
-RANDOM_DRAWS = 3  # random changes beside each cause
 CAUSES = ("copies", "sink")
 """The loop's copies in the cache, and the sink."""
 CONTEXT = "context"
 """All tokens but the first one, which are removed for reference."""
 NO_REMOVAL = "nothing"
 """The intact cache."""
-
-
-@dataclass(frozen=True)
-class CacheRemoval:
-    """What is taken from the cache at a cut.
-
-    Attributes:
-        removed: Its name: a cause, `CONTEXT` or `NO_REMOVAL`.
-        draw: Number of the random draw of as many tokens that is removed in its place. None: it itself is removed.
-    """
-
-    removed: str
-    draw: int | None = None
+Removal = tuple[str, bool]
+"""What is taken from the cache, a cause, `CONTEXT` or `NO_REMOVAL`; and whether random tokens go in its place."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class RemovalEffect:
         without: What was taken away: a cause, or, for reference, all of the context.
         goes_on: Share of the continuations that end in the same loop.
         other_loop: Share of them that end in another loop.
-        control: The smallest `goes_on` of three draws of as many random tokens before the loop. None: there is no
+        control: `goes_on` without as many random tokens before the loop, others at each cut. None: there is no
             control, or fewer tokens stand before the loop.
         ends: Whether at least half of the loops end, and more than under random changes.
     """
@@ -93,6 +86,7 @@ class Why(Result):
         goes_on: Share of the continuations that end in the same loop if nothing is taken away.
         tried: What was taken away, one after another.
         kept_by: What keeps it going: causes that are needed, each of them, or "weights". Empty: undecided.
+        added: Tokens of ordinary text that were put before the text, so that the copies have a control.
         ids: The tokens, the prompt first.
     """
 
@@ -106,25 +100,32 @@ class Why(Result):
     goes_on: float = 0.0
     tried: tuple[RemovalEffect, ...] = ()
     kept_by: tuple[str, ...] = ()
+    added: int = 0
     ids: tuple[int, ...] = ()
 
     def conclusion(self) -> str:
-        """Return what keeps the loop going, beside the control; or that this is undecided."""
+        """Return what keeps the loop going, beside the control; or what was measured, and what to try."""
         if self.period is None:
             return f"The {len(self.ids) - self.prompt_tokens} tokens after the prompt end in no loop."
         loop = f"the loop of period {self.period}"
         if self.goes_on < STANDS:
-            return f"Undecided: {loop} goes on in {self._of(self.goes_on)} continuations of the same text."
+            return (
+                f"Undecided: {loop} goes on in {self._of(self.goes_on)} continuations of the same text; give the "
+                "prompt and the policy under which it was written."
+            )
         by_name = {tried.without: tried for tried in self.tried}
         if self.kept_by == ("weights",):
             share = by_name[CONTEXT].goes_on
             return (
                 f"The weights alone keep {loop} going: after the first and the last token, in {self._of(share)} cases."
             )
-        if not self.kept_by and by_name["copies"].control is None:
-            return f"Undecided: fewer tokens stand before {loop} than it has, so its removal has no control."
         if not self.kept_by:
-            return f"Undecided: {loop} depends on none of {len(by_name) - 1} causes more than on random changes."
+            copies = by_name["copies"]
+            chance = "" if copies.control is None else f" (random changes: {self._of(copies.control)})"
+            return (
+                f"Undecided: without its copies {loop} goes on in {self._of(copies.goes_on)} cases{chance}, without "
+                f"the sink in {self._of(by_name['sink'].goes_on)}; try another prompt, or more cuts."
+            )
         causes = word_list([f"the {name}" for name in self.kept_by])
         if len(self.kept_by) > 1:
             causes = f"one of {causes}"
@@ -138,6 +139,12 @@ class Why(Result):
             f"Remove {causes}, and this loop stops in {stopped} of {count} cases{follows}; random changes stop it in "
             f"{chance}."
         )
+
+    def details(self) -> list[str]:
+        """Return how much ordinary text was put before the text."""
+        if not self.added:
+            return []
+        return [f"{count_of(self.added, 'token')} of ordinary text stand before the prompt here, for a control."]
 
     def _of(self, share: float) -> str:
         return f"{round(share * len(self.cuts))} of {len(self.cuts)}"
@@ -160,13 +167,13 @@ def draw(result: Why) -> Any:
         names.append(tried.without if tried.control is not None else f"{tried.without}<br>(no control)")
     fig.add_bar(x=names, y=[tried.goes_on for tried in result.tried], name="without it", marker_color=BLUE)
     controls = [tried.control for tried in result.tried]
-    fig.add_bar(x=names, y=controls, name="under random changes, the worst of 3", marker_color=GREY)
+    fig.add_bar(x=names, y=controls, name="under random changes", marker_color=GREY)
     fig.add_hline(result.goes_on, line={"color": GREY, "dash": "dot"}, annotation_text="intact")
     fig.update_yaxes(range=[0, 1.05], tickformat=".0%")
     return figure_of(fig, result, width=1000, height=460, barmode="group", legend=-0.3, bottom=120)
 
 
-Continuations = dict[CacheRemoval, list[list[int]]]
+Continuations = dict[Removal, list[list[int]]]
 """The tokens that follow each removal, for one cut after another."""
 
 
@@ -186,55 +193,90 @@ class LoopedText:
     prompt: int
     loop: Tail
 
+    def after_ordinary_text(self, cuts: int) -> tuple[LoopedText, int]:
+        """Return the text with room for a control of its copies, and how many tokens of ordinary text make the room."""
+        target, last = self.setup.target, self.cuts(cuts)[-1]
+        missing = last - 2 * self.loop.start + 1
+        if target.max_positions:
+            missing = min(missing, target.max_positions - last - self.new_tokens)
+        if missing <= 0:
+            return self, 0
+        tokenizer = tokenizer_of(target)
+        text = self.setup.halves.choose[: 8 * missing]  # more characters a token than any tokenizer needs for prose
+        ordinary = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:missing]
+        first = int(self.loop.start > 0 and self.ids[0] in tokenizer.all_special_ids)  # it stays the first
+        ids = [*self.ids[:first], *ordinary, *self.ids[first:]]
+        loop = self.loop._replace(start=self.loop.start + len(ordinary))
+        return LoopedText(self.setup, ids, self.prompt + len(ordinary), loop), len(ordinary)
+
     def cuts(self, count: int) -> list[int]:
-        """Return positions near the onset: from two rounds on, over two more, but not inside the prompt."""
+        """Return positions near the onset: from two rounds on, over one more, but not inside the prompt."""
         period, last = self.loop.period, len(self.ids) - 1
         first = min(last, max(self.prompt, self.loop.start + max(2 * period, 8)))
-        last = min(last, first + max(2 * period, count))
+        last = min(last, first + max(period, count))
         return sorted({first + (last - first) * number // count for number in range(count)})
 
     @property
     def new_tokens(self) -> int:
-        """Return the length of a continuation: four periods at least."""
-        return max(CONTINUED, 4 * self.loop.period)
+        """Return the length of a continuation: three periods at least."""
+        return max(CONTINUED, 3 * self.loop.period)
 
-    def positions(self, removal: CacheRemoval, cut: int) -> list[int]:
+    def positions(self, removal: Removal, cut: int) -> list[int]:
         """Return the positions that a removal takes from the cache at a cut."""
+        cause, is_random = removal
         own = {
             NO_REMOVAL: range(0),
             "copies": range(max(1, self.loop.start), cut),
             "sink": range(1),
             CONTEXT: range(1, cut),
-        }[removal.removed]
-        if removal.draw is None:
+        }[cause]
+        if not is_random:
             return list(own)
-        random = Random(f"{self.setup.seed} {[removal.removed]} {removal.draw} {cut}")
+        random = Random(f"{self.setup.seed} {[cause]} 0 {cut}")
         return random.sample(range(1, self.loop.start), len(own))
 
-    def removals(self, last_cut: int) -> list[CacheRemoval]:
-        """Return all removals, with random draws where enough tokens stand before the loop at all cuts."""
-        removals = [CacheRemoval(NO_REMOVAL), CacheRemoval(CONTEXT)]
+    def removals(self, last_cut: int) -> list[Removal]:
+        """Return all removals, with random ones where enough tokens stand before the loop at all cuts."""
+        removals: list[Removal] = [(NO_REMOVAL, False), (CONTEXT, False)]
         for cause in CAUSES:
-            removals.append(CacheRemoval(cause))
-            if len(self.positions(CacheRemoval(cause), last_cut)) < self.loop.start:
-                removals += [CacheRemoval(cause, draw) for draw in range(RANDOM_DRAWS)]
+            removals.append((cause, False))
+            if len(self.positions((cause, False), last_cut)) < self.loop.start:
+                removals.append((cause, True))
         return removals
 
     def continuations(self, cuts: Sequence[int]) -> Continuations:
-        """Return the tokens that the model writes after each removal, at one cut after another."""
+        """Return the tokens that the model writes after each removal, at one cut after another.
+
+        All removals of a cut begin with the same tokens, which are read once where no intervention acts on them.
+        """
+        target, edit = self.setup.target, self.setup.edit
         removals = self.removals(cuts[-1])
         written: Continuations = {removal: [] for removal in removals}
+        read = DynamicCache(config=target.config) if edit is None else None
         for done, cut in enumerate(cuts):
             self.setup.progress("continuations", done, len(cuts))
             removed = torch.zeros(len(removals), cut, dtype=torch.bool)
             for row, removal in enumerate(removals):
                 removed[row, self.positions(removal, cut)] = True
-            edit = RemoveTokens(removed) if self.setup.edit is None else self.setup.edit | RemoveTokens(removed)
+            cache = None
+            if read is not None:
+                self._read_up_to(cut - 1, read)
+                cache = deepcopy(read)
+                cache.batch_repeat_interleave(len(removals))
+            remove = RemoveTokens(removed)
             rows = torch.tensor([self.ids[:cut]] * len(removals))
-            found, _ = decode(self.setup.target, rows, self.new_tokens, edit)
+            found, _ = decode(target, rows, self.new_tokens, remove if edit is None else edit | remove, cache=cache)
             for removal, tokens in zip(removals, found, strict=True):
                 written[removal].append(tokens)
         return written
+
+    @torch.no_grad()
+    def _read_up_to(self, end: int, cache: DynamicCache) -> None:
+        """Let the model read the text to a position, into a cache of ours, which keeps all tokens in any layer."""
+        target = self.setup.target
+        new = torch.tensor([self.ids[cache.get_seq_length() : end]], device=target.device)
+        with Full().on(target):
+            target.hf(input_ids=new, past_key_values=cache, use_cache=True)
 
     def goes_on(self, tokens: Sequence[int]) -> bool:
         """Return whether a continuation ends in the same loop, begun anywhere in it."""
@@ -249,15 +291,16 @@ class LoopedText:
         """Return the share of continuations that end in the same loop."""
         return fmean(map(self.goes_on, continuations))
 
-    def effect_of(self, removed: str, written: Continuations) -> RemovalEffect:
+    def effect_of(self, cause: str, written: Continuations) -> RemovalEffect:
         """Compare the continuations without a cause with those of its random draws and of the intact cache."""
-        intact, own = self.share_going_on(written[CacheRemoval(NO_REMOVAL)]), written[CacheRemoval(removed)]
+        intact, own = self.share_going_on(written[NO_REMOVAL, False]), written[cause, False]
         goes_on = self.share_going_on(own)
         other = fmean(not self.goes_on(tokens) and end_loop(tokens) is not None for tokens in own)
-        draws = [CacheRemoval(removed, draw) for draw in range(RANDOM_DRAWS)]
-        control = min((self.share_going_on(written[draw]) for draw in draws if draw in written), default=None)
+        control = None
+        if (cause, True) in written:
+            control = self.share_going_on(written[cause, True])
         ends = control is not None and intact > 0 and intact - goes_on >= STANDS * intact and goes_on < control
-        return RemovalEffect(removed, goes_on, other, control, ends)
+        return RemovalEffect(cause, goes_on, other, control, ends)
 
 
 @measurement(
@@ -271,7 +314,7 @@ def why(
     *,
     answer: str | Sequence[int] | None = None,
     max_new_tokens: Natural | None = None,
-    cuts: Cuts = 6,
+    cuts: Cuts = 3,
 ) -> Why:
     """Take away, one after another, what may keep a loop going, and let the model continue.
 
@@ -304,11 +347,11 @@ def why(
     text = Why(prompt_tokens=prompt_tokens, ids=tuple(ids))
     if loop is None:
         return text
-    looped = LoopedText(setup, ids, prompt_tokens, loop)
+    looped, added = LoopedText(setup, ids, prompt_tokens, loop).after_ordinary_text(cuts)
     positions = looped.cuts(cuts)
     check_length(target, "the text up to a cut", positions[-1], looped.new_tokens)
     written = looped.continuations(positions)
-    goes_on = looped.share_going_on(written[CacheRemoval(NO_REMOVAL)])
+    goes_on = looped.share_going_on(written[NO_REMOVAL, False])
     tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
     kept_by = tuple(each.without for each in tried if each.ends and goes_on >= STANDS)
     if not kept_by and min(goes_on, tried[-1].goes_on) >= STANDS:
@@ -317,8 +360,9 @@ def why(
         text,
         period=loop.period,
         onset=loop.start,
-        cuts=tuple(positions),
+        cuts=tuple(position - added for position in positions),
         goes_on=goes_on,
         tried=tuple(tried),
         kept_by=kept_by,
+        added=added,
     )

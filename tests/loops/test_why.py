@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kv_kit import close, decode, logits_of, prompts, shallow_of
+from organisms import tiny_model
 from organisms.kept_loops import CASES, KeptLoop, kept_loop
 from refusals import refused
 from transformers import DynamicCache
 
-from sinkscope.kv import StreamingLLM
+from sinkscope.kv import Full, StreamingLLM
 from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.loops.text.signals import Tail
-from sinkscope.loops.why import CacheRemoval, LoopedText, Why, why
+from sinkscope.loops.why import LoopedText, Why, why
+from sinkscope.measure import Setup
 
 CYCLE = [5, 6, 7]
 BEFORE = [*range(100, 140)]
@@ -89,43 +92,57 @@ def test_a_policy_and_a_removal_act_together():
 
 
 def test_evictions_are_the_named_tokens_or_as_many_random_ones():
-    assert LOOPED.positions(CacheRemoval("sink"), 49) == [0]
-    assert LOOPED.positions(CacheRemoval("copies"), 49) == [*range(40, 49)]
-    drawn = {tuple(sorted(LOOPED.positions(CacheRemoval("copies", draw), 49))) for draw in range(20)}
-    assert len(drawn) > 10
-    for places in drawn:
-        assert len(set(places)) == 9 and set(places) <= set(range(1, 40))
+    assert LOOPED.positions(("sink", False), 49) == [0]
+    assert LOOPED.positions(("copies", False), 49) == [*range(40, 49)]
+    drawn = [LOOPED.positions(("copies", True), cut) for cut in range(46, 60)]
+    assert len({tuple(places[:6]) for places in drawn}) == len(drawn), "others at each cut"
+    for cut, places in enumerate(drawn, 46):
+        assert len(set(places)) == cut - 40 and set(places) <= set(range(1, 40))
 
 
 @pytest.mark.parametrize(("before", "controlled"), [(1, set()), (9, {"sink"}), (10, {"sink", "copies"})])
 def test_without_enough_tokens_before_the_loop_there_is_no_control(before: int, controlled: set[str]):
     looped = LoopedText(LOOPED.setup, [*BEFORE[:before], *CYCLE * 9], 1, Tail(3, before, 9.0))
-    drawn = [removal for removal in looped.removals(before + 9) if removal.draw is not None]
-    assert {removal.removed for removal in drawn} == controlled
+    drawn = [removal for removal in looped.removals(before + 9) if removal[1]]
+    assert {cause for cause, _ in drawn} == controlled
     assert all({*looped.positions(removal, before + 9)} <= {*range(1, before)} for removal in drawn)
 
 
 @pytest.mark.usefixtures("_few_tokens")
-def test_a_loop_at_the_beginning_of_the_prompt_is_undecided():
+def test_a_loop_at_the_beginning_of_the_prompt_has_its_control_in_ordinary_text():
     made = kept_loop(("copies",))
     found = why(made.model, [made.turn[0], *made.cycle * 4], tokenizer=made.tokenizer, max_new_tokens=48)
     copies = found.tried[0]
-    assert (copies.without, copies.goes_on, copies.control, found.kept_by) == ("copies", 0.0, None, ())
-    assert found.conclusion().startswith("Undecided: fewer tokens stand before the loop of period 6 than it has")
+    assert (found.goes_on, copies.without, copies.goes_on) == (1.0, "copies", 0.0)
+    assert copies.control is not None and found.added > 0 and len(found.ids) == 25 + 48, "the text stays as it was"
+    assert found.details() == [f"{found.added} tokens of ordinary text stand before the prompt here, for a control."]
     with refused("cuts 2: expected a whole number from 3"):
         why(made.model, made.turn, tokenizer=made.tokenizer, cuts=2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_what_is_read_once_for_all_removals_equals_a_reading_for_each(family: str):
+    """Under an intervention that changes nothing every row is read from its beginning."""
+    model, tokenizer = tiny_model(family)
+    ids = [*range(5, 40), *CYCLE * 9]
+    written = []
+    for edit in (None, Full()):
+        setup = replace(Setup.open(model, tokenizer=tokenizer, loading="whole"), edit=edit)
+        looped = LoopedText(setup, ids, 2, Tail(3, 35, 9.0))
+        written.append(looped.continuations([44, 46, 49]))
+    assert written[0] == written[1]
+    assert len({str(tokens) for tokens in written[0].values()}) > 2, "removals make a difference"
 
 
 def test_a_loop_goes_on_from_any_of_its_tokens():
     for begin in range(3):
         assert LOOPED.goes_on([*CYCLE[begin:], *CYCLE * 22])
-        assert LOOPED.goes_on([9, *(CYCLE * 22)[: 64 + begin]])
-    assert not LOOPED.goes_on([5, 7, 6] * 22) and not LOOPED.goes_on(CYCLE * 20), "another loop, and too short a text"
+        assert LOOPED.goes_on([9, *(CYCLE * 22)[: 48 + begin]])
+    assert not LOOPED.goes_on([5, 7, 6] * 22) and not LOOPED.goes_on(CYCLE * 15), "another loop, and too short a text"
 
 
-def test_the_control_is_the_worst_of_the_random_changes():
+def test_the_control_is_the_share_under_random_changes():
     loop, other = CYCLE * 22, [8] * 66
-    written = {CacheRemoval("nothing"): [loop, loop], CacheRemoval("copies"): [other, other]}
-    written |= {CacheRemoval("copies", 0): [loop, loop], CacheRemoval("copies", 1): [loop, other]}
+    written = {("nothing", False): [loop, loop], ("copies", False): [other, other], ("copies", True): [loop, other]}
     effect = LOOPED.effect_of("copies", written)
     assert (effect.goes_on, effect.control, effect.other_loop) == (0.0, 0.5, 1.0)
