@@ -33,11 +33,10 @@ from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import MonitorSettings, PaperSettings, Tail, tail_period
 from sinkscope.loops.guard.detect import largest_probability, monitors
-from sinkscope.loops.text.counters import asked_copies
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import split
-from sinkscope.loops.text.repetition import TailRepetition
+from sinkscope.loops.text.repetition import TailRepetition, asked_copies
 from sinkscope.opening.load import load
 
 BEHIND = 64  # tokens behind the third copy within which an alarm should come

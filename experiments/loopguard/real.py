@@ -32,7 +32,7 @@ from sinkscope.loops.dry import DRY
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard import LoopGuard, Steer
 from sinkscope.loops.guard.detect import monitors
-from sinkscope.loops.text.counters import asked_copies
+from sinkscope.loops.text.repetition import asked_copies
 from sinkscope.models.inputs import end_ids
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load

@@ -28,7 +28,7 @@ from sinkscope.files.output import write_atomic
 from sinkscope.files.records import read_records
 from sinkscope.loops import MonitorSettings, check
 from sinkscope.loops.guard.detect import monitors
-from sinkscope.loops.text.counters import asked_copies
+from sinkscope.loops.text.repetition import asked_copies
 from sinkscope.models.checkpoints.config import read_tokenizer
 
 DATA = Path(__file__).with_name("honest_data.jsonl")

@@ -19,7 +19,7 @@ from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.attention_watch import AttentionRows
 from sinkscope.kv.observe import Observe
-from sinkscope.loops.continuation import prompt_and_continuation
+from sinkscope.loops.generate import prompt_and_continuation
 from sinkscope.loops.text.signals import end_loop
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.models.inputs import attending_layers, check_site, read_row

@@ -31,12 +31,11 @@ from sinkscope.generation.decode import decode
 from sinkscope.kv import Full
 from sinkscope.kv.remove_tokens import RemoveTokens
 from sinkscope.kv.windows import check_servable
-from sinkscope.loops.continuation import prompt_and_continuation
+from sinkscope.loops.generate import prompt_and_continuation
 from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
-from sinkscope.models.inputs import check_length, read_row
-from sinkscope.models.text import tokenizer_of
+from sinkscope.models.inputs import check_length, read_row, tokenizer_of
 from sinkscope.results.effect import STANDS
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.style import BLUE, GREY, figure_of, panels

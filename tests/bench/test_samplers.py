@@ -7,7 +7,7 @@ import torch
 from bench_kit import tiny
 
 from sinkscope.bench.answer import Answer, answer_rows
-from sinkscope.bench.samplers import RowSampler
+from sinkscope.bench.task import RowSampler
 from sinkscope.generation.decode import ForcedAnswer
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.guard import LoopGuard, Steer

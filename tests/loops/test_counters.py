@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.loops.guard.detect import WatchedRow, push
-from sinkscope.loops.text.counters import CounterRepetition, asked_copies
+from sinkscope.loops.text.repetition import CounterRepetition, asked_copies
 
 
 def masked(ids: list[int]) -> tuple[list[int], list[int]]:

@@ -40,8 +40,8 @@ from sinkscope.loops.guard.cut import (
 from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors, push
 from sinkscope.loops.guard.steer import Steer, Steering
 from sinkscope.loops.text.copies import CopyRule
-from sinkscope.loops.text.counters import asked_copies
 from sinkscope.loops.text.monitor import MonitorSettings, PaperSettings, Settings
+from sinkscope.loops.text.repetition import asked_copies
 from sinkscope.models.draws import draws, gumbel, in_order
 from sinkscope.results.notation import count_of
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Whole, check_fields
-from sinkscope.loops.text.counters import NUMBER
+from sinkscope.loops.text.repetition import NUMBER
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LENIENT = 2

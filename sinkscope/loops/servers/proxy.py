@@ -17,8 +17,7 @@ from sinkscope.files.plain import visible
 from sinkscope.files.provenance import install_command
 from sinkscope.loops.servers.answers import StreamWatch
 from sinkscope.loops.servers.asked import asked_in
-from sinkscope.loops.servers.counts import Counts
-from sinkscope.loops.servers.own_pages import own_pages
+from sinkscope.loops.servers.counts import Counts, own_pages
 from sinkscope.loops.text.monitor import Settings
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from copy import copy
 from typing import Any
 
 from sinkscope.loops.text.copies import CopyRule, MonitorSettings, WordsOf
-from sinkscope.loops.text.counters import CounterRepetition
-from sinkscope.loops.text.repetition import TailRepetition
+from sinkscope.loops.text.repetition import CounterRepetition, TailRepetition
 from sinkscope.loops.text.signals import Step, WindowNovelty, checked_id
 from sinkscope.loops.text.votes import PaperSettings, VoteRule
 

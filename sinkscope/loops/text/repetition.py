@@ -1,8 +1,33 @@
-"""An online tracker of exact repetition: which stretch of any period reaches the last token."""
+"""Trackers of the repetition up to the last token, exact or with changing numbers; and what a prompt asks for."""
 
 from __future__ import annotations
 
+import re
+from collections import deque
+
 from sinkscope.loops.text.signals import Tail
+
+NUMBER = -1  # stands for one or several tokens of numbers in a row
+_WORDS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+_NUMBERS = {
+    **{word: number for number, word in enumerate(_WORDS, 2)},
+    **{"dozen": 12, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "hundred": 100},
+}
+_THINGS = "copies|lines|rows|repetitions|repeats|verses|cells|entries|zeros|ones|bars"
+_WHICH = "(?:(?:identical|equal|more|empty|blank|short|long|new|the same) )?"  # "12 identical lines"
+_GIVEN = "the|these|those|my|our|your|its|all|has|have|had|was|were|contains|every|each"  # what exists
+_WRITTEN = r"words?|sentences?|phrases?|lines?|letters?|texts?|names?|strings?|following|same|numbers?(?!\s+of)"
+_UNITS = "second|minute|hour|day|night|week|month|year"
+_COMPARED = (  # what makes "10 times" a comparison or a frequency: "10 times the price", not "10 times the word"
+    r"(?!(?:under|after|over|her|another|together)\b)\w+er|more|less|worse|what|an?|as\s+(?!(?:an?|if)\b)\w+|daily|weekly"
+    rf"|the\s+(?!(?:{_WRITTEN})\b)\w+|that\s+(?:of|much|many|number|amount|size|value)|that(?=[.,;?!]|$)"
+    rf"|(?:per|each|every)\s+(?:{_UNITS})"
+)
+_REQUEST = re.compile(
+    rf"(?:\b(?P<given>{_GIVEN})\s+)?\b(?P<number>\d{{1,4}}|{'|'.join(_NUMBERS)})\s+{_WHICH}"
+    rf"(?:times\b(?!\s+(?:{_COMPARED})\b)|(?:{_THINGS})\b)",
+    re.IGNORECASE,
+)
 
 
 class TailRepetition:
@@ -72,3 +97,52 @@ class TailRepetition:
         while equal < most and ids[~equal] == ids[~equal - period]:
             equal += 1
         self._starts[period] = seen - equal - period
+
+
+class CounterRepetition:
+    """Finds the repetition that reaches the last token if all numbers are taken as equal.
+
+    Args:
+        longest: Largest period, in tokens where a number is one.
+        copies: Required number of copies, at least 2.
+        tokens: Required number of tokens, with all tokens of the numbers.
+    """
+
+    def __init__(self, longest: int, copies: int, tokens: int) -> None:
+        self._tokens = tokens
+        self._masked = TailRepetition(longest, copies, 2 * copies)
+        self._places: deque[int] = deque(maxlen=4 * longest)  # of the last masked tokens
+        self._count = 0
+        self._seen = 0
+        self._last = 0
+
+    def add(self, token: int, is_number: bool) -> Tail | None:
+        """Add a token; return the repetition, if there is one."""
+        place = self._seen
+        self._seen += 1
+        masked = NUMBER if is_number else token
+        if masked == NUMBER == self._last:
+            return None
+        self._last = masked
+        self._places.append(place)
+        self._count += 1
+        tail = self._masked.add(masked)
+        if tail is None:
+            return None
+        start = self._places[max(0, tail.start - self._count + len(self._places))]
+        if self._seen - start < self._tokens or tail.period >= len(self._places):
+            return None
+        return Tail(place - self._places[-1 - tail.period], start, tail.repeats, exact=False)
+
+
+def asked_copies(prompt: str) -> int:
+    """Return the largest number of repetitions that an English prompt asks for, such as "40 times"; else 0.
+
+    Comparisons ("1000 times faster"), frequencies ("3 times a day") and what exists ("the 500 lines") ask for none.
+    """
+    most = 0
+    for request in _REQUEST.finditer(prompt):
+        if request["given"] is None:
+            number = request["number"]
+            most = max(most, _NUMBERS.get(number.lower()) or int(number))
+    return most

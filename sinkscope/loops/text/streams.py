@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 from sinkscope.errors import SinkscopeError, warn
-from sinkscope.loops.text.counters import asked_copies
 from sinkscope.loops.text.forms import Origin, Piece, StreamForm, on_one_line
 from sinkscope.loops.text.lines import pieces_in
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings, Settings
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import Splitter
+from sinkscope.loops.text.repetition import asked_copies
 from sinkscope.loops.text.signals import Tail
 from sinkscope.results.notation import count_of
 
