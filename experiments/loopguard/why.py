@@ -1,10 +1,11 @@
-"""What `sinkscope why` says of the loops of real models.
+"""What `sinkscope why` says of loops of real models.
 
-    python -m experiments.loopguard.real WORK --model FILE --halves report      # for each real model
+    python -m experiments.loopguard.real WORK --model FILE                      # for each real model
     python -m experiments.loopguard.why --runs WORK --real FOLDER [--out figures]
 
-The outputs are those that `experiments.loopguard.real` has written without a remedy; given again, the command goes on
-with those that are not measured yet.
+The outputs are those that `experiments.loopguard.real` has written without a remedy: of those that end in a loop, four
+on which the rule was chosen and ten others, spread over the kinds of openings. Given again, the command goes on with
+those that are not measured yet.
 """
 
 from __future__ import annotations
@@ -23,29 +24,32 @@ from sinkscope.measure import Setup
 from sinkscope.opening.load import load
 from sinkscope.results.console import ProgressBar
 
-CUTS = 6
-HALF = "report"
-"""The openings whose outputs are looked at."""
+CUTS = 3
+COUNTS = {"choose": 4, "report": 10}
+"""Loops of each half of the openings."""
 NAME = "loopguard_why.json"
 UNDECIDED, NO_LOOP = "undecided", "no loop"
 
 
-def loops_of(runs: Path, model: str) -> list[Row]:
-    """The outputs of a real model that end in a loop, with their openings."""
-    openings = openings_of(HALF)
+def loops_of(runs: Path, model: str, half: str) -> list[Row]:
+    """The outputs of a real model that end in a loop, with their openings: as many as are asked for, evenly spread."""
+    openings = openings_of(half)
     looping: list[Row] = []
     for row in read_rows(runs):
-        if (row["model"], row["arm"], row["half"]) != (model, FULL, HALF):
+        if (row["model"], row["arm"], row["half"]) != (model, FULL, half):
             continue
         if end_loop(row["tokens"]) is not None:
             looping.append({**row, "opening": openings[row["number"]][1]})
-    return looping
+    count = min(COUNTS[half], len(looping))
+    return [looping[(2 * number + 1) * len(looping) // (2 * count)] for number in range(count)]
 
 
 def asked_of_output(setup: Setup, output: Row) -> Row:
     """What keeps a loop going in which an output of a real model ends."""
+    started = time.process_time()
     found = why.on(setup, prompt=output["opening"], answer=output["tokens"], cuts=CUTS)
-    return {"model": output["model"], "kind": output["kind"], "number": output["number"], **row_of(found)}
+    about = {key: output[key] for key in ("model", "half", "kind", "number")}
+    return {**about, **row_of(found), "cpu_seconds": round(time.process_time() - started, 1)}
 
 
 def row_of(found: Why) -> Row:
@@ -56,7 +60,7 @@ def row_of(found: Why) -> Row:
     tried = {}
     for each in found.tried:
         tried[each.without] = {"goes_on": each.goes_on, "control": each.control, "other_loop": each.other_loop}
-    return {"found": said, "period": found.period, "goes_on": found.goes_on, "tried": tried}
+    return {"found": said, "period": found.period, "added": found.added, "goes_on": found.goes_on, "tried": tried}
 
 
 def main(*, runs: Path, real: Path, out: Path = Path("figures")) -> None:
@@ -68,14 +72,16 @@ def main(*, runs: Path, real: Path, out: Path = Path("figures")) -> None:
     """
     started = time.perf_counter()
     of_real: list[Row] = earlier(out / NAME).get("real", [])
-    settings = {"cuts": CUTS, "draws": 3, "sampling": "greedy", "half": HALF}
-    known = {(row["model"], row["number"]) for row in of_real}
+    settings = {"cuts": CUTS, "sampling": "greedy", "counts": COUNTS}
+    known = {(row["model"], row["half"], row["number"]) for row in of_real}
     with ProgressBar() as progress:
         for file in sorted(real.glob("*.gguf")):
             setup = Setup.open(load(str(file)), loading="whole")
-            outputs = loops_of(runs / "runs.jsonl", file.stem)
+            outputs: list[Row] = []
+            for half in COUNTS:
+                outputs += loops_of(runs / "runs.jsonl", file.stem, half)
             for number, output in enumerate(outputs):
-                if (file.stem, output["number"]) not in known:
+                if (file.stem, output["half"], output["number"]) not in known:
                     of_real.append(asked_of_output(setup, output))
                     made = record("loopguard-why", {"real": of_real}, settings, started=started)
                     write_atomic(out / NAME, made)

@@ -124,6 +124,6 @@ def test_why_is_asked_of_the_outputs_that_end_in_a_loop_without_a_remedy(tmp_pat
     loop, walk = [*range(40), *[7, 8, 9] * 20], [*range(100)]
     changes = [{"tokens": loop}, {"tokens": walk}, {"tokens": loop, "arm": "rewind"}, {"tokens": loop, "model": "n"}]
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps({**about, **change}) + "\n" for change in changes))
-    assert why.loops_of(tmp_path / "runs.jsonl", "m") == [
+    assert why.loops_of(tmp_path / "runs.jsonl", "m", "report") == [
         {**about, "tokens": loop, "opening": openings_of("report")[1][1]}
     ]

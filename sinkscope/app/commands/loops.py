@@ -135,7 +135,7 @@ def barcode() -> Any:
     help="The text after the prompt, which ends in a loop. By default what the model writes.",
 )
 @click.option("--max-new-tokens", type=int, help="Tokens to generate. By default 512, or as many as the context holds.")
-@click.option("--cuts", type=int, default=6, help="Number of positions at which causes are taken away, at least 3.")
+@click.option("--cuts", type=int, default=3, help="Number of positions at which causes are taken away, at least 3.")
 def why() -> Any:
     """Say what keeps a loop going.
 
