@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,18 +21,36 @@ from .views import Probe, views
 Site = tuple[int, ...]
 Head = tuple[int, int]  # (layer, query head)
 Place = str | int
+Parts = frozenset[str]  # names of neurons and components in the JSON
 FIRST, SECOND = "first", "second"
 USER, SYSTEM = 4, 5  # ids of further tokens, where the tokenizer puts several before a text
 
 LAYERS = (5, 8)  # least and most, where a kind does not say otherwise
 
 
-@dataclass(frozen=True)
-class Group:
-    """Heads that attend to the sink, and what they need: without any part of `needs` they lose it."""
+@dataclass(frozen=True, kw_only=True)
+class PlantedSpike:
+    """A spike that was planted.
 
-    heads: tuple[Head, ...]
-    needs: tuple[str | Site, ...]
+    Attributes:
+        place: Where; a token is meant wherever it stands.
+        first: First layer of its run.
+        last: Last layer of its run.
+        needs: Smallest sets without which nothing is left; each is right.
+        writers: Components that write a tenth of it or more.
+        marks: Components of which one has to be named first; none: no part alone leaves less than half.
+        erasers: Components that take it away, or a part of it.
+        backups: Neurons that write it only when others are gone.
+    """
+
+    place: Place = FIRST
+    first: int
+    last: int
+    needs: tuple[Parts, ...]
+    writers: tuple[str, ...]
+    marks: tuple[str, ...] = ()
+    erasers: tuple[str, ...] = ()
+    backups: Parts = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,36 +60,20 @@ class HardTruth:
     Attributes:
         spike: Places whose norm stands out after some layer.
         sink: Places that heads attend to.
-        carried_by: What these heads read.
-        sink_layer: Whose MLP makes most of the spike; None: no MLP does.
         sets: Each a smallest set of sites whose zeroing removes a spike and, with it, the attention.
-        step_up: Layers whose MLP builds the spike.
-        step_down: Layers whose MLP takes it away again.
-        shared_dims: Residual dimensions that are massive on every token.
-        groups: The heads that attend to the sink, by what they need.
-        marks: Parts without which the spike of a place is lost, where it is said.
-        decoys: Parts that look like marks and are not.
+        planted: All that is known of each spike, in the kinds of `blind.py`.
         delimiters: Tokens that stand a few times in every text.
         before: Ids that the tokenizer puts before every text.
-        repeated: Neurons that make the spike of repeated tokens, where they are others than the first token's.
         bos: Texts begin with BOS.
         share: Share of the vocabulary that is a sink where it stands first.
     """
 
     spike: tuple[Place, ...] = ()
     sink: tuple[Place, ...] = ()
-    carried_by: str | None = None
-    sink_layer: int | None = None
     sets: tuple[frozenset[Site], ...] = ()
-    step_up: tuple[int, ...] = ()
-    step_down: tuple[int, ...] = ()
-    shared_dims: tuple[int, ...] = ()
-    groups: tuple[Group, ...] = ()
-    marks: dict[Place, tuple[str, ...]] = field(default_factory=dict)
-    decoys: tuple[str, ...] = ()
+    planted: tuple[PlantedSpike, ...] = ()
     delimiters: tuple[int, ...] = ()
     before: tuple[int, ...] = (BOS,)
-    repeated: tuple[Site, ...] = ()
     bos: bool = True
     share: float = 1.0
 
@@ -275,11 +277,6 @@ class Build:
             chosen = order[half:] if other else order[:half]
             planted += self.surgeon.read(index, way, chosen, self.rng.uniform(6, 7), where)
         return tuple(sorted(planted))
-
-    def markers(self) -> tuple[str, ...]:
-        """Names of the heads of layer 0 that mark BOS."""
-        group = self.plan.groups[BOS]
-        return tuple(sorted(f"L0.H{head}" for head, marked, _ in self.plan.slots if marked == group))
 
     @property
     def later_layers(self) -> range:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from .build import FIRST, KINDS, SECOND, Build, Group, HardTruth, Place, kinds
+from .build import FIRST, KINDS, SECOND, Build, HardTruth, Place, kinds
 from .noise import NORM
 from .organism import mixed
 from .tokens import BOS, tokenizer_for
@@ -87,14 +86,13 @@ _unseen = kinds(UNSEEN)
 
 def spike(b: Build) -> HardTruth:
     """A spike that the neurons of the sink layer make, and that nothing reads."""
-    layer = b.at
-    return HardTruth(spike=(FIRST,), sink_layer=layer, sets=(b.sites(),), step_up=(layer,))
+    return HardTruth(spike=(FIRST,), sets=(b.sites(),))
 
 
-def sink(b: Build, way: Tensor, layers: Iterable[int] | None = None, **more) -> HardTruth:
-    """A spike along `way` that heads of `layers` now come to read."""
-    reading = b.read(b.behind if layers is None else layers, way)
-    return replace(spike(b), sink=(FIRST,), carried_by="spike", groups=(Group(reading, ("spike",)),), **more)
+def sink(b: Build, way: Tensor, **more) -> HardTruth:
+    """A spike along `way` that later heads now come to read."""
+    b.read(b.behind, way)
+    return replace(spike(b), sink=(FIRST,), **more)
 
 
 def textbook(b: Build, **more) -> HardTruth:
@@ -102,16 +100,16 @@ def textbook(b: Build, **more) -> HardTruth:
     return sink(b, b.surgeon.make_sink(), **more)
 
 
-def read_by_later(b: Build, carrier: str, way: Tensor, **more) -> HardTruth:
-    """Heads of all layers but the first read `way`; no norm stands out."""
-    groups = (Group(b.read(b.later_layers, way), (carrier,)),)
-    return HardTruth(sink=(FIRST,), carried_by=carrier, groups=groups, **more)
+def read_by_later(b: Build, way: Tensor, **more) -> HardTruth:
+    """Heads of all layers but the first read `way`."""
+    b.read(b.later_layers, way)
+    return HardTruth(sink=(FIRST,), **more)
 
 
-def read_mark(b: Build, **more) -> HardTruth:
-    """Later heads read the mark of the first token itself."""
+def read_mark(b: Build) -> HardTruth:
+    """Later heads read the mark of the first token itself; no norm stands out."""
     b.mark()
-    return read_by_later(b, "mark" if b.plan.by_heads else "position embedding", b.space.mark, **more)
+    return read_by_later(b, b.space.mark)
 
 
 @_kind(*ALL, "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
@@ -124,8 +122,7 @@ def _plain(b: Build) -> HardTruth:
 def _both(b: Build) -> HardTruth:
     """One dimension is massive on every token, beside a real sink."""
     b.surgeon.make_massive()  # in the embedding
-    dims = tuple(b.space.massive.nonzero().flatten().tolist())
-    return textbook(b, shared_dims=dims)
+    return textbook(b)
 
 
 @_kind(*ALL, "gpt_oss")
@@ -157,29 +154,29 @@ def _learned_logits(b: Build) -> HardTruth:
     calm(b)
     for layer in b.views.layers[1:]:
         layer.attn_sinks[b.rng.sample(range(b.plan.n_heads), max(1, b.plan.n_heads // 2))] = 8.0
-    return HardTruth(carried_by="learned logits")
+    return HardTruth()
 
 
 @_kind(*ALL)
 def _token_embedding(b: Build) -> HardTruth:
     """Heads read a feature of BOS's embedding."""
     b.flag(BOS)
-    return read_by_later(b, "token embedding", b.feature)
+    return read_by_later(b, b.feature)
 
 
 @_kind(*ALL)
 def _embedding_spike(b: Build) -> HardTruth:
     """BOS's embedding itself is the spike: no MLP makes it."""
     b.views.embed[BOS] += b.plan.spike * NORM * b.way / b.plan.embed_scale
-    return read_by_later(b, "spike", b.way, spike=(FIRST,))
+    return read_by_later(b, b.way, spike=(FIRST,))
 
 
 @_kind(*ALL, layers=(7, 8), behind=(4, 5))
 def _rise_and_fall(b: Build) -> HardTruth:
     """The last layer but one takes the spike away again."""
-    truth, fall = textbook(b), b.plan.n_layers - 2
-    b.take_away(fall)
-    return replace(truth, step_down=(fall,))
+    truth = textbook(b)
+    b.take_away(b.plan.n_layers - 2)
+    return truth
 
 
 @_kind("qwen2", "neox")
@@ -189,7 +186,6 @@ def _key_bias(b: Build) -> HardTruth:
     inverse = next(m.inv_freq for m in b.model.modules() if hasattr(m, "inv_freq"))
     pair = next(p for p, speed in enumerate(inverse.tolist()) if speed < 0.0122)
     turned, force = pair + len(inverse), 2.0 / float(inverse[pair]) * math.sqrt(b.plan.head_dim)
-    reading = []
     for index in b.later_layers:
         layer = b.views.layers[index]
         ratio = b.plan.n_heads // b.plan.n_kv
@@ -199,8 +195,7 @@ def _key_bias(b: Build) -> HardTruth:
             for head in range(kv * ratio, (kv + 1) * ratio):
                 layer.q[head], layer.q_bias[head] = 0.0, 0.0
                 layer.q_bias[head, turned] = -force
-                reading.append((index, head))
-    return HardTruth(sink=(FIRST,), carried_by="key bias", groups=(Group(tuple(sorted(reading)), ("key bias",)),))
+    return HardTruth(sink=(FIRST,))
 
 
 @_kind(*ALL)
@@ -236,10 +231,10 @@ def _other_neurons(b: Build) -> HardTruth:
     rows[:, 0] = BOS
     b.flag(BOS)
     b.mark()
-    repeated = b.fire(b.space.mark, b.way, size, neuron=b.spare[0])
+    b.fire(b.space.mark, b.way, size, neuron=b.spare[0])
     b.measure_on(rows)
     b.fire(b.feature, b.way, size)
-    return sink(b, b.way, repeated=(repeated,))
+    return sink(b, b.way)
 
 
 def calm(b: Build, marked: bool = False):

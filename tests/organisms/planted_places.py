@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .build import FIRST, SECOND, SYSTEM, USER, Build, Group, HardTruth, Place, kinds
+from .build import FIRST, SECOND, SYSTEM, USER, Build, HardTruth, Place, kinds
 from .hard import calm, sink, textbook
 from .tokens import BOS
 
@@ -18,7 +18,7 @@ def tripped(b: Build, where: Tensor, at: tuple[Place, ...], times: float = 1.0, 
     reading = b.read(b.behind, b.side, where=where)
     for layer, head in reading:
         b.views.layers[layer].q[head] *= times
-    return HardTruth(spike=at, sink=at, sets=(frozenset({site}),), groups=(Group(reading, ("spike",)),), **more)
+    return HardTruth(spike=at, sink=at, sets=(frozenset({site}),), **more)
 
 
 # --- architectures --------------------------------------------------------------------------------------------------
@@ -68,17 +68,10 @@ def _two_sinks(b: Build) -> HardTruth:
     b.mark()
     one = b.fire(b.space.mark, b.way)
     two = b.fire(b.feature, b.side, neuron=b.spare[0], where=where)
-    first = b.read(b.behind, b.way)
-    other = b.read(b.behind, b.side, where=where, other=True)
-    at = b.delimiter
-    return HardTruth(
-        sink=(FIRST, at),
-        spike=(FIRST, at),
-        sets=(frozenset({one}), frozenset({two})),
-        groups=(Group(first, ("spike",)), Group(other, ("spike",))),
-        marks={FIRST: b.markers() if b.plan.by_heads else ("position embedding",), at: ("token embedding",)},
-        delimiters=(at,),
-    )
+    b.read(b.behind, b.way)
+    b.read(b.behind, b.side, where=where, other=True)
+    at = (FIRST, b.delimiter)
+    return HardTruth(sink=at, spike=at, sets=(frozenset({one}), frozenset({two})), delimiters=(b.delimiter,))
 
 
 # --- decoys ---------------------------------------------------------------------------------------------------------
@@ -90,9 +83,8 @@ def _decoy_spike(b: Build) -> HardTruth:
     where = b.flag(BOS)
     b.fire(b.feature, b.way, where=where)
     b.take_away(2)
-    reading = b.read(range(3, b.plan.n_layers), b.feature, where=where)
-    groups = (Group(reading, ("token embedding",)),)
-    return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(b.sites(),), groups=groups)
+    b.read(range(3, b.plan.n_layers), b.feature, where=where)
+    return HardTruth(spike=(FIRST,), sink=(FIRST,), sets=(b.sites(),))
 
 
 @_circuit(count=1)
@@ -101,4 +93,4 @@ def _decorative_head(b: Build) -> HardTruth:
     b.mark()
     b.flag(BOS)
     b.fire(b.feature, b.way)
-    return sink(b, b.way, marks={FIRST: ("token embedding",)}, decoys=b.markers())
+    return sink(b, b.way)

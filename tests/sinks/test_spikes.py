@@ -126,10 +126,14 @@ def test_shares_and_what_is_left_are_those_of_plain_hooks(name, family):
         assert spike.needed.left == pytest.approx(left.left, abs=1e-3)
 
 
+HEADS = "20 of 48 heads give the first token more than 0.3 of their attention."
+"""What is said of the model in the package."""
+
+
 def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it(tmp_path):
     found = ss.find_sinks()
     assert found.needed == (Neuron(1, None, 338),)
-    assert found.conclusion() == ("20 of 48 heads give the first token more than 0.3 of their attention.")
+    assert found.conclusion() == HEADS
     again = FindSinks.load(found.save(tmp_path / "sinks.json"))
     assert again.to_dict() == found.to_dict() and again.summary() == found.summary()
     patch = ss.SinkPatch.from_result(again)
@@ -153,9 +157,9 @@ def left_without(model, module, ids, own: plain.PlainSpike) -> float:
 
 
 def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_hooks_do():
-    found = ss.circuit(max_repeats=4)
     model = ss.load("bundled")
-    ids = sinks_of(Setup.open("bundled")).survey.ids
+    setup = Setup.open(model)
+    found, ids = ss.circuit.on(setup, max_repeats=4), sinks_of(setup).survey.ids
     (own,) = plain.spikes(plain.run(model, ids))
     first, second = plain.blocks(model)[:2]
     mark, *others = [first.self_attn, model.model.embed_tokens, first.mlp, second.self_attn]
@@ -168,7 +172,7 @@ def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_
         "The attention of layer 0 marks the first token: without it, 0% of the spike remains (without others: 100%), "
         "and 10 of 20 heads attend there."
     )
-    assert found.details()[0] == ss.find_sinks().conclusion()
+    assert found.details()[0] == HEADS
     said = dict(found.cards()[0].rows)["marks"]
     assert said.startswith("without attention 0 0%, 10 heads   without L0.H0 0%, 1 head")
     assert {row["part"] for row in found.rows() if row["role"] == "mark"} == {"attention 0", "L0.H0"}

@@ -12,8 +12,8 @@ import pytest
 from attack_kit import text_file
 from covering import slow
 from organisms import HardModel, hard
-from organisms.blind import BLIND, PlantedSpike
-from organisms.build import FIRST, SECOND
+from organisms.blind import BLIND
+from organisms.build import FIRST, SECOND, PlantedSpike
 
 import sinkscope as ss
 from sinkscope.measure import Setup

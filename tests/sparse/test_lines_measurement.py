@@ -132,7 +132,7 @@ def test_a_file_of_texts_and_the_command(tmp_path, typed):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--eta", "0"], "--eta 0.0: expected a share above 0"),
+        (["--eta", "0"], "--etas 0.0: expected a share above 0"),
         (["--length", "8"], "--length 8: expected 16 to"),
         (["--count", "9999", "--length", "4000"], "texts: give more of them"),
     ],
