@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.text.forms import EVENTS, UNREADABLE, StreamForm, pieces_of
@@ -35,21 +35,40 @@ def beginning(source: Any, name: str) -> Beginning:
     while True:
         line, is_whole = _line(source)
         text = line.decode("utf-8-sig", "ignore").lstrip()
-        if is_whole and not has_events and not start.strip() and text.startswith(_HEADERS):
+        kind = _kind_of(text) if is_whole else "other"
+        if kind == "headers" and not has_events and not start.strip():
             start = b""
-            while line.strip():
-                line = source.readline()
+            _skip_headers(source, line)
             continue
         start += line
-        if text.startswith("{") and is_whole and not has_events and _is_output(text, name):
-            return Beginning("jsonl", start)
-        if is_whole and _DATA.match(text):
+        if kind == "data":
             return Beginning("sse", start)
-        has_events = has_events or (is_whole and text.startswith(EVENTS))
-        is_blank = is_whole and not text and (has_events or len(start) < MOST_BEFORE)
-        if not line or not (is_blank or (is_whole and text.startswith(EVENTS))):
+        if kind == "json" and not has_events and _is_output(text, name):
+            return Beginning("jsonl", start)
+        has_events = has_events or kind == "event"
+        may_go_on = kind == "event" or (kind == "blank" and (has_events or len(start) < MOST_BEFORE))
+        if not may_go_on:
             is_json = name.lower().removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson"))
             return Beginning("jsonl" if is_json else "text", start)
+
+
+def _kind_of(text: str) -> Literal["headers", "json", "data", "event", "blank", "other"]:
+    """What a whole line may be."""
+    if not text:
+        return "blank"
+    if text.startswith(_HEADERS):
+        return "headers"
+    if text.startswith("{"):
+        return "json"
+    if _DATA.match(text):
+        return "data"
+    return "event" if text.startswith(EVENTS) else "other"
+
+
+def _skip_headers(source: Any, line: bytes) -> None:
+    """Read headers up to the empty line behind them."""
+    while line.strip():
+        line = source.readline()
 
 
 def _is_output(text: str, name: str) -> bool:
