@@ -126,7 +126,7 @@ def _split(text: str) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True)
 class Method:
-    """One way of generating, with its settings: a value that is compared, and of which a text is made last.
+    """One way of generating, with its settings. Methods are compared as values; `str` writes one as a user does.
 
     Attributes:
         name: Name in `method_classes`, or `package.module:name` of a policy class or of a function that makes a cache.

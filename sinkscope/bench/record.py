@@ -72,7 +72,7 @@ class BenchRun(list[BenchRecord]):
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Return what tells prompts from others."""
+    """Return a digest of the prompts, which differs for other prompts."""
     return hashlib.sha256(json_lines(prompts).encode()).hexdigest()[:16]
 
 

@@ -76,7 +76,7 @@ class DRY(LogitsProcessor):
         return scores
 
     def _loss(self, further: int) -> float:
-        """The loss of a token that prolongs a repetition which is so many tokens longer than allowed."""
+        """The loss of a token that prolongs a repetition, which has `further` tokens more than allowed."""
         if math.log(self._multiplier) + further * math.log(self._base) > math.log(LARGEST_LOSS):
             return LARGEST_LOSS
         return self._multiplier * self._base**further

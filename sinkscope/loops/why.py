@@ -61,7 +61,7 @@ class RemovalEffect:
         without: What was taken away: a cause, or, for reference, all of the context.
         goes_on: Share of the continuations that end in the same loop.
         other_loop: Share of them that end in another loop.
-        control: `goes_on` without as many random tokens before the loop, others at each cut. None: there is no
+        control: `goes_on` without as many random tokens before the loop, drawn anew at each cut. None: there is no
             control, or fewer tokens stand before the loop.
         ends: Whether at least half of the loops end, and more than under random changes.
     """

@@ -33,7 +33,7 @@ from sinkscope.models.target import Target
 PromptKind = Literal["needle", "multi-key", "key-value", "tracking", "chain"]
 KINDS: tuple[PromptKind, ...] = ("needle", "multi-key", "key-value", "tracking", "chain")
 WORDINGS: dict[str, tuple[PromptKind, ...]] = {"recall": KINDS, "facts": KINDS[:3]}
-"""Kinds of each wording; `wording_of` says which model has which."""
+"""The kinds that each wording has; `wording_of` gives the wording of a model."""
 LINKED = ("tracking", "chain")
 """Kinds in which several statements lead to the answer."""
 CROWDED = ("key-value", "chain")

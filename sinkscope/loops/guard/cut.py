@@ -59,7 +59,7 @@ def tokens_to_keep(cached: Sequence[int], length: int, bad: range, retention: Re
     """Choose the positions to keep, ascending.
 
     The history is sampled from the positions that the cache still holds. At a second intervention, a sample of all
-    positions would contain few of those that the first one left.
+    positions would contain few that the first one left.
 
     Args:
         cached: Positions in the cache, ascending.
@@ -164,7 +164,7 @@ def cached_positions(layers: list[CacheLayer], row: int) -> list[int]:
 
 
 def evict_rows(layers: list[CacheLayer], kept: dict[int, list[int]]) -> None:
-    """Evict everything else from some rows, in all layers and heads; the others stay."""
+    """Evict from these rows all positions that are not listed, in all layers and heads; other rows stay whole."""
     longest = 1 + max(int(kv.pos.max()) for kv in layers)
     allowed = torch.ones(len(layers[0].pos), longest, dtype=torch.bool)
     for row, positions in kept.items():

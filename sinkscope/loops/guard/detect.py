@@ -17,7 +17,7 @@ from sinkscope.loops.text.monitor import Monitor, Settings
 from sinkscope.loops.text.outputs import split
 
 MARKED_EVERY, MARKS = 256, 12
-"""A row's monitor is kept after so many tokens, the latest few: what is taken back needs no replay of the row."""
+"""The monitor of a row is copied every 256 tokens, and the last 12 copies stay: taking back replays 256 at most."""
 
 
 class WatchedRow:

@@ -186,7 +186,7 @@ class LoopGuard(Intervention):
 
     @property
     def kept_first(self) -> int:
-        """Number of anchors, of which a fraction of a prompt that is not known yet leaves room for all."""
+        """Number of anchors. A budget that is a fraction is not known before the prompt: all 32 are assumed to fit."""
         return self.first_tokens(self.budget if isinstance(self.budget, int) else 4 * ANCHORS)
 
     def to_cut(self, begin: int, length: int, period: int | None) -> tuple[int, int]:
@@ -358,7 +358,7 @@ class GuardRun:
         return GuardedRows(rows, seen, ends, stops)
 
     def _respond(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
-        """Log the alarms of rows, and cut the cache of those that loop unless alarms are only told."""
+        """Log the alarms of rows; unless alarms are only reported, cut the cache of the rows that loop."""
         cuts = self.guard.act in ("cut", "rewind", None)
         if cuts:
             for kv in moment.layers:

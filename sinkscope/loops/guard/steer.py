@@ -57,7 +57,7 @@ class Steering:
 
     Attributes:
         penalty: What the logit of a token loses for each token of a copy.
-        window: Number of last tokens of which every copy counts, and within which an act is soon after another (W).
+        window: Number of last tokens whose copies all count, and within which an act is soon after another (W).
         since: Number of tokens of the row at the first act, without those that were taken back.
         until: Last generated token at which an act is soon after the one before.
         level: Number of acts before the last one, each soon after the one before.

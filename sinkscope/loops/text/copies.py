@@ -27,7 +27,7 @@ CODE = frozenset("{}[]<>=;|\\@~^/+%$&_")
 CODE_SHARE, NUMBER_SHARE = 0.12, 0.3  # of words that are such signs, or numbers, in data
 SHORT_LINE = 8  # words of a line of data that does not end as a sentence does
 _ENDS = frozenset(".!?,;:…'\"”’»)。！？，、；：")
-KIND_TOKENS = 48  # by which it is seen what a short piece is
+KIND_TOKENS = 48  # the kind of a short piece is judged on its last 48 tokens
 WordsOf = Callable[[Sequence[int]], Sequence[str]]
 Cut = Literal["auto", "exact", "all", "none"]
 CopyCount = Annotated[StrictInt | StrictFloat, Field(ge=2)]
@@ -140,7 +140,7 @@ class CopyRule:
         return Step(tail=tail, trigger=is_loop, suspect=not is_loop)
 
     def _size_of_last(self, count: int) -> int:
-        """Number of tokens as which the last ones count; if they are more than matter, some number above that."""
+        """Size of the last tokens; of more than are remembered, some size above all thresholds."""
         return self._size - self._sizes[max(0, len(self._sizes) - 1 - count)]
 
     def _kind_of(self, tail: Tail) -> Kind:
@@ -156,7 +156,7 @@ class CopyRule:
 
 
 def size_of(word: str) -> int:
-    """Return the number of tokens as which a word counts: 1, one for each digit, or one for 6 bytes if it is long."""
+    """Return the size of a word in tokens: one for each digit of a number, one for 6 bytes of a long word, else one."""
     if word.isdigit():
         return len(word)
     return max(1, len(word.encode("utf-8", "replace")) // BYTES)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, deque
 
 SIMILAR, REWORDED = 0.8, 0.55  # shared words of two sentences, as a share of the words of both
-LAST, ECHOES = 12, 11  # of so many sentences, so many resemble earlier ones
-BACK, TIMES = 48, 2  # an echo resembles that many of so many sentences before it
+LAST, ECHOES = 12, 11  # 11 of the last 12 sentences must echo
+BACK, TIMES = 48, 2  # an echo matches at least 2 of the previous 48 sentences
 LEAST_WORDS, SENTENCE_WORDS = 3, 200  # of a sentence
-CHANGING = 0.2  # values of an echo that are others, as a share of what it says; one is always allowed
-GRAM, RECENT_WORDS, RECYCLED = 5, 250, 0.7  # of so many words, that share lies in n-grams that were there twice before
+CHANGING = 0.2  # an echo may change values: this share of its words and values, and always one
+GRAM, RECENT_WORDS, RECYCLED = 5, 250, 0.7  # 70 % of the last 250 words lie in 5-grams that occurred twice before
 _ENDS = ".!?"
 
 
@@ -86,7 +86,7 @@ class Echoes:
         self._seen[gram] += 1
 
     def _similarity(self, words: frozenset[str], values: frozenset[str]) -> float:
-        """What is shared, as a share of what both say, with the second of those that are most similar."""
+        """The Jaccard index of words and values with the second most similar sentence."""
         similar = [0.0] * TIMES
         changes = max(1, CHANGING * (len(words) + len(values)))
         for other_words, other_values in self._earlier:
