@@ -72,7 +72,7 @@ BASES: dict[str, tuple[str, dict[str, str]]] = {
             "temperature": "--temperature 1.5",
         },
     ),
-    "bench table": ("{done}", {"folders": "{run}", "by": "--by turn"}),
+    "bench table": ("{done}", {"folders": "{run}", "by": "--by turn", "beside": "--beside streaming:8"}),
     "barcode": (
         "--max-new-tokens 24",
         {"prompt": "--prompt-file {prompt}", "max_new_tokens": "--max-new-tokens 30", "heads": "--heads L0.H1"},
@@ -150,7 +150,6 @@ SAID = {
     "lines --guard": "changes nothing here",
 }
 """Options that change nothing, and where their help, or that of their command, says so."""
-QUICK = ("loops", "bench table")
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +176,8 @@ def files(tmp_path_factory) -> dict[str, Path]:
         here[name] = folder / f"{name}.json"
         SinkPatch(layer=0, neurons=list(neurons)).save(here[name])
     here["done"] = folder / "done"
-    assert (
-        main(f"bench --task loops:source=text:count=3 --methods full --max-new-tokens 5 --out {here['done']}".split())
-        == 0
-    )
+    words = "bench --task loops:source=text:count=3 --methods full,streaming:8 --max-new-tokens 5 --out".split()
+    assert main([*words, str(here["done"])]) == 0
     return here
 
 
@@ -235,9 +232,8 @@ def test_every_command_has_a_test_of_its_options():
         tried(command)
 
 
-@pytest.mark.parametrize(
-    "command", [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in BASES if one not in QUICK)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", list(BASES))
 def test_every_option_has_an_effect(command, files, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     base, changes = BASES[command]

@@ -84,6 +84,7 @@ def test_an_excerpt_begins_before_the_seam_and_says_where_the_text_ends():
     assert "(the end)" not in excerpt(output(range(300)), 20, Words())
 
 
+@pytest.mark.slow
 def test_outputs_without_an_alarm_need_not_be_made_again(tmp_path):
     """What is taken from the model alone is what the guard would have written; the others are written."""
     setting = {"model": str(ROOT / "sinkscope/models/bundled"), "halves": ["choose"], "count": 2, "new": 100}

@@ -172,7 +172,6 @@ CASES = {
         lambda made: dearer_in_later_turns(made["bundled, turns, 0"]),
         "loopserve_dialogue.json",
         {"BY_TURN": {"LoopServe, all": "loopserve-d:first=0:900", "random part": "random:window=4:16"}, "TURNS": 3},
-        quick=True,
     ),
     "loopserve.decoding,settings": Case(
         "settings bundled --dialogue-files {out}/q.jsonl {out}/a.jsonl --pieces 0 --length 60 --out {out}",
@@ -184,7 +183,6 @@ CASES = {
         "bundled --lengths 900 --kinds tables --alphas 0.3 1 --positions 20 --out {out}/x.json",
         lambda made: made["bundled, tables, 900, 1"]["0.3"]["kl"] > 0,
         "x.json",
-        quick=True,
     ),
     "gallery": Case("--out {out}/x.md", lambda page: "## [find-sinks](measure/find-sinks.md)" in page, "x.md"),
     "make_shape": Case(

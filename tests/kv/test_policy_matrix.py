@@ -11,7 +11,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from covering import every_nth
+from covering import each_other, every_nth
 from kv_kit import FAMILIES, WINDOWED, Drawn, Ragged, Stepped, attends_by, prompts
 from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
@@ -113,8 +113,9 @@ def scores_under(name: str, attention: str, padded: bool) -> torch.Tensor:
         return torch.stack(model.generate(ids, do_sample=False, **ask).scores)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+@pytest.mark.parametrize(
+    ("name", "attention"), each_other([*NAMES, *OTHERS], ATTENTIONS, 3, always=["drawn", "a-shape"])
+)
 def test_under_each_attention_of_transformers(name, attention):
     """Each takes a mask of its own form: additive, of padding alone, a function of blocks."""
     padded = ([*NAMES, *OTHERS].index(name) + ATTENTIONS.index(attention)) % 2 == 0  # each is met with and without

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import every_nth
+from covering import each_other, every_nth
 from organisms.decoders import decoder
 from organisms.site_check import check_sites
-from organisms.tiny import tiny_model
+from organisms.tiny import MODEL_TYPES, tiny_model
 from versions import OLD_TRANSFORMERS
 
 import sinkscope as ss
@@ -55,48 +55,38 @@ def _refused(model, **fields) -> set[str]:
 RESIDUAL = {"hook_attn_out", "hook_resid_mid"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("model_type", "fields", "refused"),
-    [
-        ("llama", {}, set()),
-        ("llama", {"mid": "self_attn", "attn_out": "input_layernorm"}, RESIDUAL | {"attn.hook_z"}),
-        ("llama", {"attn_factor": 0.5}, RESIDUAL),
-        ("llama", {"write_factor": 0.5}, {"hook_mlp_out"}),
-        ("llama", {"mid": "mlp.down_proj"}, RESIDUAL),
-        ("llama", {"mid": None}, set()),  # the parts are taken for parallel, and their sum is still right
-        ("llama", {"q": "self_attn.k_proj"}, {"attn.hook_q"}),
-        ("qwen3", {"q": "self_attn.o_proj"}, {"attn.hook_q"}),
-        ("llama", {"k": "self_attn.v_proj", "v": "self_attn.k_proj"}, {"attn.hook_k", "attn.hook_v"}),
-        ("gpt_neox", {"qkv_layout": "beside"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v"}),
-        ("gemma2", {"attn_out": None}, RESIDUAL),
-        ("gemma2", {"post_mlp_norm": None}, {"hook_mlp_out"}),
-        ("llama", {"o": "mlp.gate_proj"}, {"attn.hook_z"}),
-        ("falcon", {"o": "mlp.dense_h_to_4h"}, {"attn.hook_v", "attn.hook_z"}),
-    ],
-)
-def test_a_wrong_place_is_not_offered(model_type, fields, refused, dtype):
-    model = tiny_model(model_type)[0]
-    found = _refused(model.to(dtype), **fields)
-    assert found == refused
+WRONG = [  # what a row says of a type, and what is then not offered
+    ("llama", {}, set()),
+    ("llama", {"mid": "self_attn", "attn_out": "input_layernorm"}, RESIDUAL | {"attn.hook_z"}),
+    ("llama", {"attn_factor": 0.5}, RESIDUAL),
+    ("llama", {"write_factor": 0.5}, {"hook_mlp_out"}),
+    ("llama", {"mid": "mlp.down_proj"}, RESIDUAL),
+    ("llama", {"mid": None}, set()),  # the parts are taken for parallel, and their sum is still right
+    ("llama", {"q": "self_attn.k_proj"}, {"attn.hook_q"}),
+    ("qwen3", {"q": "self_attn.o_proj"}, {"attn.hook_q"}),
+    ("llama", {"k": "self_attn.v_proj", "v": "self_attn.k_proj"}, {"attn.hook_k", "attn.hook_v"}),
+    ("gpt_neox", {"qkv_layout": "beside"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v"}),
+    ("gemma2", {"attn_out": None}, RESIDUAL),
+    ("gemma2", {"post_mlp_norm": None}, {"hook_mlp_out"}),
+    ("llama", {"o": "mlp.gate_proj"}, {"attn.hook_z"}),
+    ("falcon", {"o": "mlp.dense_h_to_4h"}, {"attn.hook_v", "attn.hook_z"}),
+    ("gptj", {}, set()),
+    ("gptj", {"q": "attn.k_proj"}, {"attn.hook_q"}),
+    ("gptj", {"k": "attn.q_proj"}, {"attn.hook_k"}),
+    ("gptj", {"v": "attn.k_proj"}, {"attn.hook_v", "attn.hook_z"}),
+    ("gptj", {"k": "attn.v_proj", "v": "attn.k_proj"}, {"attn.hook_k", "attn.hook_v", "attn.hook_z"}),
+    ("bloom", {"qkv_layout": "beside"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"}),
+    ("mpt", {"qkv_layout": "by head"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"}),
+    ("gptj", {"o": "mlp.fc_in"}, {"attn.hook_v", "attn.hook_z"}),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("model_type", "fields", "refused"),
-    [
-        ("gptj", {}, set()),
-        ("gptj", {"q": "attn.k_proj"}, {"attn.hook_q"}),
-        ("gptj", {"k": "attn.q_proj"}, {"attn.hook_k"}),
-        ("gptj", {"v": "attn.k_proj"}, {"attn.hook_v", "attn.hook_z"}),
-        ("gptj", {"k": "attn.v_proj", "v": "attn.k_proj"}, {"attn.hook_k", "attn.hook_v", "attn.hook_z"}),
-        ("bloom", {"qkv_layout": "beside"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"}),
-        ("mpt", {"qkv_layout": "by head"}, {"attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z"}),
-        ("gptj", {"o": "mlp.fc_in"}, {"attn.hook_v", "attn.hook_z"}),
-    ],
-)
-def test_a_wrong_place_is_not_offered_where_attention_is_inside_modules(model_type, fields, refused, dtype):
-    assert _refused(decoder(model_type).to(dtype), **fields) == refused
+@pytest.mark.parametrize(("case", "dtype"), each_other(WRONG, DTYPES, 3))
+def test_a_wrong_place_is_not_offered(case, dtype):
+    model_type, fields, refused = case
+    model = tiny_model(model_type)[0] if model_type in MODEL_TYPES else decoder(model_type)
+    assert _refused(model.to(dtype), **fields) == refused
 
 
 def test_what_is_not_proved_is_refused_in_one_line():
