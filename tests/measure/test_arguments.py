@@ -99,7 +99,7 @@ NEEDED = {
 def test_every_field_of_a_policy_or_intervention_refuses_wrong_values(name):
     made = CLASSES[name]
     tried = 0
-    for field, one in inspect.signature(made).parameters.items():
+    for field, one in list(inspect.signature(made.__init__).parameters.items())[1:]:
         values: list[Any] = [Stranger(), math.nan]
         if "bool" in str(one.annotation):
             values += [1, "yes"]

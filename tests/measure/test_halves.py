@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from attack_kit import setup_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from organisms import organism
 
@@ -50,7 +50,6 @@ class Pieces:
     chosen=st.integers(1, 120),
     reported=st.tuples(st.integers(2, 500), st.integers(8, 64)),
 )
-@settings(max_examples=60, deadline=None)
 def test_no_text_is_both_chosen_and_reported_on(sizes, length, words, chosen, reported):
     text = "".join(" " if words and at % words == 1 else chr(FIRST + at) for at in range(length))
     halves = halves_of(text)

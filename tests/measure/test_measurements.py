@@ -219,6 +219,7 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
         other_commands()
 
 
+@pytest.mark.slow
 def test_the_example_in_the_help_runs():
     lines = [line.partition(">>> ")[2] for line in (ss.lines.__doc__ or "").splitlines() if ">>> " in line]
     names = {}
