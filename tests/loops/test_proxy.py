@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import json
 import os
@@ -12,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -24,10 +22,10 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_texts import prose
+from served import served
 from server_streams import SERVERS, events
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -95,27 +93,11 @@ class Upstream:
         return Starlette(routes=[Route("/{path:path}", self.answer, methods=methods)])
 
 
-@contextlib.contextmanager
-def _served(app: Any) -> Iterator[str]:
-    """The address of an application that runs in a thread."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(256)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = server.force_exit = True
-            thread.join()
-
-
 @pytest.fixture(scope="module")
 def plain() -> Iterator[SimpleNamespace]:
     """A proxy before a fake server; its log, its address and that of the server."""
     upstream, log = Upstream(), list[str]()
-    with _served(upstream.app()) as direct, _served(application(direct, MonitorSettings(), log.append)) as address:
+    with served(upstream.app()) as direct, served(application(direct, MonitorSettings(), log.append)) as address:
         yield SimpleNamespace(address=address, direct=direct, upstream=upstream, lines=log)
 
 
@@ -224,7 +206,7 @@ def test_a_server_that_is_not_there_is_an_error_in_json():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         upstream = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        with _served(application(upstream, MonitorSettings(), print)) as address:
+        with served(application(upstream, MonitorSettings(), print)) as address:
             answer = httpx.post(f"{address}/v1/chat/completions", json={}, trust_env=False)
             assert httpx.get(f"{address}/health", trust_env=False).status_code == 503
     assert answer.status_code == 502 and "does not answer" in answer.json()["error"]["message"]
@@ -344,7 +326,7 @@ def test_what_may_be_honest_is_passed_on_and_logged(plain):
 
 @pytest.mark.parametrize("path", ["/v1/models/org%2Fmodel", "/v1/models/a%20b%3Fc", "/v1/m%C3%BC/%E6%88%91", "/x//y/"])
 def test_a_path_is_passed_on_as_it_was_sent(path, plain):
-    with _served(echo) as direct, _served(application(f"{direct}/base/", MonitorSettings(), print)) as address:
+    with served(echo) as direct, served(application(f"{direct}/base/", MonitorSettings(), print)) as address:
         assert raw_get(address, f"{path}?a=%2F&b") == f"/base{path}?a=%2F&b"
 
 
@@ -394,8 +376,8 @@ def test_counts_by_model_and_a_line_of_json_for_each_alarm():
     told = list[dict[str, Any]]()
     logged = list[str]()
     code = "".join(f' {{"id": {number}, "name": "item", "done": false}},\n' for number in range(60))
-    with _served(Upstream().app()) as direct:
-        with _served(application(direct, MonitorSettings(), logged.append, told=told.append)) as address:
+    with served(Upstream().app()) as direct:
+        with served(application(direct, MonitorSettings(), logged.append, told=told.append)) as address:
             here = SimpleNamespace(address=address)
             assert counted(address) == {}
             data = ask(here, "openai-chat", LOOPING, model="asked", max_tokens=500)
@@ -433,7 +415,7 @@ def test_health_is_that_of_the_server(says, status):
     async def upstream(scope: Any, receive: Any, send: Any) -> None:
         await JSONResponse({}, says)(scope, receive, send)
 
-    with _served(upstream) as direct, _served(application(direct, MonitorSettings(), print)) as address:
+    with served(upstream) as direct, served(application(direct, MonitorSettings(), print)) as address:
         assert httpx.get(f"{address}/health", trust_env=False).status_code == status
 
 
@@ -478,7 +460,7 @@ def with_what_they_need(names: list[str]) -> set[str]:
 def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():
     upstream = Upstream()
 
-    with _served(upstream.app()) as direct:
+    with served(upstream.app()) as direct:
         words = [sys.executable, "-X", "importtime", "-m", "sinkscope", "loops", "--proxy", direct, "--port", "0"]
         pipe = subprocess.PIPE
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}

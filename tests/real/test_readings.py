@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from covering import slow
 from repository import FIGURES
 
 from experiments.real import readings
 from experiments.record import earlier
 
+QUICK = ("spike", "attention", "mark")
 SLOW = ("ablation", "patch", "repetition_attention")
 RECORDED = earlier(FIGURES / "real_readings.json")
 
@@ -26,15 +28,11 @@ def same(made, recorded):
         assert made == pytest.approx(recorded, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "part",
-    ["spike", "attention", "mark", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)],
-)
-def test_what_is_recorded_of_smollm2_is_read_again(smollm2, part):
-    same(readings.PARTS[part](smollm2.model, RECORDED["smollm2"]), RECORDED["smollm2"][part])
+CASES = [("smollm2", part) for part in QUICK]
+CASES += [slow("smollm2", part) for part in SLOW] + [slow("gemma3", part) for part in QUICK]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["spike", "attention", "mark"])
-def test_what_is_recorded_of_gemma_is_read_again(gemma3, part):
-    same(readings.PARTS[part](gemma3.model, RECORDED["gemma3"]), RECORDED["gemma3"][part])
+@pytest.mark.parametrize(("name", "part"), CASES)
+def test_what_is_recorded_is_read_again(name, part, request):
+    model = request.getfixturevalue(name).model
+    same(readings.PARTS[part](model, RECORDED[name]), RECORDED[name][part])

@@ -13,7 +13,6 @@ import re
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+from served import served
 
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.servers.proxy import application
@@ -116,22 +115,6 @@ def wait_for(server: Server) -> None:
                 return
         time.sleep(0.5)
     raise AssertionError("the server did not begin")
-
-
-@contextlib.contextmanager
-def served(app: Any) -> Iterator[str]:
-    """The address of an application that runs in a thread."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        runner = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-        thread = threading.Thread(target=runner.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            runner.should_exit = runner.force_exit = True
-            thread.join()
 
 
 @pytest.mark.parametrize("prompt", HEALTHY)

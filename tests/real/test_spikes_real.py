@@ -134,14 +134,6 @@ def test_what_is_said_of_smollm2(of_smollm2):
 
 
 @pytest.mark.slow
-def test_what_is_said_of_gemma3(of_gemma3):
-    relay, *_, elsewhere = of_gemma3.cards()
-    said = dict(relay.rows)
-    assert relay.title == "Spike at the first token, layers 3-16" and said["needed"].startswith("L3.N1414 (1 of ")
-    assert "others" in said["writers"] and dict(elsewhere.rows)["without <bos>"].startswith("0 heads")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["code", "table", "license"])
 def test_smollm2_needs_the_same_neurons_on_other_texts_and_seeds(smollm2, kind, tmp_path):
     texts = {
