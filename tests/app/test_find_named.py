@@ -28,6 +28,8 @@ def test_find_sinks_streams_a_folder_that_does_not_fit(tmp_path, monkeypatch):
     assert max(target.store.reads.values()) <= 20
     for found in (whole, streamed):
         assert found.needed == memory.needed and found.conclusion() == memory.conclusion()
+        spike, own = found.spikes[0], memory.spikes[0]
+        assert (spike.layers, spike.without_writers.heads) == (own.layers, own.without_writers.heads)
         assert found.first_token_norm == pytest.approx(memory.first_token_norm, rel=1e-4)
     assert whole.spikes[0].without_writers.perplexity == pytest.approx(
         memory.spikes[0].without_writers.perplexity, rel=1e-4

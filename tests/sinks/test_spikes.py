@@ -176,17 +176,3 @@ def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_
     said = dict(found.cards()[0].rows)["marks"]
     assert said.startswith("without attention 0 0%, 10 heads   without L0.H0 0%, 1 head")
     assert {row["part"] for row in found.rows() if row["role"] == "mark"} == {"attention 0", "L0.H0"}
-
-
-def test_a_streamed_model_gives_what_the_same_model_gives_in_memory(tmp_path):
-    from sinkscope.opening.open import open_stream
-
-    h = hard("plain", "llama")
-    h.model.save_pretrained(tmp_path / "m")
-    h.tokenizer.save_pretrained(tmp_path / "m")
-    text = options(h, tmp_path)
-    whole = find_sinks(h.model, max_repeats=8, **text)
-    streamed = find_sinks(open_stream(tmp_path / "m"), max_repeats=8, text=text["text"])
-    assert streamed.needed == whole.needed and streamed.spikes[0].layers == whole.spikes[0].layers
-    assert streamed.spikes[0].without_writers.heads == whole.spikes[0].without_writers.heads
-    assert streamed.spikes[0].without_writers.perplexity is None  # it is read without its unembedding

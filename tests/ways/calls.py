@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -158,27 +158,15 @@ def _diverted(use: Use, cache: Any) -> None:
     other.run(use.prompt, use.prompt + 1, cache)
 
 
-def copied(use: Use) -> Tensor:
-    """It goes on with a copy, and the first one with something else."""
-    first = use.cache()
+def copied(use: Use, goes_on: int = 1) -> Tensor:
+    """It goes on with a copy (or with the first one: 0), and the other with something else."""
+    caches = [use.cache()]
     with use.inside():
-        found = [use.run(0, use.prompt, first)]
-        second = copy.deepcopy(first)
-        _diverted(use, first)
+        found = [use.run(0, use.prompt, caches[0])]
+        caches.append(copy.deepcopy(caches[0]))
+        _diverted(use, caches[1 - goes_on])
         for start in range(use.prompt, use.length):
-            found.append(use.run(start, start + 1, second))
-    return torch.cat(found, 1)
-
-
-def copied_from(use: Use) -> Tensor:
-    """It goes on with the first one, and its copy with something else."""
-    first = use.cache()
-    with use.inside():
-        found = [use.run(0, use.prompt, first)]
-        second = copy.deepcopy(first)
-        _diverted(use, second)
-        for start in range(use.prompt, use.length):
-            found.append(use.run(start, start + 1, first))
+            found.append(use.run(start, start + 1, caches[goes_on]))
     return torch.cat(found, 1)
 
 
@@ -549,7 +537,7 @@ WAYS = {
     "chunks": Way(chunks, None, _long),
     "outside": Way(outside, None, lambda draw: draw["edit"] in ("full", "guard")),
     "copied": Way(copied, "steps", _long),
-    "copied from": Way(copied_from, "steps", _long),
+    "copied from": Way(partial(copied, goes_on=0), "steps", _long),
     "reordered": Way(reordered, "steps", _rows_move),
     "selected": Way(selected, "steps", _rows_move),
     "repeated": Way(repeated, "steps", _long),
