@@ -59,8 +59,8 @@ def circuit() -> Any:
 @click.option(
     "--spike",
     type=int,
-    help="Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token "
-    "that need neurons.",
+    help="Number of the spike in `find_sinks`. By default, among the spikes of the first token that need neurons, "
+    "the one that most heads read.",
 )
 def heads() -> Any:
     """Find the heads that mark the first token.
@@ -76,8 +76,8 @@ def heads() -> Any:
 @click.option(
     "--spike",
     type=int,
-    help="Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token "
-    "that need neurons.",
+    help="Number of the spike in `find_sinks`. By default, among the spikes of the first token that need neurons, "
+    "the one that most heads read.",
 )
 @click.option(
     "--max-repeats", type=int, help="Largest number of repetitions. By default 1,024, or what the context holds."
@@ -169,7 +169,7 @@ def repeat() -> Any:
 
     One causal pass per token contains every number of repetitions. A sequence is BOS, the prefix and the repetitions;
     without BOS and prefix, a word of the text that is not repeated stands first (Yona et al. 2025, Fig. 1, 2, 6
-    and section 5). What a patch changes of it, `patch make` and `patch eval` say.
+    and section 5). `patch make` and `patch eval` say what a patch changes.
     """
     return ss.repeat
 
@@ -189,8 +189,8 @@ def repeat() -> Any:
 @click.option(
     "--spike",
     type=int,
-    help="Number of the spike in `find_sinks`. By default that which most heads read, of those at the first token "
-    "that need neurons.",
+    help="Number of the spike in `find_sinks`. By default, among the spikes of the first token that need neurons, "
+    "the one that most heads read.",
 )
 @click.option("--length", type=int, default=8, help="Tokens per sequence.")
 @click.option("--sequences", type=int, default=32, help="Sequences of each kind; 0 finds the clusters only.")
