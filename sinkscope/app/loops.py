@@ -126,7 +126,7 @@ def _check(files: Sequence[str], watch: Watch, form: StreamForm, field: str | No
     """Check files: a loop is said at once, and the table follows at the end."""
     started, every = time.perf_counter(), _listed(files)
     for name, file in every.items():
-        label = f"{name} " if len(every) > 1 else ""
+        label, skipped = f"{name} " if len(every) > 1 else "", watch.skipped
         try:
             with closing(_open_bytes(file)) as source:
                 for alarm in watch.read(source, form=form, name=name, field=field, label=label):
@@ -135,7 +135,8 @@ def _check(files: Sequence[str], watch: Watch, form: StreamForm, field: str | No
         except SinkscopeError as error:
             if len(every) == 1:
                 raise
-            watch.skip(str(error))
+            if watch.skipped == skipped:  # else its lines are counted
+                watch.skip(str(error))
     if not watch.checked:
         raise SinkscopeError(f"nothing could be read: {watch.problems[0]}")
     name = next(iter(every)) if len(every) == 1 else count_of(len(every), "file")

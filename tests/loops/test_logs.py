@@ -112,3 +112,11 @@ def test_fail_on_suspicious(tmp_path, typed):
         typed(["loops", path, "--fail-on", "suspicious", *more], 3)
     (tmp_path / "x.txt").write_text(FINE)
     typed(["loops", path, "--fail-on", "suspicious"])
+
+
+def test_a_broken_line_of_one_file_of_several_is_counted_once(tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "healthy.jsonl").write_text('{"text": "A bird sang in the tree and flew home."}\n')
+    (tmp_path / "broken.jsonl").write_text("{broken\n")
+    out = typed("loops healthy.jsonl broken.jsonl", 1).out
+    assert "Skipped 1: broken.jsonl line 1" in out and "Of 1 output in 2 files, 1 is clean." in out

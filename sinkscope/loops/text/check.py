@@ -78,7 +78,7 @@ class LoopCheck(Result):
             count = verdicts.count(verdict)
             if count:
                 parts.append(f"{count} {word_form(count, one, several)}")
-        if len(self.records) == 1:
+        if len(self.records) == 1 and not self.skipped:
             return f"{self.model.name} {parts[0].removeprefix('1 ')}{self.records[0].repetition()}."
         return f"Of {count_of(len(self.records), 'output')} in {self.model.name}, {word_list(parts)}."
 
