@@ -228,7 +228,9 @@ class Result(Envelope):
         lines: list[str] = []
         for name, sentence in self._meaning().items():
             lines.append(fill(f"{name}: {sentence}", width or WIDEST, subsequent_indent="  "))
-        return ["\n".join([*lines, f"More: {self.link()}"])]
+        if self.page or type(self).__module__.startswith("sinkscope."):  # a result of another package has no page here
+            lines.append(f"More: {self.link()}")
+        return ["\n".join(lines)]
 
     def _meaning(self) -> dict[str, str]:
         names = [name for grid in self.grids() for name in grid.columns]
