@@ -57,7 +57,7 @@ def test_no_text_is_both_chosen_and_reported_on(sizes, length, words, chosen, re
     setup = setup_of(organism("llama", 0))
     setup = replace(setup, target=replace(setup.target, tokenizer=Pieces(sizes)), text=text, bos=None)
     read = mock.Mock(side_effect=lambda _target, ids: ids)
-    with mock.patch.object(survey, "read_survey", read):
+    with mock.patch.multiple(survey, read_survey=read, SURVEYED=chosen):
         try:
             first = survey.survey_of(setup, None, chosen)
             second = held_out(setup, *reported)

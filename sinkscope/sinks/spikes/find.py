@@ -129,6 +129,7 @@ def fields_of(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit: i
         limit: Largest number of copies.
     """
     target, survey, spikes = setup.target, sinks.survey, list[Spike]()
+    setup.record(texts=len(survey.ids))
     words = pick_tokens(setup, tokens)
     copies = copies_of(target, sinks.at_first, words, prefix_of(setup, words), limit, setup.progress)
     of_first = iter(copies)

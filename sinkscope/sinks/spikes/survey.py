@@ -142,13 +142,12 @@ def ratios_of(states: Float[Tensor, "site text pos d"]) -> Float[Tensor, "site t
     return norms / typical[:, None, None]
 
 
-def survey_of(setup: Setup, bos: int | None, count: int | None = None) -> Survey:
-    """Read typical text once.
+def survey_of(setup: Setup, bos: int | None) -> Survey:
+    """Read twelve pieces of typical text once; of a large model fewer.
 
     Args:
         setup: The model and its text.
         bos: The token that texts begin with. None: none.
-        count: Number of texts. None: 12. Of a large model fewer are read.
 
     Raises:
         SinkscopeError: A state is not finite.
@@ -156,7 +155,7 @@ def survey_of(setup: Setup, bos: int | None, count: int | None = None) -> Survey
     target = setup.target
     length = min(PIECE, target.max_positions or PIECE)
     kept = KEPT_ELEMENTS // (target.n_layers * length * target.d_model)
-    texts = max(min(count or SURVEYED, kept), FEWEST)
+    texts = max(min(SURVEYED, kept), FEWEST)
     ids = text_rows(setup.tokenizer, setup.halves.choose, texts, length, bos)
     survey = read_survey(target, ids)
     setup.progress("survey", len(ids), len(ids))
