@@ -236,7 +236,7 @@ def _page(card: SinkCard, outcomes: Outcomes) -> str:
         if isinstance(outcome, Result):
             section = replace(outcome.section(), heading=text(part.command))
             if part.name != "find_sinks":
-                section = folded(section, card_part(part, outcome).conclusion)
+                section = folded(section, section.conclusion)
             sections.append(section)
     return document(f"Sink card of {card.model.name}", sections, kind=card.kind, first=card.first_screen())
 
@@ -295,7 +295,7 @@ def weight_bytes(target: Target, dtype: torch.dtype | str | None = None) -> int:
 
 @checks_arguments
 def demo(*, progress: Any = None) -> SinkCard:
-    """Take a two-minute tour: scan the bundled model, and write one page of what each command finds.
+    """Take a tour: scan the bundled model, and write one page of what each command finds.
 
     The page is sinkscope-demo/card.html.
 

@@ -200,10 +200,10 @@ def read_method(text: str, budget: Budget | None = None) -> Method:
     paper = PAPER in parts and hasattr(cls, PAPER)
     if paper:
         parts.remove(PAPER)
-    types = setting_types(cls)
-    if not _is_intervention(cls):
-        takes = parameters(cls).keys() & {"budget", "share"}
-        types = {"budget": Budget} if takes else {}
+    if _is_intervention(cls):
+        types = setting_types(cls)
+    else:
+        types = {"budget": Budget} if parameters(cls).keys() & {"budget", "share"} else {}
     _, fixed = NAMED_VARIANTS.get(name, (cls, {}))
     takes_budget = "budget" in types and fixed.get("decode", True)
     options = read_settings(parts, types, f"method {text!r}", "budget")

@@ -133,8 +133,7 @@ def command(
     def wrap(function: Callable[[], Any]) -> Command:
         about = {"words": words, "section": section, "examples": examples, **settings}
         made = click.command(words.split()[-1], cls=Command, **about)(function)
-        own = [one.name for one in made.params]
-        made.params += [one for one in shared if one.name not in own]
+        made.params = with_shared(made.params, shared)
         if made.kinds:
             made.params += OUTPUTS
         return made
@@ -151,9 +150,19 @@ def measures(words: str, section: str, *examples: str, edits: bool = False) -> C
         examples: Lines to type.
         edits: Whether it can run under a patch, a policy or a guard.
     """
-    shared = [*MODEL, *SETUP, *(EDITS if edits else [])]
     kinds = [words.replace(" ", "-")]
-    return command(words, section, *examples, shared=shared, kinds=kinds, processes=True)
+    return command(words, section, *examples, shared=of_measurements(edits), kinds=kinds, processes=True)
+
+
+def of_measurements(edits: bool) -> list[click.Parameter]:
+    """Return the options that all measurements have; with `edits`, also those of a patch, a policy and a guard."""
+    return [*MODEL, *SETUP, *(EDITS if edits else [])]
+
+
+def with_shared(own: Sequence[click.Parameter], shared: Sequence[click.Parameter]) -> list[click.Parameter]:
+    """Return a command's own options and the shared ones; an own option takes the place of a shared one of its name."""
+    names = [one.name for one in own]
+    return [*own, *(one for one in shared if one.name not in names)]
 
 
 def renamed(name: str) -> str:

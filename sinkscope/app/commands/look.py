@@ -42,7 +42,7 @@ def scan() -> Any:
 
 @command("demo", LOOK, "sinkscope demo", kinds=["sink-card"])
 def demo() -> Any:
-    """Take a two-minute tour of the bundled model.
+    """Take a tour of the bundled model.
 
     The page is sinkscope-demo/card.html.
     """

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 
 from sinkscope.app.commands import COMMANDS
-from sinkscope.app.commands.command import Command
-from sinkscope.app.commands.options import EDITS, MODEL, OUTPUTS, SETUP, Several
+from sinkscope.app.commands.command import Command, of_measurements, with_shared
+from sinkscope.app.commands.options import OUTPUTS, Several
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.kinds import KINDS, other_measurements
 
@@ -49,8 +49,6 @@ def other_command(words: str, point: EntryPoint) -> Command:
         option = option_of(one)
         if option is not None:
             params.append(option)
-    own = [one.name for one in params]
-    shared = [*MODEL, *SETUP, *(EDITS if measurement.edits else [])]
     return Command(
         words,
         words=words,
@@ -61,7 +59,7 @@ def other_command(words: str, point: EntryPoint) -> Command:
         documented=False,
         callback=lambda: measurement,
         help=introduction(inspect.getdoc(measurement) or ""),
-        params=[*params, *(one for one in shared if one.name not in own), *OUTPUTS],
+        params=[*with_shared(params, of_measurements(measurement.edits)), *OUTPUTS],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import click
@@ -11,6 +12,18 @@ from sinkscope.app.commands.command import measures
 from sinkscope.app.commands.options import Several
 
 SINKS, REPETITION = "Sinks", "Repetition"
+
+spike = click.option(
+    "--spike",
+    type=int,
+    help="Number of the spike in `find_sinks`. By default, among the spikes of the first token that need neurons, "
+    "the one that most heads read.",
+)
+patched_repeats = click.option(
+    "--max-repeats", type=int, help="Largest number of repetitions. By default 1,024, or what the context holds."
+)
+pieces = partial(click.option, "--pieces", type=int, help="Number of pieces of held-out text.")
+piece_length = click.option("--length", type=int, default=64, help="Tokens per piece.")
 
 
 @measures("find-sinks", SINKS, "sinkscope find-sinks --model llama-2-7b --json sinks.json")
@@ -56,12 +69,7 @@ def circuit() -> Any:
     help="Words to put first, one token each. By default `n_tokens` tokens of the text, drawn by the seed.",
 )
 @click.option("--n-tokens", type=int, help="Number of tokens of the text to put first. By default 32.")
-@click.option(
-    "--spike",
-    type=int,
-    help="Number of the spike in `find_sinks`. By default, among the spikes of the first token that need neurons, "
-    "the one that most heads read.",
-)
+@spike
 def heads() -> Any:
     """Find the heads that mark the first token.
 
@@ -73,23 +81,16 @@ def heads() -> Any:
 
 
 @measures("patch make", SINKS, "sinkscope patch make --model llama-2-7b --out patch.json")
-@click.option(
-    "--spike",
-    type=int,
-    help="Number of the spike in `find_sinks`. By default, among the spikes of the first token that need neurons, "
-    "the one that most heads read.",
-)
-@click.option(
-    "--max-repeats", type=int, help="Largest number of repetitions. By default 1,024, or what the context holds."
-)
+@spike
+@patched_repeats
 @click.option(
     "--limit",
     type=float,
     default=0.01,
     help="Largest accepted relative increase of the perplexity on held-out text; 0.01 is 1 %.",
 )
-@click.option("--pieces", type=int, default=32, help="Number of pieces of held-out text.")
-@click.option("--length", type=int, default=64, help="Tokens per piece.")
+@pieces(default=32)
+@piece_length
 @click.option("--out", metavar="FILE", required=True, help="Where the patch is written, if one is made.")
 def patch_make() -> Any:
     """Make a patch and prove that it repairs repetition.
@@ -104,11 +105,9 @@ def patch_make() -> Any:
 
 @measures("patch eval", SINKS, "sinkscope patch eval --model llama-2-7b --patch patch.json")
 @click.option("--patch", metavar="FILE", required=True, help="The patch.json to evaluate.")
-@click.option(
-    "--max-repeats", type=int, help="Largest number of repetitions. By default 1,024, or what the context holds."
-)
-@click.option("--pieces", type=int, default=32, help="Number of pieces of held-out text.")
-@click.option("--length", type=int, default=64, help="Tokens per piece.")
+@patched_repeats
+@pieces(default=32)
+@piece_length
 def patch_eval() -> Any:
     """Measure what a patch repairs and costs.
 
@@ -128,8 +127,8 @@ def patch_eval() -> Any:
     metavar="SCHEME,...",
     help="What to round: a8-tensor, a8-token (activations), kv8, kv4 (keys and values).",
 )
-@click.option("--pieces", type=int, default=16, help="Number of pieces of held-out text.")
-@click.option("--length", type=int, default=64, help="Tokens per piece.")
+@pieces(default=16)
+@piece_length
 def precision() -> Any:
     """Measure what rounding costs, and what to keep exact.
 
@@ -186,12 +185,7 @@ def repeat() -> Any:
     type=int,
     help="Tokens of the vocabulary, drawn by the seed. By default 256; a larger number than it has is all.",
 )
-@click.option(
-    "--spike",
-    type=int,
-    help="Number of the spike in `find_sinks`. By default, among the spikes of the first token that need neurons, "
-    "the one that most heads read.",
-)
+@spike
 @click.option("--length", type=int, default=8, help="Tokens per sequence.")
 @click.option("--sequences", type=int, default=32, help="Sequences of each kind; 0 finds the clusters only.")
 def attack() -> Any:
