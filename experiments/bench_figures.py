@@ -30,9 +30,13 @@ from sinkscope.measure.margin import share_interval
 from sinkscope.results.console import ProgressBar
 from sinkscope.results.style import COLOURS, figure_of
 
-NEEDLE = "full,streaming,h2o,snapkv,adakv,tova,a-shape,minference,loopserve,loopserve:alpha=0.75,loopserve:paper"
-NEEDLE += ",loopserve-d,loopserve-d:first=0"
-UNCHECKED = "loopserve:checked=0"
+NEEDLE = "full,streaming:0.125,h2o:0.125,snapkv:0.125,adakv:0.125,tova:0.125,a-shape:0.125,minference:0.125"
+NEEDLE += (
+    ",loopserve:0.125,loopserve:0.125:alpha=0.75,loopserve:paper:0.125,loopserve-d:0.125,loopserve-d:0.125:first=0"
+)
+UNCHECKED = "loopserve:0.125:checked=0"
+FACTS = "recall:kinds=needle,multi-key,key-value,tracking,chain:lengths=640,1024,2048:samples=1"
+SENTENCES = "recall:kinds=needle,multi-key,key-value:lengths=640,896,1152:samples=1"
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
 BY_PLACE = "full,streaming:96,snapkv:96,adakv:96,progressive:96,progressive-0:96"
@@ -63,10 +67,10 @@ class BenchFigure:
 
 RUNS = {
     "loopbench_small": BenchFigure("loop_paper", "loops", GUARDS, batch_size=24),
-    "needle": BenchFigure("score", "needle:lengths=640,896,1152", NEEDLE),
-    "needle_recall": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall"),
-    "needle_recall_2hop": BenchFigure("score", "needle:lengths=640,1024,2048", f"{NEEDLE},{UNCHECKED}", "recall-2hop"),
-    "loopserve_fig2d": BenchFigure("score", "recall:count=40:turns=1:total=400:hops=1", BY_PLACE, "recall", 10),
+    "needle": BenchFigure("score", SENTENCES, NEEDLE, "bundled"),
+    "needle_recall": BenchFigure("score", FACTS, NEEDLE, "recall"),
+    "needle_recall_2hop": BenchFigure("score", FACTS, f"{NEEDLE},{UNCHECKED}", "recall-2hop"),
+    "loopserve_fig2d": BenchFigure("score", "recall:samples=40:turns=1:lengths=400:hops=1", BY_PLACE, "recall", 10),
     "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
 }
 
@@ -131,7 +135,7 @@ def main(
             progress=progress,
         )
     rows = table.rows()
-    if chosen.task.startswith(("needle", "recall")):  # a colour for each kind of needle, or place of the question
+    if chosen.task.startswith("recall"):  # a colour for each kind of needle, or place of the question
         done = read_run(work / name)
         records = []
         for one in done:

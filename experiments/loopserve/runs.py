@@ -25,7 +25,7 @@ from sinkscope.bench.answer import Answer, Batch, cells_of, row_events
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, BenchRun
 from sinkscope.bench.run import run_bench
-from sinkscope.bench.task import Task
+from sinkscope.bench.task import Size, Task
 from sinkscope.bench.tasks.recall import Recall
 from sinkscope.files.records import Natural, Whole
 from sinkscope.generation.conversation import Conversation
@@ -100,9 +100,9 @@ class NineTurns(OneCache, Recall):
     """Dialogues of nine turns for the recall model."""
 
     turns: Natural = 9
-    total: Natural = 2700
+    lengths: tuple[Size, ...] = (2700,)
     least: Natural = 272
-    first: Whole = 200
+    seed: Whole = 200
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ class Suite:
     task: Task
 
 
-KEPT = Suite("kept", Recall(count=8, turns=3, total=1800, least=512, hops=1))
-CHAIN = Suite("chain", Recall(count=8, turns=3, total=1800, least=512, hops=8))
-LONG = Suite("long", Recall(count=2, turns=1, total=4864, least=4864, hops=8))
-NINE = Suite("nine", NineTurns(count=2, hops=1))
-NINE_CHAIN = Suite("nine-chain", NineTurns(count=3, hops=7))
+KEPT = Suite("kept", Recall(samples=8, turns=3, lengths=(1800,), least=512, hops=1))
+CHAIN = Suite("chain", Recall(samples=8, turns=3, lengths=(1800,), least=512, hops=8))
+LONG = Suite("long", Recall(samples=2, turns=1, lengths=(4864,), least=4864, hops=8))
+NINE = Suite("nine", NineTurns(samples=2, hops=1))
+NINE_CHAIN = Suite("nine-chain", NineTurns(samples=3, hops=7))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.bench.tasks.loops import DATA as LOOPBENCH
 from sinkscope.bench.tasks.loops import Loops
-from sinkscope.bench.tasks.needle import Needle
 from sinkscope.bench.tasks.recall import POSITIONS, Recall, recall_dialogue
 from sinkscope.bench.tasks.text import TextFidelity
 
@@ -16,7 +15,6 @@ __all__ = [
     "LOOPBENCH",
     "POSITIONS",
     "Loops",
-    "Needle",
     "Recall",
     "TextFidelity",
     "bench_table",

@@ -43,10 +43,10 @@ def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
     found: list[str] = []
     if group.method.name == FULL:
         return found
-    for full in groups:
-        read, whole = group.metrics.get("read"), full.metrics.get("read")
-        if full.method.name == FULL and read is not None and whole:
-            found.append(f"reads {read / whole:.0%}")
+    full = next((one for one in groups if (one.method.name, one.set) == (FULL, group.set)), None)
+    read, whole = group.metrics.get("read"), None if full is None else full.metrics.get("read")
+    if read is not None and whole:
+        found.append(f"reads {read / whole:.0%}")
     cells = group.metrics.get("cells")
     if cells is not None:
         found.append(f"computes {cells:.0%}")

@@ -146,8 +146,8 @@ def bench(
     """Answer the prompts of a task with every method, and show scores beside costs. The same command resumes.
 
     Args:
-        task: loops, recall, needle, text, or a file of JSON lines with "prompt" and "answers"; settings follow after
-            colons, such as needle:lengths=640,1024:samples=2. An unknown setting lists all.
+        task: loops, recall, text, or a file of JSON lines with "prompt" and "answers"; settings follow after
+            colons, such as recall:lengths=640,1024:samples=2. An unknown setting lists all.
         model: A short name, hub id, folder or .gguf file. By default the bundled model; the recall model for recall.
         revision: Branch, tag or commit on the hub.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.

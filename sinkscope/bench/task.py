@@ -179,7 +179,7 @@ def tasks() -> dict[str, type[Task]]:
 
 
 def read_task(spec: str) -> Task:
-    """Parse a text such as `needle:lengths=640,1024` or `prompts.jsonl:chat=true`.
+    """Parse a text such as `recall:lengths=640,1024` or `prompts.jsonl:chat=true`.
 
     Args:
         spec: Name of a registered task, or a file of prompts; then settings as `key=value`, separated by colons.
@@ -188,6 +188,8 @@ def read_task(spec: str) -> Task:
         SinkscopeError: The task or a setting is unknown, or a value has the wrong type.
     """
     name, *parts = spec.split(":")
+    if name == "needle":
+        raise SinkscopeError("--task needle: give recall:kinds=needle, or other kinds, with the same settings")
     cls: Any = task_class(name)
     types = setting_types(cls)
     for given in ("file", "given"):

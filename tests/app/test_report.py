@@ -112,7 +112,7 @@ def test_bad_input_in_one_line(folder, tmp_path, words, says, refusal):
 
 def test_folders_of_runs_are_their_tables(tmp_path):
     talks, near = tmp_path / "talks", tmp_path / "below/near"
-    task = "recall:count=1:turns=1:total=200:hops=1"
+    task = "recall:samples=1:turns=1:lengths=200:hops=1"
     run_bench(load("recall"), task, ["full"], out=talks, max_new_tokens=4)
     shutil.copytree(talks, near)
     settings = json.loads((near / "settings.json").read_text())

@@ -12,10 +12,10 @@ from refusals import refused
 import sinkscope as ss
 from experiments import make_two_hops
 from sinkscope.bench.run import run_bench
-from sinkscope.bench.tasks.needle import KINDS, WORDINGS, Needle, needle_prompt
+from sinkscope.bench.tasks.recall import NEEDLES, Recall, needle_prompt
 from sinkscope.opening.live import target_of
 
-WRITTEN = [(name, kind) for name, kinds in WORDINGS.items() for kind in kinds]
+WRITTEN = [*((True, kind) for kind in NEEDLES), *((False, kind) for kind in NEEDLES[:3])]
 
 
 @cache
@@ -23,30 +23,26 @@ def model(name: str = "recall"):
     return ss.load(name, probe=False)
 
 
-def tokenizer_of(form: str):
-    return model("recall" if form == "recall" else "bundled").tokenizer
-
-
-def place_of(form: str, prompt) -> float:
+def place_of(prompt) -> float:
     """Where the answer is first stated, as a share of the text."""
     text = prompt.turns[0].text
     return text.index(prompt.turns[0].answers[0]) / len(text)
 
 
-@pytest.mark.parametrize(("form", "task"), WRITTEN)
-def test_prompts_are_as_long_and_as_deep_as_asked(form, task):
-    tokenizer = tokenizer_of(form)
+@pytest.mark.parametrize(("facts", "task"), WRITTEN)
+def test_prompts_are_as_long_and_as_deep_as_asked(facts, task):
+    tokenizer = model("recall" if facts else "bundled").tokenizer
     before = -1.0
     for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
-        prompt = needle_prompt(tokenizer, form, task, 1200, depth)
+        prompt = needle_prompt(tokenizer, facts, task, 1200, depth)
         assert 1100 <= len(tokenizer(prompt.turns[0].text)["input_ids"]) <= 1200, "with BOS"
-        assert place_of(form, prompt) > before
-        before = place_of(form, prompt)
-        if task == KINDS[0]:
-            assert place_of(form, prompt) == pytest.approx(depth, abs=0.12)
-    assert needle_prompt(tokenizer, form, task, 1200, 1.0) == prompt
-    assert needle_prompt(tokenizer, form, task, 1200, 1.0, number=1).turns[0].text != prompt.turns[0].text
-    assert needle_prompt(tokenizer, form, task, 1200, 1.0, seed=1).turns[0].text != prompt.turns[0].text
+        assert place_of(prompt) > before
+        before = place_of(prompt)
+        if task == NEEDLES[0]:
+            assert place_of(prompt) == pytest.approx(depth, abs=0.12)
+    assert needle_prompt(tokenizer, facts, task, 1200, 1.0) == prompt
+    assert needle_prompt(tokenizer, facts, task, 1200, 1.0, number=1).turns[0].text != prompt.turns[0].text
+    assert needle_prompt(tokenizer, facts, task, 1200, 1.0, seed=1).turns[0].text != prompt.turns[0].text
 
 
 def said(hf, text: str) -> str:
@@ -57,13 +53,13 @@ def said(hf, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["recall", "recall-2hop"])
-@pytest.mark.parametrize("task", KINDS)
+@pytest.mark.parametrize("task", NEEDLES)
 def test_recall_models_answer_every_task(name, task):
     """Seeds from the system, so that nothing can have been tuned to them."""
     seed = int(torch.empty((), dtype=torch.int64).random_(10**9).item())
-    turn = KINDS.index(task) + (name == "recall")  # another depth and length in every task and model
+    turn = NEEDLES.index(task) + (name == "recall")  # another depth and length in every task and model
     length, depth = (150, 300, 600)[turn % 3], (0.0, 0.5, 1.0)[turn // 2 % 3]
-    prompt = needle_prompt(model(name).tokenizer, "recall", task, length, depth, seed)
+    prompt = needle_prompt(model(name).tokenizer, True, task, length, depth, seed)
     assert prompt.turns[0].answers[0] in said(model(name), prompt.turns[0].text), (seed, prompt)
 
 
@@ -77,12 +73,12 @@ def test_script_makes_the_numbers_of_the_package():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lengths": (10,)}, "length 10: needle needs .* tokens at least; give longer prompts"),
+        ({"lengths": (10,), "kinds": ("needle",)}, "length 10: needle needs .* tokens at least; give longer prompts"),
         ({"lengths": (40000,), "kinds": ("needle",)}, "but the context of recall is"),
     ],
 )
 def test_impossible_needle_settings_are_refused(settings, message):
     with refused(message):
-        run_bench(model(), Needle(**settings), ["full"])
-    with refused("kinds=tracking: for bundled there are needle, multi-key"):
-        Needle(kinds=("tracking",)).prompts(target_of(model("bundled")))
+        run_bench(model(), Recall(**settings), ["full"])
+    with refused("kinds=tracking: for bundled there are dialogue, needle, multi-key"):
+        Recall(kinds=("tracking",)).prompts(target_of(model("bundled")))

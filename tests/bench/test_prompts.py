@@ -12,7 +12,6 @@ from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.scores import score
 from sinkscope.bench.task import PromptFile, read_task
 from sinkscope.bench.tasks.loops import Loops
-from sinkscope.bench.tasks.needle import Needle
 from sinkscope.bench.tasks.recall import Recall
 
 
@@ -81,7 +80,7 @@ def test_unknown_metrics_are_refused():
 
 def test_task_descriptions_are_read():
     assert read_task("loops") == Loops()
-    assert read_task("needle:lengths=640,1024:depths=0.5:kinds=needle") == Needle(
+    assert read_task("recall:lengths=640,1024:depths=0.5:kinds=needle") == Recall(
         lengths=(640, 1024), depths=(0.5,), kinds=("needle",)
     )
     assert read_task("recall:turns=9:chat=true:positions=end") == Recall(turns=9, chat=True, positions=("end",))
@@ -90,10 +89,11 @@ def test_task_descriptions_are_read():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("recal", "--task 'recal': expected loops, needle, recall, text, or a file of prompts"),
-        ("recall:turn=3", "'turn=3' is no setting, or is given twice: it has chat, count, turns"),
+        ("recal", "--task 'recal': expected loops, recall, text, or a file of prompts"),
+        ("recall:turn=3", "'turn=3' is no setting, or is given twice: it has chat, kinds, lengths"),
         ("recall:positions=front", "'front'"),
-        ("needle:depths=1.5", "--task needle: depths=1.5: expected a number from 0 to 1"),
+        ("recall:depths=1.5", "--task recall: depths=1.5: expected a number from 0 to 1"),
+        ("needle:depths=0.5", "--task needle: give recall:kinds=needle, or other kinds"),
     ],
 )
 def test_wrong_task_descriptions_are_refused(text, message):

@@ -10,7 +10,7 @@ from refusals import refused
 import sinkscope.bench.task as registry
 from sinkscope.bench.prompt import Prompt, Turn
 from sinkscope.bench.task import PromptFile, Size, Task, read_task, register_task, task_class
-from sinkscope.bench.tasks.needle import Needle
+from sinkscope.bench.tasks.recall import Recall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +28,10 @@ def test_a_task_is_found_by_the_name_that_it_registers(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # pyright: ignore[reportPrivateUsage]
     register_task(Echo)
     assert read_task("echo:words=3") == Echo(words=3)
-    assert task_class("echo") is Echo and task_class("needle") is Needle
+    assert task_class("echo") is Echo and task_class("recall") is Recall
     assert task_class("a name in old records") is PromptFile
-    with refused("two tasks are called 'needle'"):
+    with refused("two tasks are called 'recall'"):
 
         @register_task
         class Other(Echo):
-            name: ClassVar[str] = "needle"
+            name: ClassVar[str] = "recall"

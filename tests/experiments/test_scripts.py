@@ -52,7 +52,7 @@ def small(name: str, task: Recall, methods: dict[str, str]) -> Panel:
     return Panel(name, runs.Suite(name, task), "score", methods)
 
 
-SHORT: dict[str, Any] = {"count": 1, "turns": 1, "total": 320, "least": 256, "hops": 1}
+SHORT: dict[str, Any] = {"samples": 1, "turns": 1, "lengths": (320,), "least": 256, "hops": 1}
 BESIDE = {"whole cache": "full", "LoopServe": "loopserve", "random part": "random:window=32"}
 
 
@@ -116,7 +116,7 @@ CASES = {
         "tiny --work {out}/w --out {out}",
         lambda made: {row["set"] for row in made["rows"]} == {"begin", "middle", "end"} and right_everywhere(made),
         "tiny.json",
-        {"RUNS": {"tiny": BenchFigure("score", "recall:count=1:turns=1:total=200:hops=1", "full", "recall")}},
+        {"RUNS": {"tiny": BenchFigure("score", "recall:samples=1:turns=1:lengths=200:hops=1", "full", "recall")}},
     ),
     "bench_kv": Case(
         "--only overhead --out {out}/x.json",

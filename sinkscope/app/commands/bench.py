@@ -24,8 +24,8 @@ BENCHMARK = "Benchmark"
     "--task",
     metavar="TASK|FILE",
     required=True,
-    help='loops, recall, needle, text, or a file of JSON lines with "prompt" and "answers"; settings follow after '
-    "colons, such as needle:lengths=640,1024:samples=2. An unknown setting lists all.",
+    help='loops, recall, text, or a file of JSON lines with "prompt" and "answers"; settings follow after '
+    "colons, such as recall:lengths=640,1024:samples=2. An unknown setting lists all.",
 )
 @click.option(
     "--methods",
