@@ -23,8 +23,8 @@ from triton.runtime.errors import OutOfResources
 from sinkscope.sparse import band_attention, select_bands
 from sinkscope.sparse import triton as kernel
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BAND, Bands, StoredRows, choose_bands
-from sinkscope.sparse.choice import kept_columns, sampled_rows
+from sinkscope.sparse.bands import BAND, Bands
+from sinkscope.sparse.choice import StoredRows, choose_bands, kept_columns, sampled_rows
 from sinkscope.sparse.triton_sums import ComputedRows
 
 

@@ -41,7 +41,7 @@ from experiments.timing import seconds_of
 from sinkscope.results.console import note
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import NEAR, TILE, Bands, BlockGrid
-from sinkscope.sparse.choice import BandChoice, sampled_rows
+from sinkscope.sparse.choice import bands_from, recorded_bands, sampled_rows
 from sinkscope.sparse.serve import LoopServe
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -111,11 +111,12 @@ def tiling_step(device: str, heads: int, kv: int, n: int, share: float, tiling: 
 def chooser(scores: Scores, alpha: float, replayed: bool = False) -> Callable[[], Any]:
     """The whole choice from the scores of one layer: launched step by step, or as it is recorded for a prompt."""
     rows = sampled_rows(BlockGrid(scores.queries, scores.keys), LoopServe.sample, 0, LoopServe.dense_rows)
-    choice = BandChoice(alpha, LoopServe.begin, LoopServe.checked, LoopServe.dense_rows, 0.75, None)
+    settings: Row = {"begin": LoopServe.begin, "checked": LoopServe.checked, "dense_rows": LoopServe.dense_rows}
+    choose = partial(bands_from, alpha=alpha, **settings, dense_above=0.75, copies=None)
     if not replayed or not scores.key.is_cuda:
-        return lambda: choice.made(scores, rows)
+        return partial(choose, scores, rows)
     given = scores.query, scores.key, rows
-    recorded = choice.recorded(scores, given)
+    recorded = recorded_bands(choose, scores, given, LoopServe.dense_rows)
     for _ in range(2):  # first, and recorded
         recorded(*given)
     return partial(recorded, *given)

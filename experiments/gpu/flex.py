@@ -65,7 +65,7 @@ class FlexBands:
 
     def _copied(self) -> Tensor:
         """Which blocks of 16 keys a tile sees in all heads, `[tile block]`."""
-        grid, copied = self.chosen.grid, self.chosen.copied
+        grid, copied = self.chosen.grid, self.chosen.copies
         seen = torch.zeros(grid.tiles, grid.blocks, dtype=torch.bool, device=self.place.device)
         if copied is not None:
             seen[copied.tile, copied.block] = True

@@ -32,12 +32,11 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BlockGrid, StoredRows, choose_bands
-from sinkscope.sparse.choice import kept_columns, sampled_rows
-from sinkscope.sparse.sample import Copies, draw_of, held_out
+from sinkscope.sparse.bands import BlockGrid, Copies
+from sinkscope.sparse.choice import StoredRows, choose_bands, draw_of, held_out, kept_columns, sampled_rows
+from sinkscope.sparse.lines import scores_of
 from sinkscope.sparse.serve import LoopServe
-from sinkscope.sparse.sparse import band_attention
-from sinkscope.sparse.sums import recovered, scores_of
+from sinkscope.sparse.sparse import band_attention, recovered
 
 LAST = 16  # dense rows
 EVERY = 3
@@ -77,7 +76,7 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
         checked = partial(kept_columns, scores, sparse, LoopServe.begin, LoopServe.checked)
         always = timed("checked", checked)
         chosen = timed(
-            "search", partial(choose_bands, own, LoopServe.alpha, always, LoopServe.dense_above, LAST, copies.blocks)
+            "search", partial(choose_bands, own, LoopServe.alpha, always, LoopServe.dense_above, LAST, copies)
         )
         timed("attention", partial(band_attention, scores, scores.key, chosen))
         cells.append(float(chosen.attended().mean()))

@@ -26,7 +26,7 @@ from experiments.record import Row
 from experiments.script import run
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import NEAR, Bands, BlockGrid
-from sinkscope.sparse.choice import BandChoice, sampled_rows
+from sinkscope.sparse.choice import bands_from, sampled_rows
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.sparse import band_attention
 
@@ -44,10 +44,9 @@ def layer(length: int, rounds: int, threads: int) -> Row:
     scores, grid, last = Scores(query, key, 0.125), BlockGrid(length, length), LoopServe.dense_rows
     attention = partial(torch.nn.functional.scaled_dot_product_attention, query[None], key[None], key[None])
     dense = partial(attention, is_causal=True, enable_gqa=True, scale=0.125)
-    choice = BandChoice(LoopServe.alpha, LoopServe.begin, LoopServe.checked, last, 1.0, None)
-    work: dict[str, Callable[[], Any]] = {
-        "choice": partial(choice.made, scores, sampled_rows(grid, LoopServe.sample, 0, last))
-    }
+    rows = sampled_rows(grid, LoopServe.sample, 0, last)
+    settings = LoopServe.alpha, LoopServe.begin, LoopServe.checked, last, 1.0, None
+    work: dict[str, Callable[[], Any]] = {"choice": partial(bands_from, scores, rows, *settings)}
     cells: list[float] = []
     for part in PARTS:
         bands = torch.rand(1, grid.blocks, generator=draw).expand(8, -1) < part

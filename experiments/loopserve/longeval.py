@@ -36,8 +36,8 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.opening.load import load
 from sinkscope.results.style import BLUE, ORANGE, figure_of
-from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.sums import line_sums, scores_of
+from sinkscope.sparse.attention import Scores, line_sums
+from sinkscope.sparse.lines import scores_of
 
 ASKED = "\n\nQuestion: What is this text about?\n\nAnswer:"  # about ordinary text
 END = "Now the record ends."  # of the context, in LongEval's topics

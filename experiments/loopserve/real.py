@@ -37,7 +37,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
-from sinkscope.sparse.sample import Copies
+from sinkscope.sparse.bands import Copies
 from sinkscope.sparse.serve import LoopServe
 
 PART = 256  # places at a time

@@ -5,21 +5,18 @@ LoopServe, section 3.1; Jiang et al. 2024, MInference).
 
 | for | files |
 |---|---|
-| measuring | `sums` (of every line, what lines hold), `votes` (the heaviest), `lines` (the command) |
-| choosing | `sample` (which queries), `bands`, `choice` (the search), `triton_sums`, `replay` (on a GPU) |
-| choosing as printed | `faithful` (algorithm 5), `votes` (MInference), `shapes` (A-shape, Tri-shape, MInference) |
-| attending | `sparse` (on a CPU, under a mask), `triton` (on a GPU), `devices` (which of them) |
-| in a model | `sparse_prompts`, `prompt_calls`, `serve` (LoopServe) |
-| shared | `attention` (scores), `head_lines` (single lines of every head) |
+| measuring | `lines` (the command), `attention` (scores, sums along lines) |
+| choosing | `bands` (columns and bands), `choice` (the search), `triton_sums`, `replay` (on a GPU) |
+| choosing single lines | `head_lines` (the heaviest, MInference, algorithm 5 as printed), `shapes` (with A-shape) |
+| attending | `sparse` (on a CPU, under a mask), `triton` (on a GPU) |
+| in a model | `sparse_prompts`, `serve` (LoopServe) |
 """
 
-from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.attention import Scores, line_sums
 from sinkscope.sparse.bands import Bands
-from sinkscope.sparse.choice import select_bands, select_lines
-from sinkscope.sparse.head_lines import HeadLines
-from sinkscope.sparse.sparse import band_attention, line_attention
-from sinkscope.sparse.sums import line_sums, recovered
-from sinkscope.sparse.votes import minference_lines
+from sinkscope.sparse.choice import select_bands
+from sinkscope.sparse.head_lines import HeadLines, minference_lines, select_lines
+from sinkscope.sparse.sparse import band_attention, line_attention, recovered
 
 __all__ = [
     "Bands",

@@ -1,7 +1,8 @@
-"""The parts from which the attention of a layer is computed, and attention of some queries."""
+"""The parts from which the attention of a layer is computed: attention of some queries, and sums along lines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.draws import draws
 from sinkscope.tap.call import View, attention_probs
+
+ROWS = 64  # queries whose attention is computed at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,3 +100,54 @@ def slash_sums(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]) ->
     for number, row in enumerate(at.tolist()):
         falling[:, probs.shape[2] - 1 - row :] += probs[:, number, : row + 1]
     return falling.flip(1)
+
+
+def sample_queries(
+    queries: int, sample: int, seed: int, copies: Int[Tensor, " copy"] | None = None
+) -> Int[Tensor, " row"]:
+    """Draw indices of the sampled queries, ascending.
+
+    Args:
+        queries: Number of queries.
+        sample: Number of sampled queries; all are taken if there are fewer.
+        seed: Seed of the draws.
+        copies: Indices of queries at which the text copies itself. Half of the sample are drawn among these, because a
+            random sample seldom has one.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if copies is None:
+        return torch.randperm(queries, generator=generator)[:sample].sort().values
+    copies = copies[copies < queries]
+    order = torch.randperm(len(copies), generator=draws(seed, "queries at copies"))
+    copied = copies[order[: sample // 2]]
+    others = torch.ones(queries, dtype=torch.bool).index_fill_(0, copied, False).nonzero().flatten()
+    order = torch.randperm(len(others), generator=generator)
+    return torch.cat([copied, others[order[: sample - len(copied)]]]).sort().values
+
+
+def line_sums(scores: Scores, *, since: int = 0) -> Float[Tensor, "head kind key"]:
+    """Sum the attention weight of every vertical and every slash line over the queries.
+
+    Args:
+        scores: The scores of one layer.
+        since: Keys before this one, which no query stands before, take part in the softmax only; keys count from it.
+
+    Returns:
+        The sums by key, and those by offset, float32. Each kind sums to the number of queries minus the weight of
+        learned sinks and of keys before `since`.
+    """
+    sums = torch.zeros(scores.heads, 2, scores.keys - since, device=scores.query.device)
+    for at, probs in in_blocks(scores):
+        probs = probs[:, :, since:]
+        seen = probs.shape[2]
+        sums[:, 0, :seen] += probs.sum(1)
+        sums[:, 1, :seen] += slash_sums(probs, at - since)
+    return sums
+
+
+def in_blocks(scores: Scores) -> Iterator[tuple[Int[Tensor, " row"], Float[Tensor, "head row key"]]]:
+    """Positions of some queries, and their attention to the keys up to the last of them; then of the next ones."""
+    for start in range(scores.past, scores.keys, ROWS):
+        part = scores.part(start, min(start + ROWS, scores.keys))
+        rows = torch.arange(part.queries, device=scores.query.device)
+        yield rows + part.past, attention_of(part, rows)

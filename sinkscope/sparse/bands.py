@@ -1,25 +1,12 @@
-"""Columns and bands of attention: which ones each head needs, by one threshold for its density.
+"""Columns and bands of attention, and the blocks of keys that a text which copies itself needs.
 
 A *column* is a key position, a vertical line (Li et al. 2025, LoopServe, section 3.1). A *band* is what slash lines
 become if attention is computed in blocks of 64 queries and 64 keys: band b is all blocks whose keys lie b blocks before
 their queries. Band 0 is the diagonal.
-
-The choice, for each head, from the attention of a few sampled queries:
-
-1. A line's density is its weight in the sample divided by the number of cells that it has in the matrix.
-2. The highest threshold is searched for which the lines that reach it hold `alpha` of the sample's weight.
-3. Densities are taken again, of each kind outside the lines of the other kind, and the threshold is searched again.
-
-The second search is needed: without it, lines outside of those that are always chosen held as much of the attention of
-other queries (0.994 of SmolLM2's with alpha 0.995), but a text's loss rose by 0.018 nats and not by -0.002.
-
-Cells on lines of both kinds count once throughout. Nothing depends on an order of additions that varies, and no step
-needs to know on the host what an earlier one found.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from weakref import WeakValueDictionary
@@ -30,8 +17,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinkscope.sparse.attention import Scores, attention_of
-
 TILE = 64
 """Queries in a block."""
 BAND = 16
@@ -40,11 +25,12 @@ PER = TILE // BAND
 """Bands that lie in the diagonal block."""
 NEAR = 2 * PER
 """Bands that are always chosen: each query sees the 64 keys before it."""
-ByColumn = Float[Tensor, "head key"]
+FAR = 256
+"""Tokens between the end of a phrase and the end of its copy, at least."""
+AROUND = (-1, 2)
+"""First and last key that a copy needs, counted from the last token of the original."""
+_ID_BITS = 21  # of an id: three fit into 63
 ByBand = Float[Tensor, "head block"]
-ByThreshold = Float[Tensor, "head threshold"]
-_BELOW = 12  # octaves below the density of even attention: what lies on lines below that is left out
-_FINE = 0.06  # octaves between the threshold and one that is too high
 
 
 @dataclass(frozen=True)
@@ -170,35 +156,68 @@ def crossed(grid: BlockGrid, counts: ByBand) -> ByBand:
 
 
 @dataclass(frozen=True, eq=False)
-class CopiedBlocks:
-    """Single blocks of keys that all heads see, because the text copies itself there (`copies.py`).
+class Copies:
+    """Queries that are copies, and the single blocks of keys that all heads see because the text copies itself there.
 
     Attributes:
-        tile: The tile of queries that sees it, ascending.
+        at: Indices of these queries, on the CPU.
+        tile: The tile of queries that sees a block, ascending.
         block: The block of keys; none of its keys comes after a query of the tile.
         start: Number of pieces in the tiles before each tile, and in all tiles.
     """
 
+    at: Int[Tensor, " copy"]
     tile: Int[Tensor, " piece"]
     block: Int[Tensor, " piece"]
     start: Int[Tensor, " more_than_tiles"]
 
     @classmethod
-    def of(cls, tile: Int[Tensor, " pair"], block: Int[Tensor, " pair"], grid: BlockGrid) -> CopiedBlocks:
+    def of(cls, ids: Int[Tensor, " pos"], queries: int, device: torch.device) -> Copies:
+        """Find the copies among the last `queries` tokens of a text.
+
+        Args:
+            ids: Ids of the whole text, on the CPU; those below 0 are unknown, and no copies.
+            queries: Number of queries.
+            device: Device of the prompt.
+        """
+        grid = BlockGrid(queries, len(ids))
+        at, original = copies_in(ids)
+        at, original = at[at >= grid.past] - grid.past, original[at >= grid.past]
+        keys = (original[:, None] + torch.tensor(AROUND)).clamp(min=0) + grid.lead
+        tile = (at // TILE)[:, None].expand_as(keys)  # the first and the last key are in one block or two
+        return cls.at_blocks(at, tile.flatten(), keys.flatten() // BAND, grid, device)
+
+    @classmethod
+    def at_blocks(
+        cls, at: Tensor, tile: Int[Tensor, " pair"], block: Int[Tensor, " pair"], grid: BlockGrid, device: torch.device
+    ) -> Copies:
         """Return these pairs of tiles and blocks, each once."""
         pieces = (tile * grid.blocks + block).unique()
         tile = pieces // grid.blocks
         start = torch.searchsorted(tile, torch.arange(grid.tiles + 1, device=tile.device))
-        return cls(tile, pieces % grid.blocks, start)
-
-    def to(self, device: torch.device) -> CopiedBlocks:
-        """Return the same on a device."""
-        return CopiedBlocks(self.tile.to(device), self.block.to(device), self.start.to(device))
+        return cls(at, tile.to(device), (pieces % grid.blocks).to(device), start.to(device))
 
     def rows(self, tiles: Int[Tensor, " row"], grid: BlockGrid) -> Bool[Tensor, "row block"]:
         """Return which blocks the queries of these tiles see."""
         own = (tiles[:, None] == self.tile).int()
         return own.new_zeros(len(tiles), grid.blocks).scatter_add_(1, self.block.expand_as(own), own) > 0
+
+
+def copies_in(ids: Int[Tensor, " pos"]) -> tuple[Int[Tensor, " copy"], Int[Tensor, " copy"]]:
+    """Find the positions of copies, ascending, and of their originals.
+
+    Args:
+        ids: Ids of a text; those below 0 are unknown, and no copies.
+    """
+    phrase = ids[2:]
+    known = ids[2:] >= 0
+    for back in (1, 2):
+        before = ids[2 - back : len(ids) - back]
+        phrase, known = phrase + (before << back * _ID_BITS), known & (before >= 0)
+    order = phrase.argsort(stable=True)  # equal phrases are beside each other, in the order of the text
+    is_copy = (phrase[order].diff() == 0) & (order.diff() >= FAR) & known[order[1:]]
+    place = order[1:][is_copy].sort()
+    return place.values + 2, order[:-1][is_copy][place.indices] + 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,14 +229,14 @@ class Bands:
         bands: Whether each band is chosen. All heads have the first `PER` bands; a dense head has all.
         grid: The tiles.
         dense_rows: So many queries at the end see everything, as do those of the same tile.
-        copied: Single blocks that all heads see besides.
+        copies: Single blocks that all heads see besides.
     """
 
     columns: Bool[Tensor, "head key"]
     bands: Bool[Tensor, "head block"]
     grid: BlockGrid
     dense_rows: int = 0
-    copied: CopiedBlocks | None = None
+    copies: Copies | None = None
 
     @property
     def dense(self) -> Bool[Tensor, " head"]:
@@ -235,7 +254,7 @@ class Bands:
         if not sparse:
             return torch.ones(len(self.bands), device=self.bands.device)
         before = BlockGrid(sparse, grid.past + sparse)
-        part = Bands(self.columns[:, : before.keys], self.bands[:, : before.blocks], before, copied=self.copied)
+        part = Bands(self.columns[:, : before.keys], self.bands[:, : before.blocks], before, copies=self.copies)
         on_lines = part.cells()
         return (on_lines + grid.cells - before.cells) / grid.cells
 
@@ -246,14 +265,14 @@ class Bands:
         far[:, :PER].zero_()
         left = lengths.columns - lengths.own - self.grid.by_key(crossed(self.grid, far))
         on_lines = (self.bands * lengths.bands).sum(1) + (self.columns * left).sum(1)
-        if self.copied is None:
+        if self.copies is None:
             return on_lines
-        grid, copied = self.grid, self.copied
-        inside = copied.tile < grid.tiles
-        back = grid.before + copied.tile * PER + PER - 1 - copied.block
+        grid, copies = self.grid, self.copies
+        inside = copies.tile < grid.tiles
+        back = grid.before + copies.tile * PER + PER - 1 - copies.block
         alone = inside & ~self.bands[:, back * inside]
-        others = grid.blocked((~self.columns).float()).sum(2)[:, copied.block * inside]
-        queries = (grid.queries - copied.tile * TILE).clamp(max=TILE)
+        others = grid.blocked((~self.columns).float()).sum(2)[:, copies.block * inside]
+        queries = (grid.queries - copies.tile * TILE).clamp(max=TILE)
         return on_lines + (alone * others * queries).sum(1)
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "head row key"]:
@@ -262,120 +281,7 @@ class Bands:
         back = grid.last_block(at)[:, None] - torch.arange(grid.blocks, device=at.device)
         tile = (at - grid.past) // TILE
         more = (tile >= self.sparse_tiles)[:, None]
-        if self.copied is not None:
-            more = more | self.copied.rows(tile, grid)
+        if self.copies is not None:
+            more = more | self.copies.rows(tile, grid)
         in_band = grid.by_key(self.bands[:, back.clamp(min=0)] | more)
         return (self.columns[:, None] | in_band) & (at[:, None] >= torch.arange(grid.keys, device=at.device))
-
-
-class StoredRows:
-    """Attention of some queries, in memory, of which only sums are asked.
-
-    Attributes:
-        scores: The scores of the layer.
-        grid: Its blocks.
-        rows: Number of these queries.
-        thresholds: Number of thresholds that are tried at a time.
-
-    Args:
-        scores: The scores of a layer.
-        rows: Indices of the queries.
-    """
-
-    thresholds = 512
-
-    def __init__(self, scores: Scores, rows: Int[Tensor, " row"]) -> None:
-        self.scores, self.rows = scores, len(rows)
-        self.grid = grid = BlockGrid(scores.queries, scores.keys)
-        blocked = grid.blocked(attention_of(scores, rows))
-        # Block by block, because all sums are products within blocks.
-        self._probs = rearrange(blocked, "head row block own -> head block row own").contiguous()
-        last = grid.last_block(rows.to(scores.key.device) + scores.past)
-        back = last - torch.arange(grid.blocks, device=last.device)[:, None]
-        self._back: Int[Tensor, "block row"] = back.clamp(min=0)  # blocks after a row have no weight
-
-    def sums(self, chosen: Bands) -> tuple[ByColumn, ByBand]:
-        """Weight of each column outside the chosen bands, and of each band outside the chosen columns."""
-        outside = (~chosen.bands).float()[:, self._back]
-        by_column = (outside[:, :, None] @ self._probs).flatten(1)
-        left = self.grid.blocked((~chosen.columns).float())
-        by_block = (self._probs @ left[..., None]).flatten(1)
-        by_band = torch.zeros_like(outside[:, :, 0])
-        by_band.scatter_add_(1, self._back.flatten().expand(len(by_band), -1), by_block)
-        return by_column[:, self.grid.lead : self.grid.lead + self.grid.keys], by_band
-
-    def held(self, columns: ByColumn, bands: ByBand, least: ByThreshold) -> ByThreshold:
-        """Weight on the lines whose densities reach each of the ascending thresholds; every cell counts once."""
-        # A cell reaches as many of the ascending thresholds as the denser one of its lines: one sum over cells for all.
-        by_column = self.grid.blocked(torch.searchsorted(least, columns, right=True).short())
-        by_band = torch.searchsorted(least, bands, right=True).short()[:, self._back]
-        held = torch.empty_like(least)
-        for head, probs in enumerate(self._probs):
-            reached = torch.maximum(by_column[head, :, None], by_band[head, ..., None])
-            # In float64, because one sum after the other loses more in float32 than sums of products do.
-            weight = torch.bincount(reached.flatten(), probs.flatten().double(), least.shape[1] + 1)
-            held[head] = weight.flip(0).cumsum(0).flip(0)[1:]
-        return held
-
-
-def choose_bands(
-    sample: StoredRows,
-    alpha: float,
-    always: Bool[Tensor, "head key"],
-    dense_above: float,
-    dense_rows: int,
-    copied: CopiedBlocks | None = None,
-) -> Bands:
-    """Choose columns and bands that hold `alpha` of the sample; all bands where these fill more than `dense_above`.
-
-    Args:
-        sample: The sampled attention.
-        alpha: Share of the sampled weight.
-        always: Columns that are chosen whatever they weigh.
-        dense_above: Share of the causal cells above which a head is dense.
-        dense_rows: Number of queries at the end that see everything.
-        copied: Single blocks that all heads see besides; the search does not count on them.
-    """
-    grid, heads, device = sample.grid, sample.scores.heads, sample.scores.key.device
-    columns = torch.zeros(heads, grid.keys, dtype=torch.bool, device=device)
-    bands = torch.zeros(heads, grid.blocks, dtype=torch.bool, device=device)
-    lengths = lengths_of(grid, device)
-    for number in range(2):
-        column_weight, band_weight = sample.sums(Bands(columns, bands, grid))
-        column_left, band_left = lengths.columns, lengths.bands
-        if number:  # at first no line is crossed
-            column_left = column_left - grid.by_key(crossed(grid, bands.float()))
-            band_left = band_left - crossed(grid, grid.blocked(columns.float()).sum(2))
-        of_columns, of_bands = column_weight / column_left.clamp(min=1), band_weight / band_left.clamp(min=1)
-        of_columns.masked_fill_(always, torch.inf)
-        of_bands[:, :NEAR].fill_(torch.inf)
-        least, enough = _threshold(sample, of_columns, of_bands, alpha)
-        # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays. At
-        # first only attention that is not a number is not enough: such heads are dense, as without a choice.
-        if not number:
-            bands = torch.ones_like(bands)
-        columns = torch.where(enough, of_columns >= least, columns)
-        bands = torch.where(enough, of_bands >= least, bands)
-    found = Bands(columns, bands, grid, copied=copied)
-    dense = found.cells() > dense_above * grid.cells
-    return Bands(columns & ~dense[:, None], bands | dense[:, None], grid, dense_rows, copied)
-
-
-def _threshold(
-    sample: StoredRows, columns: ByColumn, bands: ByBand, alpha: float
-) -> tuple[Float[Tensor, "head 1"], Bool[Tensor, "head 1"]]:
-    """The highest density, to 4 %, from which on lines hold `alpha` of the sample; and whether one does."""
-    least = math.log2(sample.rows / sample.grid.cells) - _BELOW
-    step = (
-        math.log2(sample.rows / sample.grid.queries) - least
-    )  # with one cell in each row, a mean density is no higher
-    low = torch.full_like(columns[:, :1], least)
-    number = torch.arange(sample.thresholds, device=columns.device)
-    reached = torch.zeros_like(low, dtype=torch.bool)
-    while step > _FINE:
-        step /= sample.thresholds
-        tried = low + step * number
-        enough = sample.held(columns, bands, tried.exp2()) >= alpha * sample.rows
-        reached |= enough[:, :1]
-        low = tried.gather(1, enough[:, 1:].sum(1, keepdim=True))
-    return low.exp2(), reached

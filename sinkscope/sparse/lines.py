@@ -6,7 +6,8 @@ same in another text, and in the other half of a text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,17 +22,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import PositiveShare, checked_value
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.inputs import attending_layers
+from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
-from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.head_lines import HeadLines
-from sinkscope.sparse.sums import line_sums, scores_of, weight_on
-from sinkscope.sparse.votes import top_lines
+from sinkscope.sparse.attention import Scores, in_blocks, line_sums
+from sinkscope.sparse.head_lines import HeadLines, top_lines
+from sinkscope.tap.call import Attention
+from sinkscope.tap.tap import check_attention_visible, listening
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
@@ -271,3 +274,71 @@ def shared_by_second(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:
     keys = min(a.chosen.shape[-1], b.chosen.shape[-1])  # lines that only one can have are not shared
     both = a.chosen[..., :keys] & b.chosen[..., :keys]
     return both.sum((-2, -1)) / b.chosen.sum((-2, -1)).clamp(min=1)
+
+
+def weight_on(scores: Scores, lines: HeadLines) -> Float[Tensor, "choice head"]:
+    """Sum the attention of the cells on the lines, for several choices.
+
+    Cells where lines cross count once.
+    """
+    weights = torch.zeros(lines.chosen.shape[:2], device=scores.query.device)
+    for at, probs in in_blocks(scores):
+        for number, chosen in enumerate(lines.chosen):
+            seen = HeadLines(chosen[..., : probs.shape[2]], lines.queries).rows(at)
+            weights[number] += (probs * seen).sum((1, 2))
+    return weights
+
+
+@contextmanager
+def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: list[int]) -> Iterator[None]:
+    """Show, as a context manager, the parts of the scores of every forward pass of one sequence to `observer`.
+
+    Args:
+        target: The model; plain or nnsight.
+        observer: Called as `observer(layer, scores)`.
+        layers: The layers to watch.
+
+    Raises:
+        UnsupportedError: The model is a TransformerBridge, which has its own attention, or outside transformers'
+            attention interface (BLOOM, Falcon, GPT-J, MPT); attention is neither causal nor a sliding window; or tokens
+            were evicted from the cache.
+    """
+    check_attention_visible(target)
+
+    def see(call: Attention) -> None:
+        if call.layer not in layers or call.is_repeated:
+            return
+        if call.mask_is_stale:
+            raise UnsupportedError(
+                "lines need every key at its position, and a cache policy has evicted some: measure the prompt, before "
+                "anything was generated"
+            )
+        window = _window(call.mask, call.key.shape[2])
+        with torch.no_grad():
+            query = target.whole_heads(call.query[0], target.n_heads, 0)
+            key = target.whole_heads(call.key[0], target.n_kv_heads, 0)
+            sinks = call.sinks
+            if sinks is not None:
+                sinks = target.whole_heads(sinks, target.n_heads, 0)
+            observer(call.layer, Scores(query, key, call.scaling, window, call.softcap, sinks))
+
+    with listening(target, see):
+        yield
+
+
+def _window(mask: Tensor | None, keys: int) -> int | None:
+    """The number of last keys that a mask shows to a query; None: all earlier keys."""
+    if mask is None:
+        return None
+    seen = mask[0, 0, :, :keys]
+    if seen.dtype != torch.bool:
+        seen = seen == 0
+    window = int(seen[-1].sum())
+    past = keys - len(seen)
+    if not torch.equal(seen, torch.ones_like(seen).tril(past).triu(past - window + 1)):
+        raise UnsupportedError(
+            "lines are of causal attention, with or without a window; this mask is neither: give texts without padding"
+        )
+    if window == keys:
+        return None
+    return window

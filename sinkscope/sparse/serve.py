@@ -11,7 +11,9 @@ Algorithm 4, whose turns are those of `Conversation`:
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,13 +27,11 @@ from sinkscope.generation.progressive import Progressive, steps_summary
 from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import Bands, BlockGrid
-from sinkscope.sparse.choice import BandChoice, sampled_rows, select_lines
-from sinkscope.sparse.head_lines import HeadLines
-from sinkscope.sparse.prompt_calls import PromptCall
+from sinkscope.sparse.bands import Bands, BlockGrid, Copies
+from sinkscope.sparse.choice import bands_from, draw_of, held_out, recorded_bands, sampled_rows
+from sinkscope.sparse.head_lines import HeadLines, select_lines
 from sinkscope.sparse.replay import Replayed
-from sinkscope.sparse.sample import Copies, draw_of, held_out
-from sinkscope.sparse.sparse_prompts import Chosen, PromptRow, SparsePrompts
+from sinkscope.sparse.sparse_prompts import Chosen, SparsePrompts
 
 Variant = Literal["bands", "faithful"]
 SHORTEST = {"cpu": 8192, "cuda": 131072}
@@ -198,26 +198,25 @@ class LoopServe(SparsePrompts):
             seed = draw_of(self.seed, layer, scores.queries, scores.keys)
             lines = select_lines(scores, self.alpha, sample=self.sample, seed=seed, begin=self.begin)
             return replace(lines, dense_rows=self.dense_rows)
-        return self._choice(copies).made(scores, self._sampled(scores, layer, copies))
+        return self._bands(scores, self._sampled(scores, layer, copies), copies)
 
-    def chosen(self, row: PromptRow, call: PromptCall) -> Chosen:
+    def chosen(self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]) -> Chosen:
         """Return the lines of a row; on a GPU, one launch chooses bands from the third layer on."""
-        scores = row.scores
-        if self.variant == "faithful" or scores.key.device.type not in RECORDED_ON:
-            return super().chosen(row, call)
-        choice = self._choice(row.copies)
-        given = scores.query, scores.key, self._sampled(scores, row.layer, row.copies)
-        key = row.number, scores.query.shape, scores.key.shape, scores.key.dtype, scores.key.device, scores.scaling
-        if key not in call.replayed:
-            call.replayed[key] = choice.recorded(scores, given, RECORDED_ON[scores.key.device.type])
-        columns, bands, attended, is_dense, *lists = call.replayed[key](*given)
-        found = Bands(columns, bands, BlockGrid(scores.queries, scores.keys), self.dense_rows, choice.copied)
-        return Chosen(found, attended, is_dense, tuple(lists))
+        device = scores.key.device
+        if self.variant == "faithful" or device.type not in RECORDED_ON:
+            return super().chosen(scores, layer, copies, replayed)
+        given = scores.query, scores.key, self._sampled(scores, layer, copies)
+        key = scores.query.shape, scores.key.shape, scores.key.dtype, device, scores.scaling
+        if key not in replayed:
+            choose = partial(self._bands, copies=copies)
+            replayed[key] = recorded_bands(choose, scores, given, self.dense_rows, RECORDED_ON[device.type])
+        columns, bands, attended, is_dense, *lists = replayed[key](*given)
+        grid = BlockGrid(scores.queries, scores.keys)
+        return Chosen(Bands(columns, bands, grid, self.dense_rows, copies), attended, is_dense, tuple(lists))
 
-    def _choice(self, copies: Copies | None) -> BandChoice:
-        """The settings of the choice of bands."""
-        copied = None if copies is None else copies.blocks
-        return BandChoice(self.alpha, self.begin, self.checked, self.dense_rows, self.dense_above, copied)
+    def _bands(self, scores: Scores, rows: Int[Tensor, " row"], copies: Copies | None) -> Bands:
+        """The choice of bands from the attention of some queries."""
+        return bands_from(scores, rows, self.alpha, self.begin, self.checked, self.dense_rows, self.dense_above, copies)
 
     def _sampled(self, scores: Scores, layer: int, copies: Copies | None) -> Int[Tensor, " row"]:
         """The queries from which bands are chosen."""

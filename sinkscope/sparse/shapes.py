@@ -25,10 +25,19 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, PositiveShare, Whole, share_of
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.head_lines import HeadLines, near_lines
-from sinkscope.sparse.sample import Copies
+from sinkscope.sparse.bands import Copies
+from sinkscope.sparse.head_lines import (
+    EARLIEST,
+    NEAREST,
+    SLASH,
+    VERTICAL,
+    HeadLines,
+    heaviest,
+    last_votes,
+    minference_lines,
+    near_lines,
+)
 from sinkscope.sparse.sparse_prompts import SparsePrompts
-from sinkscope.sparse.votes import EARLIEST, NEAREST, SLASH, VERTICAL, heaviest, last_votes, minference_lines
 
 FIRST, LOCAL = 128, 4096  # LoopServe's table 7
 _LEAST_FIRST = 4

@@ -9,27 +9,51 @@ Single slash lines are no faster than dense attention: they are computed under a
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.grouped_heads import kv_head_of
-from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.attention import ROWS, Scores, attention_of
 from sinkscope.sparse.bands import PER, TILE, Bands
-from sinkscope.sparse.devices import triton_module
 from sinkscope.sparse.head_lines import HeadLines
 
 _ROWS = 1024  # queries at a time for which a mask is built
 _TILES = 64  # tiles at a time whose keys are listed
 Values = Float[Tensor, "kv_head key d_value"]
 Attended = Float[Tensor, "head query d_value"]
+
+
+def recovered(
+    scores: Scores, lines: HeadLines | Bands, rows: Int[Tensor, " row"] | None = None
+) -> Float[Tensor, " head"]:
+    """Measure the share of attention that lies on the lines; every cell is counted once.
+
+    Args:
+        scores: As for `select_lines`.
+        lines: Lines of every head, or columns and bands.
+        rows: Indices of the queries to use. None uses all.
+    """
+    if rows is None:
+        rows = torch.arange(scores.queries)
+    scores.check_plain()
+    rows = rows.to(scores.query.device, non_blocking=True)
+    total = torch.zeros(scores.heads, dtype=torch.float64, device=rows.device)
+    for part in rows.split(ROWS):
+        on_lines = attention_of(scores, part) * lines.rows(scores.past + part)
+        total += on_lines.sum((1, 2), dtype=torch.float64)
+    return (total / len(rows)).float()
 
 
 def band_attention(scores: Scores, value: Values, chosen: Bands, lists: tuple[Tensor, ...] = ()) -> Attended:
@@ -185,3 +209,41 @@ def _by_torch(
         )
         attended = scaled_dot_product_attention(query, key, values, mask(start, stop), scale=scores.scaling)
         out[start - scores.past : stop - scores.past] = attended[0, 0]
+
+
+def lack_of_library(device: torch.device) -> str | None:
+    """Say why attention on columns and bands cannot be computed on a device; None if it can."""
+    if device.type not in ("cpu", "cuda"):
+        return "only CPUs and CUDA do that"
+    if _by_kernel(device) and _module("triton") is None:
+        return "triton is not installed"
+    return None
+
+
+def triton_module(device: torch.device, name: str) -> ModuleType | None:
+    """Find the module of kernels of this name; None where PyTorch computes.
+
+    Raises:
+        UnsupportedError: The device is neither a CPU nor CUDA, or triton is not installed.
+    """
+    reason = lack_of_library(device)
+    if reason is not None:
+        raise UnsupportedError(
+            f"attention on lines cannot be computed on {device.type}: {reason}; install triton on CUDA"
+        )
+    return _module(name) if _by_kernel(device) else None
+
+
+def _by_kernel(device: torch.device) -> bool:
+    """Whether Triton computes there; on a CPU, its interpreter does if it was asked for."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _module(name: str) -> ModuleType | None:
+    """A module of kernels; None, with one warning, if triton is not installed."""
+    try:
+        return importlib.import_module(f"sinkscope.sparse.{name}")
+    except ImportError as error:
+        warn(f"attention on lines is not computed: {error}; install triton")
+    return None

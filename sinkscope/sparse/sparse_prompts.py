@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from einops import rearrange
@@ -13,55 +15,84 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.files.records import check_fields
-from sinkscope.hooks.call import Call
+from sinkscope.hooks.call import Call, Memory
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.session import Session
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import Bands, BlockGrid
+from sinkscope.sparse.bands import Bands, BlockGrid, Copies
 from sinkscope.sparse.choice import select_bands
-from sinkscope.sparse.devices import lack_of_library, triton_module
 from sinkscope.sparse.head_lines import HeadLines
-from sinkscope.sparse.prompt_calls import PromptCall, PromptCalls
-from sinkscope.sparse.sample import Copies
-from sinkscope.sparse.sparse import band_attention, line_attention
-from sinkscope.sparse.sums import recovered
+from sinkscope.sparse.replay import Replayed
+from sinkscope.sparse.sparse import band_attention, lack_of_library, line_attention, recovered, triton_module
 from sinkscope.tap.call import Attention, View
 
+_UNKNOWN = -1  # the id of an embedding, and of a token that was read before the run
 
-@dataclass(frozen=True, eq=False)
-class PromptRow:
-    """Queries, keys and values of one row of a prompt, without padding and holes.
+
+@dataclass(eq=False)
+class PromptCall:
+    """What the layers of one call share.
 
     Attributes:
-        scores: The parts of the scores.
-        value: Values.
-        layer: Decoder layer.
-        real: Which of the padded queries these are; a slice if all are.
-        number: Number of the row in its batch.
-        copies: Where the text copies itself; None if the ids are not known.
+        copies: Copies in each row, on each device; None if no id is known.
+        replayed: The choices of lines that were recorded for each row.
     """
 
-    scores: Scores
-    value: Float[Tensor, "kv_head key d_value"]
-    layer: int
-    real: Bool[Tensor, " padded"] | slice
-    number: int
-    copies: Copies | None
+    copies: dict[tuple[int, torch.device], Copies | None] = field(default_factory=dict)
+    replayed: dict[int, dict[Hashable, Replayed]] = field(default_factory=dict)
+    _counts: dict[int, Int[Tensor, "row 3"]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, prompt: Attention, view: View, row: int, whole: bool, copies: Copies | None) -> PromptRow:
-        """Return a row of a prompt, which is `whole` without padding and holes.
+    def counts_of(self, view: View) -> Int[Tensor, "row 3"]:
+        """Return the last position of each row, and the numbers of its keys and of its queries."""
+        slots = view.pos.shape[2]
+        if slots not in self._counts:
+            queries = view.query_pos
+            keys = (view.pos[:, 0] >= 0).sum(-1)
+            self._counts[slots] = torch.stack([queries.amax(1), keys, (queries >= 0).sum(-1)], 1)
+        return self._counts[slots]
 
-        It has no queries if it is all padding.
-        """
-        query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
-        real = slice(None)
-        if not whole:  # a choice by index copies
-            real, occupied = view.query_pos[row] >= 0, view.pos[row, 0] >= 0
-            query, key, value = query[:, real], key[:, occupied], value[:, occupied]
-        return cls(Scores(query, key, prompt.scaling), value, prompt.layer, real, row, copies)
+
+class PromptCalls:
+    """Follows the calls of a run. Ids are kept with the rows of each cache, so that a turn's copies reach into it.
+
+    Args:
+        run: The run.
+        key: Key of the edit in the run.
+    """
+
+    def __init__(self, run: Run, key: int) -> None:
+        self._run, self._key = ref(run), key
+        self._calls: WeakKeyDictionary[Call, PromptCall] = WeakKeyDictionary()
+        run.hook((run.target.base, "pre", self._note))
+
+    def of(self, call: Call) -> PromptCall:
+        """Return what is known of a call, as long as it lasts."""
+        return self._calls.setdefault(call, PromptCall())
+
+    def copies(self, call: Call, row: int, device: torch.device) -> Copies | None:
+        """Find the copies in a row of a prompt; None if no id of it is known. The first layer waits for the device."""
+        found = self.of(call).copies
+        if (row, device) not in found:
+            ids = call.state.memory[self._key].of_tokens["ids"][row]
+            real = ids[call.columns[row] >= 0].cpu()
+            queries = int((call.index[row] >= 0).sum())
+            is_known = bool((real[len(real) - queries :] != _UNKNOWN).any())
+            found[row, device] = Copies.of(real, queries, device) if is_known else None
+        return found[row, device]
+
+    def _note(self, *_: Any) -> None:
+        """Add the ids of a call to those before it."""
+        run = self._run()
+        call = None if run is None else run.call
+        if call is None:
+            return
+        new = torch.full_like(call.index, _UNKNOWN) if call.ids is None else call.ids.to(call.index.device)
+        memory = call.state.memory.setdefault(self._key, Memory())
+        earlier = memory.of_tokens.get("ids", new[:, :0])[:, : call.past]
+        unknown = new.new_full((call.rows, call.past - earlier.shape[1]), _UNKNOWN)
+        memory.of_tokens["ids"] = torch.cat([earlier, unknown, new], 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,40 +117,6 @@ class Chosen:
         return cls(lines, lines.attended(), lines.dense)
 
 
-@dataclass(frozen=True, eq=False)
-class PromptRead:
-    """How a row of a prompt was read in one layer; numbers stay on the device until they are asked for.
-
-    Attributes:
-        attended: Share of the causal cells from which each head computed its output.
-        dense: Whether each head computed all of them.
-        kernel: What computed the others: "blocks", "triton" or "mask".
-        output: What attention gives.
-        recovered: Share of the attention of held-out queries that each head's lines hold; None if not measured.
-        choice: Cells computed to choose lines and to measure what they hold, as a share of the causal cells.
-    """
-
-    attended: Float[Tensor, " head"]
-    dense: Bool[Tensor, " head"]
-    kernel: str
-    output: Float[Tensor, "head query d_value"]
-    recovered: Float[Tensor, " head"] | None
-    choice: float
-
-    def event_data(self) -> dict[str, Any]:
-        """Return what the event of kind "prefill" says."""
-        attended = fmean(self.attended.tolist())
-        data: dict[str, Any] = {
-            "cells": attended + self.choice,
-            "attended": attended,
-            "dense_heads": int(self.dense.sum()),
-            "kernel": self.kernel,
-        }
-        if self.recovered is not None:
-            data["recovered"] = self.recovered.tolist()
-        return data
-
-
 class SparsePrompts(Intervention):
     """Base of interventions that read prompts along lines, row by row, and of no other call.
 
@@ -136,9 +133,12 @@ class SparsePrompts(Intervention):
     def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines | Bands:
         """Return lines along which queries of a layer attend, or columns and bands; some queries are at copies."""
 
-    def chosen(self, row: PromptRow, call: PromptCall) -> Chosen:
-        """Return the lines of a row with their numbers, which a later layer of the call may overwrite."""
-        return Chosen.of(self.lines(row.scores, row.layer, row.copies))
+    def chosen(self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]) -> Chosen:
+        """Return the lines of a row with their numbers, which a later layer of the call may overwrite.
+
+        `replayed` are the choices that were recorded for the row.
+        """
+        return Chosen.of(self.lines(scores, layer, copies))
 
     def held_out(self, scores: Scores, layer: int, copies: Copies | None = None) -> Int[Tensor, " row"] | None:
         """Queries on which to measure how much attention the lines of a layer hold; None: on none."""
@@ -181,48 +181,81 @@ class SparsePrompts(Intervention):
         call, view, kv = moment.call, prompt.view, moment.layer(prompt.layer)
         assert view is not None
         whole_rows = not call.tokens.padded and (kv is None or kv.gapless)
-        why_dense = self.why_dense(prompt, view, kv)
-        counts = calls.of(call).counts_of(view)
+        known, why_dense = calls.of(call), self.why_dense(prompt, view, kv)
+        counts = known.counts_of(view)
         if why_dense is not None:
-            _log_prompt(run, call, prompt.layer, counts, why_dense, {})
+            run.log(_events(call.step, prompt.layer, counts, why_dense, {}))
             return None
-        rows: dict[int, PromptRow] = {}
-        reads: dict[int, PromptRead] = {}
-        for number in range(len(prompt.query)):
-            copies = calls.copies(call, number, prompt.key.device)
-            row = PromptRow.of(prompt, view, number, whole_rows, copies)
-            if row.scores.queries:
-                rows[number], reads[number] = row, self.read(row, calls.of(call))
-        _log_prompt(run, call, prompt.layer, counts, None, reads)
-        if whole_rows and len(reads) == 1:
-            return rearrange(reads[0].output, "head query d_value -> 1 query head d_value")
+        reads: dict[int, Callable[[], dict[str, Any]]] = {}
         batch, heads, queries = prompt.query.shape[:3]
-        output = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
-        for number, read in reads.items():
-            output[number, rows[number].real] = rearrange(read.output, "head query d_value -> query head d_value")
+        output = None
+        if not whole_rows or batch > 1:
+            output = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
+        for row in range(batch):
+            query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
+            real: Tensor | slice = slice(None)
+            if not whole_rows:  # a choice by index copies
+                real, occupied = view.query_pos[row] >= 0, view.pos[row, 0] >= 0
+                query, key, value = query[:, real], key[:, occupied], value[:, occupied]
+            if not query.shape[1]:  # it is all padding
+                continue
+            copies = calls.copies(call, row, key.device)
+            replayed = known.replayed.setdefault(row, {})
+            attended, reads[row] = self.read(Scores(query, key, prompt.scaling), value, prompt.layer, copies, replayed)
+            attended = rearrange(attended, "head query d_value -> query head d_value")
+            if output is None:
+                output = attended[None]
+            else:
+                output[row, real] = attended
+        run.log(_events(call.step, prompt.layer, counts, None, reads))
         return output
 
-    def read(self, row: PromptRow, call: PromptCall) -> PromptRead:
-        """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
-        scores, choice_rows, held_out = row.scores, 0, None
+    def read(
+        self,
+        scores: Scores,
+        value: Float[Tensor, "kv_head key d_value"],
+        layer: int,
+        copies: Copies | None,
+        replayed: dict[Hashable, Replayed],
+    ) -> tuple[Float[Tensor, "head query d_value"], Callable[[], dict[str, Any]]]:
+        """Read a row as it would be read alone, also if it shares a batch with longer prompts.
+
+        Args:
+            scores: Its scores, without padding and holes.
+            value: Values of its keys.
+            layer: Decoder layer.
+            copies: Where the text copies itself; None if the ids are not known.
+            replayed: The choices that were recorded for it.
+
+        Returns:
+            What attention gives, and what computes the data of the event of kind "prefill", for which a GPU has to be
+            waited for.
+        """
+        choice_rows, held_out = 0, None
         if self.too_short(scores.queries, scores.keys, scores.key.device) is None:
-            chosen = self.chosen(row, call)
+            chosen = self.chosen(scores, layer, copies, replayed)
             choice_rows = min(self.choice_rows, scores.queries)
-            held_out = self.held_out(scores, row.layer, row.copies)
+            held_out = self.held_out(scores, layer, copies)
         else:
             chosen = Chosen.of(select_bands(scores, 1))
-        lines = chosen.lines
+        lines, attended, dense = chosen.lines, chosen.attended.clone(), chosen.dense.clone()
         if isinstance(lines, HeadLines):
-            output, kernel = line_attention(scores, row.value, lines), "mask"
+            output, kernel = line_attention(scores, value, lines), "mask"
         else:
-            output = band_attention(scores, row.value, lines, chosen.lists)
+            output = band_attention(scores, value, lines, chosen.lists)
             kernel = "blocks" if triton_module(scores.key.device, "triton") is None else "triton"
         shares = None
         if held_out is not None and len(held_out):
             shares = recovered(scores, lines, held_out)
             choice_rows += len(held_out)
         choice = choice_rows * scores.keys / BlockGrid(scores.queries, scores.keys).cells
-        return PromptRead(chosen.attended.clone(), chosen.dense.clone(), kernel, output, shares, choice)
+
+        def data() -> dict[str, Any]:
+            share = fmean(attended.tolist())
+            numbers = {"cells": share + choice, "attended": share, "dense_heads": int(dense.sum()), "kernel": kernel}
+            return numbers if shares is None else numbers | {"recovered": shares.tolist()}
+
+        return output, data
 
     def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used."""
@@ -244,11 +277,14 @@ class SparsePrompts(Intervention):
         return None
 
 
-def _log_prompt(
-    run: Run, call: Call, layer: int, counts: Int[Tensor, "row 3"], why_dense: str | None, reads: dict[int, PromptRead]
-) -> None:
-    """Log an event for every row that is not all padding."""
-    step = call.step  # and not the call, which holds the cache
+def _events(
+    step: int,
+    layer: int,
+    counts: Int[Tensor, "row 3"],
+    why_dense: str | None,
+    reads: dict[int, Callable[[], dict[str, Any]]],
+) -> Callable[[], list[Event]]:
+    """What makes the events of a layer: one for every row that is not all padding."""
 
     def events() -> list[Event]:
         logged: list[Event] = []
@@ -256,8 +292,8 @@ def _log_prompt(
             if not row_queries:
                 continue
             data: dict[str, Any] = {"keys": row_keys, "queries": row_queries}
-            data |= {"dense": why_dense} if row not in reads else reads[row].event_data()
+            data |= reads[row]() if row in reads else {"dense": why_dense}
             logged.append(Event(row, step, position, layer, None, "prefill", data))
         return logged
 
-    run.log(events)
+    return events

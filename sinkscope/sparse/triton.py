@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from triton.runtime.errors import OutOfResources
 
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BAND, PER, TILE, Bands, BlockGrid, CopiedBlocks
+from sinkscope.sparse.bands import BAND, PER, TILE, Bands, BlockGrid, Copies
 
 LOG2_E = 1.4426950408889634  # kernels compute powers of two
 Options = Sequence[dict[str, int]]
@@ -84,10 +84,10 @@ the least shared memory; the first that fits is used."""
 
 
 @lru_cache(4)  # the layers of a prompt are of one grid
-def _nothing_copied(grid: BlockGrid, device: torch.device) -> CopiedBlocks:
+def _nothing_copied(grid: BlockGrid, device: torch.device) -> Copies:
     """No single blocks."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    return CopiedBlocks.of(none, none, grid)
+    return Copies.at_blocks(none, none, none, grid, device)
 
 
 def attention_on(
@@ -98,9 +98,9 @@ def attention_on(
     lists: tuple[Tensor, ...] = (),
 ) -> Float[Tensor, "query head d_value"]:
     """Compute attention of all heads on columns and bands, in the dtype of the values; `lists_of` may be known."""
-    grid, copied = chosen.grid, chosen.copied
-    if copied is None:
-        copied = _nothing_copied(grid, value.device)
+    grid, copies = chosen.grid, chosen.copies
+    if copies is None:
+        copies = _nothing_copied(grid, value.device)
     query, key, values = (fitting(part, value.dtype) for part in (scores.query, scores.key, value))
     out = torch.empty(scores.queries, scores.heads, values.shape[2], device=value.device, dtype=value.dtype)
     strides = (*query.stride()[:2], *key.stride()[:2], *values.stride()[:2])
@@ -108,7 +108,7 @@ def attention_on(
     arguments = (
         *(out, query, key, values, chosen.bands.view(torch.uint8), chosen.columns.view(torch.uint8)),
         *(lists or lists_of(chosen)),
-        *(copied.block, copied.start),
+        *(copies.block, copies.start),
         *strides,
         *numbers,
         chosen.sparse_tiles,

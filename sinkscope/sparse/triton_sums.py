@@ -1,7 +1,7 @@
 """Sums over sampled rows of attention in Triton: no matrix of attention is stored, and nothing waits for the host.
 
 The rows of the sample are multiplied with all keys again for each step of the choice; one step reads the keys once and
-writes sums alone. The counterpart on a CPU is `bands.StoredRows`.
+writes sums alone. The counterpart on a CPU is `choice.StoredRows`.
 
 This module needs triton, so it is imported when it is used. `TRITON_INTERPRET=1`, set before, runs it on a CPU.
 """
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BAND, Bands, BlockGrid, ByBand, ByColumn, ByThreshold, StoredRows
+from sinkscope.sparse.bands import BAND, Bands, BlockGrid, ByBand
+from sinkscope.sparse.choice import ByColumn, ByThreshold, StoredRows
 from sinkscope.sparse.triton import LOG2_E, fitting, launch
 
 SIZE = 64

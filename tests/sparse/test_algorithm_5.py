@@ -15,11 +15,9 @@ from repository import ROOT
 from torch import Tensor
 
 from sinkscope.sparse import recovered
-from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.choice import select_bands, select_lines
-from sinkscope.sparse.faithful import faithful_lines
-from sinkscope.sparse.sample import sample_queries
-from sinkscope.sparse.votes import minference_lines
+from sinkscope.sparse.attention import Scores, sample_queries
+from sinkscope.sparse.choice import select_bands
+from sinkscope.sparse.head_lines import faithful_lines, minference_lines, select_lines
 
 
 @given(

@@ -13,22 +13,21 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.sparse import bands as rule
 from sinkscope.sparse import choice, recovered
 from sinkscope.sparse.attention import Scores, attention_of
-from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, CopiedBlocks, StoredRows, lengths_of
-from sinkscope.sparse.choice import sampled_rows, select_bands
+from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, Copies, lengths_of
+from sinkscope.sparse.choice import StoredRows, sampled_rows, select_bands
 from sinkscope.sparse.serve import LoopServe
 
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(0, 200))
 
 
-def random_copies(grid: BlockGrid, generator: torch.Generator) -> CopiedBlocks:
+def random_copies(grid: BlockGrid, generator: torch.Generator) -> Copies:
     """Blocks of keys that no tile of queries comes before, some of them twice."""
     tile = torch.randint(grid.tiles, (2 * grid.tiles,), generator=generator)
     block = torch.rand(len(tile), generator=generator) * (grid.before + PER * tile)
     is_before = grid.before + PER * tile > 0
-    return CopiedBlocks.of(tile[is_before], block.long()[is_before], grid)
+    return Copies.at_blocks(tile[:0], tile[is_before], block.long()[is_before], grid, tile.device)
 
 
 def random_bands(heads: int, queries: int, keys: int, seed: int, dense_rows: int = 0) -> Bands:
@@ -48,9 +47,9 @@ def seen(chosen: Bands) -> Tensor:
     stop = (query // TILE + 1) * TILE  # one past the last query of the tile, which may not exist
     band = (keys - queries + stop - 1 - key) // BAND
     cells = chosen.bands[:, band.clamp(min=0)] | chosen.columns[:, None]
-    if chosen.copied is not None:
+    if chosen.copies is not None:
         block = (key + -(keys - queries) % BAND) // BAND
-        for one_tile, one_block in zip(chosen.copied.tile, chosen.copied.block, strict=True):
+        for one_tile, one_block in zip(chosen.copies.tile, chosen.copies.block, strict=True):
             cells |= (query // TILE == one_tile) & (block == one_block)
     if chosen.dense_rows:
         cells |= stop > queries - chosen.dense_rows
@@ -123,7 +122,7 @@ def test_the_threshold_is_the_highest_to_four_percent(thresholds, monkeypatch):
     grid = BlockGrid(400, 400)
     columns, bands = torch.rand(4, 400) ** 9 * 0.1, torch.rand(4, grid.blocks) ** 9 * 0.1
     for alpha in (0.2, 0.6, 0.9):
-        least, reached = rule._threshold(sample, columns, bands, alpha)
+        least, reached = choice._threshold(sample, columns, bands, alpha)
         limits = torch.cat([least, least * 1.043], 1)
         held = sample.held(columns, bands, limits) / sample.rows
         assert reached.all() and (held[:, 0] >= alpha).all() and (held[:, 1] < alpha).all()

@@ -11,11 +11,10 @@ from lines_kit import dense, drawn_scores
 from torch import Tensor
 from transformers import DynamicCache
 
-from sinkscope.sparse import sample as rule
-from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BAND, TILE, BlockGrid
-from sinkscope.sparse.choice import select_bands
-from sinkscope.sparse.sample import Copies, copies_in, held_out, sample_queries
+from sinkscope.sparse import bands as rule
+from sinkscope.sparse.attention import Scores, sample_queries
+from sinkscope.sparse.bands import BAND, TILE, BlockGrid, Copies, copies_in
+from sinkscope.sparse.choice import held_out, select_bands
 from sinkscope.sparse.serve import LoopServe
 
 CPU = torch.device("cpu")
@@ -63,8 +62,8 @@ def test_every_head_sees_the_tokens_around_the_original_from_the_tile_of_a_copy(
     for query, original in pairs:
         assert sees[:, query, original - 1 : original + 3].all()
         wanted |= {(query // TILE, (key + grid.lead) // BAND) for key in range(original - 1, original + 3)}
-    assert set(zip(found.blocks.tile.tolist(), found.blocks.block.tolist(), strict=True)) == wanted
-    assert found.blocks.start.tolist() == [sum(tile < n for tile, _ in wanted) for n in range(grid.tiles + 1)]
+    assert set(zip(found.tile.tolist(), found.block.tolist(), strict=True)) == wanted
+    assert found.start.tolist() == [sum(tile < n for tile, _ in wanted) for n in range(grid.tiles + 1)]
 
 
 def test_half_of_the_sample_is_drawn_among_copies_and_the_rest_among_all_others():

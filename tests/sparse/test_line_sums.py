@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sinkscope.opening.live import target_of
-from sinkscope.sparse import sums
-from sinkscope.sparse.attention import Scores
+from sinkscope.sparse.attention import ROWS, Scores, line_sums
 from sinkscope.sparse.head_lines import HeadLines
-from sinkscope.sparse.sums import line_sums, scores_of, weight_on
+from sinkscope.sparse.lines import scores_of, weight_on
 
 
 def _summed(weights: Tensor, since: int = 0) -> Tensor:
@@ -57,7 +56,7 @@ def test_sums_equal_the_matrix(scores, part):
 def test_nothing_of_query_times_key_is_kept():
     n = 1024
     heads = 2
-    block = sums.ROWS
+    block = ROWS
     largest = 0
 
     class Sizes(TorchDispatchMode):

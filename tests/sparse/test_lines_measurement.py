@@ -18,9 +18,8 @@ from torch import Tensor
 
 from sinkscope.files.store import json_lines
 from sinkscope.measure.margin import margin_of
-from sinkscope.sparse.head_lines import HeadLines
+from sinkscope.sparse.head_lines import HeadLines, top_lines
 from sinkscope.sparse.lines import LineWeights, lines, shared_by_second
-from sinkscope.sparse.votes import top_lines
 
 
 def ids_of(length: int) -> list[int]:

@@ -16,8 +16,8 @@ from transformers import DynamicCache
 
 from sinkscope.conformance.masked import plain_logits
 from sinkscope.opening.live import target_of
-from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.sample import draw_of, held_out, sample_queries
+from sinkscope.sparse.attention import Scores, sample_queries
+from sinkscope.sparse.choice import draw_of, held_out
 from sinkscope.sparse.serve import SHORTEST, LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, TriShape
 

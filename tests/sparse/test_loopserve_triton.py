@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +19,10 @@ from test_sparse_attention import inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.sparse import band_attention, devices, select_bands
+from sinkscope.sparse import band_attention, select_bands, sparse
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.bands import BlockGrid
-from sinkscope.sparse.choice import BandChoice, sampled_rows
-from sinkscope.sparse.sample import Copies
+from sinkscope.sparse.bands import BlockGrid, Copies
+from sinkscope.sparse.choice import bands_from, recorded_bands, sampled_rows
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.tap.call import Attention, View
 from sinkscope.tap.stock import Stock
@@ -110,13 +110,13 @@ def test_where_shared_memory_is_short_smaller_tilings_are_tried_and_errors_of_cu
 def test_without_triton_lines_are_refused_on_its_devices_and_it_is_said_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "sinkscope.sparse.triton", None)  # an import of it fails
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    devices._module.cache_clear()
+    sparse._module.cache_clear()
     with pytest.warns(UserWarning, match="install triton") as said:
         for _ in range(2):
             with pytest.raises(UnsupportedError, match="on cpu: triton is not installed"):
                 band_attention(*inputs(4, 1, 200, 200), random_bands(4, 200, 200, 0))
     assert len(said) == 1
-    devices._module.cache_clear()
+    sparse._module.cache_clear()
 
 
 def measured(card: str) -> dict[str, Any]:
@@ -184,14 +184,15 @@ def test_on_a_gpu_it_is_what_is_used(dtype, error, queries, past):
 def test_on_a_gpu_a_recorded_choice_is_the_one_that_is_launched_step_by_step(queries, past):
     pytest.importorskip("sinkscope.sparse.triton")
     copies = Copies.of(torch.arange(queries + past) % 280, queries, torch.device("cuda"))
-    choice, replayed = BandChoice(0.8, 4, 64, 16, 0.9, copies.blocks), None
+    choose = partial(bands_from, alpha=0.8, begin=4, checked=64, dense_rows=16, dense_above=0.9, copies=copies)
+    replayed = None
     for seed in range(5):
         draw = torch.Generator().manual_seed(seed)
         query, key = torch.randn(4, queries, 64, generator=draw), torch.randn(2, queries + past, 64, generator=draw)
         scores = Scores(2 * query.cuda(), key.cuda(), 0.25)
         rows = sampled_rows(BlockGrid(queries, queries + past), 64, seed, 16, copies)
-        replayed = replayed or choice.recorded(scores, (scores.query, scores.key, rows))
+        replayed = replayed or recorded_bands(choose, scores, (scores.query, scores.key, rows), 16)
         columns, bands, attended, *_ = replayed(scores.query, scores.key, rows)
-        wanted = choice.made(scores, rows)
+        wanted = choose(scores, rows)
         assert torch.equal(columns, wanted.columns) and torch.equal(bands, wanted.bands), seed
         torch.testing.assert_close(attended, wanted.attended())

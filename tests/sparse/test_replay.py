@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,9 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.opening.live import target_of
 from sinkscope.sparse import choice as rule
 from sinkscope.sparse import serve, sparse
-from sinkscope.sparse.bands import BlockGrid, CopiedBlocks
-from sinkscope.sparse.choice import BandChoice, sampled_rows, select_bands
+from sinkscope.sparse.bands import BlockGrid, Copies
+from sinkscope.sparse.choice import bands_from, recorded_bands, sampled_rows, select_bands
 from sinkscope.sparse.replay import Replayed
-from sinkscope.sparse.sample import Copies
 from sinkscope.sparse.serve import LoopServe
 
 SERVE = LoopServe(alpha=0.6, shortest=0, sample=12, dense_above=9.0, decode=False)
@@ -154,8 +154,9 @@ def test_nothing_in_the_recorded_choice_waits_for_the_device_or_reads_the_host(m
     place = torch.device("meta")
     query, key = torch.empty(4, 600, 64, device=place), torch.empty(2, 700, 64, device=place)
     rows, start = torch.zeros(64, dtype=torch.int64, device=place), torch.arange(11, device=place)
-    choice = BandChoice(0.9, 4, 64, 16, 0.5, CopiedBlocks(rows, rows, start))
-    replayed = choice.recorded(rule.Scores(query, key, 0.125), (query, key, rows), Again)
+    copies = Copies(rows, rows, rows, start)
+    choose = partial(bands_from, alpha=0.9, begin=4, checked=64, dense_rows=16, dense_above=0.5, copies=copies)
+    replayed = recorded_bands(choose, rule.Scores(query, key, 0.125), (query, key, rows), 16, Again)
     replayed(query, key, rows)  # fills caches
     with OnDevice():
         results = replayed.work()
@@ -173,8 +174,8 @@ def test_settings_reach_the_recorded_choice():
     settings = {"begin": 2, "checked": 8, "dense_rows": 16, "dense_above": 0.8}
     chosen = select_bands(scores, 0.7, sample=20, seed=5, **settings, copies=copies)
     rows = sampled_rows(chosen.grid, 20, 5, 16, copies)
-    choice = BandChoice(0.7, copied=copies.blocks, **settings)
+    choose = partial(bands_from, alpha=0.7, copies=copies, **settings)
     given = scores.query, scores.key, rows
-    columns, bands, attended, dense = choice.recorded(scores, given, Again)(*given)
+    columns, bands, attended, dense = recorded_bands(choose, scores, given, 16, Again)(*given)
     assert torch.equal(columns, chosen.columns) and torch.equal(bands, chosen.bands)
     assert torch.equal(attended, chosen.attended()) and torch.equal(dense, chosen.dense)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.sparse.attention import Scores
-from sinkscope.sparse.choice import select_lines
+from sinkscope.sparse.head_lines import select_lines
 from sinkscope.sparse.sparse import band_attention, line_attention
 
 

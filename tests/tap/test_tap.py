@@ -11,7 +11,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.opening.live import target_of
-from sinkscope.sparse.sums import scores_of
+from sinkscope.sparse.lines import scores_of
 from sinkscope.tap import stock
 from sinkscope.tap.tap import HANDLERS
 
