@@ -1,18 +1,73 @@
-"""Show all results of a folder as one HTML file."""
+"""Lists of results: the sections of a page, which a folder and a scan share, and the cards of several scans."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
-from sinkscope.app.card import CARD
-from sinkscope.errors import SinkscopeError, one_line
+from sinkscope.app.card import CARD, SinkCard
+from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.output import check_output, read_json, write_output
-from sinkscope.files.plain import visible
+from sinkscope.files.output import check_output, path_of, write_output
+from sinkscope.files.plain import pathless, visible
+from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.files.store import RECORDS, SETTINGS, begun_by
-from sinkscope.results.notation import count_of
+from sinkscope.results.notation import count_of, percent
 from sinkscope.results.pages import Section, document, folded, text
 from sinkscope.results.result import Result
+from sinkscope.results.tables import Table
+
+UNFINISHED = "a scan that has not ended; its command goes on with it"
+
+
+def result_at(place: Path) -> Result:
+    """Return the result in a file, or the table of a folder of runs.
+
+    Raises:
+        SinkscopeError: It holds neither.
+    """
+    if place.is_file():
+        return Result.load(place)
+    if begun_by(place) == "scan":
+        raise SinkscopeError(UNFINISHED)
+    from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
+
+    return bench_table([place])
+
+
+def why_missing(error: Exception) -> str:
+    """Return in one line why there is no result: what an error of ours says, or which one it was."""
+    if is_out_of_memory(error):
+        return "there is not enough memory for it"
+    message = visible(pathless(str(error).partition("\n")[0]))
+    if isinstance(error, SinkscopeError):
+        return message
+    return f"it failed ({type(error).__name__}: {message:.200})"
+
+
+def sections_of(results: Mapping[str, Result | str], opened: Collection[str] = ()) -> tuple[list[Section], list[str]]:
+    """Return the sections of a page, those of one model together, and a line for each result that is missing.
+
+    Args:
+        results: Results by their displayed names, or why there is none.
+        opened: Names of those whose section is open; of the others the conclusion is seen.
+    """
+    sections: list[Section] = []
+    missing: list[str] = []
+    for name, result in results.items():
+        if isinstance(result, Result):
+            try:
+                section = result.section(name)
+                sections.append(section if name in opened else folded(section, section.conclusion))
+            except Exception as error:  # a damaged result can have the right types and fail anywhere
+                result = why_missing(error)
+        if isinstance(result, str):
+            missing.append(f"{name}: {result}")
+    models = [section.about for section in sections]
+    return sorted(sections, key=lambda section: models.index(section.about)), missing
 
 
 @checks_arguments
@@ -36,38 +91,26 @@ def report(
         raise SinkscopeError(f"{folder} is no folder: give the folder that holds the JSON files of your results")
     page = out or root / "report.html"
     target = check_output(page, ["report"])
-    sections: list[Section] = []
-    left_out: list[str] = []
+    results: dict[str, Result | str] = {}
     for path in _listed(root):
-        name = visible(path.relative_to(root).as_posix())
         try:
-            if path.is_file():
-                result = Result.from_dict(read_json(path), path.name)
-            elif begun_by(path) == "scan":
-                raise SinkscopeError("a scan that has not ended; its command goes on with it")
-            else:  # a folder of runs is shown as its table
-                from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
-
-                result = bench_table([path])
-            sections.append(folded(result.section(name), "Summary, figure, table, settings and provenance"))
-        except SinkscopeError as error:
-            left_out.append(f"{name}: {error}")
-        except Exception as error:  # a damaged result can have the right types and fail anywhere
-            left_out.append(one_line(f"{name}: {type(error).__name__}: {error}"))
+            result = result_at(path)
+        except Exception as error:
+            result = why_missing(error)
+        results[visible(path.relative_to(root).as_posix())] = result
+    sections, missing = sections_of(results)
     if not sections:
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
     count = count_of(len(sections), "result")
-    models = [section.about for section in sections]
-    sections.sort(key=lambda section: models.index(section.about))  # those of one model stand together
-    if left_out:
-        rows = "".join(f"<li>{text(line)}</li>" for line in left_out)
-        sections.append(Section(f"{count_of(len(left_out), 'file')} left out", f"<ul>{rows}</ul>"))
+    if missing:
+        rows = "".join(f"<li>{text(line)}</li>" for line in missing)
+        sections.append(Section(f"{count_of(len(missing), 'file')} left out", f"<ul>{rows}</ul>"))
     write_output(target, document(visible(root.resolve().name), sections, count))
-    print(visible(f"{page}: {count}, {len(left_out)} left out"))
+    print(visible(f"{page}: {count}, {len(missing)} left out"))
 
 
 def _listed(root: Path) -> list[Path]:
-    """The JSON files and the folders of runs in `root`, sorted, without the parts of cards beside them."""
+    """The JSON files and the folders of runs in `root`, sorted; a folder with a card is shown by its files."""
     listed: list[Path] = []
     for path in (root, *sorted(root.rglob("*"))):
         hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
@@ -77,3 +120,119 @@ def _listed(root: Path) -> list[Path]:
         if (path / RECORDS).is_file() or (path.suffix.lower() == ".json" and path.is_file()):
             listed.append(path)
     return listed
+
+
+def read_card(path: str | Path) -> SinkCard:
+    """Read the card in a file, or in the folder of a scan.
+
+    Raises:
+        SinkscopeError: There is no card.
+    """
+    file = path_of(path)
+    if file.is_dir():
+        file = file / CARD
+    if not file.is_file():
+        raise SinkscopeError(f"{path} holds no card: give the card.json of a scan, or the scan's folder")
+    return SinkCard.load(file)
+
+
+# --- many cards ---
+
+NO_CARD = "it is not finished, or failed: run the same command again to see why"
+ON_CARDS = {
+    "place": ("find_sinks", "place"),
+    "layers": ("find_sinks", "layers"),
+    "neurons": ("find_sinks", "neurons"),
+    "heads": ("find_sinks", "heads"),
+    "loops": ("loops", "text.full.loop"),
+}
+"""Columns that repeat a number of the card: the part, and the number's key there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanTable(Result):
+    """The cards of several scans.
+
+    Attributes:
+        scans: A row for each, in the order of their names: `scan`, the name of its folder; the numbers of its card; and
+            `problem`, why there is no card.
+    """
+
+    kind = "scan-table"
+    page = "scan"
+    columns = ("scan", "layers", "neurons", "heads", "loops")
+    glossary: ClassVar = {
+        "scan": "name of the folder",
+        "place": "where the spike is that most heads read",
+        "layers": "the layers in which it stands out",
+        "neurons": "the smallest set of neurons found that it needs",
+        "heads": "share of heads that attend to the sink",
+        "loops": "share of greedy answers that loop",
+        "loops_margin": "two standard errors of that",
+        "problem": "why there is no card",
+    }
+
+    scans: tuple[dict[str, Any], ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a scan has no card."""
+        return int(any(row["problem"] for row in self.scans))
+
+    def rows(self) -> Table:
+        """Return one row per scan."""
+        return list(self.scans)
+
+    def conclusion(self) -> str:
+        """Return how many of the models have a spike, and how many heads attend to the sink."""
+        measured = [row for row in self.scans if not row["problem"]]
+        having = [row for row in measured if row["place"]]
+        said = f"{len(having)} of {len(measured)} models have a norm spike"
+        heads = sorted(row["heads"] for row in measured if row["heads"] is not None)
+        if heads:
+            shares = " to ".join(dict.fromkeys([percent(heads[0]), percent(heads[-1])]))
+            said += f"; {shares} of the heads attend to the sink"
+        return f"{said}."
+
+    def details(self) -> list[str]:
+        """Return what has no card."""
+        return [f"{row['scan']} has no card: {row['problem']}" for row in self.scans if row["problem"]]
+
+
+@checks_arguments
+def scan_table(folder: Path) -> ScanTable:
+    """Join the cards of several scans into one table, such as those of the checkpoints of a model.
+
+    If a scan has no card, the status is 1.
+
+    Args:
+        folder: The folder that holds the folders of the scans.
+
+    Raises:
+        SinkscopeError: There is no card, or one cannot be read.
+    """
+    rows: Table = []
+    made = UNKNOWN_PROVENANCE
+    for place in sorted(path_of(folder).glob("*/"), key=_natural):
+        row: dict[str, Any] = {**dict.fromkeys(ScanTable.glossary), "scan": place.name, "problem": NO_CARD}
+        if (place / CARD).is_file():
+            card = read_card(place)
+            made, row["problem"] = card.provenance, ""
+            numbers = card.by_key()
+            for column, key in ON_CARDS.items():
+                if key in numbers:
+                    row[column] = numbers[key].value
+            if ON_CARDS["loops"] in numbers:
+                row["loops_margin"] = numbers[ON_CARDS["loops"]].margin
+        elif begun_by(place) != "scan":
+            continue
+        rows.append(row)
+    if all(row["problem"] for row in rows):
+        raise SinkscopeError(f"{pathless(str(folder))} holds no scans: give the folder of their folders")
+    model = replace(UNKNOWN_MODEL, name=count_of(len(rows), "model"))
+    return ScanTable(model=model, settings={"folder": str(folder)}, provenance=made, scans=tuple(rows))
+
+
+def _natural(path: Path) -> str:
+    """Return the key that sorts step9 before step10."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(16), path.name)

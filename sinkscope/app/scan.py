@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from sinkscope import __version__
-from sinkscope.app.card import CARD, CardPart, SinkCard, part_file, read_card
+from sinkscope.app.card import CARD, CardPart, SinkCard
+from sinkscope.app.report import read_card, sections_of, why_missing
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
-from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import write_output
-from sinkscope.files.plain import pathless, visible
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
@@ -31,7 +31,7 @@ from sinkscope.models.target import Target
 from sinkscope.opening.open import fits
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of
-from sinkscope.results.pages import document, folded, text
+from sinkscope.results.pages import document
 from sinkscope.results.result import Result
 from sinkscope.sinks.attack import attack
 from sinkscope.sinks.marking_heads import heads
@@ -71,7 +71,7 @@ class ScanPart:
     @property
     def file(self) -> str:
         """Its file in the folder of a scan."""
-        return part_file(self.name)
+        return self.name.replace("_", "-") + ".json"
 
 
 def measure_bench(setup: Setup, *, task: str, methods: Sequence[str], max_new_tokens: int | None = None) -> BenchTable:
@@ -227,17 +227,10 @@ def at_most(target: Target, seconds: float | None) -> Iterator[None]:
 
 
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
-    """The card's page: tiles, what every part says, all numbers, where the sink is made; then other parts, closed."""
-    first = card.section()
-    if card.against is None:  # the tiles say it
-        first = folded(first, "What every part says, and all numbers with their controls")
-    sections = [replace(first, heading="All parts")]
-    for part, outcome in outcomes:
-        if isinstance(outcome, Result):
-            section = replace(outcome.section(), heading=text(part.command))
-            if part.name != "find_sinks":
-                section = folded(section, section.conclusion)
-            sections.append(section)
+    """The card's page: its tiles, then the sections of a report: the card, open if it compares, and the parts."""
+    results: dict[str, Result | str] = {CARD: card}
+    results |= {part.file: outcome for part, outcome in outcomes if isinstance(outcome, Result)}
+    sections, _ = sections_of(results, opened=(CARD if card.against else "", "find-sinks.json"))
     return document(f"Sink card of {card.model.name}", sections, kind=card.kind, first=card.first_screen())
 
 
@@ -268,12 +261,7 @@ def _measured(part: ScanPart, setup: Setup, seconds: float | None) -> Result | s
     except CutShortError as error:
         return f"{error}; `sinkscope {part.command}` alone has no bound"
     except Exception as error:
-        if is_out_of_memory(error):
-            return "there is not enough memory for it"
-        message = visible(pathless(str(error).partition("\n")[0]))
-        if isinstance(error, SinkscopeError):
-            return message
-        return f"it failed ({type(error).__name__}: {message:.200})"
+        return why_missing(error)
 
 
 def card_part(part: ScanPart, outcome: Result | str) -> CardPart:

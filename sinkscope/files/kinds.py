@@ -21,7 +21,7 @@ KINDS = {
     "patch-make": "sinkscope.sinks.patch.make",
     "precision": "sinkscope.sinks.precision",
     "repeat": "sinkscope.sinks.repetition.result",
-    "scan-table": "sinkscope.app.card",
+    "scan-table": "sinkscope.app.report",
     "sink-card": "sinkscope.app.card",
     "view": "sinkscope.app.view.result",
     "why": "sinkscope.loops.why",

@@ -21,15 +21,15 @@ OURS = ".sinkscope-"
 
 
 def begun_by(folder: Path) -> str | None:
-    """Return the command that began a folder, as its settings say; None if they do not say it.
+    """Return the command that began a folder, as its settings say; None if it has none, or they do not say it.
 
     Raises:
-        SinkscopeError: The folder has no settings, or they are not JSON.
+        SinkscopeError: The settings are not JSON.
     """
-    settings = read_json(folder / SETTINGS)
-    if not isinstance(settings, dict):
+    if not (folder / SETTINGS).is_file():
         return None
-    return settings.get("command")
+    settings = read_json(folder / SETTINGS)
+    return settings.get("command") if isinstance(settings, dict) else None
 
 
 class Keyed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -14,7 +15,8 @@ from report_kit import files_shown, made_report
 from scan_kit import PARTS, few_parts
 
 from sinkscope.app import scan as scanning
-from sinkscope.app.card import CardPart, SinkCard, read_card
+from sinkscope.app.card import CardPart, SinkCard
+from sinkscope.app.report import read_card
 from sinkscope.app.scan import demo, scan
 from sinkscope.measure import Setup
 from sinkscope.results.notation import neuron_name
@@ -65,7 +67,8 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
         assert escape(part.conclusion) in page
         assert part.command in page
     assert page.count('class="plot"') == len(PARTS)
-    assert "<details><summary>What every part says, and all numbers with their controls</summary>" in page
+    assert files_shown(folder / "card.html") == ["card.json", "find-sinks.json", "repeat.json"]
+    assert re.findall(r"</h2><(details|div)", page) == ["details", "div", "details"]  # the sink alone is open
     tiles = page.partition('<div class="tiles">')[2].partition("</div>")[0].split("<article>")[1:]
     assert [tile.partition("</h3>")[0] for tile in tiles] == ["<h3>Sink", "<h3>Repetition"]
     one = numbers[f"attention lost without {neuron}"]

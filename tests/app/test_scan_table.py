@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from organisms import organism
 
-from sinkscope.app.card import SinkCard, scan_table
+from sinkscope.app.card import SinkCard
+from sinkscope.app.report import scan_table
 from sinkscope.results.result import Number
 
 pytestmark = pytest.mark.few_texts

@@ -10,7 +10,7 @@ import pytest
 from organisms import organism
 from repository import ran
 
-from sinkscope.app.card import scan_table
+from sinkscope.app.report import scan_table
 
 NAMES = ("gpt2", "llama", "qwen2")
 

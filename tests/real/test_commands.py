@@ -8,7 +8,7 @@ import plain
 import pytest
 import torch
 
-from sinkscope.app.card import read_card
+from sinkscope.app.report import read_card
 
 
 def test_models_check_says_what_is_served(typed, smollm2):

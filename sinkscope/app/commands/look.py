@@ -58,7 +58,7 @@ def scan_table() -> Any:
 
     If a scan has no card, the status is 1.
     """
-    from sinkscope.app.card import scan_table
+    from sinkscope.app.report import scan_table
 
     return scan_table
 
