@@ -12,7 +12,7 @@ from typing import Any
 
 from sinkscope.files.output import write_atomic
 from sinkscope.files.plain import pathless, plain
-from sinkscope.files.processes import world_size
+from sinkscope.files.progress import world_size
 from sinkscope.files.provenance import provenance
 
 Row = dict[str, Any]

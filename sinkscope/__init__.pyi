@@ -4,7 +4,7 @@ from . import kv as kv
 from . import loops as loops
 from .app.report import report as report
 from .app.scan import scan as scan
-from .app.view.notebook import view as view
+from .app.view.command import view as view
 from .conformance.check_cache import check_cache as check_cache
 from .errors import SinkscopeError as SinkscopeError
 from .generation.conversation import Conversation as Conversation

@@ -22,7 +22,7 @@ from sinkscope.app.commands import COMMANDS
 from sinkscope.app.commands.others import ELSEWHERE, other_command, other_commands
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
 from sinkscope.files.plain import as_utf8
-from sinkscope.files.processes import is_first, world_size
+from sinkscope.files.progress import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import drop, note
 

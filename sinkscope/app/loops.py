@@ -18,7 +18,7 @@ from pydantic import Field
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.listen import listen
-from sinkscope.files.output import path_of, read_json, reason_of
+from sinkscope.files.output import path_of, paths_below, read_json, reason_of
 from sinkscope.files.plain import visible
 from sinkscope.files.records import checked_value
 from sinkscope.loops import Alarm, LoopCheck, MonitorSettings, PaperSettings, Watch
@@ -156,11 +156,9 @@ def _listed(files: Sequence[str]) -> dict[str, str]:
             name = _name(file)
             listed[file if name in listed else name] = file
             continue
-        for path in sorted(folder.rglob("*")):
-            inside = path.relative_to(folder)
-            hidden = any(part.startswith(".") for part in inside.parts)
-            if path.name.removesuffix(".gz").endswith(ENDINGS) and not hidden and path.is_file():
-                name = str(inside)
+        for path in paths_below(folder):
+            if path.name.removesuffix(".gz").endswith(ENDINGS) and path.is_file():
+                name = str(path.relative_to(folder))
                 listed[str(path) if name in listed else name] = str(path)
         if len(listed) == count:
             raise SinkscopeError(f"{file} holds no file that ends in {', '.join(ENDINGS)}, also .gz: name the files")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from sinkscope.app.card import CARD, SinkCard
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.output import check_output, path_of, write_output
+from sinkscope.files.output import check_output, path_of, paths_below, write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.files.store import RECORDS, SETTINGS, begun_by
@@ -112,12 +112,12 @@ def report(
 def _listed(root: Path) -> list[Path]:
     """The JSON files and the folders of runs in `root`, sorted; a folder with a card is shown by its files."""
     listed: list[Path] = []
-    for path in (root, *sorted(root.rglob("*"))):
-        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-        of_run = path.name == SETTINGS and (path.parent / RECORDS).is_file()
-        if hidden or of_run or (path / CARD).is_file():
-            continue
-        if (path / RECORDS).is_file() or (path.suffix.lower() == ".json" and path.is_file()):
+    for path in (root, *paths_below(root)):
+        if path.is_file():
+            of_run = path.name == SETTINGS and (path.parent / RECORDS).is_file()
+            if path.suffix.lower() == ".json" and not of_run:
+                listed.append(path)
+        elif (path / RECORDS).is_file() and not (path / CARD).is_file():
             listed.append(path)
     return listed
 

@@ -170,6 +170,15 @@ def path_of(name: PathName, remedy: str = "give the path of a file or folder") -
     return path
 
 
+def paths_below(folder: Path) -> list[Path]:
+    """Return the files and folders below a folder, sorted, without hidden ones and what they hold."""
+    paths: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            paths.append(path)
+    return paths
+
+
 def read_bytes(path: PathName, remedy: str) -> bytes:
     """Return the content of a file, or of standard input for "-".
 

@@ -1,7 +1,8 @@
-"""Progress of long work, as functions report it."""
+"""Progress of long work, as functions report it, and the processes of torchrun that share the work."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,3 +31,13 @@ def watched_by(progress: Progress) -> Iterator[None]:
 def report_progress(what: str, done: int, total: int) -> None:
     """Tell whoever watches how much of the passes of a step is done."""
     _WATCHING.get()(what, done, total)
+
+
+def world_size() -> int:
+    """Return the number of processes that torchrun started together; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Return whether this is the process that prints and writes."""
+    return os.environ.get("RANK", "0") == "0"

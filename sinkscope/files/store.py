@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, read_bytes, read_json, reason_of, write_atomic
 from sinkscope.files.plain import parse_json, pathless, plain
-from sinkscope.files.processes import world_size
+from sinkscope.files.progress import world_size
 from sinkscope.files.records import build
 
 SETTINGS, RECORDS = "settings.json", "runs.jsonl"

@@ -13,7 +13,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.processes import world_size
+from sinkscope.files.progress import world_size
 from sinkscope.models.adapters import DRAFT
 from sinkscope.models.checkpoints.checkpoint import Files, check_depth, model_with_weights
 from sinkscope.models.checkpoints.config import (

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.processes import world_size
+from sinkscope.files.progress import world_size
 from sinkscope.models.adapters import DRAFT
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, is_quantised, open_weights
 from sinkscope.models.checkpoints.config import check_vocabulary, parse_device, parse_dtype, read_config, read_tokenizer

@@ -19,10 +19,10 @@ from starlette.testclient import TestClient
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.app.view import notebook, server
+from sinkscope.app.view import command, page
 from sinkscope.app.view.explorer import Explorer
+from sinkscope.app.view.page import application
 from sinkscope.app.view.result import ViewedText
-from sinkscope.app.view.server import application
 from sinkscope.results.notation import neuron_name
 
 
@@ -118,7 +118,7 @@ def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, mo
 @pytest.fixture
 def client(bundled) -> TestClient:
     """Somebody who asks the server of the page."""
-    return TestClient(application(bundled, "secret"), base_url="http://127.0.0.1")
+    return TestClient(application(bundled.answer, "bundled", "secret"), base_url="http://127.0.0.1")
 
 
 def test_the_live_page_answers_only_under_its_address(bundled, client):
@@ -163,10 +163,10 @@ def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp
     shown._handle_custom_msg({"number": 3, "request": {"text": "a block", "off": ["L1.N338"]}}, [])
     assert sent[0]["number"] == 3
     assert sent[0]["answer"]["result"]["texts"][0]["variants"][-1]["name"] == "without L1.N338"
-    page = shown.save_html(tmp_path / "view.html")
-    assert "connect-src 'none'" in page.read_text()
-    monkeypatch.setattr(notebook, "find_spec", lambda name: None)  # as where it is not installed
+    saved = shown.save_html(tmp_path / "view.html")
+    assert "connect-src 'none'" in saved.read_text()
+    monkeypatch.setattr(command, "find_spec", lambda name: None)  # as where it is not installed
     with refused("a widget needs anywidget"):
         ss.view()
-    monkeypatch.setattr(server, "find_spec", lambda name: None)
+    monkeypatch.setattr(page, "find_spec", lambda name: None)
     assert main(["view"]) == 2

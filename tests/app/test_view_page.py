@@ -15,9 +15,8 @@ import torch
 from raw_kit import attention, blocks, down, inputs_edited
 
 from sinkscope.app.view.explorer import ids_of
-from sinkscope.app.view.page import view_page
+from sinkscope.app.view.page import serve, view_page
 from sinkscope.app.view.result import ModelView
-from sinkscope.app.view.server import serve
 from sinkscope.app.view.switches import RANDOM_SWITCH, switches_of
 from sinkscope.results.notation import percent
 from sinkscope.results.parts import Neuron
@@ -368,7 +367,7 @@ def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, open
 def test_the_live_page_in_a_browser(bundled, chrome):
     bundled.text = TEXT
     addresses = []
-    threading.Thread(target=serve, args=(bundled, 0, addresses.append), daemon=True).start()
+    threading.Thread(target=serve, args=(bundled.answer, "bundled", 0, addresses.append), daemon=True).start()
     while not addresses:
         time.sleep(0.01)
     chrome.errors.clear()

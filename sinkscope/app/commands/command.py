@@ -15,7 +15,7 @@ from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SE
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.output import WRITTEN, check_output, check_writable, is_device, write_output
 from sinkscope.files.plain import visible
-from sinkscope.files.processes import is_first, world_size
+from sinkscope.files.progress import is_first, world_size
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.console import ProgressBar, note, show, terminal_width
 from sinkscope.results.notation import word_list
@@ -41,6 +41,7 @@ class Command(click.Command):
         words: str,
         section: str,
         examples: Sequence[str],
+        shared: Sequence[click.Parameter] = (),
         kinds: Sequence[str] = (),
         processes: bool = False,
         documented: bool = True,
@@ -53,6 +54,7 @@ class Command(click.Command):
             words: What is typed, such as "find-sinks" or "patch make".
             section: Heading under which the help lists it.
             examples: Lines for the end of the help.
+            shared: Options that other commands have as well; an own option takes the place of one of its name.
             kinds: Kinds of the results that it gives, if it gives one.
             processes: Whether torchrun may start it in several processes.
             documented: Whether a page of sinkscope describes it.
@@ -65,6 +67,10 @@ class Command(click.Command):
             lines.append(f"Documentation: {documented_at('cli', 'sinkscope-' + words.replace(' ', '-'))}")
         context = {"show_default": True, "token_normalize_func": renamed}
         super().__init__(*args, epilog="\n".join(lines), context_settings=context, **settings)
+        own = {one.name for one in self.params}
+        self.params += [one for one in shared if one.name not in own]
+        if kinds:
+            self.params += OUTPUTS
         self.words, self.section, self.examples, self.kinds = words, section, examples, kinds
         self.processes = processes
 
@@ -117,52 +123,34 @@ class Command(click.Command):
         return function
 
 
-def command(
-    words: str, section: str, *examples: str, shared: Sequence[click.Parameter] = (), **settings: Any
-) -> Callable[[Callable[[], Any]], Command]:
+def command(words: str, section: str, *examples: str, **settings: Any) -> Callable[[Callable[[], Any]], Command]:
     """Make a command of a function that imports another and returns it; its docstring is the help.
+
+    Args:
+        words: As for `Command`, and so are the others.
+        section: Its heading.
+        examples: Lines to type.
+        settings: The others.
+    """
+    about = {"words": words, "section": section, "examples": examples, **settings}
+    return click.command(words.split()[-1], cls=Command, **about)
+
+
+def measures(
+    words: str, section: str, *examples: str, edits: bool = False, **settings: Any
+) -> Callable[[Callable[[], Any]], Command]:
+    """Make the command of a measurement, as `command` does, with the options that all have.
 
     Args:
         words: As for `Command`, and so are those not named here.
         section: Its heading.
         examples: Lines to type.
-        shared: Options that other commands have as well; one that it writes out itself takes the place of such a one.
+        edits: Whether it can run under a patch, a policy or a guard.
         settings: The others.
     """
-
-    def wrap(function: Callable[[], Any]) -> Command:
-        about = {"words": words, "section": section, "examples": examples, **settings}
-        made = click.command(words.split()[-1], cls=Command, **about)(function)
-        made.params = with_shared(made.params, shared)
-        if made.kinds:
-            made.params += OUTPUTS
-        return made
-
-    return wrap
-
-
-def measures(words: str, section: str, *examples: str, edits: bool = False) -> Callable[[Callable[[], Any]], Command]:
-    """Make the command of a measurement, as `command` does, with the options that all have.
-
-    Args:
-        words: As for `Command`.
-        section: Its heading.
-        examples: Lines to type.
-        edits: Whether it can run under a patch, a policy or a guard.
-    """
-    kinds = [words.replace(" ", "-")]
-    return command(words, section, *examples, shared=of_measurements(edits), kinds=kinds, processes=True)
-
-
-def of_measurements(edits: bool) -> list[click.Parameter]:
-    """Return the options that all measurements have; with `edits`, also those of a patch, a policy and a guard."""
-    return [*MODEL, *SETUP, *(EDITS if edits else [])]
-
-
-def with_shared(own: Sequence[click.Parameter], shared: Sequence[click.Parameter]) -> list[click.Parameter]:
-    """Return a command's own options and the shared ones; an own option takes the place of a shared one of its name."""
-    names = [one.name for one in own]
-    return [*own, *(one for one in shared if one.name not in names)]
+    shared = [*MODEL, *SETUP, *(EDITS if edits else [])]
+    about = {"shared": shared, "kinds": [words.replace(" ", "-")], "processes": True, **settings}
+    return command(words, section, *examples, **about)
 
 
 def renamed(name: str) -> str:
@@ -205,18 +193,9 @@ def deliver(result: Result, files: Mapping[str, str], explain: bool) -> None:
             show(result.text(terminal_width(), brief=not explain))
     finally:  # the files are wanted also if the reader of the output, `head` say, has gone
         for name, path in files.items():
-            text = content(result, name)
+            text = getattr(result, f"to_{name}")()
             if path == "-":
                 sys.stdout.write(visible(text))
             else:
                 write_output(path, text)
                 note(f"{SAID[name]}: {path}")
-
-
-def content(result: Result, name: str) -> str:
-    """Return what a file of a result holds: "json", "html" or "csv"."""
-    if name == "json":
-        return result.to_json()
-    if name == "csv":
-        return result.to_csv()
-    return result.to_html()

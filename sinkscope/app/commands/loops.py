@@ -12,6 +12,13 @@ from sinkscope.app.commands.options import Several, TextFile
 
 LOOPS, DIALOGUES = "Loops", "Dialogues"
 
+prompt = click.option(
+    "--prompt-file", "prompt", type=TextFile(), help="Text to continue. By default the beginning of the typical text."
+)
+length = click.option(
+    "--max-new-tokens", type=int, help="Tokens to generate. By default 512, or as many as the context holds."
+)
+
 
 @command(
     "loops",
@@ -99,13 +106,8 @@ def check_loops() -> Any:
 
 
 @measures("barcode", LOOPS, "sinkscope barcode --html barcode.html", edits=True)
-@click.option(
-    "--prompt-file",
-    "prompt",
-    type=TextFile(),
-    help="Text to continue greedily until it loops. By default the beginning of the typical text.",
-)
-@click.option("--max-new-tokens", type=int, help="Tokens to generate. By default 512, or as many as the context holds.")
+@prompt
+@length
 @click.option(
     "--heads",
     cls=Several,
@@ -125,16 +127,14 @@ def barcode() -> Any:
 
 
 @measures("why", LOOPS, "sinkscope why --max-new-tokens 200", edits=True)
-@click.option(
-    "--prompt-file", "prompt", type=TextFile(), help="Text to continue. By default the beginning of the typical text."
-)
+@prompt
 @click.option(
     "--answer-file",
     "answer",
     type=TextFile(),
     help="The text after the prompt, which ends in a loop. By default what the model writes.",
 )
-@click.option("--max-new-tokens", type=int, help="Tokens to generate. By default 512, or as many as the context holds.")
+@length
 @click.option("--cuts", type=int, default=3, help="Number of positions at which causes are taken away, at least 3.")
 def why() -> Any:
     """Say what keeps a loop going.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 
 from sinkscope.app.commands import COMMANDS
-from sinkscope.app.commands.command import Command, of_measurements, with_shared
-from sinkscope.app.commands.options import OUTPUTS, Several
+from sinkscope.app.commands.command import Command, measures
+from sinkscope.app.commands.options import Several
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.kinds import KINDS, other_measurements
 
@@ -44,23 +44,16 @@ def other_command(words: str, point: EntryPoint) -> Command:
     from sinkscope.files.arguments import introduction  # loads pydantic, which the list of commands need not wait for
 
     measurement = point.load()
-    params: list[click.Parameter] = []
-    for one in measurement.parameters:
-        option = option_of(one)
-        if option is not None:
-            params.append(option)
-    return Command(
+    options = [option_of(one) for one in measurement.parameters]
+    make = measures(
         words,
-        words=words,
-        section=ELSEWHERE,
-        examples=(),
-        kinds=[words],
-        processes=True,
+        ELSEWHERE,
+        edits=measurement.edits,
         documented=False,
-        callback=lambda: measurement,
+        params=[one for one in options if one is not None],
         help=introduction(inspect.getdoc(measurement) or ""),
-        params=[*with_shared(params, of_measurements(measurement.edits)), *OUTPUTS],
     )
+    return make(lambda: measurement)
 
 
 def option_of(one: Parameter) -> click.Option | None:

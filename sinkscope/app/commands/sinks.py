@@ -13,6 +13,12 @@ from sinkscope.app.commands.options import Several
 
 SINKS, REPETITION = "Sinks", "Repetition"
 
+repeated = click.option(
+    "--tokens",
+    cls=Several,
+    metavar="TOKEN,...",
+    help="Words to repeat, one token each. By default five words of the text.",
+)
 spike = click.option(
     "--spike",
     type=int,
@@ -27,12 +33,7 @@ piece_length = click.option("--length", type=int, default=64, help="Tokens per p
 
 
 @measures("find-sinks", SINKS, "sinkscope find-sinks --model llama-2-7b --json sinks.json")
-@click.option(
-    "--tokens",
-    cls=Several,
-    metavar="TOKEN,...",
-    help="Words to repeat, one token each. By default five words of the text.",
-)
+@repeated
 @click.option("--max-repeats", type=int, help="Number of copies of each. By default 64, or what the context holds.")
 def find_sinks() -> Any:
     """Find the norm spikes of a model, and the neurons and heads behind them.
@@ -45,12 +46,7 @@ def find_sinks() -> Any:
 
 
 @measures("circuit", SINKS, "sinkscope circuit --model llama-2-7b --html circuit.html")
-@click.option(
-    "--tokens",
-    cls=Several,
-    metavar="TOKEN,...",
-    help="Words to repeat, one token each. By default five words of the text, drawn by the seed.",
-)
+@repeated
 @click.option("--max-repeats", type=int, help="Largest number of copies. By default 1,024, or what the context holds.")
 def circuit() -> Any:
     """Trace the circuit of the sink.

@@ -13,9 +13,16 @@ import torch
 from jaxtyping import Float
 from pydantic import BaseModel
 
-from sinkscope.app.view.model_sink import ModelSink
 from sinkscope.app.view.neurons import activations, circuit_of, named_neurons, pages_of
-from sinkscope.app.view.readings import TextReading, four_digits, heads_that_fit, norms_at, read_tokens, spikes_of
+from sinkscope.app.view.readings import (
+    ModelSink,
+    TextReading,
+    four_digits,
+    heads_that_fit,
+    norms_at,
+    read_tokens,
+    spikes_of,
+)
 from sinkscope.app.view.result import CircuitSpike, ModelView, NeuronPage, Packed, Variant, ViewedText, codes_of
 from sinkscope.app.view.switches import RANDOM_SWITCH, Switch, switch_named, switch_without, switches_of
 from sinkscope.errors import SinkscopeError

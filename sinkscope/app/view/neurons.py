@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.app.view.model_sink import ModelSink
-from sinkscope.app.view.readings import four_digits
+from sinkscope.app.view.readings import ModelSink, four_digits
 from sinkscope.app.view.result import Activation, CircuitSpike, NeuronPage, RemovedNeuron
 from sinkscope.measure import Setup
 from sinkscope.measure.setup import rows_at_once

@@ -1,24 +1,35 @@
-"""The page of a view: one file with the module, the style and the data, which fetches nothing from elsewhere."""
+"""The page of a view: one file that fetches nothing, or a live page on 127.0.0.1, which asks for texts and edits."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import secrets
+from collections.abc import Callable
 from functools import cache
 from html import escape
 from importlib.resources import files
+from importlib.util import find_spec
 from string import Template
+from typing import Any
 
-from sinkscope.files.plain import visible
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.listen import listen
+from sinkscope.files.plain import parse_json, visible
+from sinkscope.files.provenance import install_command
 from sinkscope.results.result import Result
 
 START = "\nstart(document);\n"
 """The last line of the module in a page; a notebook imports the module without it."""
-
-
 SCRIPTS = ("drawing.js", "panels.js", "text.js", "circuit.js", "view.js", "start.js")
 """The parts of the module, in their order; a page holds them as one."""
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
 
 
 @cache
@@ -53,3 +64,58 @@ def view_page(view: Result | None, title: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# --- live ---
+
+
+def check_server() -> None:
+    """Say now, before the work, if no live page can be served here.
+
+    Raises:
+        SinkscopeError: uvicorn or, which is installed with it, starlette is missing.
+    """
+    if find_spec("uvicorn") is None:
+        raise SinkscopeError(f"a live page needs uvicorn: {install_command('view')}, or write a page with --html FILE")
+
+
+def application(answer: Callable[[Any], dict[str, Any]], title: str, token: str) -> Any:
+    """Return the ASGI application: a page at /TOKEN/ and its requests at /TOKEN/view; everything else is not found."""
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, JSONResponse
+    from starlette.routing import Route
+
+    async def page(_: Request) -> HTMLResponse:
+        return HTMLResponse(view_page(None, title), headers=HEADERS)
+
+    async def view(request: Request) -> JSONResponse:
+        try:
+            asked = parse_json(await request.body())
+        except ValueError as error:
+            return JSONResponse({"error": f"the request is not JSON ({error})"}, 400, headers=HEADERS)
+        return JSONResponse(await run_in_threadpool(answer, asked), headers=HEADERS)
+
+    routes = [Route(f"/{token}/", page), Route(f"/{token}/view", view, methods=["POST"])]
+    # Another site cannot reach the page through a name of its own that leads to this machine.
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    return Starlette(routes=routes, middleware=[hosts])
+
+
+def serve(answer: Callable[[Any], dict[str, Any]], title: str, port: int, ready: Callable[[str], object]) -> None:
+    """Serve the live page until Ctrl-C.
+
+    Args:
+        answer: Answers what the page asks for, such as `Explorer.answer`.
+        title: Name of the model.
+        port: Port on 127.0.0.1; 0 takes a free one.
+        ready: Called with the address once connections are accepted.
+
+    Raises:
+        SinkscopeError: The port is taken.
+    """
+    token = secrets.token_urlsafe(16)
+    listen(application(answer, title, token), "127.0.0.1", port, lambda address: ready(f"{address}/{token}/"))

@@ -8,7 +8,7 @@ from functools import reduce
 from itertools import product, starmap
 from operator import or_
 
-from sinkscope.app.view.model_sink import ModelSink
+from sinkscope.app.view.readings import ModelSink
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention

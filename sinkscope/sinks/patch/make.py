@@ -11,7 +11,7 @@ from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_output
-from sinkscope.files.processes import is_first
+from sinkscope.files.progress import is_first
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure import Number, Setup, Whole, measurement
 from sinkscope.measure.margin import margin_of
