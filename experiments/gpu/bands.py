@@ -1,21 +1,17 @@
-"""Columns and bands on a GPU: tilings, the choice, attention, layers, whole prompts.
+"""Columns and bands on a GPU: whole prompts, the choice, layers, and FlexAttention beside the kernel.
 
-    python -m experiments.gpu.bands [--out figures/gpu_bands.json] [--seconds 200] [--device cuda]
+    python -m experiments.gpu.bands --only prompt choice flex --layers 8 --seconds 450 [--device cuda]
 
-One short call measures what decides the defaults of a GPU (about eight minutes on an H200):
+This call takes about eight minutes on an H200, and measures what decides the defaults of a GPU. Steps run in order of
+value, each is written as it ends, and none begins after `--seconds`; what is done is not done again. Times are medians
+of runs between two events on the device, after a warm-up; a layer has `--heads` query heads of width 128 and a quarter
+as many kv heads, in bfloat16, on random numbers. On a GPU, `tests/sparse/test_loopserve_triton.py` checks that what is
+timed is right.
 
-    python -m experiments.gpu.bands --tried 0 --only prompt choice flex --layers 8 --seconds 450
-
-Steps run in order of value, each is written as it ends, and none begins after `--seconds`; what is done is not done
-again. Times are medians of runs between two events on the device, after a warm-up; layers have `--heads` query heads of
-width 128 and as many or a quarter as many kv heads, in bfloat16, on random numbers. On a GPU,
-`tests/sparse/test_loopserve_triton.py` checks that what is timed is right.
-
-- `tiling`: attention on a tenth, three tenths and all of the cells with every tiling.
+- `prompt`: a whole prompt of a model of a 7B shape with random weights and planted lines, with `--layers` layers.
 - `choice`: the choice of columns and bands, launched step by step and as it is recorded for a prompt.
 - `layer`: attention on given shares, the choice and both together, beside FlashAttention and cuDNN's attention.
 - `flex`: FlexAttention on the same columns and bands (`experiments.gpu.flex`) beside our kernel.
-- `prompt`: a whole prompt of a model of a 7B shape with random weights and planted lines, with `--layers` layers.
 """
 
 from __future__ import annotations
@@ -98,16 +94,6 @@ def dense(scores: Scores, value: Tensor, backend: SDPBackend) -> Tensor:
         )
 
 
-@torch.no_grad()
-def tiling_step(device: str, heads: int, kv: int, n: int, share: float, tiling: Row, rounds: int, dtype: str) -> Row:
-    """Attention with one tiling."""
-    triton, _ = kernels()
-    scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
-    chosen = bands_of(heads, n, n, share, device)
-    ms = milliseconds(lambda: triton.attention_on(scores, value, chosen, [tiling]), device, rounds)
-    return {**told(tiling), "n": n, "share": float(chosen.attended().mean()), "ms": ms}
-
-
 def chooser(scores: Scores, alpha: float, replayed: bool = False) -> Callable[[], Any]:
     """The whole choice from the scores of one layer: launched step by step, or as it is recorded for a prompt."""
     rows = sampled_rows(BlockGrid(scores.queries, scores.keys), LoopServe.sample, 0, LoopServe.dense_rows)
@@ -152,11 +138,11 @@ def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) ->
 
 
 @torch.no_grad()
-def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str, tiling: Row) -> Row:
+def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) -> Row:
     """Attention on given shares, with the choice and without, beside dense attention."""
     triton, _ = kernels()
     scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
-    found: Row = {"n": n, "kv_heads": kv, "tiling": told(tiling)}
+    found: Row = {"n": n, "kv_heads": kv}
     time_of = partial(milliseconds, device=device, rounds=rounds)
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         try:
@@ -169,10 +155,10 @@ def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str, til
 
         def both(choose: Callable[[], Any] = choose, chosen: Bands = chosen) -> None:
             choose()
-            triton.attention_on(scores, value, chosen, [tiling])
+            triton.attention_on(scores, value, chosen)
 
         row: Row = {"cells": float(chosen.attended().mean())}
-        row["attention_ms"] = time_of(lambda chosen=chosen: triton.attention_on(scores, value, chosen, [tiling]))
+        row["attention_ms"] = time_of(lambda chosen=chosen: triton.attention_on(scores, value, chosen))
         row["layer_ms"] = time_of(both)
         row["layer_replayed_ms"] = time_of(partial(both, replay))
         found[f"share {share}"] = row
@@ -230,39 +216,12 @@ def prompt(target: Any, ids: Tensor, alpha: float, device: str, rounds: int) -> 
     return found | {"times_faster": dense_ms / ms}
 
 
-def tilings() -> list[Row]:
-    """Those that are tried, likely ones first."""
-    made: list[Row] = []
-    for size, warps, stages in ((128, 4, 2), (64, 4, 2), (128, 8, 2), (64, 4, 3), (64, 8, 3), (32, 4, 3), (128, 4, 3)):
-        made.append({"SIZE": size, "num_warps": warps, "num_stages": stages})
-    return made
-
-
-def told(tiling: Row) -> Row:
-    """A tiling as the JSON has it."""
-    return {"size": tiling["SIZE"], "warps": tiling["num_warps"], "stages": tiling["num_stages"]}
-
-
-def best_of(rows: Row) -> Row:
-    """The tiling with the least time on a tenth and on three tenths of the cells."""
-    triton, _ = kernels()
-    times: dict[tuple[int, ...], float] = {}
-    for name, row in rows.items():
-        if name.startswith("tiling") and "ms" in row and row["share"] < 1:
-            key = (row["size"], row["warps"], row["stages"])
-            times[key] = times.get(key, 0.0) + row["ms"]
-    if not times:
-        return triton.TILINGS[0]
-    return dict(zip(triton.TILINGS[0], min(times, key=lambda key: times[key]), strict=True))
-
-
 def main(
     *,
     lengths: Sequence[int] = (16384, 65536, 32768, 8192, 131072),
     prompts: Sequence[int] = (16384, 65536, 32768, 131072, 8192),
     alphas: Sequence[float] = (LoopServe.alpha, 0.9),
     only: Sequence[str] = (),
-    tried: int = 7,
     heads: int = 32,
     layers: int = 4,
     shape: str = "lines-7b",
@@ -275,11 +234,10 @@ def main(
     """Make what the module describes.
 
     Args:
-        lengths: Of one layer; tilings are tried at the first.
+        lengths: Of one layer.
         prompts: Of whole prompts.
         alphas: Of whole prompts.
-        only: Kinds of steps: tiling, choice, layer, flex, prompt; default: all.
-        tried: Number of tilings.
+        only: Kinds of steps: prompt, choice, layer, flex; default: all.
         layers: Of the whole prompts' model.
         seconds: No step begins after so many.
     """
@@ -296,14 +254,7 @@ def main(
             note(f"{name}: no time left")
 
     quarter = max(1, heads // 4)
-    first = lengths[0]
-    for tiling in tilings()[:tried]:
-        name = "tiling " + " ".join(map(str, tiling.values()))
-        for share in (0.1, 0.3, 1.0):
-            work = partial(tiling_step, device, heads, quarter, first, share, tiling, max(3, rounds // 2), dtype)
-            do(f"{name} at {share}", work)
-    best = best_of(steps.rows)
-    if time.monotonic() < end:
+    if not only or "prompt" in only:
         hidden, mlp, _, query_heads, kv = planted_lines.SHAPES[shape]
         planted_lines.SHAPES["measured"] = (hidden, mlp, layers, query_heads, kv)
         target = model_of(None, "measured", device, dtype)
@@ -314,12 +265,8 @@ def main(
         del target
     for n in lengths:
         do(f"choice at {n}", partial(choice, device, heads, quarter, n, rounds, dtype))
-        do(
-            f"layer at {n}",
-            partial(layer, device, heads, quarter, n, max(3, rounds * first // max(first, n)), dtype, best),
-        )
-    do(f"layer at {first}, a kv head for each", partial(layer, device, heads, heads, first, rounds, dtype, best))
-    do(f"choice at {first}, a kv head for each", partial(choice, device, heads, heads, first, rounds, dtype))
+        fewer = max(3, rounds * lengths[0] // max(lengths[0], n))
+        do(f"layer at {n}", partial(layer, device, heads, quarter, n, fewer, dtype))
     for n in lengths[:2]:
         for share in (0.1, 0.3):
             do(f"flex at {n}, {share}", partial(flex, device, heads, quarter, n, share, max(3, rounds // 2), dtype))

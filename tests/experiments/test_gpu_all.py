@@ -70,7 +70,7 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(tmp_path, monkeypatch
 def test_every_script_of_the_folder_is_a_part():
     folder = Path(script.__file__).parent
     helpers = {"__init__", "all", "steps", "flex"}
-    alone = {"bands", "unpack", "real", "last_token"}  # commands of their own
+    alone = {"bands", "real", "last_token"}  # commands of their own
     assert set(script.REHEARSALS) == {file.stem for file in folder.glob("*.py")} - helpers - alone
 
 
