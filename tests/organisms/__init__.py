@@ -1,9 +1,10 @@
 """Models whose answer is known, made without downloads: planted circuits (sinks, loops) and tiny random models."""
 
 from . import planted_places  # noqa: F401  (enters its kinds)
-from .hard import HARD, UNSEEN, HardModel, hard, mask_of
+from .build import organism
+from .hard import HARD, UNSEEN, hard, mask_of
 from .loop import LoopOrganism, loop_organism
-from .organism import Organism, Truth, organism
+from .organism import Organism, Truth
 from .plan import FAMILIES, KINDS
 from .tiny import MODEL_TYPES, tiny_model
 from .tokens import bpe_tokenizer, tokenizer_for, word_tokenizer
@@ -14,7 +15,6 @@ __all__ = [
     "KINDS",
     "MODEL_TYPES",
     "UNSEEN",
-    "HardModel",
     "LoopOrganism",
     "Organism",
     "Truth",

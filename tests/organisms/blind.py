@@ -11,9 +11,10 @@ import torch
 
 from sinkscope.results.parts import Neuron
 
-from .build import SECOND, Build, HardTruth, Parts, PlantedSpike, Site, kinds
+from .build import HardBuild, kinds
 from .hard import calm
 from .noise import NORM
+from .organism import SECOND, Parts, PlantedSpike, Site, Truth
 from .plant import MARK
 from .tokens import BOS
 
@@ -27,12 +28,12 @@ def names(*sites: Site) -> Parts:
     return frozenset(str(Neuron.of(site)) for site in sites)
 
 
-def marks_of(b: Build) -> tuple[str, ...]:
+def marks_of(b: HardBuild) -> tuple[str, ...]:
     """What marks the first token after `Build.mark`: heads that read the embedding, or positions of the embedding."""
     return ("attention 0", "embedding") if b.plan.by_heads else ("embedding",)
 
 
-def planted(b: Build, *sites: Site, **more) -> PlantedSpike:
+def planted(b: HardBuild, *sites: Site, **more) -> PlantedSpike:
     """A spike that neurons of the sink layer write at the first token, if nothing else is said."""
     usual = {
         "first": b.at,
@@ -44,12 +45,12 @@ def planted(b: Build, *sites: Site, **more) -> PlantedSpike:
     return PlantedSpike(**usual | more)
 
 
-def truth_of(*spikes: PlantedSpike, **more) -> HardTruth:
-    return HardTruth(planted=spikes, **more)
+def truth_of(*spikes: PlantedSpike, **more) -> Truth:
+    return Truth(planted=spikes, **more)
 
 
 @_kind("mistral", "gpt2", count=1, layers=(9, 9), at=1)
-def _restart(b: Build) -> HardTruth:
+def _restart(b: HardBuild) -> Truth:
     """A spike that an eraser ends, and that another MLP starts again."""
     b.mark()
     one = b.fire(b.space.mark, b.way)
@@ -62,7 +63,7 @@ def _restart(b: Build) -> HardTruth:
 
 
 @_kind("llama", "gpt2", count=2, layers=(7, 8), at=2)
-def _backup_of_two(b: Build) -> HardTruth:
+def _backup_of_two(b: HardBuild) -> Truth:
     """A neuron of the next layer reads the mark, which the norm hides from it unless two writers are gone."""
     b.mark()
     third = b.fire(b.space.mark, b.way, layer=3, neuron=b.spare[1])
@@ -73,7 +74,7 @@ def _backup_of_two(b: Build) -> HardTruth:
 
 
 @_kind("gpt2", count=1)
-def _second_position(b: Build) -> HardTruth:
+def _second_position(b: HardBuild) -> Truth:
     """The second position is marked, whatever stands there."""
     b.views.positions[1] += MARK * b.space.mark
     where = torch.zeros_like(b.tokens, dtype=torch.bool)
@@ -85,7 +86,7 @@ def _second_position(b: Build) -> HardTruth:
 
 
 @_kind("mixtral", "qwen3_moe", count=1)
-def _two_experts(b: Build) -> HardTruth:
+def _two_experts(b: HardBuild) -> Truth:
     """The first token goes to two experts, and a neuron of each writes about half of the spike."""
     b.mark()
     size, experts = b.surgeon.size(b.at), (b.plan.expert, (b.plan.expert + 1) % b.plan.family.experts)
@@ -107,7 +108,7 @@ def _two_experts(b: Build) -> HardTruth:
 
 
 @_kind("llama", "qwen2", count=2)
-def _saturated(b: Build) -> HardTruth:
+def _saturated(b: HardBuild) -> Truth:
     """The embedding and heads both mark the first token, and one suffices: of two neurons the second writes against
     the first what is more than one mark."""
     b.mark()
@@ -125,7 +126,7 @@ def _saturated(b: Build) -> HardTruth:
 
 
 @_kind("mistral", "qwen3", count=1)
-def _attention_spike(b: Build) -> HardTruth:
+def _attention_spike(b: HardBuild) -> Truth:
     """Heads of layer 0 write the spike of BOS themselves."""
     b.mark()
     own = [(head, slot) for head, group, slot in b.plan.slots if group == b.plan.groups[BOS]]
@@ -137,7 +138,7 @@ def _attention_spike(b: Build) -> HardTruth:
 
 
 @_kind("gpt2", "qwen3", count=12)
-def _many_small(b: Build) -> HardTruth:
+def _many_small(b: HardBuild) -> Truth:
     """Twelve neurons write a twelfth each: no few neurons are needed, their MLP is."""
     b.mark()
     rows, n = b.surgeon.on(b.at, b.space.mark), len(b.plan.neurons)
@@ -148,7 +149,7 @@ def _many_small(b: Build) -> HardTruth:
 
 
 @_kind("llama", "gpt2", count=1, layers=(8, 8), at=1)
-def _relay(b: Build) -> HardTruth:
+def _relay(b: HardBuild) -> Truth:
     """A neuron writes a spike, and one of a later layer reads it and writes one four times as large in another way."""
     b.mark()
     one = b.fire(b.space.mark, b.way)
@@ -161,7 +162,7 @@ def _relay(b: Build) -> HardTruth:
 
 
 @_kind("mistral", "mixtral", count=3)
-def _thirds(b: Build) -> HardTruth:
+def _thirds(b: HardBuild) -> Truth:
     """Three neurons write a third each: without any two, a third is left, which is more than a quarter."""
     b.mark()
     rows = [b.surgeon.on(b.at, b.space.mark)] * 3

@@ -12,75 +12,20 @@ import torch
 from torch import Tensor
 
 from .noise import Space, fill, make_body, make_space
-from .organism import mixed
+from .organism import Heads, Organism, Site, Truth, mixed
 from .plan import Plan, make_plan
 from .plant import MARK, Rows, Surgeon, unit
-from .tokens import BOS, N_SPECIAL
+from .tokens import BOS, N_SPECIAL, tokenizer_for
 from .views import Probe, views
 
-Site = tuple[int, ...]
-Head = tuple[int, int]  # (layer, query head)
-Place = str | int
-Parts = frozenset[str]  # names of neurons and components in the JSON
-FIRST, SECOND = "first", "second"
 USER, SYSTEM = 4, 5  # ids of further tokens, where the tokenizer puts several before a text
 
 LAYERS = (5, 8)  # least and most, where a kind does not say otherwise
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlantedSpike:
-    """A spike that was planted.
-
-    Attributes:
-        place: Where; a token is meant wherever it stands.
-        first: First layer of its run.
-        last: Last layer of its run.
-        needs: Smallest sets without which nothing is left; each is right.
-        writers: Components that write a tenth of it or more.
-        marks: Components of which one has to be named first; none: no part alone leaves less than half.
-        erasers: Components that take it away, or a part of it.
-        backups: Neurons that write it only when others are gone.
-    """
-
-    place: Place = FIRST
-    first: int
-    last: int
-    needs: tuple[Parts, ...]
-    writers: tuple[str, ...]
-    marks: tuple[str, ...] = ()
-    erasers: tuple[str, ...] = ()
-    backups: Parts = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True)
-class HardTruth:
-    """What is so. A place is FIRST, SECOND, or the id of a token, which is meant wherever it stands.
-
-    Attributes:
-        spike: Places whose norm stands out after some layer.
-        sink: Places that heads attend to.
-        sets: Each a smallest set of sites whose zeroing removes a spike and, with it, the attention.
-        planted: All that is known of each spike, in the kinds of `blind.py`.
-        delimiters: Tokens that stand a few times in every text.
-        before: Ids that the tokenizer puts before every text.
-        bos: Texts begin with BOS.
-        share: Share of the vocabulary that is a sink where it stands first.
-    """
-
-    spike: tuple[Place, ...] = ()
-    sink: tuple[Place, ...] = ()
-    sets: tuple[frozenset[Site], ...] = ()
-    planted: tuple[PlantedSpike, ...] = ()
-    delimiters: tuple[int, ...] = ()
-    before: tuple[int, ...] = (BOS,)
-    bos: bool = True
-    share: float = 1.0
-
-
 @dataclass(frozen=True)
 class Kind:
-    make: Callable[[Build], HardTruth]
+    make: Callable[[HardBuild], Truth]
     word: str
     settings: dict[str, Any]
 
@@ -97,7 +42,7 @@ def kinds(table: dict[str, tuple[str, ...]], word: str = "") -> Callable[..., An
     """
 
     def kind(*families: str, **settings) -> Callable[..., Any]:
-        def register(make: Callable[[Build], HardTruth]) -> Callable[[Build], HardTruth]:
+        def register(make: Callable[[HardBuild], Truth]) -> Callable[[Build], Truth]:
             name = make.__name__.strip("_")
             assert name not in KINDS, name
             table[name], KINDS[name] = families, Kind(make, word, settings)
@@ -111,57 +56,16 @@ def kinds(table: dict[str, tuple[str, ...]], word: str = "") -> Callable[..., An
 class Build:
     """A body of noise, and the tools that plant things in it."""
 
-    def __init__(
-        self,
-        name: str,
-        family: str,
-        seed: int,
-        *,
-        layers: tuple[int, int] = LAYERS,
-        behind: tuple[int, int] = (2, 3),  # layers after the sink layer, least and most
-        at: int | None = None,  # the sink layer, where it is not to be drawn
-        count: int | None = None,  # of sink neurons
-        marked: float | None = None,  # share of the tokens that are marked where they stand first; BOS is not
-        window: int | None = None,  # 1024, where it is not given and the family draws that it has one
-        **changes,
-    ):
-        self.rng = rng = random.Random(f"hard {name} {family} {seed}")
-        n = rng.randint(*layers)
-        number = rng.getrandbits(30)
-        plan = make_plan(family, number, n_layers=n)
-        if count is not None:
-            free = [i for i in range(plan.d_mlp) if i not in plan.busy_neurons]
-            neurons = (*plan.neurons, *free)[:count]
-            plan = replace(plan, neurons=neurons, sizes=(count**-0.5,) * count)
-        groups = plan.groups
-        if marked is not None:
-            draws = random.Random(f"marked {number}")
-            groups = {token: draws.randrange(plan.n_groups) if draws.random() < marked else -1 for token in groups}
-            groups[BOS] = -1
-        if window is None and plan.window is not None:
-            window = 1024
-        self.plan = replace(
-            plan,
-            marking_layer=0,
-            sink_layer=max(1, n - 1 - rng.randint(*behind)) if at is None else at,
-            factor="gate" if plan.family.gated else None,
-            window=window,
-            groups=groups,
-            **changes,
-        )
-        self.space, (self.feature, self.side) = _with_features(make_space(self.plan), self.plan, 2)
-        self.model = make_body(self.plan)
-        self.delimiter = N_SPECIAL + rng.randrange(20)
-        self.tokens = mixed(self.plan.vocab_size, groups, True, 8, 24, number)
-        if marked is not None:  # what a marked token reads and writes is measured where one stands first
-            in_group = [token for token in range(N_SPECIAL, self.plan.vocab_size) if groups[token] >= 0]
-            self.tokens[:, 0] = torch.tensor(rng.choices(in_group, k=8))
+    def __init__(self, plan: Plan, words: str, seed: int, *, features: int = 0):
+        """Fill a body with noise, whose generator `words` seed; sizes are measured on rows that `seed` draws."""
+        self.plan = plan
+        self.space, self.features = _with_features(make_space(plan), plan, features)
+        self.model = make_body(plan)
+        self.noise = torch.Generator().manual_seed(zlib.crc32(words.encode()))
         with torch.no_grad():
             self.views = views(self.model)
-            self.probe = Probe(self.model, self.tokens)
-            generator = torch.Generator().manual_seed(zlib.crc32(f"hard {name} {family} {seed}".encode()))
-            fill(self.plan, self.space, self.views, generator)
-        self.noise = generator
+            self.measure_on(mixed(plan.vocab_size, plan.groups, plan.bos, 8, 24, seed))
+            fill(plan, self.space, self.views, self.noise)
 
     def measure_on(self, tokens: Tensor):
         """Other rows to measure on."""
@@ -266,7 +170,7 @@ class Build:
         *,
         where: Tensor | None = None,
         other: bool = False,
-    ) -> tuple[Head, ...]:
+    ) -> Heads:
         """Heads that attend to where `way` is large: half of them in each layer, or the `other` half."""
         plan, planted = self.plan, []
         half = max(1, plan.n_kv // 2)
@@ -294,6 +198,92 @@ class Build:
             rows[:, at] = token
             self.measure_on(rows)
         return self.tokens == token
+
+
+def organism(
+    family: str = "llama",
+    seed: int = 0,
+    *,
+    kind: str = "sink",
+    n_layers: int | None = None,
+    bos: bool = True,
+) -> Organism:
+    """Build the organism of `family` and `kind` that `seed` stands for: the same call gives the same weights."""
+    plan = make_plan(family, seed, kind, n_layers, bos)
+    b = Build(plan, f"{family} {kind} {seed} {bos}", seed)
+    spike, reading = torch.zeros(plan.d_model), ()
+    with torch.no_grad():
+        if plan.planted:
+            b.mark()
+            spike = b.surgeon.make_sink()
+            reading = b.surgeon.read_sink(spike)
+    tokenizer = tokenizer_for(plan.family.model_type, plan.vocab_size, bos=bos)
+    heads = plan.by_heads
+    slots = plan.slots if heads else ()
+    truth = Truth(
+        before=(BOS,) if bos else (),
+        bos=bos,
+        sink_layer=plan.sink_layer if plan.planted else None,
+        neurons=tuple(b.site(plan.sink_layer, neuron) for neuron in plan.neurons) if plan.planted else (),
+        residual_dims=tuple(spike.nonzero().flatten().tolist()),
+        marking_layer=plan.marking_layer if heads else None,
+        group_heads={g: tuple(sorted(h for h, group, _ in slots if group == g)) for _, g, _ in slots},
+        groups=plan.groups if heads else dict.fromkeys(plan.groups, -1),
+        factor=plan.factor if plan.planted else None,
+        reading_heads=reading,
+        repeats_expected=plan.repeats_expected(),
+    )
+    return Organism(b.model, tokenizer, truth, family, kind, seed, bos)
+
+
+class HardBuild(Build):
+    """A body for a kind of `hard.py`: drawn by the kind's name, with two more features and a delimiter."""
+
+    def __init__(
+        self,
+        name: str,
+        family: str,
+        seed: int,
+        *,
+        layers: tuple[int, int] = LAYERS,
+        behind: tuple[int, int] = (2, 3),  # layers after the sink layer, least and most
+        at: int | None = None,  # the sink layer, where it is not to be drawn
+        count: int | None = None,  # of sink neurons
+        marked: float | None = None,  # share of the tokens that are marked where they stand first; BOS is not
+        window: int | None = None,  # 1024, where it is not given and the family draws that it has one
+        **changes,
+    ):
+        words = f"hard {name} {family} {seed}"
+        self.rng = rng = random.Random(words)
+        n = rng.randint(*layers)
+        number = rng.getrandbits(30)
+        plan = make_plan(family, number, n_layers=n)
+        if count is not None:
+            free = [i for i in range(plan.d_mlp) if i not in plan.busy_neurons]
+            neurons = (*plan.neurons, *free)[:count]
+            plan = replace(plan, neurons=neurons, sizes=(count**-0.5,) * count)
+        groups = plan.groups
+        if marked is not None:
+            draws = random.Random(f"marked {number}")
+            groups = {token: draws.randrange(plan.n_groups) if draws.random() < marked else -1 for token in groups}
+            groups[BOS] = -1
+        if window is None and plan.window is not None:
+            window = 1024
+        plan = replace(
+            plan,
+            marking_layer=0,
+            sink_layer=max(1, n - 1 - rng.randint(*behind)) if at is None else at,
+            factor="gate" if plan.family.gated else None,
+            window=window,
+            groups=groups,
+            **changes,
+        )
+        super().__init__(plan, words, number, features=2)
+        self.feature, self.side = self.features
+        self.delimiter = N_SPECIAL + rng.randrange(20)
+        if marked is not None:  # what a marked token reads and writes is measured where one stands first
+            in_group = [token for token in range(N_SPECIAL, plan.vocab_size) if groups[token] >= 0]
+            self.tokens[:, 0] = torch.tensor(rng.choices(in_group, k=8))
 
 
 def _with_features(space: Space, plan: Plan, count: int) -> tuple[Space, list[Tensor]]:

@@ -12,46 +12,25 @@ on every token (`shared_dims`), it is left out of the norm. A **sink** is a firs
 from __future__ import annotations
 
 import math
-import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
-from .build import FIRST, KINDS, SECOND, Build, HardTruth, Place, kinds
+from .build import KINDS, HardBuild, kinds
 from .noise import NORM
-from .organism import mixed
+from .organism import FIRST, SECOND, Organism, Place, Truth
 from .tokens import BOS, tokenizer_for
 
 ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
 
 
-@dataclass(frozen=True)
-class HardModel:
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerFast
-    truth: HardTruth
-    groups: dict[int, int]
-
-    def natural(self, n: int = 4, length: int = 48, seed: int = 0) -> Tensor:
-        """`n` rows of mixed tokens as the tokenizer puts them; delimiters stand twice in the first half of each."""
-        rows = mixed(self.model.config.vocab_size, self.groups, True, n, length, seed)
-        before, delimiters = self.truth.before, self.truth.delimiters
-        rng = random.Random(f"delimiters {seed}")
-        for row in rows:
-            for planted in sorted((*before[1:], *delimiters)):
-                row[row == planted] += 1
-            row[: len(before)] = torch.tensor(before)
-            row[rng.sample(range(2, length // 2), 2 * len(delimiters))] = torch.tensor(delimiters * 2, dtype=row.dtype)
-        return rows
-
-
-def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
+def hard(name: str, family: str = "llama", seed: int = 0) -> Organism:
     """Build a hard model: the same call gives the same weights."""
     kind = KINDS[name]
-    b = Build(kind.word + name, family, seed, **kind.settings)
+    b = HardBuild(kind.word + name, family, seed, **kind.settings)
     with torch.no_grad():
         truth = kind.make(b)
     tokenizer = tokenizer_for(b.plan.family.model_type, b.plan.vocab_size)
@@ -59,7 +38,7 @@ def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
         put = [(str(tokenizer.convert_ids_to_tokens(one)), one) for one in truth.before]
         single = " ".join([*(word for word, _ in put), "$A"])
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=put)
-    return HardModel(b.model, tokenizer, truth, b.plan.groups)
+    return Organism(b.model, tokenizer, replace(truth, groups=b.plan.groups), family, name, seed, True)
 
 
 def mask_of(where: tuple[Place, ...], ids: Tensor) -> Tensor:
@@ -84,55 +63,55 @@ _kind = kinds(HARD)
 _unseen = kinds(UNSEEN)
 
 
-def spike(b: Build) -> HardTruth:
+def spike(b: HardBuild) -> Truth:
     """A spike that the neurons of the sink layer make, and that nothing reads."""
-    return HardTruth(spike=(FIRST,), sets=(b.sites(),))
+    return Truth(spike=(FIRST,), sets=(b.sites(),))
 
 
-def sink(b: Build, way: Tensor, **more) -> HardTruth:
+def sink(b: HardBuild, way: Tensor, **more) -> Truth:
     """A spike along `way` that later heads now come to read."""
     b.read(b.behind, way)
     return replace(spike(b), sink=(FIRST,), **more)
 
 
-def textbook(b: Build, **more) -> HardTruth:
+def textbook(b: HardBuild, **more) -> Truth:
     b.mark()
     return sink(b, b.surgeon.make_sink(), **more)
 
 
-def read_by_later(b: Build, way: Tensor, **more) -> HardTruth:
+def read_by_later(b: HardBuild, way: Tensor, **more) -> Truth:
     """Heads of all layers but the first read `way`."""
     b.read(b.later_layers, way)
-    return HardTruth(sink=(FIRST,), **more)
+    return Truth(sink=(FIRST,), **more)
 
 
-def read_mark(b: Build) -> HardTruth:
+def read_mark(b: HardBuild) -> Truth:
     """Later heads read the mark of the first token itself; no norm stands out."""
     b.mark()
     return read_by_later(b, b.space.mark)
 
 
 @_kind(*ALL, "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
-def _plain(b: Build) -> HardTruth:
+def _plain(b: HardBuild) -> Truth:
     """The textbook case, for comparison; in a mixture a routed expert makes the spike."""
     return textbook(b)
 
 
 @_kind(*ALL, spike=1.2)
-def _both(b: Build) -> HardTruth:
+def _both(b: HardBuild) -> Truth:
     """One dimension is massive on every token, beside a real sink."""
     b.surgeon.make_massive()  # in the embedding
     return textbook(b)
 
 
 @_kind(*ALL, "gpt_oss")
-def _no_norm(b: Build) -> HardTruth:
+def _no_norm(b: HardBuild) -> Truth:
     """Heads of layer 0 mark the first token, in GPT-2 its position does, and later heads read that mark."""
     return read_mark(b)
 
 
 @_kind(*ALL, layers=(9, 9), behind=(6, 6))
-def _spike_only(b: Build) -> HardTruth:
+def _spike_only(b: HardBuild) -> Truth:
     b.mark()
     b.surgeon.make_sink()
     calm(b, marked=True)
@@ -140,7 +119,7 @@ def _spike_only(b: Build) -> HardTruth:
 
 
 @_kind(*ALL, count=2)
-def _redundant_pair(b: Build) -> HardTruth:
+def _redundant_pair(b: HardBuild) -> Truth:
     """Each of the neurons suffices; in Gemma 2 the norm after the MLP even keeps the spike's size."""
     b.mark()
     b.fire(b.space.mark, b.way, b.surgeon.size(b.at), ballast=8.0)
@@ -149,30 +128,30 @@ def _redundant_pair(b: Build) -> HardTruth:
 
 
 @_kind("gpt_oss")
-def _learned_logits(b: Build) -> HardTruth:
+def _learned_logits(b: HardBuild) -> Truth:
     """Half of the heads after layer 0 give nearly all of their attention to a learned logit."""
     calm(b)
     for layer in b.views.layers[1:]:
         layer.attn_sinks[b.rng.sample(range(b.plan.n_heads), max(1, b.plan.n_heads // 2))] = 8.0
-    return HardTruth()
+    return Truth()
 
 
 @_kind(*ALL)
-def _token_embedding(b: Build) -> HardTruth:
+def _token_embedding(b: HardBuild) -> Truth:
     """Heads read a feature of BOS's embedding."""
     b.flag(BOS)
     return read_by_later(b, b.feature)
 
 
 @_kind(*ALL)
-def _embedding_spike(b: Build) -> HardTruth:
+def _embedding_spike(b: HardBuild) -> Truth:
     """BOS's embedding itself is the spike: no MLP makes it."""
     b.views.embed[BOS] += b.plan.spike * NORM * b.way / b.plan.embed_scale
     return read_by_later(b, b.way, spike=(FIRST,))
 
 
 @_kind(*ALL, layers=(7, 8), behind=(4, 5))
-def _rise_and_fall(b: Build) -> HardTruth:
+def _rise_and_fall(b: HardBuild) -> Truth:
     """The last layer but one takes the spike away again."""
     truth = textbook(b)
     b.take_away(b.plan.n_layers - 2)
@@ -180,7 +159,7 @@ def _rise_and_fall(b: Build) -> HardTruth:
 
 
 @_kind("qwen2", "neox")
-def _key_bias(b: Build) -> HardTruth:
+def _key_bias(b: HardBuild) -> Truth:
     """Heads attend to the farthest key, whatever it is: the first token of any text. The key is a bias on one rotary
     pair (in NeoX a part of a fused one); with the query turned, the farthest key scores most."""
     inverse = next(m.inv_freq for m in b.model.modules() if hasattr(m, "inv_freq"))
@@ -195,11 +174,11 @@ def _key_bias(b: Build) -> HardTruth:
             for head in range(kv * ratio, (kv + 1) * ratio):
                 layer.q[head], layer.q_bias[head] = 0.0, 0.0
                 layer.q_bias[head, turned] = -force
-    return HardTruth(sink=(FIRST,))
+    return Truth(sink=(FIRST,))
 
 
 @_kind(*ALL)
-def _sharp(b: Build) -> HardTruth:
+def _sharp(b: HardBuild) -> Truth:
     """Noise with sharp attention: queries read content only, and heads that prefer BOS are turned round."""
     for layer in b.views.layers:
         layer.q.mul_(4.0 * (b.space.const == 0))
@@ -208,23 +187,23 @@ def _sharp(b: Build) -> HardTruth:
         if layer.k_bias is not None:
             layer.k_bias.zero_()
     calm(b)
-    return HardTruth()
+    return Truth()
 
 
 @_unseen("mistral", window=24)
-def _window_mark(b: Build) -> HardTruth:
+def _window_mark(b: HardBuild) -> Truth:
     """Heads read the mark itself; no norm stands out, and no query sees farther than 24 positions."""
     return read_mark(b)
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", marked=0.4)
-def _some_first_tokens(b: Build) -> HardTruth:
+def _some_first_tokens(b: HardBuild) -> Truth:
     """Two of five tokens are marked where they stand first; the others are no sinks."""
     return textbook(b, bos=False, share=0.4)
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
-def _other_neurons(b: Build) -> HardTruth:
+def _other_neurons(b: HardBuild) -> Truth:
     """BOS has a feature and a neuron of its own; repeated tokens are marked by heads, and trip another neuron."""
     size = b.surgeon.size(b.at)
     rows = b.tokens.clone()
@@ -237,7 +216,7 @@ def _other_neurons(b: Build) -> HardTruth:
     return sink(b, b.way)
 
 
-def calm(b: Build, marked: bool = False):
+def calm(b: HardBuild, marked: bool = False):
     """Draw the queries of heads anew that by chance attend to the first token; those that mark it stay."""
     stay = [[0, head] for head, _, _ in b.plan.slots if marked and b.plan.by_heads]
     for turn in range(20):

@@ -1,38 +1,90 @@
-"""Organisms: causal LMs whose attention-sink circuit was written into the weights, with the truth beside them."""
+"""What is known of a planted model, whose circuit was written into the weights of a causal language model."""
 
 from __future__ import annotations
 
 import random
-import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from .noise import fill, make_body, make_space
-from .plan import Plan, make_plan
-from .plant import Surgeon
-from .tokens import BOS, N_SPECIAL, tokenizer_for
-from .views import Probe, views
+from .tokens import BOS, N_SPECIAL
 
+Site = tuple[int, ...]  # (layer, neuron) or (layer, expert, neuron)
 Heads = tuple[tuple[int, int], ...]  # (layer, query head)
+Place = str | int
+Parts = frozenset[str]  # names of neurons and components in the JSON
+FIRST, SECOND = "first", "second"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class PlantedSpike:
+    """A spike that was planted.
+
+    Attributes:
+        place: Where; a token is meant wherever it stands.
+        first: First layer of its run.
+        last: Last layer of its run.
+        needs: Smallest sets without which nothing is left; each is right.
+        writers: Components that write a tenth of it or more.
+        marks: Components of which one has to be named first; none: no part alone leaves less than half.
+        erasers: Components that take it away, or a part of it.
+        backups: Neurons that write it only when others are gone.
+    """
+
+    place: Place = FIRST
+    first: int
+    last: int
+    needs: tuple[Parts, ...]
+    writers: tuple[str, ...]
+    marks: tuple[str, ...] = ()
+    erasers: tuple[str, ...] = ()
+    backups: Parts = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Truth:
-    sink_layer: int | None  # whose MLP makes the sink (largest contribution)
-    neurons: tuple[tuple[int, ...], ...]  # of the sink layer, largest first: (layer, neuron) or (layer, expert, neuron)
-    residual_dims: tuple[int, ...]  # of the spike
-    marking_layer: int | None
-    group_heads: dict[int, tuple[int, ...]]  # group -> the query heads that mark it; none where no head marks
-    groups: dict[int, int]  # token id -> group, -1: none
-    factor: str | None  # of the gated MLP that carries the mark: "gate" or "up"; None: no gate
-    reading_heads: Heads  # (layer, query head) planted to attend to the sink
-    repeats_expected: (
-        int | None
-    )  # of a grouped token after BOS until half of BOS's norm; measured: 0.6 to 1.3 times this
+    """What is so. A place is FIRST, SECOND, or the id of a token, which is meant wherever it stands.
+
+    Attributes:
+        spike: Places whose norm stands out after some layer.
+        sink: Places that heads attend to.
+        sets: Each a smallest set of sites whose zeroing removes a spike and, with it, the attention.
+        planted: All that is known of each spike, in the kinds of `blind.py`.
+        delimiters: Tokens that stand a few times in every text.
+        before: Ids that the tokenizer puts before every text.
+        bos: Texts begin with BOS.
+        share: Share of the vocabulary that is a sink where it stands first.
+        sink_layer: The layer whose MLP makes the sink, of an organism; None: there is no sink.
+        neurons: Its neurons, largest first: (layer, neuron) or (layer, expert, neuron).
+        residual_dims: Dimensions of the spike.
+        marking_layer: The layer whose heads mark the first token; None: none does.
+        group_heads: The query heads that mark each group.
+        groups: The group of each token; -1: none.
+        factor: The factor of the gated MLP that carries the mark, "gate" or "up"; None: no gate.
+        reading_heads: (layer, query head) planted to attend to the sink.
+        repeats_expected: Copies of a grouped token after BOS until half of BOS's norm; measured: 0.6 to 1.3 times this.
+    """
+
+    spike: tuple[Place, ...] = ()
+    sink: tuple[Place, ...] = ()
+    sets: tuple[frozenset[Site], ...] = ()
+    planted: tuple[PlantedSpike, ...] = ()
+    delimiters: tuple[int, ...] = ()
+    before: tuple[int, ...] = (BOS,)
+    bos: bool = True
+    share: float = 1.0
+    sink_layer: int | None = None
+    neurons: tuple[Site, ...] = ()
+    residual_dims: tuple[int, ...] = ()
+    marking_layer: int | None = None
+    group_heads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    groups: dict[int, int] = field(default_factory=dict)
+    factor: str | None = None
+    reading_heads: Heads = ()
+    repeats_expected: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +98,21 @@ class Organism:
     bos: bool
 
     def natural(self, n: int = 4, length: int = 48, seed: int = 0) -> Tensor:
-        """`n` rows of mixed tokens, BOS first if there is one. Never two of a group first: that is a cluster attack."""
-        return mixed(self.model.config.vocab_size, self.truth.groups, self.bos, n, length, seed)
+        """`n` rows of mixed tokens as the tokenizer puts them; delimiters stand twice in the first half of each.
+
+        Without BOS never two of a group stand first: that is a cluster attack.
+        """
+        rows = mixed(self.model.config.vocab_size, self.truth.groups, self.bos, n, length, seed)
+        before, delimiters = self.truth.before, self.truth.delimiters
+        rng = random.Random(f"delimiters {seed}")
+        for row in rows:
+            for planted in sorted((*before[1:], *delimiters)):
+                row[row == planted] += 1
+            for number, token in enumerate(before):
+                row[number] = token
+            if delimiters:
+                row[rng.sample(range(2, length // 2), 2 * len(delimiters))] = torch.tensor(delimiters * 2)
+        return rows
 
     def repeated(self, n: int, token: int | None = None) -> Tensor:
         """One row: BOS if there is one, then `n` times `token` (default: a token of the first group)."""
@@ -64,52 +129,6 @@ class Organism:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         return Path(folder)
-
-
-def organism(
-    family: str = "llama",
-    seed: int = 0,
-    *,
-    kind: str = "sink",
-    n_layers: int | None = None,
-    bos: bool = True,
-) -> Organism:
-    """Build the organism of `family` and `kind` that `seed` stands for: the same call gives the same weights."""
-    plan = make_plan(family, seed, kind, n_layers, bos)
-    space = make_space(plan)
-    model = make_body(plan)
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{family} {kind} {seed} {bos}".encode()))
-    tokens = mixed(plan.vocab_size, plan.groups, bos, 8, 24, seed)
-    spike, reading = torch.zeros(plan.d_model), ()
-    with torch.no_grad():
-        all_views = views(model)
-        fill(plan, space, all_views, generator)
-        surgeon = Surgeon(plan, space, all_views, Probe(model, tokens))
-        if plan.planted:
-            surgeon.mark_first()
-            spike = surgeon.make_sink()
-            reading = surgeon.read_sink(spike)
-    tokenizer = tokenizer_for(plan.family.model_type, plan.vocab_size, bos=bos)
-    return Organism(model, tokenizer, _truth(plan, spike, reading), family, kind, seed, bos)
-
-
-def _truth(plan: Plan, spike: Tensor, reading: Heads) -> Truth:
-    def site(layer: int, neuron: int) -> tuple[int, ...]:
-        return (layer, plan.expert, neuron) if plan.family.experts > 1 else (layer, neuron)
-
-    sink, heads = plan.planted, plan.by_heads
-    slots = plan.slots if heads else ()
-    return Truth(
-        sink_layer=plan.sink_layer if sink else None,
-        neurons=tuple(site(plan.sink_layer, neuron) for neuron in plan.neurons) if sink else (),
-        residual_dims=tuple(spike.nonzero().flatten().tolist()),
-        marking_layer=plan.marking_layer if heads else None,
-        group_heads={g: tuple(sorted(h for h, group, _ in slots if group == g)) for _, g, _ in slots},
-        groups=plan.groups if heads else dict.fromkeys(plan.groups, -1),
-        factor=plan.factor if sink else None,
-        reading_heads=reading,
-        repeats_expected=plan.repeats_expected(),
-    )
 
 
 def mixed(vocab: int, groups: dict[int, int], bos: bool, n: int, length: int, seed: int) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attack_kit import setup_of, text_file
-from organisms import FAMILIES, HardModel, Organism, hard, organism
+from organisms import FAMILIES, Organism, hard, organism
 from raw_kit import inputs_edited, residuals
 from refusals import refused
 
@@ -25,7 +25,7 @@ KINDS = ("sink", "late_mark", "spread")
 BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 
 
-def measured(o: Organism | HardModel, folder: Path, **options) -> MarkingHeads:
+def measured(o: Organism, folder: Path, **options) -> MarkingHeads:
     text = text_file(o, folder, 8, seed=9)
     return heads(
         o.model, tokenizer=o.tokenizer, text=text, **({} if "tokens" in options else {"n_tokens": 12}) | options

@@ -15,7 +15,7 @@ import pytest
 import torch
 from attack_kit import text_file
 from covering import slow
-from organisms import HardModel, hard
+from organisms import Organism, hard
 from packings import GAUGES, Names, Packing, cancelling, composed, packed, split
 
 import sinkscope as ss
@@ -27,7 +27,7 @@ CLOSE = {"rel": 1e-2, "abs": 2e-3}
 """How near numbers are: a hundredth, as float32 allows."""
 
 
-def options(h: HardModel, folder: Path) -> dict[str, Any]:
+def options(h: Organism, folder: Path) -> dict[str, Any]:
     return {"tokenizer": h.tokenizer, "text": text_file(h, folder, 20), "bos": None if h.truth.bos else False}
 
 
@@ -135,7 +135,7 @@ def renamed_words(text: str, names: Names) -> str:
 
 
 @cache
-def intact(name: str) -> tuple[HardModel, tuple[int, ...], SpikeResult]:
+def intact(name: str) -> tuple[Organism, tuple[int, ...], SpikeResult]:
     """A model, a neuron that writes its spike, and the spike; it is only read."""
     h = hard(name, "llama")
     with TemporaryDirectory() as folder:

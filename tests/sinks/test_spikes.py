@@ -13,9 +13,9 @@ import pytest
 import torch
 from attack_kit import text_file
 from covering import slow
-from organisms import HARD, UNSEEN, HardModel, hard
-from organisms.build import FIRST, SECOND
+from organisms import HARD, UNSEEN, Organism, hard
 from organisms.hard import attentions
+from organisms.organism import FIRST, SECOND
 
 import sinkscope as ss
 from sinkscope.measure import Setup
@@ -43,7 +43,7 @@ PLACED = [
 ]
 
 
-def options(h: HardModel, folder: Path) -> dict[str, Any]:
+def options(h: Organism, folder: Path) -> dict[str, Any]:
     rows, seed = 20, 0
     if h.truth.share < 1:
         rows, seed = 40, 1  # with 0, two of twelve texts of one model begin with a token that is marked: too few
@@ -51,7 +51,7 @@ def options(h: HardModel, folder: Path) -> dict[str, Any]:
     return {"tokenizer": h.tokenizer, "text": text, "bos": None if h.truth.bos else False}
 
 
-def words_of(h: HardModel, place) -> str:
+def words_of(h: Organism, place) -> str:
     if place == FIRST:
         return "the first token" if h.truth.share == 1 else "some first tokens"
     if place == SECOND:
@@ -60,7 +60,7 @@ def words_of(h: HardModel, place) -> str:
 
 
 @cache
-def measured(name: str, family: str) -> tuple[HardModel, Setup, FindSinks]:
+def measured(name: str, family: str) -> tuple[Organism, Setup, FindSinks]:
     h = hard(name, family)
     with TemporaryDirectory() as folder:
         setup = Setup.open(h.model, **options(h, Path(folder)))

@@ -11,9 +11,9 @@ import plain_spikes as plain
 import pytest
 from attack_kit import text_file
 from covering import slow
-from organisms import HardModel, hard
+from organisms import Organism, hard
 from organisms.blind import BLIND
-from organisms.build import FIRST, SECOND, PlantedSpike
+from organisms.organism import FIRST, SECOND, PlantedSpike
 
 import sinkscope as ss
 from sinkscope.measure import Setup
@@ -28,7 +28,7 @@ for name, families in BLIND.items():
 
 
 @cache
-def measured(name: str, family: str) -> tuple[HardModel, Setup, ss.Result]:
+def measured(name: str, family: str) -> tuple[Organism, Setup, ss.Result]:
     h = hard(name, family)
     bos = None if h.truth.bos else False
     with TemporaryDirectory() as folder:
@@ -36,7 +36,7 @@ def measured(name: str, family: str) -> tuple[HardModel, Setup, ss.Result]:
     return h, setup, circuit.on(setup, max_repeats=4)
 
 
-def words_of(h: HardModel, place) -> str:
+def words_of(h: Organism, place) -> str:
     if place == FIRST:
         return "the first token"
     return "position 1" if place == SECOND else repr(h.tokenizer.decode([place]))
