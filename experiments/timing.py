@@ -78,14 +78,6 @@ def interleaved(arms: Mapping[str, Callable[[], Measured]], rounds: int) -> dict
     return measured
 
 
-def pairs_of(
-    base: Callable[[], Any], other: Callable[[], Any], rounds: int, clock: Callable[[], float]
-) -> list[tuple[float, float]]:
-    """Seconds of both in each round."""
-    arms = {"base": lambda: seconds_of(base, clock)[0], "other": lambda: seconds_of(other, clock)[0]}
-    return list(zip(*interleaved(arms, rounds).values(), strict=True))
-
-
 def child(module: str, *words: str, python: str = sys.executable) -> Any:
     """What a script prints as JSON in its last line, in a process of its own on one thread.
 
@@ -119,16 +111,3 @@ def interval(values: Sequence[float]) -> list[float]:
     medians.sort()
     edge = DRAWS // 40
     return [medians[edge], medians[-edge - 1]]
-
-
-def faster(pairs: Sequence[tuple[float, float]]) -> Row:
-    """How many times faster the second of each pair is, and the median milliseconds of both."""
-    ratios = []
-    for base, other in pairs:
-        ratios.append(base / other)
-    return {
-        "times_faster": statistics.median(ratios),
-        "ms": 1e3 * statistics.median(other for _, other in pairs),
-        "dense_ms": 1e3 * statistics.median(base for base, _ in pairs),
-        "pairs": ratios,
-    }

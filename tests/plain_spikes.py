@@ -10,6 +10,8 @@ import torch
 from raw_kit import blocks, part, zeroed
 from torch import Tensor, nn
 
+from tests.real.plain import reading
+
 FACTOR, SAME, READS = 3.0, 0.5, 0.3
 
 
@@ -28,33 +30,22 @@ def adds(block) -> nn.Module:
     return getattr(block, "post_feedforward_layernorm", None) or part(block, "mlp")
 
 
-def first(value) -> Tensor:
-    return value[0] if isinstance(value, tuple) else value
-
-
 @torch.no_grad()
 def run(model, ids: Tensor) -> Pass:
-    before, after, mlp = [], [], []
-    layers, handles = blocks(model), []
-    handles.append(
-        layers[0].register_forward_pre_hook(
-            lambda _m, args, kwargs: before.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-        )
-    )
-    for block in layers:
-        handles.append(block.register_forward_hook(lambda _m, _a, out: after.append(first(out))))
-        handles.append(adds(block).register_forward_hook(lambda _m, _a, out: mlp.append(first(out))))
-    kept = model.config._attn_implementation
+    layers, kept = blocks(model), model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        output = model(ids, output_attentions=True, use_cache=False)
+        with (
+            reading(layers[:1], "input") as before,
+            reading(layers, "output") as after,
+            reading(map(adds, layers), "output") as mlp,
+        ):
+            output = model(ids, output_attentions=True, use_cache=False)
     finally:
         model.set_attn_implementation(kept)
-        for handle in handles:
-            handle.remove()
     mlps = [one.reshape(*ids.shape, -1) for one in mlp]
     loss = nn.functional.cross_entropy(output.logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")
-    return Pass(torch.stack([before[0], *after]).float(), torch.stack(mlps).float(), list(output.attentions), loss)
+    return Pass(torch.stack([*before, *after]).float(), torch.stack(mlps).float(), list(output.attentions), loss)
 
 
 def received(attention: list[Tensor]) -> Tensor:

@@ -77,11 +77,6 @@ def rate_of(made: Any, label: str) -> float:
     return row["score"]
 
 
-def least_read(made: Any) -> bool:
-    """LoopServe computes a part of the prompt's cells, and its decoding half reads a part of the cache."""
-    return made["full"]["prompt"]["times"] == 1 > made["loopserve-p"]["cells"] and made["loopserve-d"]["read"] < 400
-
-
 def dearer_in_later_turns(made: Any) -> bool:
     """A budget that covers everything costs nothing, and a random part costs most where most is evicted."""
     every, random = (

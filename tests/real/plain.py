@@ -49,8 +49,8 @@ def reading(modules: Iterable[nn.Module], what: str) -> Iterator[list[Tensor]]:
     """The inputs or the outputs of modules during the block, in the order in which they run."""
     seen: list[Tensor] = []
 
-    def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.append(args[0].detach())
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((args[0] if args else kwargs["hidden_states"]).detach())
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         seen.append((output[0] if isinstance(output, tuple) else output).detach())
@@ -58,7 +58,7 @@ def reading(modules: Iterable[nn.Module], what: str) -> Iterator[list[Tensor]]:
     with ExitStack() as stack:
         for module in modules:
             if what == "input":
-                handle = module.register_forward_pre_hook(before)
+                handle = module.register_forward_pre_hook(before, with_kwargs=True)
             else:
                 handle = module.register_forward_hook(after)
             stack.callback(handle.remove)

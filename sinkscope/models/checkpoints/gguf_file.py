@@ -31,13 +31,19 @@ class GgufHeader:
 
     Args:
         file: The file.
+
+    Raises:
+        SinkscopeError: The file is cut off, or no GGUF file.
     """
 
     def __init__(self, file: Path) -> None:
         import gguf
 
         self.name = file.name
-        self._reader: Any = gguf.GGUFReader(str(file))  # as transformers gives it, so that it is parsed once
+        try:
+            self._reader: Any = gguf.GGUFReader(str(file))  # as transformers gives it, so that it is parsed once
+        except (ValueError, IndexError) as error:
+            raise SinkscopeError(f"{self.name} is cut off, or is no GGUF file: download it again") from error
         self.architecture = str(self.value("general.architecture") or "")
 
     def value(self, key: str) -> Any:
