@@ -10,7 +10,7 @@ import torch
 from raw_kit import blocks, part, zeroed
 from torch import Tensor, nn
 
-from tests.real.plain import reading
+from tests.real.plain import first, reading  # noqa: F401  (beside the other views of a model)
 
 FACTOR, SAME, READS = 3.0, 0.5, 0.3
 

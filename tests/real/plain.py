@@ -44,6 +44,11 @@ def ids_of(tokenizer: Any, text: str, n_tokens: int, *, bos: bool) -> Tensor:
 # ---- what is read
 
 
+def first(value: Any) -> Tensor:
+    """What a module gives, or the first of several."""
+    return value[0] if isinstance(value, tuple) else value
+
+
 @contextmanager
 def reading(modules: Iterable[nn.Module], what: str) -> Iterator[list[Tensor]]:
     """The inputs or the outputs of modules during the block, in the order in which they run."""
@@ -53,7 +58,7 @@ def reading(modules: Iterable[nn.Module], what: str) -> Iterator[list[Tensor]]:
         seen.append((args[0] if args else kwargs["hidden_states"]).detach())
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        seen.append((output[0] if isinstance(output, tuple) else output).detach())
+        seen.append(first(output).detach())
 
     with ExitStack() as stack:
         for module in modules:
