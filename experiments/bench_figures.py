@@ -20,8 +20,7 @@ import plotly.graph_objects as go
 from experiments.drawn import error_bars, save
 from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
-from sinkscope.bench.finding import finding
-from sinkscope.bench.group import BenchGroup
+from sinkscope.bench.finding import BenchGroup, finding
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.run import bench

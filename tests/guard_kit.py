@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from kv_kit import decode, logits_of
 from torch import Tensor
@@ -9,11 +11,19 @@ from transformers import DynamicCache
 
 from experiments.loopguard.variants import OneSignal
 from sinkscope.hooks.edit import Event
+from sinkscope.loops import MonitorSettings
+from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
 
 SMALL = {"budget": 24, "anchors": 4}
 EAGER = OneSignal(signal="tail", window=16, warmup=0, tail_shortest=6, cooldown=8)
 """Fires after two or three copies."""
+
+
+def eager_guard(**fields: Any) -> LoopGuard:
+    """A guard that finds three copies at once."""
+    monitor = MonitorSettings(window=64, tail_shortest=12, tail_beyond=0, cooldown=20)
+    return LoopGuard(**{"budget": 64, "anchors": 4, "monitor": monitor, **fields})
 
 
 def feed(model, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:

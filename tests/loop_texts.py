@@ -68,15 +68,10 @@ def _one_hot(place: int, size: int = 4) -> list[int]:
 
 TABLES = {
     "identity": _matrix(8, lambda i, j: int(i == j)),
-    "wide identity": _matrix(60, lambda i, j: int(i == j)),
     "identity in LaTeX": _matrix(10, lambda i, j: int(i == j), " & ", " \\\\\n"),
     "identity of numpy": _matrix(16, lambda i, j: f"{float(i == j)}", " ", "]\n ["),
-    "identity in JSON": json.dumps([_one_hot(i, 16) for i in range(16)]),
-    "three diagonals": _matrix(16, lambda i, j: {0: 2, 1: -1}.get(abs(i - j), 0), ", "),
-    "blocks": _matrix(24, lambda i, j: int(i // 4 == j // 4)),
     "zeros": _matrix(10, lambda i, j: 0, ", ", "],\n["),
     "chessboard": _matrix(8, lambda i, j: "XO"[(i + j) % 2]),
-    "empty board": _matrix(8, lambda i, j: "."),
     "sorted labels": json.dumps({"labels": [_one_hot(i // 12) for i in range(48)]}),
     "indented labels": json.dumps([_one_hot(max(1, i - 9)) for i in range(14)], indent=1),
     "flags": json.dumps([{"rain": int(i % 11 == 3), "wind": int(i % 7 == 5), "snow": 0} for i in range(40)]),

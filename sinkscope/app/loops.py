@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -124,7 +125,7 @@ def _monitor(settings: str | None, variant: str, cut: Cut) -> Settings:
 
 def _check(files: Sequence[str], watch: Watch, form: StreamForm, field: str | None, fail_on: FailOn) -> LoopCheck:
     """Check files: a loop is said at once, and the table follows at the end."""
-    started, every = time.perf_counter(), _listed(files)
+    started, every, missing = time.perf_counter(), _listed(files), list[str]()
     for name, file in every.items():
         label, skipped = f"{name} " if len(every) > 1 else "", watch.skipped
         try:
@@ -135,12 +136,15 @@ def _check(files: Sequence[str], watch: Watch, form: StreamForm, field: str | No
         except SinkscopeError as error:
             if len(every) == 1:
                 raise
+            if not (file == "-" or Path(file).is_file()):
+                missing.append(file)
+                note(f"error: {error}")
             if watch.skipped == skipped:  # else its lines are counted
                 watch.skip(str(error))
     if not watch.checked:
         raise SinkscopeError(f"nothing could be read: {watch.problems[0]}")
     name = next(iter(every)) if len(every) == 1 else count_of(len(every), "file")
-    return check_of(watch, name, started, fail_on)
+    return replace(check_of(watch, name, started, fail_on), missing=tuple(missing))
 
 
 def _listed(files: Sequence[str]) -> dict[str, str]:

@@ -1,30 +1,120 @@
-"""What a benchmark says in at most 30 words: the best method, how far ahead it is, its cost and its control.
+"""A row of a benchmark's table, and what a benchmark says in at most 30 words.
 
 1. The methods of one set, one model and one run are ordered by score; controls are not.
 2. The best one is compared with each other method, or with the control if there is none, prompt by prompt.
-3. It is called the best if the interval of every difference leaves zero out.
+3. It is ahead if the interval of every difference leaves zero out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import hypot, isnan, nan
 
-from sinkscope.bench.group import BenchGroup, difference
-from sinkscope.bench.methods import FULL
+import numpy as np
+
+from sinkscope.bench.methods import FULL, Method
+from sinkscope.bench.record import Metrics
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
-from sinkscope.measure.margin import Interval
+from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, difference_of, interval_of
 from sinkscope.results.notation import short_sentence
 
 NOT_RANKED = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""
 
 
+@dataclass(frozen=True)
+class BenchGroup:
+    """All answers of one method to one set by one model, under the same conditions.
+
+    Attributes:
+        task: Name of the task.
+        model: Name of the model.
+        set: Name of the set.
+        temperature: Sampling temperature.
+        method: The method with its settings.
+        answers: Number of answers.
+        score: Mean of the task's main metric over prompts.
+        low: Lower end of its 95 % interval over prompts; NaN of fewer than three.
+        high: Upper end of that interval.
+        differs: Conditions in which this run differs from others of the table, such as the dtype.
+        scores: The score of each prompt, mean over its turns and seeds.
+        parts: Mean of the main metric for each part of the set.
+        metrics: What it cost, and the task's further metrics; None where no answer has it, or the full cache, with
+            which `time` compares, was not run.
+    """
+
+    task: str
+    model: str
+    set: str
+    temperature: float
+    method: Method
+    answers: int
+    score: float
+    low: float
+    high: float
+    differs: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """What groups have in common whose methods are compared."""
+        return self.task, self.set, self.model, *map("=".join, self.differs.items())
+
+    @property
+    def title(self) -> str:
+        """The task, its set of prompts if that has a name of its own, and in what its run differs from others."""
+        named = [f"{self.task} {self.set}"]
+        if self.set.startswith(self.task):
+            named = [self.set]
+        return " ".join([*named, *map("=".join, self.differs.items())])
+
+    @property
+    def margin(self) -> float | None:
+        """The distance from the score to the farther end of its interval."""
+        if isnan(self.low):
+            return None
+        return max(self.high - self.score, self.score - self.low)
+
+
+def mean_score(task: str, scores: Sequence[float]) -> Interval:
+    """Return the mean of the scores of a task's prompts with its interval; NaN of fewer than three."""
+    if not scores:
+        return Interval(nan, nan, nan)
+    interval = interval_of(np.array(scores), SCORES if are_shares(task, scores) else None)
+    return interval or Interval(float(np.mean(scores)), nan, nan)
+
+
+def are_shares(task: str, scores: Sequence[float]) -> bool:
+    """Return whether scores lie between 0 and 1 by what they are."""
+    return task_class(task).main in PERCENT and min(scores) >= 0 and max(scores) <= 1
+
+
+def difference(one: BenchGroup, other: BenchGroup) -> Interval | None:
+    """Return by how much the score of a group is larger than that of another one.
+
+    It is the mean of paired differences where both answered the same prompts. Otherwise their own intervals make that
+    of the difference.
+
+    Returns:
+        None where a margin is unknown: a difference is then not judged.
+    """
+    shares = are_shares(one.task, [one.score, other.score, *one.scores.values(), *other.scores.values()])
+    paired = difference_of(one.scores, other.scores, DIFFERENCES if shares else None)
+    if paired is not None:
+        return paired
+    if one.margin is None or other.margin is None:
+        return None
+    mean, margin = one.score - other.score, hypot(one.margin, other.margin)
+    return Interval(mean, mean - margin, mean + margin)
+
+
 def ranked(groups: Sequence[BenchGroup]) -> list[BenchGroup]:
     """Return the groups of one place without controls, the best first."""
     compared = [group for group in groups if group.method.name not in NOT_RANKED]
-    if not compared:
-        return []
     return sorted(compared, key=lambda group: group.score, reverse=not task_class(groups[0].task).low_is_good)
 
 
@@ -38,16 +128,45 @@ def control_of(groups: Sequence[BenchGroup]) -> BenchGroup | None:
     return next(iter(controls), None)
 
 
+def finding(groups: Sequence[BenchGroup]) -> str:
+    """Return a sentence on the groups of one place: the best method, its lead with the margin, and the control."""
+    task, compared, control = task_class(groups[0].task), ranked(groups), control_of(groups)
+    said = f"{task.control} was not run"
+    if control is not None:
+        said = f"control {control.method} has {task.value_in_words(control.score)}"
+    if not compared:
+        return f"In {groups[0].title}, {said}; no other method was run."
+    best, *others = compared
+    notes = costs(best, groups)
+    if task.main in PERCENT and best.margin is not None:
+        notes.insert(0, f"{task.shown.format(best.low)}-{task.shown.format(best.high)}")
+    elif best.margin is not None:
+        notes.insert(0, f"±{task.shown.format(best.margin)}")
+    score = _with_notes(task.value_in_words(best.score), notes)
+    found = f"{best.method} has {score} in {best.title} ({task.unit})"
+    rivals = others or ([] if control is None else [control])
+    if not rivals:
+        return f"{found}; {said}."
+    rival, end = rivals[0], ""
+    for other in rivals:
+        lead = lead_of(best, other)
+        if lead is None or lead.low <= 0 <= lead.high:
+            rival, end = other, ": too close to rank"
+            break
+    sentences: list[str] = []
+    for of_rival in (costs(rival, groups), []):
+        sentences.append(f"{found}, {lead_in_words(best, rival, bool(end), of_rival)}{end}; {said}.")
+    return short_sentence(sentences)
+
+
 def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
     """Return what a method reads in a step and computes of prompts, in words, as shares of the full cache."""
     found: list[str] = []
-    if group.method.name == FULL:
-        return found
-    full = next((one for one in groups if (one.method.name, one.set) == (FULL, group.set)), None)
-    read, whole = group.metrics.get("read"), None if full is None else full.metrics.get("read")
-    if read is not None and whole:
-        found.append(f"reads {read / whole:.0%}")
-    cells = group.metrics.get("cells")
+    read, cells = group.metrics.get("read"), group.metrics.get("cells")
+    for full in groups:
+        whole = full.metrics.get("read")
+        if (full.method.name, full.set) == (FULL, group.set) and full is not group and read is not None and whole:
+            found.append(f"reads {read / whole:.0%}")
     if cells is not None:
         found.append(f"computes {cells:.0%}")
     return found
@@ -60,59 +179,17 @@ def lead_of(best: BenchGroup, other: BenchGroup) -> Interval | None:
     return difference(best, other)
 
 
-def too_close(best: BenchGroup, other: BenchGroup) -> bool:
-    """Return whether the difference between two methods may be zero, or is not known."""
-    lead = lead_of(best, other)
-    return lead is None or lead.low <= 0 <= lead.high
-
-
-def finding(groups: Sequence[BenchGroup]) -> str:
-    """Return a sentence on the groups of one place: the best method, its lead with the margin, and the control."""
-    task, compared, control = task_class(groups[0].task), ranked(groups), control_of(groups)
-    said = f"{task.control} was not run"
-    if control is not None:
-        said = f"control {control.method} has {task.value_in_words(control.score)}"
-    if not compared:
-        return f"In {groups[0].title}, {said}; no other method was run."
-    best, *others = compared
-    rivals = others or ([] if control is None else [control])
-    notes = costs(best, groups)
-    if task.main in PERCENT and best.margin is not None:
-        notes.insert(0, f"{task.shown.format(best.low)}-{task.shown.format(best.high)}")
-    elif best.margin is not None:
-        notes.insert(0, f"±{task.shown.format(best.margin)}")
-    score = task.value_in_words(best.score)
-    if notes:
-        score = f"{score} ({', '.join(notes)})"
-    where = f"in {best.title} ({task.unit})"
-    found = f"{best.method} has {score} {where}"
-    if not rivals:
-        return f"{found}; {said}."
-    equal = [rival for rival in rivals if too_close(best, rival)]
-    if not equal:
-        if others:
-            found = f"{best.method} is the best of {len(compared)} {where} with {score}"
-        return f"{found}, {lead_in_words(best, rivals[0])}; {said}."
-    sentences: list[str] = []
-    of_rival = costs(equal[0], groups)
-    for kept in range(len(of_rival), -1, -1):
-        sentences.append(f"{found}, {lead_in_words(best, equal[0], of_rival[:kept])}: too close to rank; {said}.")
-    return short_sentence(sentences)
-
-
-def lead_in_words(best: BenchGroup, other: BenchGroup, notes: Sequence[str] = ()) -> str:
+def lead_in_words(best: BenchGroup, other: BenchGroup, close: bool, notes: Sequence[str]) -> str:
     """Return how far the best method is ahead, such as "5±3 points ahead of h2o:4 (reads 33%)"."""
-    task, lead = task_class(best.task), lead_of(best, other)
-    name = str(other.method)
-    if notes:
-        name = f"{name} ({', '.join(notes)})"
+    task, lead, name = task_class(best.task), lead_of(best, other), _with_notes(str(other.method), notes)
     if lead is None:
         return f"beside {name}"
-    side, size = "ahead of", lead.mean
-    if size < 0:
-        side, size = "behind", -size
-    if too_close(best, other):
-        side = "from"
+    side = "from" if close else "behind" if lead.mean < 0 else "ahead of"
+    size, margin = abs(lead.mean), lead.margin
     if task.main in PERCENT:
-        return f"{100 * size:.0f}±{100 * lead.margin:.0f} points {side} {name}"
-    return f"{task.shown.format(size)}±{task.shown.format(lead.margin)} {side} {name}"
+        return f"{100 * size:.0f}±{100 * margin:.0f} points {side} {name}"
+    return f"{task.shown.format(size)}±{task.shown.format(margin)} {side} {name}"
+
+
+def _with_notes(text: str, notes: Sequence[str]) -> str:
+    return f"{text} ({', '.join(notes)})" if notes else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -11,9 +12,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar
 
-from sinkscope.bench.draw import draw_bench
-from sinkscope.bench.finding import control_of, finding, ranked
-from sinkscope.bench.group import BenchGroup, difference, mean_score
+import numpy as np
+
+from sinkscope.bench.finding import BenchGroup, control_of, difference, finding, mean_score, ranked
 from sinkscope.bench.methods import FULL, Method
 from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.scores import PERCENT
@@ -27,6 +28,50 @@ from sinkscope.results.tables import MOST_ROWS, Grid, Table, constant_last, stri
 
 HEADS = {"read": "tokens_read", "cells": "attention_computed"}
 """Heads of columns whose names in records are shorter."""
+FLATTENS = 10
+"""Share of the median from which on the largest score would flatten most bars of a linear axis."""
+
+
+def logarithmic(scores: Sequence[float]) -> bool:
+    """Return whether the largest score would flatten most bars: it is over ten times the median of those above 0."""
+    positive = [score for score in scores if score > 0]
+    return bool(positive) and max(positive) > FLATTENS * median(positive)
+
+
+def draw_bench(result: Any) -> Any:
+    """Draw the score of each method with 95 % intervals, and on each bar the tokens that a decoding step reads.
+
+    Args:
+        result: The `BenchTable`.
+    """
+    import plotly.express as px
+
+    from sinkscope.results.style import COLOURS, figure_of  # with plotly, which a printed table does not need
+
+    main = task_class(result.groups[0].task).main
+    frame = result.to_frame()
+    frame["set"] = (frame["set"] + ", " + frame["model"]).map(html.escape)
+    frame["method"] = frame["method"].map(html.escape)
+    frame["above"], frame["below"] = frame["high"] - frame[main], frame[main] - frame["low"]
+    fig = px.bar(
+        frame,
+        x="method",
+        y=main,
+        color="set",
+        text="read",
+        error_y="above",
+        error_y_minus="below",
+        color_discrete_sequence=[*COLOURS],
+    )
+    fig.update_traces(texttemplate="reads %{text:,.0f}", textposition="inside", insidetextanchor="start")
+    fig.update_xaxes(tickangle=-35, title_text="")
+    if main in PERCENT:
+        fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
+    elif logarithmic([*frame[main]]):
+        lowest = frame[main][frame[main] > 0].min()
+        shown = np.log10([lowest / 2, frame["high"].max() * 1.1])
+        fig.update_yaxes(type="log", title_text=f"{main} (logarithmic)", range=shown)
+    return figure_of(fig, result, width=1000, height=560, legend=-0.4, bottom=170, barmode="group")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ def place_of(prompt) -> float:
 def test_prompts_are_as_long_and_as_deep_as_asked(facts, task):
     tokenizer = model("recall" if facts else "bundled").tokenizer
     before = -1.0
-    for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+    for depth in (0.0, 0.5, 1.0):
         prompt = needle_prompt(tokenizer, facts, task, 1200, depth)
         assert 1100 <= len(tokenizer(prompt.turns[0].text)["input_ids"]) <= 1200, "with BOS"
         assert place_of(prompt) > before
@@ -41,8 +41,8 @@ def test_prompts_are_as_long_and_as_deep_as_asked(facts, task):
         if task == NEEDLES[0]:
             assert place_of(prompt) == pytest.approx(depth, abs=0.12)
     assert needle_prompt(tokenizer, facts, task, 1200, 1.0) == prompt
-    assert needle_prompt(tokenizer, facts, task, 1200, 1.0, number=1).turns[0].text != prompt.turns[0].text
-    assert needle_prompt(tokenizer, facts, task, 1200, 1.0, seed=1).turns[0].text != prompt.turns[0].text
+    for other in ({"number": 1}, {"seed": 1}):
+        assert needle_prompt(tokenizer, facts, task, 1200, 1.0, **other).turns[0].text != prompt.turns[0].text
 
 
 def said(hf, text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -53,25 +52,16 @@ def test_a_policy_that_shows_a_part_of_the_cache_keeps_the_whole():
 
 
 def test_no_arm_pays_for_what_is_made_once(monkeypatch):
-    """Libraries compile and allocate at first use: here the first call of the model, and the first run of a method."""
-    slow = {"model", "method"}
-
-    def sleep_once(what):
-        if what in slow:
-            slow.remove(what)
-            time.sleep(0.5)
-
+    """Libraries compile and allocate at first use: each method answers once before its answers are measured."""
+    entered = []
     enter = H2O.enter
-    monkeypatch.setattr(H2O, "enter", lambda *given: (sleep_once("method"), enter(*given)))
-    hook = tiny()[0].register_forward_pre_hook(lambda *_: sleep_once("model"))
-    try:
-        records = run(["full", "h2o:16"])
-    finally:
-        hook.remove()
-    assert not slow and max(record.metrics["seconds"] or 0 for record in records) < 0.4
+    monkeypatch.setattr(H2O, "enter", lambda *given: (entered.append(1), enter(*given)))
+    given = task(dialogues(1))
+    run(["full", "h2o:16"], given)
+    assert len(entered) == 1 + len(given.given[0].turns)
 
 
-@pytest.mark.parametrize("method", ["h2o:16", "loopguard:48", "sampling"])
+@pytest.mark.parametrize("method", ["h2o:16", "sampling"])
 def test_neighbours_in_a_batch_change_nothing(method):
     one, both = untimed(run([method])), untimed(run([method], batch_size=2))
     assert {r.key: r.tokens for r in one} == {r.key: r.tokens for r in both}

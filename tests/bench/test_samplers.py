@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from bench_kit import tiny
 
-from sinkscope.bench.answer import Answer, answer_rows
 from sinkscope.bench.task import RowSampler
-from sinkscope.generation.decode import ForcedAnswer
-from sinkscope.loops import MonitorSettings
-from sinkscope.loops.guard import LoopGuard, Steer
 from sinkscope.models.draws import draws, gumbel, in_order
-from sinkscope.opening.live import target_of
-
-LOOP = [11, 12, 13] * 12
 
 
 def test_sampling_follows_the_softmax():
@@ -22,20 +13,19 @@ def test_sampling_follows_the_softmax():
     ids = torch.empty(0)
 
     process = RowSampler(0.7, 0, ["dc-0001"])
-    drawn = torch.cat([process(ids, logits[None]) for _ in range(4000)])
+    drawn = torch.cat([process(ids, logits[None]) for _ in range(2000)])
     assert ((drawn == 0).sum(-1) == 1).all() and (drawn.isinf().sum(-1) == 4).all(), "all others are forbidden"
     alone = drawn.argmax(-1)
-    shares = torch.bincount(alone, minlength=5) / 4000
+    shares = torch.bincount(alone, minlength=5) / 2000
     expected = (logits / 0.7).softmax(-1)
-    assert ((shares - expected).abs() < 4 * (expected * (1 - expected) / 4000).sqrt() + 1e-3).all()
+    assert ((shares - expected).abs() < 4 * (expected * (1 - expected) / 2000).sqrt() + 1e-3).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_drawn_in_half_precision_is_drawn_as_often(dtype):
+def test_what_is_drawn_in_half_precision_is_drawn_as_often():
     """Eight equal logits far from 0, where bfloat16 has steps of an eighth, and noise rounds to equal numbers."""
     logits = torch.full((8,), 20.0)
     process = RowSampler(0.7, 0, ["dc-0001"])
-    count, by_bench, by_guard = 4000, torch.zeros(8), torch.zeros(8)
+    dtype, count, by_bench, by_guard = torch.bfloat16, 2000, torch.zeros(8), torch.zeros(8)
     for number in range(count):
         by_bench[process(torch.empty(0), logits[None].to(dtype))[0].argmax()] += 1
         noise = 0.7 * gumbel(8, torch.float32, draws(0, f"{number}"))
@@ -50,20 +40,3 @@ def test_the_largest_values_keep_their_order_in_half_precision():
         rounded = in_order(values, dtype)
         assert rounded.argsort().tolist() == values.argsort().tolist() and (rounded - values).abs().max() < 1
     assert torch.equal(in_order(values, torch.float32), values)
-
-
-def first_logits(temperature: float, **chosen) -> tuple[float, ...]:
-    """A logit of each step under a guard, while a loop is written."""
-    monitor = MonitorSettings(tail_shortest=12, tail_beyond=0, cooldown=20)
-    edit = LoopGuard(budget=64, anchors=4, act="cut", monitor=monitor, steer=Steer(temperature=temperature))
-    answers: list[Answer] = answer_rows(
-        target_of(*tiny()), [[5, 6, 7, 8]], 30, edit, measure=lambda logits: {"first": logits[:, 0]}, **chosen
-    )
-    assert answers[0].tokens == LOOP[:30] and answers[0].events
-    return answers[0].steps["first"]
-
-
-def test_the_guard_draws_nothing_where_the_bench_samples():
-    sampler = ForcedAnswer([LOOP], 4)
-    assert first_logits(0.7, along=[LOOP[:30]]) != first_logits(0.0, along=[LOOP[:30]]), "greedy"
-    assert first_logits(0.7, sampler=sampler) == first_logits(0.0, sampler=sampler)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
-from statistics import stdev
 
 import numpy as np
 import pytest
 from bench_kit import SETTINGS, made_record
 from refusals import refused
 
-from sinkscope.bench.draw import logarithmic
 from sinkscope.bench.record import BenchRecord, BenchRun
-from sinkscope.bench.table import BenchTable, tabulate_records
+from sinkscope.bench.table import BenchTable, logarithmic, tabulate_records
 from sinkscope.bench.task import task_class
 from sinkscope.measure.margin import SCORES, interval_of
 from sinkscope.results.result import Result
@@ -55,18 +52,6 @@ def test_columns_by_turn_or_by_a_field_of_the_prompts(by: str, parts: dict[str, 
     assert table(*H2O, by=by).groups[0].parts == parts
 
 
-def test_divergences_have_the_interval_of_a_mean():
-    values = [0.1, 0.3, 0.8]
-    records = [
-        made_record(f"h2o:{8}", f"p{i}", task="text", metrics={"kl": value, "agree": 1.0})
-        for i, value in enumerate(values)
-    ]
-    group = table(*records).groups[0]
-    assert group.score == pytest.approx(0.4)
-    assert group.high - group.score == pytest.approx(4.3027 * stdev(values) / math.sqrt(3), rel=1e-4)
-    assert group.metrics["agree"] == 1.0
-
-
 def test_details_of_a_table():
     result = table(*FULL, *H2O)
     assert Result.from_dict(json.loads(result.to_json())) == result
@@ -97,52 +82,35 @@ def scored(task: str, answers: str) -> list[BenchRecord]:
     return records
 
 
-FULL_READ = "full 1*20"
-GOOD, BAD = "snapkv:4 1*20 read=3", "h2o:4 0*20 read=3"
-
-
 @pytest.mark.parametrize(
     ("task", "answers", "said"),
     [
-        ("file", ["h2o:8 1"], "full was not run."),
-        ("file", ["full 1"], "no other method was run."),
-        ("file", ["h2o:8 1 0*3 cells=0.5 read=5.5", "full 1*4"],
-         "h2o:8 has 25% (0%-88%, reads 61%, computes 50%) in file s (score), 75±113 points from full: too close to "
-         "rank; control full has 100%."),
+        ("file", ["h2o:8 1"], "h2o:8 has 100% in file s (score); full was not run."),
+        ("file", ["full 1"], "In file s, control full has 100%; no other method was run."),
         ("loops", ["loopguard:64 0*3", "full 1 1 0", "h2o:8 0 1"],
          "loopguard:64 has 0% (0%-76%, reads 100%) in loops s (answers that loop), beside h2o:8 (reads 100%): too "
          "close to rank; control full has 67%."),
         # The cost of both stands in the sentence that does not rank them.
-        ("file", [FULL_READ, "snapkv:4 1*19 0 read=3", "loopserve:4 1*18 0*2 read=8.1 cells=1.32"],
+        ("file", ["full 1*20", "snapkv:4 1*19 0 read=3", "loopserve:4 1*18 0*2 read=8.1 cells=1.32"],
          "snapkv:4 has 95% (78%-100%, reads 33%) in file s (score), 5±17 points from loopserve:4 (reads 90%, computes "
          "132%): too close to rank; control full has 100%."),
-        # The best is named only where the interval of the paired differences leaves zero out.
-        ("file", [FULL_READ, GOOD, BAD],
-         "snapkv:4 is the best of 2 in file s (score) with 100% (86%-100%, reads 33%), 100±28 points ahead of h2o:4; "
+        # One is ahead only where the interval of the paired differences leaves zero out.
+        ("file", ["full 1*20", "snapkv:4 1*20 read=3", "h2o:4 0*20 read=3"],
+         "snapkv:4 has 100% (86%-100%, reads 33%) in file s (score), 100±28 points ahead of h2o:4 (reads 33%); "
          "control full has 100%."),
-        ("file", [FULL_READ, GOOD, "h2o:4 0*4 1*16 read=3"], "20±24 points from h2o:4 (reads 33%): too close to "),
-        ("file", ["full 1*20", "h2o:4 0*20"], "100±28 points behind full; control full has 100%."),
+        ("file", ["full 1*20", "h2o:4 0*20"],
+         "h2o:4 has 0% (0%-14%, reads 100%) in file s (score), 100±28 points behind full; control full has 100%."),
         # Prompts differ more than methods do: the difference is small of each pair.
-        ("text", ["random:8 .75 .85 .65 .97", "h2o:8 .03 .04 .02 .05"],
-         "h2o:8 has 0.035 nats (±0.021) in text s (KL to full), 0.77±0.2 ahead of random:8; control random:8 "
-         "has 0.8 nats."),
         ("text", ["h2o:8 .1 1.1 3.1 9.12", "snapkv:8 .2 1.2 3.2 9.3"],
-         "h2o:8 is the best of 2 in text s (KL to full) with 3.4 nats (±6.4), 0.12±0.064 ahead of snapkv:8; random "
-         "was not run."),
-        # One answer shows no difference.
-        ("text", ["random:8 9", "h2o:8 1"],
-         "h2o:8 has 1 nats in text s (KL to full), beside random:8: too close to rank; control random:8 has 9 nats."),
+         "h2o:8 has 3.4 nats (±6.4) in text s (KL to full), 0.12±0.064 ahead of snapkv:8; random was not run."),
         # Of several random parts, the one that has the budget of the best method stands beside it.
-        ("text", ["random:8 8*20", "random:4 4*20", "h2o:8 1*20"], "control random:8 has 8 nats."),
-        ("text", ["random:0.5 8*20", "random:0.25 4*20", "h2o:0.25 1*20"], "control random:0.25 has 4 nats."),
-        ("text", ["random:128 8*20", "random:8 4*20", "snapkv:8:window=128 1*20"], "control random:8 has 4 nats."),
+        ("text", ["random:0.5 8*20", "random:0.25 4*20", "h2o:0.25 1*20"],
+         "h2o:0.25 has 1 nats (±0) in text s (KL to full), 3±0 ahead of random:0.25; control random:0.25 has 4 nats."),
     ],
 )  # fmt: skip
 def test_the_conclusion_of_a_table(task: str, answers: list[str], said: str):
     conclusion = table(*[record for some in answers for record in scored(task, some)]).conclusion()
-    assert said in conclusion
-    assert not said.startswith(("h2o:8 has", "loopguard:64 has")) or said == conclusion
-    assert len(conclusion.split()) <= 30
+    assert conclusion == said and len(said.split()) <= 30
 
 
 def test_each_set_of_prompts_is_compared_alone():
@@ -188,10 +156,7 @@ def run_of(*records: BenchRecord, **changes) -> BenchRun:
     ("changes", "column"),
     [
         ({"model": {"fingerprint": "f01"}}, "fingerprint"),
-        ({"max_new_tokens": 32}, "max_new_tokens"),
-        ({"dtype": "bfloat16"}, "dtype"),
         ({"chat": True}, "chat"),
-        ({"prompts": "abc"}, "prompts"),
     ],
 )
 def test_runs_under_other_conditions_stay_apart_and_say_in_what_they_differ(changes, column):

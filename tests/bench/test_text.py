@@ -62,10 +62,9 @@ def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: st
         assert record.metrics["cells"] == (None if cells == 1 else pytest.approx(cells, abs=1e-4))
 
 
-@pytest.mark.parametrize("last", [{"prompt": "is", "answers": [""]}, {"prompt": "is"}])
-def test_prompts_without_an_answer_are_refused(tmp_path: Path, last: dict[str, Any]):
+def test_prompts_without_an_answer_are_refused(tmp_path: Path):
     file = tmp_path / "p.jsonl"
-    file.write_text(json_lines([{"prompt": "is it", "answers": ["a"]}, last]))
+    file.write_text(json_lines([{"prompt": "is it", "answers": ["a"]}, {"prompt": "is", "answers": [""]}]))
     model, tokenizer = tiny()
     with refused("prompt '1' has no answer to compare along: give a text"):
         run_bench(model, TextFidelity(source=str(file)), ["full"], tokenizer=tokenizer, batch_size=2)
@@ -75,7 +74,6 @@ def test_prompts_without_an_answer_are_refused(tmp_path: Path, last: dict[str, A
     ("read", "cells", "expected"),
     [
         ([11.0, 12.0, 6.0], None, 4.0),  # the first token and two steps read everything
-        ([6.0, 6.0, 6.0], None, 3.0),
         ([11.0, 12.0, 13.0], None, 2.5),  # nothing was left out
         ([11.0, 12.0, 6.0], 0.4, 2.5),  # the prompt was
     ],

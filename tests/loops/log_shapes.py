@@ -20,14 +20,11 @@ def completion(answer: str) -> dict[str, Any]:
 
 
 SHAPES: dict[str, Callable[[str, str], Any]] = {
-    "prompt and completion (TRL)": lambda p, a: {"id": ID, "prompt": p, "completion": a},
-    "prompt and response": lambda p, a: {"id": ID, "prompt": p, "response": a},
     "prompt and completion as messages (TRL)": lambda p, a: {
         "id": ID,
         "prompt": chat(p, a)[:1],
         "completion": chat(p, a)[1:],
     },
-    "messages (OpenAI fine-tuning)": lambda p, a: {"id": ID, "messages": chat(p, a)},
     "ShareGPT": lambda p, a: {
         "id": ID,
         "conversations": [{"from": "human", "value": p}, {"from": "gpt", "value": a}],
@@ -56,8 +53,6 @@ SHAPES: dict[str, Callable[[str, str], Any]] = {
         "output": {"outputBodyJson": {"content": [{"type": "text", "text": a}], "role": "assistant"}},
     },
     "Bedrock Titan": lambda p, a: {"requestId": ID, "results": [{"tokenCount": 3, "outputText": a}]},
-    "Bedrock Llama": lambda p, a: {"requestId": ID, "generation": a, "stop_reason": "length"},
-    "TGI": lambda p, a: {"id": ID, "generated_text": a, "details": {"finish_reason": "length"}},
     "TGI, a list": lambda p, a: [{"id": ID, "generated_text": a}],
     "pipeline of transformers": lambda p, a: [{"id": ID, "generated_text": chat(p, a)}],
     "LiteLLM log": lambda p, a: {
@@ -85,11 +80,6 @@ SHAPES: dict[str, Callable[[str, str], Any]] = {
     "lm-eval samples": lambda p, a: {"id": ID, "arguments": {"arg_0": p}, "resps": [[a]], "filtered_resps": [a]},
     "MT-bench answers": lambda p, a: {"id": ID, "model_id": "m", "choices": [{"index": 0, "turns": ["Well.", a]}]},
     "OpenAI batch": lambda p, a: {"custom_id": ID, "response": {"status_code": 200, "body": completion(a)}},
-    "LangSmith generations": lambda p, a: {
-        "id": ID,
-        "inputs": {"prompt": p},
-        "outputs": {"generations": [[{"text": a, "message": {"content": a}}]]},
-    },
     "LangChain messages": lambda p, a: {
         "id": ID,
         "messages": [{"type": "human", "content": p}, {"type": "ai", "content": a}],

@@ -47,12 +47,3 @@ def test_a_loss_beyond_all_numbers_forbids_the_token():
     for dtype in (torch.float32, torch.float16):
         scores = ss.DRY(base=1e6)(torch.tensor([[5, 6] * 40]), torch.zeros(1, 9, dtype=dtype))
         assert scores[0, 5] <= -6e4 and not scores.isnan().any() and scores[0, 4] == 0
-
-
-def test_dry_in_generate_ends_a_loop():
-    model = ss.load()
-    inputs = model.tokenizer("One day, the bird sang the same song again and again:", return_tensors="pt")
-    ask = {**inputs, "max_new_tokens": 110, "do_sample": False}
-    plain = model.generate(**ask)[0].tolist()
-    with_dry = model.generate(**ask, logits_processor=[ss.DRY()])[0].tolist()
-    assert ss.loops.tail_period(plain, shortest=48) and not ss.loops.tail_period(with_dry, shortest=24)

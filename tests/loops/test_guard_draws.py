@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from guard_kit import eager_guard
 from kv_kit import prompts
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.loops import MonitorSettings
 from sinkscope.loops.guard import LoopGuard, Steer
 
-MONITOR = MonitorSettings(tail_shortest=12, tail_beyond=0, cooldown=20)
 LOOP = [11, 12, 13]
 
 
-def guard(**fields) -> LoopGuard:
-    return LoopGuard(**{"budget": 64, "anchors": 4, "act": "cut", "monitor": MONITOR, **fields})
+guard = partial(eager_guard, act="cut")
 
 
 def logits_under(model, edit: LoopGuard, rows: list[int], do_sample: bool = False) -> tuple[Tensor, list[int]]:

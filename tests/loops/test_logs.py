@@ -13,7 +13,7 @@ from loop_texts import prose
 
 from sinkscope.loops import LoopCheck, Watch, check, check_file
 
-LOOP = "I went to the market and bought an apple for my mother. " * 40
+LOOP = "I went to the market and bought an apple for my mother. " * 12
 FINE = prose(120)
 TOKENS = check(LOOP).records[0].tokens
 
@@ -56,11 +56,6 @@ def test_bad_lines_are_skipped_counted_and_named_at_the_end(tmp_path, monkeypatc
     assert "Skipped 50" in (out := typed("loops many.jsonl", 1).out) and "line 20" in out and "and 30 more" in out
 
 
-def test_a_value_on_several_lines_is_read(tmp_path, typed):
-    (tmp_path / "x.json").write_text(json.dumps([{"id": 1, "text": FINE}, {"id": 2, "text": LOOP}], indent=2))
-    assert "of 2 outputs" in typed(f"loops {tmp_path}/x.json", 3).out.lower()
-
-
 @pytest.mark.parametrize(
     ("field", "line"),
     [
@@ -68,7 +63,6 @@ def test_a_value_on_several_lines_is_read(tmp_path, typed):
         ("log.said", {"log": {"said": LOOP}, "text": FINE}),
         ("turns.1", {"turns": [FINE, LOOP]}),
         ("history", {"history": [{"role": "user", "content": FINE}, {"role": "assistant", "content": LOOP}]}),
-        ("ids", {"ids": [1, 2, 3] * 200}),
     ],
 )
 def test_a_field_says_where_the_answers_are(field, line, tmp_path, typed):
@@ -110,13 +104,14 @@ def test_fail_on_suspicious(tmp_path, typed):
     assert "suspicious" in typed(["loops", path]).out
     for more in ([], ["--follow"]):
         typed(["loops", path, "--fail-on", "suspicious", *more], 3)
-    (tmp_path / "x.txt").write_text(FINE)
-    typed(["loops", path, "--fail-on", "suspicious"])
 
 
-def test_a_broken_line_of_one_file_of_several_is_counted_once(tmp_path, monkeypatch, typed):
+def test_the_others_are_read_where_a_file_is_missing_or_broken(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "healthy.jsonl").write_text('{"text": "A bird sang in the tree and flew home."}\n')
-    (tmp_path / "broken.jsonl").write_text("{broken\n")
-    out = typed("loops healthy.jsonl broken.jsonl", 1).out
-    assert "Skipped 1: broken.jsonl line 1" in out and "Of 1 output in 2 files, 1 is clean." in out
+    Path("loop.txt").write_text(LOOP)
+    Path("broken.jsonl").write_text("{broken\n")
+    found = typed("loops a.txt loop.txt b.txt broken.jsonl", 2)
+    assert found.err.splitlines()[0].startswith("error: cannot read a.txt: no such file") and "b.txt" in found.err
+    assert "Skipped 3: " in found.out and "Of 1 output in 4 files, 1 loops." in found.out
+    out = typed("loops loop.txt broken.jsonl", 3).out
+    assert "Skipped 1: broken.jsonl line 1" in out

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from experiments.loopguard.variants import OneSignal
-from sinkscope.kv.rewind import Rewinder
+from sinkscope.generation.decode import ForcedAnswer
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.guard.detect import WatchedRow, monitors, push
@@ -88,7 +88,7 @@ def test_the_looping_row_ends_after_the_trigger_and_no_other():
     assert {event.row for event in run.events} == {0, 1}
 
 
-@pytest.mark.parametrize("settings", [{"min_new_tokens": 30}, {"suppress_tokens": [2, 3]}, {"do_sample": True}])
+@pytest.mark.parametrize("settings", [{"min_new_tokens": 30}, {"do_sample": True}])
 def test_a_row_that_is_stopped_ends_as_soon_as_the_settings_allow_it(settings):
     model, _ = tiny_model("llama", num_hidden_layers=2)
     model.generation_config.eos_token_id = [2, 3]
@@ -107,8 +107,6 @@ def test_a_row_that_is_stopped_ends_as_soon_as_the_settings_allow_it(settings):
     alarm = run.events[0].data["generated"]
     if "min_new_tokens" in settings:
         assert new[:30] == LOOPS[:30] and new[30:] == [2]
-    elif "suppress_tokens" in settings:
-        assert new == LOOPS[:40]
     else:
         assert new == [*LOOPS[:alarm], 2]
 
@@ -119,13 +117,10 @@ def test_a_token_that_is_padding_elsewhere_ends_no_row_of_a_model_without_an_end
     ids, mask = prompts([9])
     row = [0, 30, 31, 32] * 10
 
-    def told(ids: Tensor, scores: Tensor) -> Tensor:
-        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([row[ids.shape[1] - 9]]), 0.0)
-
     guard = LoopGuard(act="report", monitor=TAIL)
     with guard.on(model) as run:
         ask = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
-        model.generate(ids, logits_processor=[told], **ask)
+        model.generate(ids, logits_processor=[ForcedAnswer([row], 9)], **ask)
     assert run.events and run.events[0].data["period"] == 4
 
 
@@ -151,27 +146,3 @@ def test_what_is_taken_back_of_a_long_row_is_not_replayed_from_its_beginning(mon
     assert any(ends) and ends[::2] == ends[1::2]
     row.take_back(4900)  # further back than what is kept
     assert row.monitor.last.step == row.written
-
-
-def test_what_was_taken_back_never_arrived_and_what_stayed_did():
-    """After 30 tokens of a loop, 10 others come and go; the alarm then comes where it comes without these."""
-
-    def alarm(tokens: list[int], taken_back: int) -> int:
-        rows = [WatchedRow(monitors(MonitorSettings(tail_beyond=0)))]
-        for token in tokens[:taken_back]:
-            push(rows, torch.tensor([token]), None, ())
-        rows[0].take_back(taken_back - 30)
-        for number, token in enumerate(LOOPS[30:]):
-            if push(rows, torch.tensor([token]), None, ()):
-                return number
-        return -1
-
-    assert alarm([*LOOPS[:30], *range(20, 30)], 40) == alarm(LOOPS, 30) >= 0
-
-
-def test_a_row_that_has_ended_is_full_and_the_others_have_what_is_left():
-    rewinder = Rewinder()
-    rewinder.ended = [True, False, False]
-    rewinder.limit([3, 5, 0], 40)
-    assert rewinder.end_lengths == [0, 35, 40]
-    assert rewinder(torch.zeros(3, 36, dtype=torch.long), None).tolist() == [True, True, False]

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from organisms import LoopOrganism, loop_organism, tiny_model
-from transformers import LogitsProcessor, TextStreamer
+from transformers import LogitsProcessor
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.conversation import Conversation
@@ -160,16 +160,3 @@ def test_a_row_that_is_taken_back_reads_its_own_last_token_again():
     found = [output.events[0].data for output in together]
     assert found[0]["generated"] != found[1]["generated"] and found[0]["taken_back"] and found[1]["taken_back"]
     assert [output.tokens for output in together] == [generate(model, [row], **options)[0].tokens for row in rows]
-
-
-@pytest.mark.slow
-def test_what_was_shown_or_given_is_not_taken_back():
-    o = made(64)
-    prompt = o.looping_prompt(12)
-    chat = Conversation(o.model, LoopGuard(), tokenizer=o.tokenizer)
-    turn = chat.ask(prompt.ids[0].tolist(), max_new_tokens=REWOUND, streamer=TextStreamer(o.tokenizer))
-    assert turn.events and not any(event.data["taken_back"] for event in turn.events)
-    told = Conversation(o.model, LoopGuard(), tokenizer=o.tokenizer)
-    answer = o.expected(prompt, 120)
-    assert list(told.say(prompt.ids[0].tolist(), answer).ids) == answer
-    assert all(event.data["taken_back"] == 0 for event in told.turns[0].events)

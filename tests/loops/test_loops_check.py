@@ -12,23 +12,15 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_texts import TABLES, prose
 from repository import python
 from server_streams import SERVERS, events
 
-from sinkscope.app.cli import main
 from sinkscope.files.store import json_lines
 from sinkscope.loops import LoopCheck, check, check_file
 from sinkscope.loops.text.outputs import Splitter, spans, split
-from sinkscope.results.result import Result
-
-
-def test_ids_may_be_a_tensor():
-    ids = [*range(300), *[5, 6, 7] * 300]
-    assert check(torch.tensor(ids)).records == check(ids).records
 
 
 @pytest.mark.parametrize(
@@ -38,28 +30,18 @@ def test_ids_may_be_a_tensor():
         (f"{prose(200)} {'one more cup of tea, ' * 40} and that is all.", "loops"),
         (f"{prose(200)} {'one more cup of tea, ' * 40} {prose(60, 1)}", "looped"),
         ('{"name": "Ada",' + "\n    " * 300, "loops"),
-        ('{"name": "Ada",' + "".join(" \n"[i * i % 7 % 2] * (i % 5 + 1) for i in range(450)), "loops"),
         ("0 1 0 0\n" * 60, "suspicious"),
         ("0 1 0 0\n" * 150, "loops"),
-        ("x = x + 1\n" * 50, "suspicious"),
-        ("x = x + 1\n" * 90, "loops"),
         ("A: 10\n" * 50, "suspicious"),
-        ("!" * 512, "loops"),
-        ("\U0001f319" * 600, "loops"),
         ("ha" * 390, "loops"),
-        ("\uff76\uff9e\uff9d" * 130, "loops"),
         ("=" * 72, "clean"),
         ("".join(f"{i}. I will open the file and read it again.\n" for i in range(30)), "loops"),
         ("".join(f"{i}. I will open the file and read it again.\n" for i in range(16)), "suspicious"),
-        (" ".join(f"{i}. Mona Ali," for i in range(41, 100)), "loops"),
         ("".join(f"{i}. Mona Ali\n" for i in range(41, 100)), "loops"),
         ("".join(f'  {{"id": {i}, "name": "item", "done": false}},\n' for i in range(60)), "suspicious"),
-        ("".join(f"    case {i}:\n      return names[{i}];\n" for i in range(60)), "suspicious"),
-        ("".join(f"| {i} | stone | river | 7 | lamp |\n" for i in range(30)), "suspicious"),
         (" ".join(" ".join(random.Random(i).sample("we open the old red box".split(), 6)) + "." for i in range(30)),
          "suspicious"),
         (prose(400), "clean"),
-        ("def f():\n" + " " * 60 + "return 1\n", "clean"),
     ],
 )  # fmt: skip
 def test_row_conclusion_code_and_json_say_the_same(text, verdict, tmp_path, monkeypatch, typed):
@@ -116,16 +98,12 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-@pytest.mark.parametrize("whole", [True, False])
-def test_the_json_of_answers_is_read(name, whole):
-    """One document on several lines, or a line each, among honest ones that have the same ids."""
+def test_the_json_of_answers_is_read(name):
+    """A line among honest ones that have the same ids, and one document on several lines."""
     fine = json.loads(json.dumps(ANSWERS[name]).replace("one more cup of tea, " * 40, prose(90)))
-    text = json.dumps([fine, ANSWERS[name]], indent=1) if whole else json_lines([fine, ANSWERS[name]])
-    verdicts = [one.verdict for one in check_file(io.BytesIO(text.encode()), form="jsonl").records]
-    expected = "loops" if name in ("calls", "ids", "tokens") else "clean"
-    assert verdicts == [expected, "loops"]
-    alone = check_file(io.BytesIO(json.dumps(ANSWERS[name], indent=1).encode()), form="jsonl")
-    assert [one.verdict for one in alone.records] == ["loops"]
+    for text in (json_lines([fine, ANSWERS[name]]), json.dumps([fine, ANSWERS[name]], indent=1)):
+        verdicts = [one.verdict for one in check_file(io.BytesIO(text.encode()), form="jsonl").records]
+        assert verdicts == ["loops" if name in ("calls", "ids", "tokens") else "clean", "loops"]
 
 
 EMPTY = [
@@ -136,16 +114,15 @@ EMPTY = [
 ]
 
 
-@pytest.mark.parametrize("answer", EMPTY)
-def test_an_answer_without_text_is_never_clean(answer, tmp_path, typed, monkeypatch):
+def test_an_answer_without_text_is_never_clean(tmp_path, typed, monkeypatch):
     """Neither in a file nor in a stream, nor among others; the exit code is none of a check that was made."""
-    (tmp_path / "x.json").write_text(json.dumps(answer))
-    (tmp_path / "y.jsonl").write_text(json_lines([{"text": prose(90)}, answer]))
+    for answer in EMPTY:
+        found = check_file(io.BytesIO(json_lines([{"text": prose(90)}, answer]).encode()), form="jsonl")
+        assert [one.verdict for one in found.records] == ["clean", "empty"] and found.exit_code == 1
+    (tmp_path / "x.json").write_text(json.dumps(EMPTY[0]))
     assert typed(f"loops {tmp_path / 'x.json'}", 1).out.endswith("x.json has no text.\n")
-    assert "1 is clean and 1 has no text." in typed(f"loops {tmp_path / 'y.jsonl'}", 1).out
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(answer).encode())))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(EMPTY[0]).encode())))
     assert "note: no text was found in " in typed("loops --follow", 1).err
-    assert [one.verdict for one in check([prose(90), ""]).records] == ["clean", "empty"]
 
 
 def test_reasoning_in_two_fields_is_read_once():
@@ -156,21 +133,16 @@ def test_reasoning_in_two_fields_is_read_once():
 
 
 @pytest.mark.parametrize(("server", "name"), zip(SERVERS, cycle(["x.txt", "x.log", "x.json"]), strict=False))
-def test_a_saved_stream_is_judged_without_its_envelope(server, name, tmp_path):
+def test_a_saved_stream_is_judged_without_its_envelope(server, name):
     """As the text in it, whatever the name of its file."""
     for text in (prose(100), f"{prose(50)} {'one more cup of tea, ' * 20}"):
         sent = SERVERS[server](text)
-        saved = [json_lines(sent)] if server.startswith("ollama") else [events(sent), events(sent).partition("\n\n")[2]]
-        for content in saved:
-            (tmp_path / name).write_text(content)
-            main(["loops", str(tmp_path / name), "--json", str(tmp_path / "found.json")])
-            (found,) = Result.load(tmp_path / "found.json").records
-            assert replace(found, name="1", id="") == check(text).records[0]
+        content = json_lines(sent) if server.startswith("ollama") else events(sent)
+        (found,) = check_file(io.BytesIO(content.encode()), name=name).records
+        assert replace(found, name="1", id="") == check(text).records[0]
 
 
-@pytest.mark.parametrize(
-    "text", ['{"name": "Ada"}\n', 'data: {"choices"\n', "data: seen since 1990\n", "id: 5\n", ": so\n", "{}", "[1]\n"]
-)
+@pytest.mark.parametrize("text", ['{"name": "Ada"}\n', 'data: {"choices"\n', "data: seen since 1990\n", ": so\n"])
 def test_a_text_that_resembles_a_stream_stays_a_text(text, tmp_path, typed):
     (tmp_path / "x.txt").write_text(f"{text}{prose(50)}")
     if text.startswith("data: {"):  # no JSON follows
@@ -189,11 +161,18 @@ def test_tables_whose_rows_follow_a_rule_are_no_loops(name):
     assert check(TABLES[name]).exit_code == 0
 
 
+class Slow(io.BytesIO):
+    """A file that never gives more than 1 KiB."""
+
+    def read1(self, size: int | None = -1) -> bytes:
+        return super().read(min(1024, size or 1))
+
+
 @pytest.mark.parametrize("form", ["text", "jsonl"])
 def test_a_file_is_told_of_while_it_is_read(form):
-    texts = [f"{prose(900)} {'one more cup of tea, ' * 40} ", *(prose(900, seed) for seed in range(1, 30))]
+    texts = [f"{prose(200)} {'one more cup of tea, ' * 20} ", *(prose(200, seed) for seed in range(1, 5))]
     content = "".join(texts) if form == "text" else json_lines({"text": text} for text in texts)
-    source = io.BytesIO(content.encode())
+    source = Slow(content.encode())
     places: list[int] = []
     found = check_file(source, form=form, told=lambda _: places.append(source.tell()))
     assert places[0] < len(content) / 2 and source.tell() == len(content) and found.exit_code == 3
@@ -206,7 +185,6 @@ FOLLOW = ["--follow"]
     ("more", "name", "content", "said"),
     [
         ([], "x.txt", "", "x.txt is empty, or nothing in it is an output"),
-        ([], "x.jsonl", " \n\n", "x.jsonl is empty"),
         ([], "x.jsonl", '\n\n{"text": \n', "x.jsonl line 3 is no output of a model"),
         ([], "x.jsonl", "[1, 2]\n", "x.jsonl line 1 is no output of a model: expected an object"),
         (["--field", "b.c"], "x.jsonl", '{"a": "b"}\n', "no field b.c: the line has a"),
@@ -215,7 +193,6 @@ FOLLOW = ["--follow"]
         ([], "x.jsonl", '{"tokens": [1, -2]}\n', "x.jsonl line 1 is no output of a model: -2 is no token: expected a"),
         ([], "x.jsonl", '{"text": 5}\n', "expected a string, or a list of tokens, and found 5"),
         ([], "x.json", '{"a": 1}', "no field that is known holds an answer, there are a: name yours by --field"),
-        ([], "x.json", '{"messages": [', "x.json line 1 is no output of a model"),
         ([], "x.txt", b"\xff\xfe\xfa", "x.txt is not UTF-8 text"),
         ([], "y.txt", None, "cannot read y.txt: no such file"),
         (["--variant", "p1"], "x.txt", "a b c", "'--variant': 'p1' is not one of 'repeats', 'full'"),
@@ -223,7 +200,6 @@ FOLLOW = ["--follow"]
         # Streams.
         (FOLLOW, "-", b"", "standard input is empty"),
         (FOLLOW, "-", b"\xff\xfe\xfa bad", "standard input is not UTF-8 text"),
-        (FOLLOW, "-", 'data: {"choices": [\n\n', "standard input line 1 is no output of a model"),
         (FOLLOW, "-", 'data: {"error": {"message": "no such\\nmodel"}}\n\n', "the server reports an error"),
     ],
 )

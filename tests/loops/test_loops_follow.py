@@ -24,7 +24,7 @@ from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.outputs import split
 
 LOOP = "one more cup of tea, "
-TEXT = f"{prose(300)} {LOOP * 60}"
+TEXT = f"{prose(150)} {LOOP * 25}"
 PAPER = PaperSettings()
 
 
@@ -61,16 +61,10 @@ ORIGINS = {
 def test_json_has_a_line_for_each_alarm_with_time_model_and_id(server, tmp_path, typed):
     sent = SERVERS[server](TEXT)
     (tmp_path / "a.txt").write_text(json_lines(sent) if server.startswith("ollama") else events(sent))
-    printed = typed(f"loops {tmp_path}/a.txt --follow --json -", 3).out
-    (told,) = map(json.loads, printed.splitlines())
-    assert (
-        (told["id"], told["model"]) == ORIGINS[server.split("-")[0]]
-        and told["verdict"] == "loops"
-        and told["period"] == 6
-    )
-    assert datetime.fromisoformat(told["time"]).tzinfo is not None and "cup of" in told["text"]
-    typed(f"loops {tmp_path}/a.txt --follow --json {tmp_path}/b.jsonl", 3)
-    assert [json.loads(line)["token"] for line in (tmp_path / "b.jsonl").read_text().splitlines()] == [told["token"]]
+    (told,) = map(json.loads, typed(f"loops {tmp_path}/a.txt --follow --json -", 3).out.splitlines())
+    assert (told["id"], told["model"]) == ORIGINS[server.split("-")[0]]
+    assert (told["verdict"], told["period"]) == ("loops", 6) and "cup of" in told["text"]
+    assert datetime.fromisoformat(told["time"]).tzinfo is not None
 
 
 def test_choices_are_watched_apart():
@@ -106,9 +100,7 @@ def test_json_lines_are_records_or_pieces():
     "bad",
     [
         '{"choices": null}',
-        '{"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]}',
         '{"choices": [{"index": 0, "delta": 5}]}',
-        '{"choices": [',
         '{"error": {"message": "slow"}}',
     ],
 )
@@ -131,39 +123,37 @@ def chunked(text: str, **more: object) -> list[dict[str, object]]:
     return sent
 
 
-HEADERS = "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nServer: x\r\nContent-Type: text/event-stream\r\n\r\n"
+HEADERS = "HTTP/1.1 100 Continue\n\nHTTP/1.1 200 OK\nServer: x\nContent-Type: text/event-stream\n\n"
 BEFORE = {
     "nothing": "",
     "keep-alive": ": keep-alive\n\n" * 330,
     "headers": HEADERS,
-    "headers and keep-alive": HEADERS + ": OPENROUTER PROCESSING\n\n" * 900,
+    "all": HEADERS + ": OPENROUTER PROCESSING\n\n" * 200,
 }
-ENDS = {"LF": "\n", "CR": "\r", "CRLF": "\r\n"}
+ENDS = {"CR": "\r", "CRLF": "\r\n", "LF": "\n"}
 
 
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(("before", "end"), [*((before, "LF") for before in BEFORE), *(("all", end) for end in ENDS)])
 def test_what_comes_before_an_answer_and_how_lines_end_change_nothing(before, end):
     """In a file and in a pipe."""
-    for text, verdict in ((TEXT, "loops"), (prose(300), "clean")):
-        data = (BEFORE[before] + events(chunked(text)).replace("\n", ENDS[end])).encode()
+    for text, verdict in ((TEXT, "loops"), (prose(100), "clean")):
+        data = (BEFORE[before] + events(chunked(text))).replace("\n", ENDS[end]).encode()
         piped = [alarm.tail.period for alarm in Watch().follow(Slow(data))]
         assert piped == [6] * (verdict == "loops")
         (record,) = check_file(io.BytesIO(data), name="x.txt").records
         assert record.verdict == verdict
 
 
-@pytest.mark.parametrize("blanks", ["", "\n" * 330, HEADERS.replace("event-stream", "x-ndjson")])
+@pytest.mark.parametrize("blanks", ["", "\n" * 330, HEADERS])
 def test_lines_of_json_behind_blank_lines_and_headers_are_read(blanks):
     pieces = [{"response": piece, "done": False} for piece in chunks(TEXT)]
     (alarm,) = _follow(blanks + json_lines(pieces))
     assert alarm.stream == "stream 0"
 
 
-@pytest.mark.parametrize("more", [{"new_ids": True}, {"finish_reason": ""}, {"new_ids": True, "finish_reason": ""}])
-def test_new_ids_and_empty_reasons_to_finish_end_no_answer(more):
+def test_new_ids_and_empty_reasons_to_finish_end_no_answer():
     watch = Watch()
-    (alarm,) = watch.follow(io.BytesIO(events(chunked(TEXT, **more)).encode()))
+    (alarm,) = watch.follow(io.BytesIO(events(chunked(TEXT, new_ids=True, finish_reason="")).encode()))
     assert alarm.tail is not None and [one.verdict for one in watch.checked] == ["loops"]
 
 
@@ -189,14 +179,13 @@ def test_what_may_be_honest_is_told_and_is_no_loop(tmp_path, typed):
 LINE = "The lamp was opened again and the river went on to the sea.\n"
 
 
-@pytest.mark.parametrize(("options", "code"), [("", 3), ("--cut none", 0), ("--cut exact", 3)])
-@pytest.mark.parametrize("follow", ["", " --follow"])
-def test_checker_and_follow_say_the_same(options, code, follow, tmp_path, typed):
+@pytest.mark.parametrize(("options", "code"), [("", 3), ("--cut none", 0), ("--cut exact --follow", 3)])
+def test_checker_and_follow_say_the_same(options, code, tmp_path, typed):
     (tmp_path / "a.txt").write_text(LINE * 10)
-    typed(f"loops {tmp_path}/a.txt {options}{follow}", code)
-    typed(["loops", str(tmp_path / "a.txt"), "--prompt", "Write ten lines.", *options.split(), *follow.split()], 0)
+    typed(f"loops {tmp_path}/a.txt {options}", code)
+    typed(["loops", str(tmp_path / "a.txt"), "--prompt", "Write ten lines.", *options.split()], 0)
     (tmp_path / "b.txt").write_text("".join(f"{i}. Mona Ali\n" for i in range(41, 141)))
-    typed(f"loops {tmp_path}/b.txt {options}{follow}", 3 if options == "" else 0)
+    typed(f"loops {tmp_path}/b.txt {options}", 3 if options == "" else 0)
 
 
 def test_a_stream_that_breaks_off_keeps_its_alarms():

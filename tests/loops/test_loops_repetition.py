@@ -29,7 +29,7 @@ def test_three_exact_copies_are_found_at_their_last_token(ids, sizes):
         assert tail == tail_period(ids[: i + 1], repeats=3, shortest=shortest, longest=longest)
 
 
-@pytest.mark.parametrize("period", [1, 2, 3, 5, 16, 17, 48, 64, 100, 255, 1000, 2047, 2048])
+@pytest.mark.parametrize("period", [1, 3, 17, 64, 255, 2048])
 def test_a_planted_cycle_of_any_period(period):
     """The alarm comes at the third copy, and not before the 64th token after the second."""
     rng = random.Random(period)

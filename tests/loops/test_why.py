@@ -61,13 +61,12 @@ def test_why_explains_a_given_answer():
     other = why(made.model, made.turn, answer=[300, 301, 302, 303, 304, 305] * 6, **options)
     assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0 of 3")
     walk = why(made.model, made.turn[:20], answer=made.turn[:20], **options)
-    assert walk.conclusion() == "The 20 tokens after the prompt end in no loop."
-    assert walk.rows() == [] and not walk.kept_by
+    assert walk.conclusion() == "The 20 tokens after the prompt end in no loop." and walk.rows() == []
     with refused(r"text up to a cut has \d+ tokens and 24 more are to come"):
         why(made.model, made.cycle * 169, answer=made.cycle, **options)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 @torch.no_grad()
 def test_removed_tokens_are_those_that_a_mask_hides(family: str):
     model = shallow_of(family)
@@ -120,7 +119,8 @@ def test_a_loop_at_the_beginning_of_the_prompt_has_its_control_in_ordinary_text(
         why(made.model, made.turn, tokenizer=made.tokenizer, cuts=2)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.usefixtures("_few_tokens")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_what_is_read_once_for_all_removals_equals_a_reading_for_each(family: str):
     """Under an intervention that changes nothing every row is read from its beginning."""
     model, tokenizer = tiny_model(family)
@@ -129,7 +129,7 @@ def test_what_is_read_once_for_all_removals_equals_a_reading_for_each(family: st
     for edit in (None, Full()):
         setup = replace(Setup.open(model, tokenizer=tokenizer, loading="whole"), edit=edit)
         looped = LoopedText(setup, ids, 2, Tail(3, 35, 9.0))
-        written.append(looped.continuations([44, 46, 49]))
+        written.append(looped.continuations([44, 49]))
     assert written[0] == written[1]
     assert len({str(tokens) for tokens in written[0].values()}) > 2, "removals make a difference"
 

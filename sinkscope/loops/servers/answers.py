@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from typing import Any
 
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.servers.asked import NOTHING_ASKED, Asked
-from sinkscope.loops.text.beginnings import LineSplitter
 from sinkscope.loops.text.forms import UNREADABLE, Origin, origin_of, pieces_of
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.streams import Alarm, Watch
 
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")  # as lines of events end; between a CR and an LF there may be one
 REASON = "repetition_detected"
 """Value of `stop_reason`, as vLLM's own detection says it."""
 
@@ -25,6 +26,7 @@ class StreamWatch:
     Attributes:
         alarm: The loop, once every output that has not ended loops.
         suspect: The first repetition with which the answer goes on: it may be honest, or other outputs do not loop.
+        held: A line that is not complete.
 
     Args:
         settings: Settings of the monitor.
@@ -35,9 +37,10 @@ class StreamWatch:
     def __init__(self, settings: Settings, events: bool, asked: Asked = NOTHING_ASKED) -> None:
         self.alarm: Alarm | None = None
         self.suspect: Alarm | None = None
-        self._lines = LineSplitter()
+        self.held = b""
         self._watch = Watch(settings, asked.prompt)
-        self._ending = Ending(events)
+        self._last: dict[str, Any] = {}
+        self._response: dict[str, Any] = {}  # of OpenAI's Responses
         self._events = events
         self._asked = asked
         self._written: dict[str, int] = {}  # pieces of text of each output, which servers send for each token
@@ -45,20 +48,16 @@ class StreamWatch:
         self._begun = set[str]()
         self._alarms: dict[str, Alarm] = {}
 
-    @property
-    def held(self) -> bytes:
-        """A line that is not complete."""
-        return self._lines.held
-
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the answer, and give those that may be passed on. After an alarm there are no more."""
-        passed = b""
-        for line in self._lines.feed(data):
-            passed += line
-            self._read(line)
+        data, end = self.held + data, 0
+        for line in _LINE.finditer(data):
+            end = line.end()
+            self._read(line[0])
             if self.alarm is not None:
-                return passed + b"\n\n" * self._events  # the end of the event
-        return passed
+                return data[:end] + b"\n\n" * self._events  # the end of the event
+        self.held = data[end:]
+        return data[:end]
 
     def report(self) -> dict[str, Any] | None:
         """Return what is told of the answer, without its text; None if it does not repeat itself."""
@@ -84,20 +83,35 @@ class StreamWatch:
             if self.alarm.tail is not None:
                 about["period"] = self.alarm.tail.period
         places = dict.fromkeys(int(name.split()[1]) for name in self._watch.open)  # of choices or blocks
-        return self._ending.made(about, places, self._usage())
-
-    def _usage(self) -> dict[str, int] | None:
-        """About how many tokens were read and written, if the request wants to know."""
-        read, written = self._asked.prompt_tokens, sum(self._written.values())
-        if read is None:
-            return None
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        events = last_events(self._last, self._response, about, places)
+        read, written, is_chunk = self._asked.prompt_tokens, sum(self._written.values()), "choices" in self._last
+        if read is not None and is_chunk:  # the request wants to know about how many tokens were read and written
+            usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+            told: dict[str, Any] = {"usage": usage, "sinkscope": {"usage": "estimated"}}
+            if self._last.get("usage"):  # some servers say it in every chunk
+                told = {"usage": self._last["usage"]}
+            events.append({**self._last, "choices": [], **told})
+        lines: list[str] = []
+        for event in events:
+            text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+            if not self._events:
+                lines.append(f"{text}\n")
+            elif isinstance(event.get("type"), str):
+                lines.append(f"event: {event['type']}\ndata: {text}\n\n")
+            else:
+                lines.append(f"data: {text}\n\n")
+        if events and self._events and is_chunk:
+            lines.append("data: [DONE]\n\n")
+        return "".join(lines).encode("utf-8", "replace")
 
     def _read(self, line: bytes) -> None:
         """Feed the monitors with a line. The answer loops when every output that has not ended loops."""
         try:
             data = dict(parse_json(line.strip().removeprefix(b"data:")))
-            self._ending.see(data)
+            if data.get("choices") != []:  # an event with the usage has no choice
+                self._last = data
+            if data.get("type") == "response.created":
+                self._response = dict(data["response"])
             self._origin = self._origin or origin_of(data)
             # It is one answer, although some servers give each chunk a new id.
             pieces = pieces_of({**data, "id": None}, 0) or []
@@ -116,82 +130,44 @@ class StreamWatch:
             self.alarm = max((self._alarms[name] for name in waiting), key=lambda alarm: alarm.token)
 
 
-class Ending:
-    """Remembers what the last events of a stream need.
+def last_events(
+    last: dict[str, Any], response: dict[str, Any], about: dict[str, Any], places: Collection[int]
+) -> list[dict[str, Any]]:
+    """Return the last events of a stream as data: the length is the reason, because the text has no end.
 
     Args:
-        events: Whether the stream has server-sent events; otherwise lines of JSON.
+        last: The last event that arrived.
+        response: The response as OpenAI's Responses announced it.
+        about: Value of the field `sinkscope`, which says why the stream was cut.
+        places: Numbers of the choices or blocks that have not ended.
+
+    Returns:
+        The events; none if the form of the stream is not known.
     """
-
-    def __init__(self, events: bool) -> None:
-        self._events = events
-        self._last: dict[str, Any] = {}
-        self._response: dict[str, Any] = {}  # of OpenAI's Responses
-
-    def see(self, data: dict[str, Any]) -> None:
-        """Look at an event."""
-        match data:
-            case {"choices": []}:
-                return  # an event with the usage has no choice
-            case {"type": "response.created", "response": dict(response)}:
-                self._response = response
-            case _:
-                pass
-        self._last = data
-
-    def made(self, about: dict[str, Any], places: Collection[int], usage: dict[str, int] | None = None) -> bytes:
-        """Return the last events of the stream: the length is given as the reason, because the text has no end.
-
-        Args:
-            about: Value of the field `sinkscope`, which says why the stream was cut.
-            places: Numbers of the choices or blocks that have not ended.
-            usage: About how many tokens were read and written; None if the request does not ask for them.
-        """
-        events = self._last_events(about, places)
-        if usage is not None and "choices" in self._last:
-            said = self._last.get("usage")  # some servers say it in every chunk
-            estimate = {"usage": usage, "sinkscope": {"usage": "estimated"}}
-            events.append({**self._last, "choices": [], **({"usage": said} if said else estimate)})
-        lines: list[str] = []
-        for event in events:
-            text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-            if not self._events:
-                lines.append(f"{text}\n")
-            elif isinstance(event.get("type"), str):
-                lines.append(f"event: {event['type']}\ndata: {text}\n\n")
-            else:
-                lines.append(f"data: {text}\n\n")
-        if events and self._events and "choices" in self._last:
-            lines.append("data: [DONE]\n\n")
-        return "".join(lines).encode("utf-8", "replace")
-
-    def _last_events(self, about: dict[str, Any], places: Collection[int]) -> list[dict[str, Any]]:
-        """The last events as data; none if the form of the stream is not known."""
-        last = self._last
-        match last:
-            case {"choices": [dict(choice), *_]}:
-                said: dict[str, Any] = {"text": ""} if "text" in choice else {"delta": {}}
-                cut = {"finish_reason": "length", "stop_reason": REASON}
-                choices = [{"index": index, **said, **cut} for index in places or (0,)]
-                return [{**last, "choices": choices, "sinkscope": about}]
-            case {"type": str(kind)} if kind.startswith("response."):
-                state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-                number = int(last.get("sequence_number") or 0) + 1
-                response = {**self._response, **state, "sinkscope": about}
-                kind = "response.incomplete"
-                return [{"type": kind, "sequence_number": number, "response": response}]
-            case {"type": str()}:
-                blocks = [{"type": "content_block_stop", "index": index} for index in places]
-                delta = {"stop_reason": "max_tokens", "stop_sequence": None}
-                usage = {"output_tokens": about.get("token", 0)}
-                change = {"type": "message_delta", "delta": delta, "usage": usage, "sinkscope": about}
-                return [*blocks, change, {"type": "message_stop"}]
-            case {"done": _}:
-                said = {"response": ""}
-                if "message" in last:
-                    said = {"message": {"role": "assistant", "content": ""}}
-                return [{**last, **said, "done": True, "done_reason": "length", "sinkscope": about}]
-            case {"content": str(), "stop": bool()}:
-                return [{**last, "content": "", "stop": True, "stop_type": "limit", "sinkscope": about}]
-            case _:
-                return []
+    match last:
+        case {"choices": [dict(choice), *_]}:
+            said: dict[str, Any] = {"text": ""} if "text" in choice else {"delta": {}}
+            cut = {"finish_reason": "length", "stop_reason": REASON}
+            choices = [{"index": index, **said, **cut} for index in places or (0,)]
+            return [{**last, "choices": choices, "sinkscope": about}]
+        case {"type": str(kind)} if kind.startswith("response."):
+            state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            number = int(last.get("sequence_number") or 0) + 1
+            response = {**response, **state, "sinkscope": about}
+            kind = "response.incomplete"
+            return [{"type": kind, "sequence_number": number, "response": response}]
+        case {"type": str()}:
+            blocks = [{"type": "content_block_stop", "index": index} for index in places]
+            delta = {"stop_reason": "max_tokens", "stop_sequence": None}
+            usage = {"output_tokens": about.get("token", 0)}
+            change = {"type": "message_delta", "delta": delta, "usage": usage, "sinkscope": about}
+            return [*blocks, change, {"type": "message_stop"}]
+        case {"done": _}:
+            said = {"response": ""}
+            if "message" in last:
+                said = {"message": {"role": "assistant", "content": ""}}
+            return [{**last, **said, "done": True, "done_reason": "length", "sinkscope": about}]
+        case {"content": str(), "stop": bool()}:
+            return [{**last, "content": "", "stop": True, "stop_type": "limit", "sinkscope": about}]
+        case _:
+            return []

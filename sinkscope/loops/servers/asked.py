@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from sinkscope.files.plain import parse_json
@@ -38,55 +39,32 @@ def asked_in(body: bytes) -> Asked:
         data = dict(parse_json(body))
     except UNREADABLE:
         return NOTHING_ASKED
-    prompt, answers, prompt_tokens = "", 1, None
-    options, wanted = data.get("options"), data.get("stream_options")
-    try:
-        prompt, answers = _prompt_of(data), _answers_of(data)
-    except UNREADABLE:
-        pass
-    if isinstance(wanted, dict) and wanted.get("include_usage") is True:
-        prompt_tokens = _tokens_in(data.get("messages") or data.get("prompt"))
+    messages = data.get("messages") or data.get("prompt") or data.get("input")
+    last, answers = messages, 1
+    if type(data.get("n")) is int:
+        answers = max(1, data["n"])
+    if isinstance(messages, list) and messages:
+        if isinstance(messages[-1], dict):
+            last = messages[-1]
+        elif isinstance(messages[0], str):  # prompts, each with its own answers
+            answers *= len(messages)
+    prompt = " ".join(text for text in _leaves(last) if isinstance(text, str))
+    prompt_tokens = None
+    wanted, options = data.get("stream_options"), data.get("options")
+    if isinstance(wanted, dict) and wanted.get("include_usage") is True:  # about: words count as tokens
+        prompt_tokens = sum(len(split(leaf)) if isinstance(leaf, str) else 1 for leaf in _leaves(messages))
     limits = [place.get(name) for place in (data, options) if isinstance(place, dict) for name in LIMITS]
     limit = next((value for value in limits if type(value) is int and value > 0), None)
     model = data.get("model")
     return Asked(prompt, answers, model if isinstance(model, str) else "", limit, prompt_tokens)
 
 
-def _prompt_of(data: dict[str, Any]) -> str:
-    """The text of the prompt, or of the last message."""
-    if data.get("messages"):
-        return _text(data["messages"][-1]["content"])
-    return _text(data.get("prompt") or data.get("input") or "")
-
-
-def _answers_of(data: dict[str, Any]) -> int:
-    """The number of choices: of a list of prompts each has its own."""
-    count = int(data.get("n") or 1)
-    prompts = data.get("prompt")
-    if not data.get("messages") and isinstance(prompts, list) and isinstance(prompts[0], str):
-        return count * len(prompts)
-    return count
-
-
-def _tokens_in(value: Any) -> int:
-    """About how many tokens a prompt or messages have: ids count each, and of text the words of `split`."""
-    if isinstance(value, str):
-        return len(split(value))
+def _leaves(value: Any) -> Iterator[str | int]:
+    """The texts and ids in a prompt, a message or several."""
     if isinstance(value, dict):
-        return _tokens_in(value.get("content") or value.get("text"))
-    if isinstance(value, list):
-        return sum(map(_tokens_in, value))
-    return int(isinstance(value, int))
-
-
-def _text(value: Any) -> str:
-    """The text in a message, in the last of several, or in its parts; of ids there is none."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value:
-        if isinstance(value[-1], dict) and "content" in value[-1]:
-            return _text(value[-1]["content"])
-        return " ".join(_text(part) for part in value)
-    if isinstance(value, dict) and isinstance(value.get("text"), str):
-        return value["text"]
-    return ""
+        yield from _leaves(value.get("content") or value.get("text"))
+    elif isinstance(value, list):
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, str | int):
+        yield value

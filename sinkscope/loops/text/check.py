@@ -18,7 +18,7 @@ from sinkscope.results.notation import count_of, word_form, word_list
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
 
-LOOP_FOUND, NO_TEXT = 3, 1  # exit statuses
+BAD_INPUT, LOOP_FOUND, NO_TEXT = 2, 3, 1  # exit statuses
 FailOn = Literal["loops", "suspicious"]
 VERDICTS = (
     ("loops", "loops", "loop"),
@@ -38,6 +38,7 @@ class LoopCheck(Result):
         records: Results for each record, in the order of the input.
         skipped: Number of lines and files that could not be read.
         problems: What was wrong with the first of them.
+        missing: Files that are not there.
         fail_on: Which verdict has the exit status 3, "loops" with "looped", or these and "suspicious".
     """
 
@@ -47,14 +48,17 @@ class LoopCheck(Result):
     records: tuple[CheckedOutput, ...]
     skipped: int = 0
     problems: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     fail_on: FailOn = "loops"
 
     @property
     def exit_code(self) -> int:
-        """The status of the command: 3 if a record loops or looped, else 1 if one has no text, else 0.
+        """The status of the command: 2 if a file is missing, else 3 if a record loops or looped, else 1, or 0.
 
-        What could not be read counts as a record without text.
+        It is 1 if a record has no text, or could not be read.
         """
+        if self.missing:
+            return BAD_INPUT
         verdicts = {record.verdict for record in self.records}
         if verdicts & {"loops", "looped"} or (self.fail_on == "suspicious" and "suspicious" in verdicts):
             return LOOP_FOUND

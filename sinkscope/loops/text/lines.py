@@ -1,18 +1,30 @@
-"""The pieces of outputs in a byte stream: a text, lines of JSON, or the events of a server."""
+"""The pieces of outputs in a byte stream: a text, lines of JSON, or the events of a server.
+
+1. Bytes become text, whose lines all end in a line feed (`_decoded`).
+2. The beginning says the form, behind the headers and keep-alive lines of a server (`form_of`).
+3. Each line or event is a value of JSON (`_rows`), and each value adds pieces to outputs (`pieces_of_line`).
+"""
 
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from io import IncrementalNewlineDecoder
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from sinkscope.files.plain import parse_json
-from sinkscope.loops.text.beginnings import beginning, lines_of
-from sinkscope.loops.text.forms import UNREADABLE, Piece, StreamForm, on_one_line, origin_of
+from sinkscope.loops.text.forms import EVENTS, UNREADABLE, Piece, StreamForm, on_one_line, origin_of, pieces_of
 from sinkscope.loops.text.logged import pieces_of_line
 
 KEPT_IDS = 4096
+MOST_BLANKS = 4096  # characters of white space, from which on an input is a text
+_HEADERS = re.compile(r"\s*(?:HTTP/[^\n]*\n(?:[^\n]+\n)*\n)+")  # as curl -i writes them
+_DATA = re.compile(r"data: ?\{")
+_NOT_DECODED = re.compile("[\udc80-\udcff]")  # bytes that are no UTF-8
 Skip = Callable[[str], None]
 """Is told what cannot be read."""
 
@@ -23,31 +35,29 @@ def pieces_in(
     """Yield the pieces that a byte stream adds to each output, as soon as they arrive.
 
     Args:
-        source: The stream, with `read1` and `readline`.
+        source: The stream, with `read1`.
         form: Its form; "auto" decides by its beginning.
-        name: Its name.
+        name: Its name. The text in a file with another ending than that of JSON may begin with any JSON.
         skip: Is told what cannot be read.
         field: Where the answers of a line are.
         whole: Whether the stream is a file, whose JSON may also be one value on several lines.
 
     Raises:
-        UnicodeDecodeError: A text is not UTF-8.
+        UnicodeError: A text is not UTF-8.
         OSError: The stream breaks off.
     """
-    start = b""
+    text = _decoded(source)
     if form == "auto" and field is None:
-        form, start = beginning(source, name)
+        form, text = _beginning(text, name)
     if form == "text":
-        yield from _text(source, start, name)
+        for part in text:
+            known = _NOT_DECODED.split(part)[0]
+            if known:  # text before bytes that are none counts
+                yield Piece(name, text=known)
+            part.encode()
         return
-    if form == "sse":
-        rows = _events(lines_of(source, start), name, skip)
-    else:
-        if not start.endswith(b"\n"):
-            start += source.readline()
-        rows = _rows(chain(start.splitlines(True), iter(source.readline, b"")), name, skip, whole)
     ids, origin = AnswerIds(), None
-    for place, row in rows:
+    for place, row in _rows(enumerate(_lines(text), 1), form, name, skip, whole):
         try:
             settled = ids.settled(row)
             origin = origin_of(settled) or (origin if form == "sse" else None)  # of events the first may say it
@@ -57,63 +67,112 @@ def pieces_in(
             skip(_problem(name, place, error, str(row)))
 
 
+def _decoded(source: Any) -> Iterator[str]:
+    """The text of a byte stream as it arrives; bytes that are no UTF-8 become surrogates."""
+    decoder = IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")("surrogateescape"), translate=True)
+    while data := source.read1(1 << 16):
+        text = decoder.decode(data)
+        if text:
+            yield text
+
+
+def _beginning(text: Iterator[str], name: str) -> tuple[StreamForm, Iterator[str]]:
+    """The form of an input, of which no more is read than that takes, and its text without headers."""
+    start = ""
+    for part in text:
+        start += part
+        body = start[_end_of_headers(start) :]
+        form = None
+        if not body.lstrip().startswith("HTTP/"):  # of headers, which go on
+            form = form_of(body, name)
+        if form is not None:
+            return form, chain([body], text)
+    body = start[_end_of_headers(start) :]
+    return form_of(f"{body}\n", name) or _default_form(name), iter([body])
+
+
+def _end_of_headers(start: str) -> int:
+    found = _HEADERS.match(start)
+    return 0 if found is None else found.end()
+
+
+def _default_form(name: str) -> StreamForm:
+    is_json = name.lower().removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson"))
+    return "jsonl" if is_json else "text"
+
+
+def form_of(start: str, name: str) -> StreamForm | None:
+    """Return the form of an input that begins so; None if the beginning fits several."""
+    *lines, rest = start.split("\n")
+    has_events = False
+    for line in map(str.strip, lines):
+        if _DATA.match(line):
+            return "sse"
+        if line.startswith("{") and not has_events and _is_output(line, name):
+            return "jsonl"
+        if line and not line.startswith(EVENTS):
+            return _default_form(name)
+        has_events = has_events or bool(line)
+    rest = rest.lstrip()
+    if not has_events and not rest and len(start) > MOST_BLANKS:
+        return _default_form(name)
+    beginnings = ("HTTP/", "{", *EVENTS)
+    is_open = any(begin.startswith(rest) or rest.startswith(begin) for begin in beginnings)
+    return None if is_open else _default_form(name)
+
+
+def _is_output(line: str, name: str) -> bool:
+    """Whether a line is the JSON of an output."""
+    with suppress(*UNREADABLE):
+        row = parse_json(line)
+        return not Path(name).suffix or pieces_of(row, 1) is not None
+    return False
+
+
+def _lines(text: Iterable[str]) -> Iterator[str]:
+    """The lines of a text as soon as they arrive."""
+    held: list[str] = []
+    for part in text:
+        *lines, rest = part.split("\n")
+        for line in lines:
+            yield "".join([*held, line])
+            held = []
+        held.append(rest)
+    yield "".join(held)
+
+
+def _rows(
+    lines: Iterator[tuple[int, str]], form: StreamForm, name: str, skip: Skip, whole: bool
+) -> Iterator[tuple[int, Any]]:
+    """The values in lines of JSON or in events, each with its number: a list is a value for each item."""
+    for place, line in lines:
+        try:
+            values = _values(line, form)
+        except UNREADABLE as error:
+            rest = list(lines) if whole else []
+            try:  # one value on several lines
+                values = _values("\n".join([line, *(later for _, later in rest)]), form)
+            except UNREADABLE:
+                skip(_problem(name, place, error, line))
+                yield from _rows(iter(rest), form, name, skip, False)
+                continue
+        whole = whole and not values
+        yield from enumerate(values, place)
+
+
+def _values(line: str, form: StreamForm) -> list[Any]:
+    data = line.strip()
+    if form == "sse":
+        data = data.removeprefix("data:").strip() if data.startswith("data:") else ""
+    if data in ("", "[DONE]"):
+        return []
+    data.encode()  # refuses what is no UTF-8
+    value = parse_json(data)
+    return value if isinstance(value, list) else [value]
+
+
 def _problem(name: str, place: int, error: Exception, line: str) -> str:
     return f"{name} line {place} is no output of a model: {error}; it is {on_one_line(line)}"
-
-
-def _text(source: Any, start: bytes, name: str) -> Iterator[Piece]:
-    """The pieces of a text."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    data = start or source.read1(1 << 16)
-    while data:
-        try:
-            text = decoder.decode(data)
-        except UnicodeDecodeError as error:
-            if error.start:  # text before bytes that are no UTF-8 counts
-                yield Piece(name, text=error.object[: error.start].decode())
-            raise
-        if text:
-            yield Piece(name, text=text)
-        data = source.read1(1 << 16)
-
-
-def _events(lines: Iterable[bytes], name: str, skip: Skip) -> Iterator[tuple[int, Any]]:
-    """The data of server-sent events, each with the number of its line."""
-    for place, line in enumerate(lines, 1):
-        text = ""
-        try:
-            text = line.decode("utf-8-sig").strip()
-            data = text.removeprefix("data:").strip() if text.startswith("data:") else ""
-            if data not in ("", "[DONE]"):
-                yield place, parse_json(data)
-        except UNREADABLE as error:
-            skip(_problem(name, place, error, text))
-
-
-def _rows(lines: Iterator[bytes], name: str, skip: Skip, whole: bool, first: int = 1) -> Iterator[tuple[int, Any]]:
-    """The values in lines of JSON, each with its number: a list is a value for each item."""
-    begun = False
-    for place, line in enumerate(lines, first):
-        text = ""
-        try:
-            text = line.decode("utf-8-sig").strip()
-            if text not in ("", "[DONE]"):
-                values = _items(parse_json(text))
-                begun = True
-                yield from enumerate(values, place)
-        except UNREADABLE as error:
-            rest = list(lines) if whole and not begun else []
-            try:
-                values = _items(parse_json(text + b"".join(rest).decode()))  # one value on several lines
-            except UNREADABLE:
-                skip(_problem(name, place, error, text))
-                yield from _rows(iter(rest), name, skip, False, place + 1)
-            else:
-                yield from enumerate(values, place)
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 class AnswerIds:

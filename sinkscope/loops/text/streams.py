@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
@@ -162,24 +162,27 @@ class Stream:
         """Yield the alarm that a token raises, if it does."""
         self._recent.append(text[:SHOWN_TOKENS])
         step = self.monitor.update(token)
-        if self._has_words and self._detected is None and self._suspected is None:
-            if self._echoes.add(text, step.step - 1):
-                self._suspected = step.step
-        tail = step.tail
+        count, tail = step.step, step.tail
+        if self._has_words:
+            self._look_for_echoes(text, count - 1, count)
         if not step.suspect and (tail is not None or step.trigger):
-            self._last_copy = step.step
-            if tail is not None and step.step - tail.start > self._covered:
-                self._longest = tail
-                self._covered = step.step - tail.start
+            self._last_copy = count
+            if tail is not None and count - tail.start > self._covered:
+                self._longest, self._covered = tail, count - tail.start
         if step.trigger and self._detected is None:
-            self._detected = step.step
+            self._detected = count
         if step.suspect and self._suspected is None and tail is not None:
-            self._suspected, self._onset = step.step, tail.start
+            self._suspected, self._onset = count, tail.start
         level = 2 if step.trigger else int(step.suspect)
         if level > self._told:
             self._told = level
             self._excerpt = self._copy(tail)
-            yield Alarm(name, step.step, tail, self._excerpt, step.trigger, self._origin)
+            yield Alarm(name, count, tail, self._excerpt, step.trigger, self._origin)
+
+    def _look_for_echoes(self, word: str, place: int, count: int) -> None:
+        """Suspect near copies, unless something was found before."""
+        if self._detected is None and self._suspected is None and self._echoes.add(word, place):
+            self._suspected, self._onset = count, self._echoes.onset
 
     def _copy(self, tail: Tail | None) -> str:
         """Text of one copy of the loop, or of the last tokens."""
@@ -190,21 +193,19 @@ class Stream:
     def checked(self, name: str) -> CheckedOutput:
         """Return the verdict on the output of this name, which has ended."""
         tokens, tail = self.monitor.last.step, self._longest
-        if self._detected is None and self._suspected is None and self._echoes.add("\n", tokens):
-            self._suspected = tokens
-        found = CheckedOutput(name, "clean" if tokens else "empty", tokens, id=self._origin.id, excerpt=self._excerpt)
+        self._look_for_echoes("\n", tokens, tokens)
+        verdict: TextVerdict = "clean" if tokens else "empty"
+        wasted, period, onset, detected = None, None, self._onset, self._suspected
         if self._detected is not None:
-            verdict: TextVerdict = "looped"
+            verdict, onset, detected = "looped", self._detected, self._detected
             if tokens - self._last_copy <= max(SHORT_END, self.monitor.settings.cooldown):
                 verdict = "loops"
-            found = replace(found, verdict=verdict, onset=self._detected, detected=self._detected)
             if tail is not None:
                 wasted = max(0, self._last_copy - tail.start - tail.period)
-                found = replace(found, wasted=wasted, period=tail.period, onset=tail.start)
+                period, onset = tail.period, tail.start
         elif self._suspected is not None:
-            onset = self._echoes.onset if self._onset is None else self._onset
-            found = replace(found, verdict="suspicious", onset=onset, detected=self._suspected)
-        return found
+            verdict = "suspicious"
+        return CheckedOutput(name, verdict, tokens, wasted, period, onset, detected, self._origin.id, self._excerpt)
 
 
 class Watch:
@@ -212,7 +213,8 @@ class Watch:
 
     Attributes:
         open: Outputs that have not ended, by name.
-        checked: Verdicts on those that have; of a stream, whose end may never come, the latest.
+        ended: Number of those that have.
+        checked: Verdicts on these; of a stream, whose end may never come, the latest.
         skipped: Number of lines that could not be read, and of inputs that broke off.
         problems: What was wrong with the first of them.
 
@@ -225,6 +227,7 @@ class Watch:
         self.settings = settings or MonitorSettings()
         self._asked = asked_copies(prompt)
         self.open: dict[str, Stream] = {}
+        self.ended = 0
         self.checked: list[CheckedOutput] = []
         self.skipped = 0
         self.problems: list[str] = []
@@ -243,8 +246,8 @@ class Watch:
         counts.
 
         Args:
-            source: A binary file, a pipe or a server's response, with `read1` and `readline`; contains text, JSON
-                lines, or server-sent events of any server in `sinkscope.loops.text.forms`.
+            source: A binary file, a pipe or a server's response, with `read1`; contains text, JSON lines, or
+                server-sent events of any server in `sinkscope.loops.text.forms`.
             form: Format of the source; "auto" decides by the first line.
             name: Name of the source in alarms and errors.
             field: Where the answers of a line are, such as "response.choices"; None: under a name that is known.
@@ -252,17 +255,7 @@ class Watch:
         Raises:
             SinkscopeError: The source is empty, or holds no output.
         """
-        try:
-            for piece in pieces_in(source, form, name, self.skip, field=field):
-                yield from self.take(piece)
-                del self.checked[:-KEPT_VERDICTS]
-        except UnicodeDecodeError:
-            self.skip(f"{name} {NOT_TEXT}")
-        except OSError as error:
-            self.skip(f"{name} breaks off: {error}")
-        yield from self.end()
-        if not self.checked:
-            raise SinkscopeError(self._nothing_in(name, 0))
+        yield from self.read(source, form=form, name=name, field=field, whole=False)
         if self.skipped:
             warn(f"{self.problems[0]}; what cannot be read was skipped {self.skipped} times")
 
@@ -274,6 +267,7 @@ class Watch:
         name: str = "the input",
         field: str | None = None,
         label: str = "",
+        whole: bool = True,
     ) -> Iterator[Alarm]:
         """Yield the alarms of a file, as `follow` does, and keep the verdicts on all its outputs.
 
@@ -285,35 +279,33 @@ class Watch:
             name: As for `follow`.
             field: As for `follow`.
             label: What stands before the names of its outputs.
+            whole: Whether it is a file; else a stream, which may never end.
 
         Raises:
-            SinkscopeError: It is empty, holds no output, or is not UTF-8 text.
+            SinkscopeError: It is empty, holds no output, or is a file that is not UTF-8 text.
         """
-        checked, skipped = len(self.checked), self.skipped
+        ended, skipped = self.ended, self.skipped
         try:
-            for piece in pieces_in(source, form, name, self.skip, field=field, whole=True):
+            for piece in pieces_in(source, form, name, self.skip, field=field, whole=whole):
                 if piece.stream != name:  # the file is one text
                     piece = piece._replace(stream=f"{label}{piece.stream}")
                 yield from self.take(piece)
-        except UnicodeDecodeError:
-            raise SinkscopeError(f"{name} {NOT_TEXT}") from None
+                if not whole:
+                    del self.checked[:-KEPT_VERDICTS]
+        except UnicodeError:
+            if whole:
+                raise SinkscopeError(f"{name} {NOT_TEXT}") from None
+            self.skip(f"{name} {NOT_TEXT}")
         except (OSError, EOFError) as error:  # EOFError: of a damaged .gz
             self.skip(f"{name} breaks off: {error}")
-        yield from self.end()
-        if len(self.checked) == checked:
-            raise SinkscopeError(self._nothing_in(name, skipped))
-
-    def _nothing_in(self, name: str, skipped: int) -> str:
-        """What is said of an input without an output, in which no more than this was skipped before."""
-        if self.skipped > skipped and self.problems[skipped:]:
-            return self.problems[skipped]
-        expected = "a text, JSON lines, or the events of a server (see --format)"
-        return f"{name} is empty, or nothing in it is an output: expected {expected}"
-
-    def end(self) -> Iterator[Alarm]:
-        """End all outputs that are open, and yield the alarms of their last words."""
         for open_stream in list(self.open):
             yield from self.take(Piece(open_stream, last=True))
+        if self.ended > ended:
+            return
+        if self.problems[skipped:]:
+            raise SinkscopeError(self.problems[skipped])
+        expected = "a text, JSON lines, or the events of a server (see --format)"
+        raise SinkscopeError(f"{name} is empty, or nothing in it is an output: expected {expected}")
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
         """Yield the alarms that a piece raises in its output."""
@@ -325,4 +317,5 @@ class Watch:
         yield from stream.take(piece)
         if piece.last:
             del self.open[piece.stream]
+            self.ended += 1
             self.checked.append(stream.checked(piece.stream))
