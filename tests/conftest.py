@@ -96,7 +96,6 @@ FIRST = (
     "test_view_page.py",
     "test_shards.py",
     "test_types.py",
-    "test_policy_matrix.py",
     "test_sums.py",
     "test_view.py",
     "test_package.py",

@@ -114,11 +114,13 @@ class Ragged(Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped(Drawn):
-    """Fewer tokens in each higher layer, and two more in each further kv head."""
+    """Fewer tokens in each higher layer, and more in each further kv head."""
+
+    step: int = 2
 
     def layer_budget(self, at: LayerMoment):
         heads = torch.arange(at.kv.pos.shape[1])
-        return at.rows.total[0] - 2 * at.layer + 2 * heads.expand(len(at.kv.pos), -1)
+        return at.rows.total[0] - self.step * at.layer + self.step * heads.expand(len(at.kv.pos), -1)
 
 
 @torch.no_grad()
@@ -198,7 +200,7 @@ def read_columns(layer, mask: Tensor) -> Tensor:
 
 
 def run_policy(
-    policy: Intervention, model, ids: Tensor, mask: Tensor, prompt: int
+    policy: Intervention, model, ids: Tensor, mask: Tensor, prompt: int, chunks: list[int] | None = None
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`."""
     kept, cache = [], DynamicCache(config=model.config)
@@ -208,7 +210,7 @@ def run_policy(
             kept.append([read_columns(layer, mask) for layer in own_layers(cache)])
 
     with policy.on(model):
-        logits = decode(model, ids, mask, prompt, cache, after=keep)
+        logits = decode(model, ids, mask, prompt, cache, chunks, after=keep)
     return logits, kept
 
 

@@ -2,47 +2,211 @@
 
 A token that a policy evicted is a column of the mask that later queries of that layer and kv head do not see. So a run
 is one pass of the stock model, without a cache, under the masks that the run says; and at every step of it the policy
-has to have kept what the function here keeps, of what it held before. The functions take nothing from the package.
+has to have kept what the function here keeps, of what it held before. The functions take nothing from the package but
+the settings of a policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
-from kv_kit import masks_of_run
+from kv_kit import masks_of_run, worth
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.testing import assert_close
 
 from sinkscope.conformance.masked import attending, positions_of
 
-# (probs [batch kv_head group query key], held [batch kv_head key], real [batch key], budget per row) -> keep
-Choose = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
+
+@dataclass
+class Seen:
+    """A layer when a policy chooses: `probs` [row kv_head group query key], `held` [row kv_head key], `real` [row key].
+
+    `budgets` are those of the rows in tokens, and `prompts` the lengths of their prompts.
+    """
+
+    probs: Tensor
+    held: Tensor
+    real: Tensor
+    budgets: list[int]
+    prompts: list[int]
+    layer: int
+    layers: int
+
+
+def pick(scores: Tensor, held: Tensor, budgets: Any, first: list[int], last: list[int]) -> Tensor:
+    """Per row and kv head: the first and last tokens, then the best scores, together `budget` tokens.
+
+    Loops over everything, in plain Python. Of equal scores the later token stays. A row has one budget, or one for each
+    head.
+    """
+    keep = torch.zeros_like(held)
+    for row, budget in enumerate(budgets):
+        for head in range(held.shape[1]):
+            there = held[row, head].nonzero().flatten().tolist()
+            sure = {*there[: first[row]], *there[max(0, len(there) - last[row]) :]}
+            rest = sorted((i for i in there if i not in sure), key=lambda i: (-float(scores[row, head, i]), -i))
+            most = budget if isinstance(budget, int) else budget[head]
+            keep[row, head, [*sure, *rest[: max(0, most - len(sure))]]] = True
+    return keep
+
+
+def streaming(policy: Any, seen: Seen) -> Tensor:
+    """Xiao et al. 2023, section 3.2: the first tokens and the most recent ones."""
+    first = [policy.first if budget > policy.first else budget // 2 for budget in seen.budgets]
+    return pick(torch.zeros(seen.held.shape), seen.held, seen.budgets, first, [policy.last] * len(first))
+
+
+def h2o(policy: Any, seen: Seen) -> Tensor:
+    """Zhang et al. 2023, algorithm 1: summed attention, and recent tokens."""
+    # Query by query: what a query could not see has zero in its row; padding queries do not count.
+    scores = (seen.probs.mean(2) * seen.real[:, None, :, None]).sum(-2)
+    recent = [max(policy.last, int(budget * policy.recent + 1e-6)) for budget in seen.budgets]
+    return pick(scores, seen.held, seen.budgets, [policy.first] * len(recent), recent)
+
+
+def tova(policy: Any, seen: Seen) -> Tensor:
+    """Oren et al. 2024, section 4: the newest query, mean over all heads of the layer."""
+    scores = seen.probs[..., -1, :].mean((1, 2))[:, None].expand(seen.held.shape)
+    rows = len(seen.budgets)
+    return pick(scores, seen.held, seen.budgets, [policy.first] * rows, [policy.last] * rows)
+
+
+def progressive(policy: Any, seen: Seen) -> Tensor:
+    """Li et al. 2025, algorithm 6, where a choice evicts: the latest queries, mean over the heads of a kv head."""
+    scores = seen.probs[..., -policy.every :, :].sum(-2).mean(2)
+    return pick(scores, seen.held, seen.budgets, [0] * len(scores), [0] * len(scores))
+
+
+def windows(policy: Any, budgets: list[int]) -> list[int]:
+    """The observation window of each row: as long as it says, or 64, but no more than half of the budget."""
+    return [policy.window or min(64, max(1, (budget - policy.first) // 2)) for budget in budgets]
+
+
+def votes(policy: Any, seen: Seen) -> Tensor:
+    """Li et al. 2024, listing 1: attention of the last queries to what came before them, summed, then pooled.
+
+    Both are over what a head still holds: weights sum to one over it, and neighbours are the nearest that are left.
+    """
+    scores = torch.zeros(seen.held.shape)
+    for row, window in enumerate(windows(policy, seen.budgets)):
+        for head in range(scores.shape[1]):
+            there = seen.held[row, head].nonzero().flatten()
+            earlier = there[there < scores.shape[2] - window]
+            if not len(earlier):
+                continue
+            rows = seen.probs[row, head][:, -window:]  # group query key
+            left = rows[..., there].sum(-1, keepdim=True).clamp(min=1e-30)
+            rows = rows / left * rows.sum(-1, keepdim=True) * seen.real[row, -window:, None]
+            around = pad(rows[..., earlier].sum(1), (policy.kernel // 2, policy.kernel // 2)).unfold(
+                -1, policy.kernel, 1
+            )
+            pooled = around.mean(-1) if policy.pooling == "avg" else around.amax(-1)
+            scores[row, head, earlier] = pooled.mean(0)
+    return scores
+
+
+def snapkv(policy: Any, seen: Seen) -> Tensor:
+    """The best votes, and the window."""
+    last = [max(policy.last, window) for window in windows(policy, seen.budgets)]
+    return pick(votes(policy, seen), seen.held, seen.budgets, [policy.first] * len(last), last)
+
+
+def pyramid(policy: Any, seen: Seen) -> Tensor:
+    """Cai et al. 2024, section 4.2: budgets of the layers on a straight line, of which the highest is 1 / beta."""
+    last = [max(policy.last, window) for window in windows(policy, seen.budgets)]
+    budgets = []
+    for budget, window, prompt in zip(seen.budgets, last, seen.prompts, strict=True):
+        kept = policy.first + window
+        mean = budget - kept
+        lowest = min(2 * mean - mean / policy.beta, max(mean, prompt - kept))
+        height = seen.layer / (seen.layers - 1)
+        budgets.append(kept + int(lowest + 2 * height * (mean - lowest) + 1e-6))
+    return pick(votes(policy, seen), seen.held, budgets, [policy.first] * len(last), last)
+
+
+def shared_budget(scores: Tensor, held: Tensor, sure: Tensor, base: list[int], floor: float) -> Tensor:
+    """Feng et al. 2024, algorithm 1, for one row: the best of all heads, less what `floor` gives each of them."""
+    heads, _ = held.shape
+    free = [(float(scores[h, i]), h, i) for h, i in (held & ~sure).nonzero().tolist()]
+    best = sorted(free, reverse=True)[: sum(base)]
+    keep = held & sure
+    for head in range(heads):
+        share = sum(h == head for _, h, _ in best)
+        if len(free) > sum(base):
+            share = int((1 - floor) * share + floor * base[head] + 1e-6)
+        for _, _, i in sorted((one for one in free if one[1] == head), reverse=True)[:share]:
+            keep[head, i] = True
+    return keep
+
+
+def adakv(policy: Any, seen: Seen) -> Tensor:
+    """SnapKV's votes, and one budget for the heads of a layer."""
+    scores, place = votes(policy, seen), seen.real.cumsum(1) - 1
+    keep = []
+    for row, window in enumerate(windows(policy, seen.budgets)):
+        latest = max(policy.last, window)
+        sure = (place[row] < policy.first) | (place[row] >= int(seen.real[row].sum()) - latest)
+        held = seen.held[row]
+        base = [max(0, seen.budgets[row] - int((held[head] & sure).sum())) for head in range(len(held))]
+        keep.append(shared_budget(scores[row], held, sure.expand_as(held), base, policy.floor))
+    return torch.stack(keep)
+
+
+def drawn(policy: Any, seen: Seen) -> Tensor:
+    """The tokens of most `worth`, which differ by row, kv head and layer, as the policies of `kv_kit` say."""
+    rows, heads, _ = seen.held.shape
+    place = (seen.real.cumsum(1) - 1)[:, None]
+    number = torch.tensor(policy.rows)[:rows, None, None]
+    scores = worth(place, seen.layer, torch.arange(heads)[None, :, None], number)
+    if hasattr(policy, "bar"):
+        return seen.held & ((scores > policy.bar) | (place >= seen.real.sum(1)[:, None, None] - 2))
+    budgets: Any = seen.budgets
+    if hasattr(policy, "step"):
+        budgets = [[budgets[0] - policy.step * seen.layer + policy.step * head for head in range(heads)]] * rows
+    return pick(scores, seen.held, budgets, [policy.first] * rows, [policy.last] * rows)
+
+
+REFERENCES: dict[str, Callable[[Any, Seen], Tensor]] = {
+    "full": lambda _, seen: seen.held,
+    "streaming": streaming,
+    "h2o": h2o,
+    "tova": tova,
+    "progressive": progressive,
+    "snapkv": snapkv,
+    "pyramid": pyramid,
+    "adakv": adakv,
+    "drawn": drawn,
+}
+
+
+def is_due(policy: Any, step: int) -> bool:
+    """Whether a policy chooses before the generated token of this number: at the first, and then every so often."""
+    step -= getattr(policy, "after", 0)
+    return step == 0 or (step > 0 and policy.every != "prefill" and step % policy.every == 0)
 
 
 @torch.no_grad()
 def check_run(
-    found: tuple[Tensor, list[list[Tensor]]], choose: Choose, model, ids: Tensor, mask: Tensor, policy, steps: int
+    found: tuple[Tensor, list[list[Tensor]]], name: str, policy: Any, model, ids: Tensor, mask: Tensor, prompt: int
 ):
     """What `run_policy` found has the logits of a stock pass, and kept what the function says, step by step.
 
     Args:
         found: Logits and kept columns.
-        choose: The policy.
-        model: stock.
-        ids: prompt, padded on the left, and the tokens that follow.
+        name: Name of the function.
+        policy: Its settings; a budget is in tokens, or a fraction of the prompt of a row, rounded down.
+        model: The stock model.
+        ids: Prompts, padded on the left, and the tokens that follow.
         mask: 0 at padding.
-        policy: its `budget` is that of each row, in tokens or as a fraction of its prompt; its `every` says when it
-            evicts: before the first decoded token, and then before every n-th or never.
-        steps: number of decoded tokens.
+        prompt: Columns of the prompts.
     """
     logits, kept = found
-    total = ids.shape[1]
-    prompt = total - steps
-    budgets = [policy.budget] * len(ids)
-    if isinstance(policy.budget, float):
-        budgets = [int(policy.budget * int(tokens)) for tokens in mask[:, :prompt].sum(1)]
+    tokens = mask[:, :prompt].sum(1).tolist()
+    budgets = [policy.budget if isinstance(policy.budget, int) else int(policy.budget * n + 1e-6) for n in tokens]
     with attending(model, masks_of_run(model, kept, mask, prompt)):
         given = {"attention_mask": mask, "position_ids": positions_of(mask), "use_cache": False}
         whole = model(input_ids=ids, output_attentions=True, **given)
@@ -50,69 +214,10 @@ def check_run(
     for layer, probs in enumerate(whole.attentions):
         grouped = probs.float().unflatten(1, (kept[0][layer].shape[1], -1))
         held = mask[:, None].bool().repeat(1, grouped.shape[1], 1)
-        for now in range(prompt, total):
-            if now == prompt or (policy.every != "prefill" and (now - prompt) % policy.every == 0):
-                held[..., :now] &= choose(grouped[..., :now, :now], held[..., :now], mask[:, :now], budgets)
+        for now in range(prompt, ids.shape[1]):
+            if is_due(policy, now - prompt):
+                real = mask[:, :now].bool()
+                seen = Seen(grouped[..., :now, :now], held[..., :now], real, budgets, tokens, layer, len(kept[0]))
+                held[..., :now] &= REFERENCES[name](policy, seen)
             step = now - prompt
             assert torch.equal(kept[step][layer][..., :now], held[..., :now]), f"step {step}, layer {layer}"
-
-
-def pick(scores: Tensor, held: Tensor, budgets: list[int], first: int = 0, last: list[int] | None = None) -> Tensor:
-    """Per row and kv head: the first and last held tokens, then the best scores, together `budget` tokens.
-
-    Loops over everything, in plain Python. Of equal scores the later token stays.
-    """
-    keep = torch.zeros_like(held)
-    for row, budget in enumerate(budgets):
-        for head in range(held.shape[1]):
-            there = held[row, head].nonzero().flatten().tolist()
-            recent = last[row] if last else 0
-            sure = {*there[:first], *there[max(0, len(there) - recent) :]}
-            rest = [i for i in there if i not in sure]
-            rest.sort(key=lambda i: (-float(scores[row, head, i]), -i))
-            keep[row, head, [*sure, *rest[: max(0, budget - len(sure))]]] = True
-    return keep
-
-
-def streaming_llm(_probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
-    """Xiao et al. 2023, section 3.2: the first tokens and the most recent ones."""
-    return pick(torch.zeros(held.shape), held, budgets, first=4)
-
-
-def h2o(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int], recent=0.5, first=0) -> Tensor:
-    """Zhang et al. 2023, algorithm 1: summed attention, and recent tokens."""
-    # Query by query: what a query could not see has zero in its row; padding queries do not count.
-    scores = (probs.mean(2) * real[:, None, :, None]).sum(-2)
-    return pick(scores, held, budgets, first, [int(budget * recent) for budget in budgets])
-
-
-def tova(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int], first=0, last=0) -> Tensor:
-    """Oren et al. 2024, section 4: the newest query, mean over all heads of the layer."""
-    scores = probs[..., -1, :].mean((1, 2))[:, None].expand(held.shape)
-    return pick(scores, held, budgets, first, [last] * len(budgets))
-
-
-def progressive(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int], interval=4) -> Tensor:
-    """Li et al. 2025, algorithm 6, where a choice evicts: the latest queries, mean over the heads of a kv head."""
-    return pick(probs[..., -interval:, :].sum(-2).mean(2), held, budgets)
-
-
-def snapkv(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int], window=64, kernel=5, pooling="avg") -> Tensor:
-    """Li et al. 2024, listing 1: attention of the last queries to what came before them, summed, then pooled.
-
-    Both are over what a head still holds: weights sum to one over it, and neighbours are the nearest that are left.
-    """
-    scores = torch.zeros(held.shape)
-    for row, head in np.ndindex(*held.shape[:2]):
-        there = held[row, head].nonzero().flatten()
-        earlier = there[there < held.shape[-1] - window]
-        if not len(earlier):
-            continue
-        rows = probs[row, head][:, -window:]  # group query key
-        left = rows[..., there].sum(-1, keepdim=True).clamp(min=1e-30)
-        rows = rows / left * rows.sum(-1, keepdim=True) * real[row, -window:, None]
-        padded = torch.nn.functional.pad(rows[..., earlier].sum(1), (kernel // 2, kernel // 2))
-        around = padded.unfold(-1, kernel, 1)
-        pooled = around.mean(-1) if pooling == "avg" else around.amax(-1)
-        scores[row, head, earlier] = pooled.mean(0)
-    return pick(scores, held, budgets, last=[window] * len(budgets))

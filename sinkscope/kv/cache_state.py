@@ -51,12 +51,6 @@ def _numbers(rows: Int[Tensor, " row"]) -> list[int]:
     return rows.tolist()
 
 
-class EndedCall(threading.local):
-    """The call that ended last in a thread; None if there is none, or somebody has taken it."""
-
-    moment: Moment | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Moment:
     """A forward call of a run with policies, guards or observers; made before it, and read before and after it.
@@ -82,3 +76,23 @@ class Moment:
             return None
         kv = layers[number]
         return kv if isinstance(kv, CacheLayer) else None
+
+
+class Generation(threading.local):
+    """What `generate` is doing in the current thread.
+
+    Attributes:
+        prompting: Whether it is reading a prompt, so that even a single-token call is a part of it.
+        resuming: Whether it goes on after tokens were taken back, so that it reads no prompt.
+        settings: Settings of the latest `generate`; None without one.
+        ended: The call that ended last; None if there is none, or somebody has taken it.
+    """
+
+    prompting: bool = False
+    resuming: bool = False
+    settings: Any = None
+    ended: Moment | None = None
+
+    def set_prompting(self, reads: bool) -> None:
+        """Note that a prompt is going to be read, or was."""
+        self.prompting = reads and not self.resuming

@@ -1,4 +1,4 @@
-"""An observer of attention rows, for scripts and measurements."""
+"""For scripts and measurements: an observer of attention rows, and the removal of given tokens from the cache."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from jaxtyping import Bool
+from torch import Tensor
+
 from sinkscope.files.records import Natural, check_fields
 from sinkscope.hooks.edit.base import Intervention, Run
 from sinkscope.kv.attention_watch import AttentionRows
+from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.session import Session
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
@@ -50,3 +54,28 @@ class Observe(Intervention):
             pos = target.whole_heads(rows.pos, target.n_kv_heads, 1)
             rows = replace(rows, probs=target.whole_heads(rows.probs, target.n_heads, 1), pos=pos)
         self.fn(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class RemoveTokens(Intervention):
+    """Evict tokens of the prompt from every layer and head, before the first generated token is read.
+
+    It chooses nothing, so it acts beside a policy, after what was entered before it.
+
+    Attributes:
+        removed: Which true positions of each row go; all rows have prompts of this length.
+    """
+
+    removed: Bool[Tensor, "row pos"]
+
+    def enter(self, run: Run, key: int) -> None:
+        """Own the cache, and act when a prompt has ended."""
+        session = Session.of(run)
+        session.own_cache()
+        session.before_decode(self._evict)
+
+    def _evict(self, moment: Moment) -> None:
+        if not moment.prefill_ended:
+            return
+        for kv in moment.layers:
+            kv.evict_others(~self.removed)

@@ -2,22 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from sinkscope.errors import warn
 from sinkscope.hooks.edit.base import Run
-from sinkscope.kv.generation import Generation, Rewinder
+from sinkscope.kv.cache_state import Generation
 from sinkscope.kv.session import Session
 from sinkscope.models.call_cache import cache_argument
 
 _OF_A_PIECE = ("scores", "logits", "attentions", "hidden_states")
 """What an output of `generate` has for each of its steps."""
+
+
+@dataclass(eq=False)
+class Rewinder(StoppingCriteria):
+    """Tells the generating code what a guard removes: `generate` runs in pieces, each ending where a loop was found.
+
+    Attributes:
+        allowance: Number of tokens of each row that may still be removed. None if generation does not run in pieces.
+        kept_mask: Tokens in the cache after a removal, by row: False at padding and at removed tokens. None if nothing
+            has to be removed.
+        reread_tokens: The last token that stays of each row that lost some; it is read again.
+        ended: Rows that have ended, as the guard knows it.
+        end_lengths: Length at which each row of this piece has all its tokens; 0 for a row that has ended. Empty if
+            generation does not run in pieces.
+    """
+
+    allowance: list[int] | None = None
+    kept_mask: Bool[Tensor, "row pos"] | None = None
+    reread_tokens: dict[int, int] = field(default_factory=dict)
+    ended: list[bool] = field(default_factory=list)
+    end_lengths: list[int] = field(default_factory=list)
+
+    def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
+        """Say which rows of this piece end: bool `[row]`."""
+        if self.kept_mask is not None:
+            return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return torch.tensor(self.end_lengths, device=input_ids.device) <= input_ids.shape[1]
+
+    def limit(self, written: Sequence[int], most: int) -> None:
+        """Set the end of each row so that it has at most `most` new tokens, `written` of which exist."""
+        self.end_lengths = []
+        for count, has_ended in zip(written, self.ended, strict=True):
+            self.end_lengths.append(0 if has_ended else most - count)
+
+    def continued(
+        self, ids: Int[Tensor, "row pos"], mask: Int[Tensor, "row pos"]
+    ) -> tuple[Int[Tensor, "row next"], Int[Tensor, "row next"]]:
+        """Return what the cache holds with the token with which each row goes on, and which tokens are real."""
+        assert self.kept_mask is not None
+        read, self.kept_mask = self.kept_mask.to(mask), None
+        seen = read.shape[1]
+        newest = ids[:, min(seen, ids.shape[1] - 1)].clone()  # the next one, or that in `reread_tokens`
+        for row, token in self.reread_tokens.items():
+            newest[row] = token
+        return torch.cat([ids[:, :seen], newest[:, None]], 1), torch.nn.functional.pad(read, (0, 1), value=1)
 
 
 def generate_with_rewind(

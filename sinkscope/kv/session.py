@@ -7,9 +7,9 @@ attention rows are built. What is seen of the attention is in `attention_watch`,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary, ref
 
 from torch import nn
@@ -20,17 +20,49 @@ from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.adopt import adopt, check_seen, own_layers, used_cache
 from sinkscope.kv.attention_watch import AttentionRows, AttentionWatch, Replacement, Watcher
 from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.cache_state import CacheState, EndedCall, Moment
-from sinkscope.kv.generation import Generation, Rewinder, check_token_by_token
+from sinkscope.kv.cache_state import CacheState, Generation, Moment
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import attention_elsewhere, check_mask, check_servable
-from sinkscope.models.call_cache import with_cache
+from sinkscope.models.call_cache import cache_in, with_cache
 from sinkscope.models.hooks import AroundCall, Kwargs
 from sinkscope.tap.internals import GenerateFollower, following_generate
 from sinkscope.tap.tap import check_attention_recomputed, tapped
 
+if TYPE_CHECKING:
+    from sinkscope.kv.rewind import Rewinder
+
 _ACTING: WeakValueDictionary[int, Run] = WeakValueDictionary()
 """The run that acts on the cache and the attention of a model, by the id of the model; others may watch."""
+
+
+def _check_token_by_token(method: str, options: Mapping[str, Any]) -> None:
+    """Refuse kinds of generation in which nothing could act on generated tokens.
+
+    Args:
+        method: The method of a model that `generate` calls: `_prefill`, or another for assisted generation.
+        options: Arguments of the forward call.
+
+    Raises:
+        UnsupportedError: Generation is assisted, or runs without a cache.
+    """
+    if method != "_prefill":
+        raise UnsupportedError(
+            "assisted generation reads several tokens at a time and takes some back, and a cache policy acts on "
+            "tokens that come one by one: generate without an assistant, or use Full"
+        )
+    if not options.get("use_cache") and cache_in(options) is None:
+        raise UnsupportedError(
+            "use_cache=False: there is no cache that a cache policy or a guard could act on: generate with "
+            "use_cache=True, or without them"
+        )
+
+
+def _never_acted(name: str) -> str:
+    """The warning of a policy that was entered and changed nothing."""
+    return (
+        f"{name} never acted: it acts when a generated token follows a prompt, and only prompts were read, so all "
+        "results are those of the full cache; generate, or feed tokens one by one with a cache"
+    )
 
 
 class Session:
@@ -38,20 +70,18 @@ class Session:
 
     Attributes:
         watching: What is seen of the attention, and what replaces it.
-        generation: What `generate` is doing in the current thread.
+        generation: What `generate` is doing in the current thread, and the call that ended last there.
         acts_on_tokens: Whether something acts on generated tokens.
-        keeps_ended: Whether a guard asks for `ended`.
-        ended: The call that ended last in the current thread, whose logits come after it.
+        keeps_ended: Whether a guard asks for the call that ended last, whose logits come after it.
         anchors: Number of first positions that the policies and guards of the run keep.
-        rewinder: Passes on what a guard removes from the output; None if no guard does.
+        rewinder: Passes on what a guard removes from the output (`rewind.Rewinder`); None if no guard does.
         meters: Counters of tokens and bytes, one for each cache, also of caches that are gone.
     """
 
     def __init__(self, run: Run) -> None:
-        target = run.target
+        self.target = target = run.target
         check_servable(target)
         self._run = ref(run)  # which holds the session: no circle keeps what they hold in memory
-        self.target = target
         self.watching = AttentionWatch(target)
         self.anchors = 0
         self.rewinder: Rewinder | None = None
@@ -64,14 +94,11 @@ class Session:
         self._after_call: list[Callable[[Moment], None]] = []
         self.acts_on_tokens = False
         self.keeps_ended = False
-        self.ended = EndedCall()
         self.generation = Generation()
         run.stack.callback(self._leave)
         self._configs = run.stack.enter_context(tapped(target))
         run.stack.push(self._warn_of_idle_policy)
-        for layer in range(target.n_layers):
-            if not target.has_attention(layer):
-                continue
+        for layer in target.attending:
             run.keep(target.sub(layer, "attn"))
 
     @classmethod
@@ -124,7 +151,7 @@ class Session:
         """Note the settings of `generate`, and refuse it if nothing could act on its tokens."""
         self.generation.settings = settings
         if self.acts_on_tokens:
-            check_token_by_token(method, options)
+            _check_token_by_token(method, options)
 
     def _own_model(self) -> None:
         """Let this run be the one that acts on its model, until it ends."""
@@ -138,10 +165,7 @@ class Session:
         run.stack.callback(_ACTING.pop, model, None)
 
     def watch(
-        self,
-        fn: Callable[[AttentionRows], None],
-        layers: list[int] | None = None,
-        last: int | None = None,
+        self, fn: Callable[[AttentionRows], None], layers: list[int] | None = None, last: int | None = None
     ) -> None:
         """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all."""
         check_attention_recomputed(self.target)
@@ -165,9 +189,8 @@ class Session:
     def window_queries(self, last: int, decoding: bool = False) -> None:
         """Keep the `last` queries of prompts for `LayerMoment.window_rows`; with `decoding`, generated tokens too."""
         check_attention_recomputed(self.target)
-        watching = self.watching
-        watching.queries_kept = max(watching.queries_kept, last)
-        watching.keeps_decoding_queries = watching.keeps_decoding_queries or decoding
+        self.watching.queries_kept = max(self.watching.queries_kept, last)
+        self.watching.keeps_decoding_queries |= decoding
 
     def before_decode(self, fn: Callable[[Moment], None] | None = None) -> None:
         """Call `fn`, if there is one, before every call that reads a single generated token.
@@ -186,16 +209,12 @@ class Session:
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run; of a model that is split, the bytes of all processes."""
         kv_heads = self.target.n_kv_heads if self.target.processes > 1 else None
-        return [meter.usage(kv_heads, self.watching.windows) for meter in self.meters if meter.calls]
+        return [meter.usage(kv_heads) for meter in self.meters if meter.calls]
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
         if error is None and self._acted is False and self.acts_on_tokens and self.watching.replacement is None:
-            warn(
-                f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
-                "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
-                "tokens one by one with a cache"
-            )
+            warn(_never_acted(self._policy_name or "the intervention"))
 
     def _settle(self) -> None:
         """Leave whole caches behind."""
@@ -249,7 +268,7 @@ class Session:
                 act(moment)
             state.meter.note(layers, decodes=not state.prefilling, queries=state.queries)
             if self.keeps_ended:
-                self.ended.moment = moment
+                self.generation.ended = moment
 
     def _taken_over(self, cache: Any, call: Call) -> CacheState:
         """What is known of the cache of a call; its layers are ours from the first call on, if the run owns caches."""

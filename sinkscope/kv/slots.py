@@ -208,16 +208,13 @@ class Slots:
             fewest, most = torch.stack(keep.sum(-1).aminmax()).tolist()
         else:
             fewest = most = exact
-        ragged = most != fewest
-        if most < pos.shape[-1]:
-            index = flat_slots(keep, most, ragged)
-            if ragged:
-                keep = keep.take(index)
-            self.keep_only(index)
-        else:
+        if most == fewest == pos.shape[-1]:
             self.hold(self.keys, self.values, pos)
-        if ragged:
-            self.hold(self.keys, self.values, torch.where(keep, self.pos, -1), gapless=False)
+            return
+        index = flat_slots(keep, most, ragged=most != fewest)
+        self.keep_only(index)
+        if most != fewest:  # holes stand before what a head holds, also where another head holds everything
+            self.hold(self.keys, self.values, torch.where(keep.take(index), self.pos, -1), gapless=False)
 
     def keep_only(self, index: Int[Tensor, "batch kv_head kept"]) -> None:
         """Keep some slots, given by their places among those of all rows and heads; there are no holes then.

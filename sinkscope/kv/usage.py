@@ -58,11 +58,15 @@ class HeldTokens(NamedTuple):
         layers: Number of layers.
         held: Tokens of each row, summed over layers.
         read: Those of them to which a query of the call could attend.
+        bytes: Bytes in use.
+        decodes: Whether the call read a generated token.
     """
 
     layers: int
     held: Float[Tensor, " row"]
     read: Float[Tensor, " row"]
+    bytes: int = 0
+    decodes: bool = False
 
     @classmethod
     def by(cls, layers: Sequence[CacheLayer], windows: Sequence[int | None] = ()) -> HeldTokens:
@@ -94,16 +98,6 @@ class HeldTokens(NamedTuple):
         return self.read.cpu().double() / self.layers
 
 
-class _Call(NamedTuple):
-    tokens: HeldTokens
-    bytes: int
-    decodes: bool
-
-
-def _no_rows() -> Tensor:
-    return torch.zeros(0, dtype=torch.double)
-
-
 @dataclass
 class TokenCount:
     """Tokens of each row over several calls, for as long as there are as many rows; with others it starts again.
@@ -118,13 +112,13 @@ class TokenCount:
     """
 
     calls: int = 0
-    held: Float[Tensor, " row"] = field(default_factory=_no_rows)
-    read: Float[Tensor, " row"] = field(default_factory=_no_rows)
-    peak: Float[Tensor, " row"] = field(default_factory=_no_rows)
+    held: Float[Tensor, " row"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.double))
+    read: Float[Tensor, " row"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.double))
+    peak: Float[Tensor, " row"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.double))
     most: float = 0.0
     bytes: int = 0
 
-    def add(self, tokens: HeldTokens, used: int) -> None:
+    def add(self, tokens: HeldTokens) -> None:
         """Count the tokens of each row after a call, and the bytes in use."""
         held = tokens.held_by_row()
         if len(self.held) != len(held):  # nobody knows which row became which
@@ -135,7 +129,7 @@ class TokenCount:
         self.read = self.read + tokens.read_by_row()
         self.peak = self.peak.maximum(held)
         self.most = max(self.most, float(held.sum()))
-        self.bytes = max(self.bytes, used)
+        self.bytes = max(self.bytes, tokens.bytes)
 
 
 _WAITING = 64
@@ -152,7 +146,7 @@ class Meter:
     def __init__(self, windows: Sequence[int | None] = ()) -> None:
         self.calls = 0
         self._windows = windows  # of each decoder layer
-        self._waiting: list[_Call] = []
+        self._waiting: list[HeldTokens] = []
         self._slot_bytes: dict[int, int] = {}  # by layer
         self._heads = 1  # kv heads of a layer that are here
         self._rows = self._seen = self._most_seen = 0
@@ -187,29 +181,28 @@ class Meter:
         used = self._rows * allocated
         for latest in (queries or {}).values():
             used += latest.query.nbytes  # their positions, which every process of a split model has, are few
-        self._waiting.append(_Call(HeldTokens.by(layers, self._windows), used, decodes))
+        self._waiting.append(HeldTokens.by(layers, self._windows)._replace(bytes=used, decodes=decodes))
         if len(self._waiting) >= _WAITING:
             self._add_up()
 
     def _add_up(self) -> None:
         for call in self._waiting:
-            self._all.add(call.tokens, call.bytes)
+            self._all.add(call)
             if call.decodes:
-                self._decoding.add(call.tokens, call.bytes)
+                self._decoding.add(call)
         self._waiting.clear()
 
-    def usage(self, kv_heads: int | None = None, windows: Sequence[int | None] = ()) -> Usage:
+    def usage(self, kv_heads: int | None = None) -> Usage:
         """Return the totals so far; there was a call.
 
         Args:
             kv_heads: Heads whose bytes are counted; None: those that are here.
-            windows: Sliding window of each layer, if it has one.
         """
         self._add_up()
         processes = 1 if kv_heads is None else kv_heads // self._heads
         stock = 0
         for number, slot_bytes in self._slot_bytes.items():
-            window = windows[number] if windows else None
+            window = self._windows[number] if self._windows else None
             stock += slot_bytes * (self._seen if window is None else min(self._seen, window - 1))
         every, decoding = self._all, self._decoding
         return Usage(

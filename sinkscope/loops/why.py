@@ -29,7 +29,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Wording
 from sinkscope.generation.decode import decode
 from sinkscope.kv import Full
-from sinkscope.kv.remove_tokens import RemoveTokens
+from sinkscope.kv.observe import RemoveTokens
 from sinkscope.kv.windows import check_servable
 from sinkscope.loops.generate import prompt_and_continuation
 from sinkscope.loops.text.signals import Tail, end_loop

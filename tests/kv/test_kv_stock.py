@@ -1,41 +1,49 @@
-"""With nothing to evict, a model inside a session is the stock model."""
+"""Beside each attention of transformers; and with nothing to evict, a model inside a session is the stock model."""
 
 from __future__ import annotations
 
+from functools import cache, partial
+
+import pytest
 import torch
-from kv_kit import close, prompts
+from covering import every_nth
+from kv_kit import FAMILIES, Drawn, attends_by, close, decode, prompts
 from kv_kit import shallow_of as model_of
 from raw_kit import attention
+from transformers import DynamicCache
 
-from sinkscope.kv import AttentionRows, Full, Observe, StreamingLLM
+from sinkscope.kv import AttentionRows, Full, Observe
+from sinkscope.sparse.shapes import AShape
 
-
-def ignore(_rows: AttentionRows):
-    pass
-
-
-def test_without_a_cache_there_is_nothing_to_evict():
-    model = model_of("gemma2")
-    ids, mask = prompts([20, 17])
-    with torch.no_grad():
-        stock = model(input_ids=ids, attention_mask=mask, use_cache=False)
-        with (StreamingLLM(budget=6) | Observe(ignore)).on(model) as run:
-            got = model(input_ids=ids, attention_mask=mask, use_cache=False)
-        with Observe(ignore).on(model):
-            tokens = model.generate(ids, attention_mask=mask, use_cache=False, max_new_tokens=4)
-    close(got.logits, stock.logits)
-    assert got.past_key_values is None and run.usage == []
-    assert torch.equal(tokens, model.generate(ids, attention_mask=mask, use_cache=False, max_new_tokens=4))
+WAYS = {"drawn": ("gemma3_text", Drawn(budget=12)), "a-shape": ("mistral", AShape(first=2, local=5))}
+model_of_family = cache(model_of)
 
 
-def test_prompts_may_be_embeddings_without_a_mask():
-    """No attention mask at all, and ids given as embeddings."""
-    model = model_of("qwen3")
-    ids, _ = prompts([14])
-    with torch.no_grad():
-        stock = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
-        with (Full() | Observe(ignore)).on(model):
-            close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, stock)
+@cache
+def scores_under(name: str, attention: str, padded: bool) -> torch.Tensor:
+    """What a model says under a policy or another edit, by one of the attentions of transformers."""
+    family, way = WAYS[name]
+    model, (ids, mask) = model_of_family(family), prompts([26, 19] if padded else [26])
+    ask = {"attention_mask": mask, "max_new_tokens": 4, "output_scores": True, "return_dict_in_generate": True}
+    with attends_by(model, attention), way.on(model):
+        return torch.stack(model.generate(ids, do_sample=False, **ask).scores)
+
+
+@pytest.mark.parametrize("attention", ["flash", "flex_attention"])
+@pytest.mark.parametrize("name", WAYS)
+def test_under_each_attention_of_transformers(name, attention):
+    """Each takes a mask of its own form: of padding alone, a function of blocks."""
+    padded = (name == "drawn") == (attention == "flash")  # each is met with and without
+    close(scores_under(name, attention, padded), scores_under(name, "sdpa", padded), 1e-4)
+
+
+@pytest.mark.parametrize("family", every_nth(FAMILIES, 4))
+def test_with_nothing_to_evict_the_logits_are_equal_bit_for_bit(family):
+    model, (ids, mask) = model_of_family(family), prompts([9], 3)
+    run = partial(decode, model, ids, mask, 9)
+    stock = run(DynamicCache(config=model.config))
+    with Full().on(model):
+        assert torch.equal(run(), stock)
 
 
 def test_attention_of_a_long_prompt_comes_in_chunks():

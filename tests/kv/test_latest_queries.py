@@ -10,21 +10,9 @@ from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
-from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.edit.base import Intervention, Run
-from sinkscope.kv import AdaKV, Pyramid, Session, SnapKV
+from sinkscope.kv import Session, SnapKV
 from sinkscope.sparse.serve import LoopServe
-
-PROMPT, STEPS = 26, 8
-SMALL = {"budget": 12, "window": 4, "kernel": 3}
-VOTERS = {
-    "snapkv": SnapKV(budget=12),
-    "snapkv, longer than a prompt": SnapKV(budget=900),
-    "adakv": AdaKV(budget=12),
-    "pyramid": Pyramid(budget=12),
-    "progressive": Progressive(budget=12, after=0),
-    "loopserve": LoopServe(12),
-}
 
 
 @dataclass(frozen=True)
@@ -37,13 +25,16 @@ class Looking(Intervention):
         Session.of(run).after_call(lambda moment: self.states.append(moment.state))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # GPT-2 makes queries, keys and values in one tensor
-@pytest.mark.parametrize("name", VOTERS)
-def test_only_the_latest_queries_stay_and_they_are_counted(name, family):
+@pytest.mark.parametrize(
+    ("voter", "family"),  # GPT-2 makes queries, keys and values in one tensor
+    [(SnapKV(budget=12), "gpt2"), (SnapKV(budget=900), "llama"), (LoopServe(12), "gpt2")],
+    ids=repr,
+)
+def test_only_the_latest_queries_stay_and_they_are_counted(voter, family):
     model = model_of(family)
     ids, mask = prompts([600], 3)
     looking, cache = Looking(), DynamicCache(config=model.config)
-    with (VOTERS[name] | looking).on(model) as run:
+    with (voter | looking).on(model) as run:
         decode(model, ids, mask, 600, cache)
         queries = looking.states[-1].queries.values()
         kept = sum(latest.query.nbytes + latest.pos.nbytes for latest in queries)

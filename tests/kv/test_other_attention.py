@@ -19,7 +19,7 @@ from sinkscope.sparse.shapes import AShape
 WAYS = [Full(), H2O(20), ss.LoopGuard(budget=20), ss.LoopServe(20), AShape(), Observe(lambda _: None)]
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "falcon", "gptj", "mpt", "gpt_neo"])
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "gpt_neo"])
 def test_nothing_acts_on_attention_inside_modules(model_type):
     model = decoder(model_type)
     target_of(model)
@@ -37,7 +37,7 @@ def test_a_command_says_which_models_policies_act_on(refusal):
     assert "a model of type 'falcon' computes attention inside its modules" in said
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32"])
 def test_the_keys_of_an_indexer_are_refused(model_type):
     with refused("the cache of .* is not a plain key/value cache .*an indexer selects keys.*: use another model"):
         StreamingLLM(budget=20).on(decoder(model_type)).__enter__()

@@ -14,11 +14,11 @@ from repository import ROOT
 from torch import Tensor
 from transformers import DynamicCache
 
-from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
+from sinkscope.kv import TOVA, Policy, SnapKV, StreamingLLM
 from tools import kvpress_fixture as recorded
 
 FIXTURE = json.loads((ROOT / "tests/fixtures/kvpress.json").read_text())
-PREFILL, DECODING = FIXTURE["prefill"], FIXTURE["decoding"]
+PREFILL = FIXTURE["prefill"]
 
 
 @pytest.fixture(scope="module")
@@ -58,23 +58,3 @@ def test_what_is_kept_of_a_prompt(model, name):
     for case in cases:
         ids = torch.cat([recorded.prompt(case["length"], case["length"]), torch.tensor([[3]])], 1)
         assert kept(model, POLICIES[name](case), ids, case["length"])[0] == case["positions"]
-
-
-def test_tova_in_decoding(model):
-    """40 tokens after the prompt, a compression before each."""
-    ids = recorded.prompt(DECODING["tova"]["length"] + recorded.STEPS, 11)
-    ours = kept(model, TOVA(budget=DECODING["tova"]["kept"], last=1), ids, DECODING["tova"]["length"])
-    for layer, steps in enumerate(DECODING["tova"]["positions"]):
-        assert [step[layer] for step in ours] == steps[:-1]  # theirs compresses once more, after the last token
-    assert len(ours) == recorded.STEPS
-
-
-def test_the_sums_of_h2o(model):
-    """ObservedAttentionPress ranks by H2O's sum over the number of queries that could see the token."""
-    for case in PREFILL["observed_attention"]:
-        cache, length = DynamicCache(), case["length"]
-        with H2O(budget=1000).on(model), torch.no_grad():
-            model(recorded.prompt(length, length), past_key_values=cache)
-        for layer, heads in zip(cache.layers, case["positions"], strict=True):
-            mean = layer.extra("h2o")[0] / torch.arange(length, 0, -1)
-            assert [sorted(head) for head in mean.topk(case["kept"]).indices.tolist()] == heads

@@ -14,7 +14,7 @@ from refusals import refused
 from transformers import DynamicCache
 
 from sinkscope.kv import Full, StreamingLLM
-from sinkscope.kv.remove_tokens import RemoveTokens
+from sinkscope.kv.observe import RemoveTokens
 from sinkscope.loops.text.signals import Tail
 from sinkscope.loops.why import LoopedText, Why, why
 from sinkscope.measure import Setup

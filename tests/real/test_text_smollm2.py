@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import kv_reference
 import plain
 import pytest
@@ -39,10 +37,10 @@ def maps(smollm2, prompt) -> list[torch.Tensor]:
 
 
 POLICIES = {
-    "streaming": (StreamingLLM(budget=BUDGET), kv_reference.streaming_llm),
-    "h2o": (H2O(budget=BUDGET), kv_reference.h2o),
-    "tova": (TOVA(budget=BUDGET), kv_reference.tova),
-    "snapkv": (SnapKV(budget=BUDGET, window=32), partial(kv_reference.snapkv, window=32)),
+    "streaming": StreamingLLM(budget=BUDGET),
+    "h2o": H2O(budget=BUDGET),
+    "tova": TOVA(budget=BUDGET),
+    "snapkv": SnapKV(budget=BUDGET, window=32),
 }
 
 
@@ -50,15 +48,17 @@ POLICIES = {
 @torch.no_grad()
 def test_a_policy_keeps_the_positions_that_attention_says(smollm2, prompt, maps, name):
     """In all 90 kv heads; nearly equal scores may swap a position in a few, in TOVA in the three of a layer at once."""
-    policy, choose = POLICIES[name]
+    policy, choose = POLICIES[name], kv_reference.REFERENCES[name]
     model, n_kv = smollm2.model, smollm2.model.config.num_key_value_heads
     cache, same, heads = DynamicCache(), 0, 0
     with policy.on(model):
         model(prompt[:, :PROMPT], past_key_values=cache)
         model(prompt[:, PROMPT:], past_key_values=cache)
     everything = torch.ones(1, n_kv, PROMPT, dtype=torch.bool)
-    for layer, probs in zip(cache.layers, maps, strict=True):
-        keep = choose(probs.unflatten(0, (n_kv, -1))[None], everything, everything[:, 0], [BUDGET])[0]
+    for number, (layer, probs) in enumerate(zip(cache.layers, maps, strict=True)):
+        grouped = probs.unflatten(0, (n_kv, -1))[None]
+        seen = kv_reference.Seen(grouped, everything, everything[:, 0], [BUDGET], [PROMPT], number, len(maps))
+        keep = choose(policy, seen)[0]
         for held, chosen in zip(layer.pos[0].tolist(), keep, strict=True):
             kept = [position for position in held if 0 <= position < PROMPT]
             right = chosen.nonzero().flatten().tolist()

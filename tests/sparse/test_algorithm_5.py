@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope.sparse import recovered
 from sinkscope.sparse.attention import Scores, sample_queries
 from sinkscope.sparse.choice import select_bands
-from sinkscope.sparse.head_lines import faithful_lines, minference_lines, select_lines
+from sinkscope.sparse.head_lines import minference_lines, select_lines
 
 
 @given(
@@ -122,10 +122,3 @@ def test_the_table_of_a_paper_names_a_function_for_each_equation(page, numbers):
     for number, name in rows:
         found = resolve_name(name)
         assert page == "loopserve" or number.rpartition(" ")[2] in inspect.getsource(found), f"{name}: no {number}"
-
-
-def test_comments_name_lines_5_to_18_of_the_algorithm():
-    source = inspect.getsource(faithful_lines)
-    comments = re.findall(r"# (\d+(?:, \d+)*)(?=$|:)", source, re.MULTILINE)
-    named = {int(number) for comment in comments for number in comment.split(", ")}
-    assert named == set(range(5, 19)) - {15}  # 15 is "else"

@@ -17,7 +17,6 @@ from sinkscope.sparse import choice, recovered
 from sinkscope.sparse.attention import Scores, attention_of
 from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, Copies, lengths_of
 from sinkscope.sparse.choice import StoredRows, sampled_rows, select_bands
-from sinkscope.sparse.serve import LoopServe
 
 LENGTHS = st.tuples(st.integers(1, 300), st.integers(0, 200))
 
@@ -157,18 +156,6 @@ def test_heads_above_the_limit_are_dense_and_others_are_not():
     assert torch.equal(limited.attended(), torch.where(shares > limit, 1.0, shares))
 
 
-@pytest.mark.parametrize(("checked", "kept"), [(0, False), (4, True)])
-def test_a_key_that_one_query_alone_seeks_is_kept_if_queries_are_checked(checked, kept):
-    query, key = torch.zeros(2, 400, 8), torch.zeros(1, 400, 8)
-    query[..., 0], key[0, 0, 0], key[0, 33, 1] = 4.0, 8.0, 8.0  # all queries attend to the first key
-    query[1, 250] = torch.eye(8)[1] * 4.0
-    chosen = select_bands(Scores(query, key, 1.0), 0.9, sample=8, checked=checked)
-    assert 250 not in sampled_rows(chosen.grid, 8, 0, 0)
-    assert chosen.columns[:, 33].tolist() == [False, kept]
-    held = recovered(Scores(query, key, 1.0), chosen, torch.tensor([250]))
-    assert held[0] > 0.99 and (held[1] > 0.99) == kept
-
-
 def test_single_queries_are_checked_as_if_each_stood_alone():
     scores = drawn_scores(6, 200, 300, 3, 12.0)
     kept = choice.kept_columns(scores, 180, 2, 32)
@@ -179,15 +166,6 @@ def test_single_queries_are_checked_as_if_each_stood_alone():
         sought = own[rows].argmax(1)[own[rows].amax(1) >= 0.5]
         assert set(kept[head].nonzero().flatten().tolist()) == {0, 1, *sought.tolist()}
     assert kept.sum() > 24
-
-
-def test_a_head_that_would_need_more_cells_than_the_limit_is_dense():
-    scores = drawn_scores(8, 600, 600, 1, 2.0)
-    serve = {"alpha": 0.8, "shortest": 0, "dense_rows": 0}
-    shares = LoopServe(**serve, dense_above=1.0).lines(scores, 0).attended()
-    is_dense = shares > LoopServe.dense_above
-    assert is_dense.any() and not is_dense.all()
-    assert torch.equal(LoopServe(**serve).lines(scores, 0).dense, is_dense)
 
 
 @pytest.mark.parametrize("beyond", [{"window": 4}, {"softcap": 1.0}, {"sinks": torch.zeros(2)}], ids=str)

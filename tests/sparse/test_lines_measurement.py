@@ -65,7 +65,7 @@ def by_sets(weights: Tensor, eta: float) -> tuple[dict[Line, float], dict[str, f
     }
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss", "gpt2", "phi3", "opt"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "gpt2"])
 def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     """Against sets of cells of the models' own attention: window, soft cap and learned sinks too."""
     model, tokenizer = tiny_model(model_type)

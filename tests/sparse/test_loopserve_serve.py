@@ -117,11 +117,6 @@ def test_a_prompt_says_what_its_lines_lost(dense_rows):
     assert_close(torch.tensor(first.data["recovered"]), kept, atol=1e-5, rtol=1e-5)
 
 
-def test_the_printed_algorithm_can_be_had():
-    printed = LoopServe(64, alpha=0.9, variant="faithful", begin=0, dense_rows=0, shortest=0, sample=48, checked=0)
-    assert LoopServe.paper(64, alpha=0.9) == printed and LoopServe.paper().alpha == 0.955
-
-
 def test_eight_new_tokens_for_each_sampled_query_pay_for_a_choice():
     serve, cpu = LoopServe(shortest=1, sample=2), torch.device("cpu")
     assert serve.too_short(15, 66, cpu) == "15 new tokens are too few to pay for a choice of lines"

@@ -27,7 +27,7 @@ from sinkscope.files.records import Budget, Whole, Wording, check_fields, share_
 from sinkscope.hooks.call import TokenPositions
 from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.kv.cache_state import Moment
-from sinkscope.kv.generation import Rewinder
+from sinkscope.kv.rewind import Rewinder
 from sinkscope.kv.session import Session
 from sinkscope.loops.guard.cut import (
     Retention,
@@ -252,7 +252,7 @@ class GuardRun:
 
     def on_logits(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
-        moment, self.session.ended.moment = self.session.ended.moment, None
+        moment, self.session.generation.ended = self.session.generation.ended, None
         if moment is None or moment.call.ids is None:
             return
         ids = moment.call.ids
