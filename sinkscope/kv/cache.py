@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.call import TokenPositions
 from sinkscope.kv import slots as slots_of
-from sinkscope.kv.slots import Growth, Slots
+from sinkscope.kv.slots import Slots
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
 
@@ -56,20 +55,18 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         new_values = self.values[..., first_new:, :]
         later = self.moved_numbers(lambda numbers: numbers[..., first_new:])
         self.hold(whole.keys, whole.values, whole.slot_positions, whole.gapless)
-        self.growth = replace(whole.growth)
+        self.room, self.grew = whole.room, whole.grew
         self.numbers = dict(whole.numbers)
         self.whole_layer = None
         for name, numbers in later.items():
             self.numbers[name] = torch.cat([self.extra(name), numbers], -1)
         if new:  # not copied at every selection: the room that is made by the first lasts for several
-            spare = _SPARE * new
-            self.keys, self.values = self.growth.appended(self.keys, self.values, new_keys, new_values, spare)
+            self.append(new_keys, new_values, _SPARE * new)
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
         new = copy(self)
         new.numbers = dict(self.numbers)
-        new.growth = replace(self.growth)
         return new
 
     # What transformers calls -----------------------------------------------------------------------------------------
@@ -85,17 +82,15 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
             gapless = self.gapless or not self.is_initialized
             self.gapless = gapless and columns.padded <= columns.seen - new
             self._holes = None
-        growth = self.growth
-        if self.is_initialized and growth.room is None and not growth.grew:  # short, as a rule
-            is_short = self.keys.shape[-2] < slots_of.COPY_LIMIT
+        if self.is_initialized and self.room is None and not self.grew:  # short, as a rule
+            self.grew = self.keys.shape[-2] >= slots_of.COPY_LIMIT
             self.keys = torch.cat([self.keys, key_states], -2)
             self.values = torch.cat([self.values, value_states], -2)
-            growth.grew = not is_short
         elif self.is_initialized:
-            self.keys, self.values = growth.appended(self.keys, self.values, key_states, value_states)
+            self.append(key_states, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
-            self.growth = Growth(grew=True)
+            self.room, self.grew = None, True
         return self.keys, self.values
 
     def get_seq_length(self) -> int:

@@ -66,44 +66,6 @@ class SpareRoom:
         return self.keys[..., :end, :], self.values[..., :end, :]
 
 
-@dataclass(eq=False)
-class Growth:
-    """How the keys and values of a layer grow; a new one for other keys and values.
-
-    Attributes:
-        room: Where they are, if there are spare slots after them.
-        grew: Whether they are what was appended to last, so that nothing was taken out since.
-    """
-
-    room: SpareRoom | None = None
-    grew: bool = False
-
-    def appended(
-        self, keys: KeyTensor, values: ValueTensor, new_keys: KeyTensor, new_values: ValueTensor, spare: int = 0
-    ) -> tuple[KeyTensor, ValueTensor]:
-        """Return keys and values with new ones at their ends: in place if they are long and only grow, else copied.
-
-        Args:
-            keys: Keys, which are not changed.
-            values: Values, which are not changed.
-            new_keys: Keys to append.
-            new_values: Values to append.
-            spare: Number of further slots, if more tokens are certain to follow. With 0, room is made only when single
-                tokens arrive.
-        """
-        is_long, more = keys.shape[-2] >= COPY_LIMIT, new_keys.shape[-2]
-        if self.room is not None and self.room.fits(keys, more):
-            return self.room.append(new_keys, new_values)
-        grows = spare > 0 or (more == 1 and self.grew)
-        if is_long and grows and not torch.is_grad_enabled():
-            further = (0, 0, 0, max(spare, SPARE))
-            self.room = SpareRoom(pad(keys, further), pad(values, further), keys.shape[-2])
-            self.grew = True
-            return self.room.append(new_keys, new_values)
-        self.room, self.grew = None, is_long
-        return torch.cat([keys, new_keys], -2), torch.cat([values, new_values], -2)
-
-
 class Slots:
     """What a policy sees of a layer's cache, and what it does to it.
 
@@ -116,7 +78,8 @@ class Slots:
             because no token was taken out.
         gapless: Whether there are certainly no holes. If not, `holes` counts them.
         numbers: Numbers for each slot, by name, without those of slots that came after they were last read (`extra`).
-        growth: How keys and values grow; a new one where these become other tensors.
+        room: Where keys and values are, if there are spare slots after them.
+        grew: Whether they are what was appended to last, so that nothing was taken out since.
     """
 
     # Both are None while nothing was appended.
@@ -134,7 +97,8 @@ class Slots:
         self.gapless = False
         self._holes: Float[Tensor, " batch"] | None = None
         self.numbers: dict[str, Shaped[Tensor, "batch kv_head known"]] = {}
-        self.growth = Growth()
+        self.room: SpareRoom | None = None
+        self.grew = False
 
     @property
     def seen(self) -> int:
@@ -194,6 +158,26 @@ class Slots:
         """Return the numbers of other slots or rows, as a function takes them from those of all slots."""
         return {name: move(self.extra(name)) for name in list(self.numbers)}
 
+    def append(self, keys: KeyTensor, values: ValueTensor, spare: int = 0) -> None:
+        """Append keys and values: in place if those here are long and only grow, else all are copied.
+
+        Args:
+            keys: Keys to append.
+            values: Values to append.
+            spare: Number of further slots, if more tokens are certain to follow. With 0, room is made only when single
+                tokens arrive.
+        """
+        slots, more = self.keys.shape[-2], keys.shape[-2]
+        if self.room is None or not self.room.fits(self.keys, more):
+            grows = spare > 0 or (more == 1 and self.grew)
+            self.room, self.grew = None, slots >= COPY_LIMIT
+            if not self.grew or not grows or torch.is_grad_enabled():
+                self.keys, self.values = torch.cat([self.keys, keys], -2), torch.cat([self.values, values], -2)
+                return
+            further = (0, 0, 0, max(spare, SPARE))
+            self.room = SpareRoom(pad(self.keys, further), pad(self.values, further), slots)
+        self.keys, self.values = self.room.append(keys, values)
+
     def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
         """Free every slot that is not kept. Rows and heads may keep different numbers; shorter ones get holes.
 
@@ -244,7 +228,7 @@ class Slots:
     ) -> None:
         """Hold other keys and values, at these true positions; None where slots are still columns."""
         if keys is not self.keys:
-            self.growth = Growth()
+            self.room, self.grew = None, False
         self.keys = keys
         self.values = values
         self.slot_positions = pos

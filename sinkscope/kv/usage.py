@@ -173,7 +173,7 @@ class Meter:
         self._most_seen = max(self._most_seen, self._seen)
         allocated = 0
         for kv in layers:
-            room = kv.growth.room
+            room = kv.room
             slots = kv.keys.shape[-2] if room is None else room.keys.shape[-2]
             if kv.whole_layer is not None:
                 slots += allocated_slots(kv.whole_layer)
@@ -253,8 +253,7 @@ def full_read(tokens: int, windows: Sequence[int | None]) -> float:
 
 def allocated_slots(layer: CacheLayer) -> int:
     """Return the number of slots in memory: those in use plus room for new tokens."""
-    room = layer.growth.room
-    return layer.keys.shape[-2] if room is None else room.allocated
+    return layer.keys.shape[-2] if layer.room is None else layer.room.allocated
 
 
 def _slot_bytes(layer: CacheLayer) -> int:
