@@ -91,25 +91,6 @@ def test_damaged_and_foreign_files_are_left_out_and_listed(folder, tmp_path, typ
     assert not (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["{}/none"], "is no folder: give the folder"),
-        (["{}/empty"], "no results in {}/empty: it should hold what --json or .save() wrote"),
-        (["{}/results", "--out", "{}/results/atlas.json"], "is there already and holds an output of kind repeat"),
-        (["{}/results", "--out", "{}/empty"], "is a folder: give the name of a file"),
-        ([], "DIR"),
-    ],
-)
-def test_bad_input_in_one_line(folder, tmp_path, words, says, refusal):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty/a.json").write_text("{")
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    said = refusal(["report", *(word.replace("{}", str(tmp_path)) for word in words)])
-    assert says.replace("{}", str(tmp_path)) in said
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
-
-
 def test_folders_of_runs_are_their_tables(tmp_path):
     talks, near = tmp_path / "talks", tmp_path / "below/near"
     task = "recall:samples=1:turns=1:lengths=200:hops=1"

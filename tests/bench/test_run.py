@@ -111,7 +111,7 @@ def test_impossible_runs_are_refused_before_they_begin(tmp_path, options, messag
     assert not (tmp_path / "r").exists()
 
 
-def test_bench_reads_the_users_own_file(tmp_path, typed, refusal):
+def test_bench_reads_the_users_own_file(tmp_path, typed):
     rows = [{"prompt": "Once upon a time", "answers": ["there"]}, {"prompt": "One day, a", "answers": ["zebra"]}]
     file = tmp_path / "mine.jsonl"
     file.write_text(json_lines(rows))
@@ -120,4 +120,3 @@ def test_bench_reads_the_users_own_file(tmp_path, typed, refusal):
     groups = json.loads(typed(f"bench table {tmp_path}/r --json -").out)["result"]["groups"]
     rows = [(group["method"]["name"], group["method"]["budget"], group["answers"]) for group in groups]
     assert rows == [("full", None, 2), ("streaming", 8, 2)]
-    assert "give what --out was given" in refusal(f"bench table {tmp_path}")

@@ -91,16 +91,9 @@ def test_a_budget_is_what_every_check_asks_for():
         ss.check_cache(dynamic, budget=8)
 
 
-def test_exit_status_and_bad_input(typed, refusal):
+def test_exit_status_and_bad_input(typed):
     typed(["check-cache", FAULTY, "--only", CROP], 1)
     typed(["check-cache", "transformers:DynamicCache", "--only", CROP])
-    for place, said in (
-        ("nothing.here:at_all", "cannot be imported"),
-        ("transformers:QuantizedCache", "needs backend="),
-        ("tempfile:gettempdir", "gave a str"),
-        ("torch", "is no policy and no module:function"),
-    ):
-        assert said in refusal(["check-cache", place])
     shown = typed("check-cache snapkv:0.25 --only the_cache_knows_its_length").out
     assert "Conclusion: SnapKV passes 1 check (not applicable: 0)." in shown
     with refused("check 'speed': expected one of the_cache_knows"):

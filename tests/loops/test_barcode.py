@@ -146,7 +146,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
         assert seen <= {0, 1, *range(at - 10, at + 1)} and abs(row.sum() - 1) < 0.01
 
 
-def test_bad_input_of_barcode_is_refused(refusal):
+def test_bad_input_of_barcode_is_refused():
     model, tokenizer = tiny_model("llama")
     cases = [
         ({"heads": [(0, 4)]}, "head 4 is not in .*: give one from 0 to 3"),
@@ -157,7 +157,6 @@ def test_bad_input_of_barcode_is_refused(refusal):
     for options, message in cases:
         with refused(message):
             barcode(model, tokenizer=tokenizer, **options)
-    assert "head 'five': expected a head such as L5.H3" in refusal("barcode --head five")
 
 
 @pytest.mark.parametrize("ids", [[5, 6], [5]])

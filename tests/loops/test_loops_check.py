@@ -178,42 +178,6 @@ def test_a_file_is_told_of_while_it_is_read(form):
     assert places[0] < len(content) / 2 and source.tell() == len(content) and found.exit_code == 3
 
 
-FOLLOW = ["--follow"]
-
-
-@pytest.mark.parametrize(
-    ("more", "name", "content", "said"),
-    [
-        ([], "x.txt", "", "x.txt is empty, or nothing in it is an output"),
-        ([], "x.jsonl", '\n\n{"text": \n', "x.jsonl line 3 is no output of a model"),
-        ([], "x.jsonl", "[1, 2]\n", "x.jsonl line 1 is no output of a model: expected an object"),
-        (["--field", "b.c"], "x.jsonl", '{"a": "b"}\n', "no field b.c: the line has a"),
-        ([], "x.jsonl.gz", b"\x1f\x8b\x08nothing", "x.jsonl.gz"),
-        ([], ".", None, ". holds no file that ends in .txt"),
-        ([], "x.jsonl", '{"tokens": [1, -2]}\n', "x.jsonl line 1 is no output of a model: -2 is no token: expected a"),
-        ([], "x.jsonl", '{"text": 5}\n', "expected a string, or a list of tokens, and found 5"),
-        ([], "x.json", '{"a": 1}', "no field that is known holds an answer, there are a: name yours by --field"),
-        ([], "x.txt", b"\xff\xfe\xfa", "x.txt is not UTF-8 text"),
-        ([], "y.txt", None, "cannot read y.txt: no such file"),
-        (["--variant", "p1"], "x.txt", "a b c", "'--variant': 'p1' is not one of 'repeats', 'full'"),
-        (["--proxy", "http://localhost:1"], "x.txt", "a b c", "FILE, --field, --fail-on, --follow, --format and"),
-        # Streams.
-        (FOLLOW, "-", b"", "standard input is empty"),
-        (FOLLOW, "-", b"\xff\xfe\xfa bad", "standard input is not UTF-8 text"),
-        (FOLLOW, "-", 'data: {"error": {"message": "no such\\nmodel"}}\n\n', "the server reports an error"),
-    ],
-)
-def test_bad_input_is_refused_in_a_line(more, name, content, said, tmp_path, monkeypatch, refusal):
-    monkeypatch.chdir(tmp_path)
-    if isinstance(content, str):
-        content = b"\xef\xbb\xbf" + content.encode()  # some editors begin a file with it: it is no part of a line
-    if name == "-":
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-    elif content is not None:
-        Path(name).write_bytes(content)
-    assert said in refusal(["loops", name, *more])
-
-
 def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     Path("runs.jsonl").write_text(json_lines([{"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}]))

@@ -128,18 +128,6 @@ def test_a_file_of_texts_and_the_command(tmp_path, typed):
     assert printed.to_dict()["result"] == result.to_dict()["result"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--eta", "0"], "--etas 0.0: expected a share above 0"),
-        (["--length", "8"], "--length 8: expected 16 to"),
-        (["--count", "9999", "--length", "4000"], "texts: give more of them"),
-    ],
-)
-def test_bad_input_is_one_line(argv, words, refusal):
-    assert words in refusal(["lines", *argv])
-
-
 def test_short_texts_and_other_models_are_refused():
     model, tokenizer = tiny_model("llama")
     for texts, message in ((["ab"], r"a text has \d tokens, at least 16"), ([], "there are 0 texts: give more")):
