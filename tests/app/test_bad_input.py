@@ -9,6 +9,8 @@ import io
 import json
 import shlex
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -233,8 +235,8 @@ SPOILED = {  # entries of config.json, and files in place of those of a checkpoi
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which all is typed."""
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder in which all is typed; nothing in it may change."""
     here = tmp_path_factory.mktemp("typed")
     (here / "folder").mkdir()
     (here / "reported").mkdir()
@@ -263,7 +265,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model("qwen2")[0].save_pretrained(here / "untold")  # of no files, transformers makes a tokenizer without words
     organism("llama", 0, bos=False).save(here / "nobos")
     (here / "falcon").symlink_to(checkpoint("falcon"))
-    return here
+    if find_spec("gguf"):
+        write_gguf(here / "whole.gguf", *tiny_model("llama"))
+        (here / "cut.gguf").write_bytes((here / "whole.gguf").read_bytes()[:2000])
+    before = state(here)
+    yield here
+    assert state(here) == before
 
 
 def state(folder: Path) -> dict[Path, tuple[int, ...]]:
@@ -280,17 +287,13 @@ def state(folder: Path) -> dict[Path, tuple[int, ...]]:
 )
 def test_bad_input_is_refused_in_one_line(line, says, prepared, monkeypatch, refusal):
     monkeypatch.chdir(prepared)
-    if "cut.gguf" in line:
+    if ".gguf" in line:
         pytest.importorskip("gguf")
-        write_gguf(prepared / "whole.gguf", *tiny_model("llama"))
-        (prepared / "cut.gguf").write_bytes((prepared / "whole.gguf").read_bytes()[:2000])
     typed, _, given = line.partition(" < ")
     if given:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path(given).read_bytes()), encoding="ascii"))
-    before = state(prepared)
     said = refusal(shlex.split(typed))
     assert says in said and len(said) <= 690 and "unexpected error" not in said and visible(said) == said
-    assert state(prepared) == before
 
 
 @pytest.mark.parametrize("words", ["find-sinks own --max-repeats 3", "generate poem --model own --max-new-tokens 2"])
