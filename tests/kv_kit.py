@@ -24,7 +24,7 @@ from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.adopt import own_layers
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.opening.live import target_of
-from sinkscope.tap.internals import set_attention
+from sinkscope.tap.stock import set_attention
 
 FAMILIES = (
     "gpt2 gpt_neox opt phi phi3 llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3_text olmo olmo2 gpt_oss"
@@ -219,7 +219,7 @@ def masks_of_run(model, kept: list[list[Tensor]], mask: Tensor, prompt: int) -> 
     target, total = target_of(model), mask.shape[1]
     causal = torch.ones(total, total, dtype=torch.bool).tril()
     layers = {}
-    for layer, steps in zip(filter(target.has_attention, range(target.n_layers)), zip(*kept, strict=True), strict=True):
+    for layer, steps in zip(target.attending, zip(*kept, strict=True), strict=True):
         sees = (causal & mask.bool()[:, None, None]).repeat(1, steps[0].shape[1], 1, 1)
         sees[:, :, prompt:] = torch.stack(steps, 2)
         if (window := window_of(target.hf.config, layer)) is not None:

@@ -156,7 +156,7 @@ def scan(
     other = None if against is None else read_card(against)
     setup = Setup.open(model, **settings)
     target = setup.target
-    target.check_alone("scan")
+    target.shards.check_alone("scan")
     if not target.resident and fits(weight_bytes(target, settings.get("dtype")), target.device):  # else by layers
         setup = Setup.open(model, **settings, loading="whole")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")

@@ -81,7 +81,7 @@ def run_bench(
     if isinstance(model, partial):
         model = model()
     target = target_of(model, tokenizer)
-    target.check_alone("bench")
+    target.shards.check_alone("bench")
     tokenizer_of(target)  # a model without one is refused
     new = max_new_tokens or task.new_tokens(target)
     prompts = _prompts(task, target, edits, new)

@@ -19,7 +19,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
 from sinkscope.models.grouped_heads import head_projection
-from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output
+from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.neurons import norms_of
 from sinkscope.models.target import Target
@@ -48,7 +48,7 @@ class Site:
 
     def shown(self, value: Any, shape: torch.Size) -> Tensor:
         """Return what the site shows of its module's input or output, in a pass over ids of this shape."""
-        tensor = self.cut(first_tensor(value)) * self.factor
+        tensor = self.cut(value) * self.factor
         if tensor.shape[:2] != shape:  # OPT runs batch and position together
             tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
         return tensor
@@ -162,7 +162,7 @@ def _site(target: Target, name: str) -> Site:
         return Site(name, target.n_layers, target.hf, cut=lambda output: output.logits)
     _, number, part = name.split(".", 2)
     layer = int(number)
-    if part.startswith("attn.") and not target.has_attention(layer):
+    if part.startswith("attn.") and layer not in target.attending:
         raise NoSiteError(
             f"site {name!r} is not offered: layer {layer} of {target.name} has no softmax attention; it is in layers "
             f"{', '.join(map(str, target.attending))}"
@@ -195,7 +195,7 @@ def _module(target: Target, layer: int, part: str) -> nn.Module:
     else:
         is_sum = part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1
         lacks_up = part == "mlp.hook_pre_linear" and not target.is_gated(layer)
-        if is_sum or lacks_up or (parts and not target.has_part(layer, *parts)):
+        if is_sum or lacks_up or (parts and target.paths[layer].keys().isdisjoint(parts)):
             problem = "no module gives it alone"
     if problem:
         raise NoSiteError(
@@ -359,7 +359,7 @@ def _run(
         def read(value: Any, site: Site = site) -> None:
             keep(site.name, site.shown(value, ids.shape))
 
-        hooks.append((site.module, site.when, on_input(read) if site.when == "pre" else on_output(read)))
+        hooks.append((site.module, site.when, on_input(read) if site.when == "pre" else on_hidden(read)))
 
     def show(layer: int, _first: int, rows: Tensor) -> None:
         keep(of_rows[layer], rows)

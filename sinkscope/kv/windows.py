@@ -12,8 +12,7 @@ from sinkscope.hooks.call import Call
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.tap.call import ChunkWindow
-from sinkscope.tap.internals import attention_name
-from sinkscope.tap.stock import NAME, configs_of
+from sinkscope.tap.stock import NAME, attention_name
 
 SERVED = ("DynamicLayer", "DynamicSlidingWindowLayer")
 """Classes of layers of a stock cache that hold keys and values alone."""
@@ -98,7 +97,7 @@ def check_servable(target: Target) -> None:
 
 def attention_elsewhere(target: Target) -> UnsupportedError:
     """Return the error for a call whose attention did not come by the tap, because it was set after entering a run."""
-    names = ", ".join(sorted({repr(attention_name(config)) for config in configs_of(target)} - {repr(NAME)}))
+    names = ", ".join(sorted({repr(attention_name(config)) for config in target.configs} - {repr(NAME)}))
     return UnsupportedError(
         f"the attention of {target.name} was set to {names} inside the `with`, which goes past what acts here: set it "
         "before the `with`"

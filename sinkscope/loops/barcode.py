@@ -26,8 +26,7 @@ from sinkscope.models.inputs import attending_layers, check_site, read_row
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import count_of, head_name, word_form, word_list
 from sinkscope.results.style import figure_of, long_table
-from sinkscope.tap.internals import attention_name
-from sinkscope.tap.stock import NAME
+from sinkscope.tap.stock import NAME, attention_name
 
 SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard monitors
 LOCK_GAIN = 0.2  # gain from which a head counts as locked

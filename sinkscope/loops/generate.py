@@ -113,7 +113,6 @@ def generate(
         raise SinkscopeError(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1"
         )
-    target.check_loaded()
     rows = _rows(target, prompts, bos, chat)
     edit = edit_from_options(patch=patch, policy=policy, guard=guard, interventions=interventions)
     _check_lengths(target, rows, max_new_tokens, edit)
@@ -122,7 +121,7 @@ def generate(
         sampling = {"do_sample": True, "temperature": temperature}
     options = decoding(target, max_new_tokens=max_new_tokens, **sampling)
     options["logits_processor"] = LogitsProcessorList([_FiniteLogits(target)])
-    target.agree("prompt, temperature or seed", rows, max_new_tokens, temperature, seed)
+    target.shards.agree("prompt, temperature or seed", rows, max_new_tokens, temperature, seed)
     results: list[Generated] = []
     devices = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

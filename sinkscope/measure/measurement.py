@@ -119,7 +119,7 @@ class Measurement(Generic[P, R]):
 
     def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
-        setup.target.agree("setting", self.function.__name__, plan)
+        setup.target.shards.agree("setting", self.function.__name__, plan)
         with noted_decoding() as decoding, watched_by(setup.progress):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {

@@ -128,7 +128,7 @@ class Setup:
         ids = text_rows(target.tokenizer, halves_of(content).choose, pieces, length, start)
         source = (model, options)
         config = {**target.config.to_dict(), "_name_or_path": ""}  # each may have a folder of its own
-        target.agree("model, text or seed", target.name, config, ids.tolist(), seed)
+        target.shards.agree("model, text or seed", target.name, config, ids.tolist(), seed)
         return cls(target, start, content, ids, seed, progress or silent, started=started, source=source)
 
     @property

@@ -6,6 +6,7 @@ nnsight model, because both wrap modules in place and keep the names, so one row
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -147,7 +148,10 @@ def _stack_path(model: Any) -> str:
     raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
 
 
-def layer_kind(layer: nn.Module) -> str:
-    """Return what layers with parameters of the same names and shapes have in common."""
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
-    return f"{type(layer).__name__} {shapes}"
+def layer_kinds(layers: Iterable[nn.Module]) -> list[int]:
+    """Return, for each layer, the number of the first one with parameters of the same names and shapes."""
+    firsts, kinds = dict[str, int](), list[int]()
+    for number, layer in enumerate(layers):
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
+        kinds.append(firsts.setdefault(f"{type(layer).__name__} {shapes}", number))
+    return kinds

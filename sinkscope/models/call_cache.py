@@ -44,7 +44,7 @@ def tokens_in(cache: Any) -> int:
 
 def cache_parameter(module: nn.Module) -> inspect.Parameter | None:
     """Return the parameter for the cache of a module; None if there is none of a known name."""
-    parameters = parameters_of(module)
+    parameters = parameters_of(type(module))
     for name in CACHE_NAMES:
         if name in parameters:
             return parameters[name]
@@ -74,7 +74,7 @@ def with_cache(model: nn.Module, arguments: Mapping[str, Any], cache: Any) -> di
 
 def by_name(module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Return all arguments of a call by the names of the parameters."""
-    return {**dict(zip(parameters_of(module), args, strict=False)), **kwargs}
+    return {**dict(zip(parameters_of(type(module)), args, strict=False)), **kwargs}
 
 
 def bridge_hooks(bridge: nn.Module) -> list[Hook]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
         for module, when, fn in hooks:
             is_before = when in ("first", "pre")
             if owned:
-                fn = _of_this_thread(fn, 3 if is_before else 4)
+                fn = partial(_in_thread, threading.get_ident(), fn, 3 if is_before else 4)
             if is_before:
                 handle = module.register_forward_pre_hook(fn, with_kwargs=True, prepend=when == "first")
             else:
@@ -64,29 +64,20 @@ def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
         yield
 
 
-def _of_this_thread(fn: Callable[..., Any], arguments: int) -> Callable[..., Any]:
-    """A hook that acts in calls of this thread alone."""
-    owner = threading.get_ident()
-
-    def hook(*given: Any) -> Any:
-        # PyTorch adds a hook before it notes that the hook takes keywords: a call that runs meanwhile gives none.
-        if threading.get_ident() != owner or len(given) != arguments:
-            return None
-        return fn(*given)
-
-    return hook
-
-
-def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the `forward` of a module, by name.
-
-    Those of its class, because wrappers that are set on a module (of nnsight, for instance) take any arguments.
-    """
-    return _parameters_of_class(type(module))
+def _in_thread(owner: int, fn: Callable[..., Any], arguments: int, *given: Any) -> Any:
+    """What a hook does in calls of one thread alone."""
+    # PyTorch adds a hook before it notes that the hook takes keywords: a call that runs meanwhile gives none.
+    if threading.get_ident() != owner or len(given) != arguments:
+        return None
+    return fn(*given)
 
 
 @lru_cache(256)
-def _parameters_of_class(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the `forward` of a class of modules, by name.
+
+    Of a class, because wrappers that are set on a module (of nnsight, for instance) take any arguments.
+    """
     parameters = dict(inspect.signature(kind.forward).parameters)
     parameters.pop("self", None)
     return parameters
@@ -113,7 +104,7 @@ def on_input(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None = 
         fn: The function.
         columns: The columns that it sees and returns; None for all.
     """
-    change = _changing(fn, "in_features", columns)
+    change = _Change(fn, "in_features", columns)
 
     def hook(module: object, args: Args, kwargs: Kwargs) -> Any:
         new = change(module, hidden_of(args, kwargs))
@@ -129,98 +120,67 @@ def on_hidden(fn: Callable[[Tensor], Tensor | None], columns: list[int] | None =
 
     The arguments are those of `on_input`.
     """
-    change = _changing(fn, "out_features", columns)
+    change = _Change(fn, "out_features", columns)
 
     def hook(module: object, _args: object, _kwargs: object, output: Any) -> Any:
-        new = change(module, first_tensor(output))
-        if new is None or not isinstance(output, tuple | list):
-            return new
-        return type(output)([new, *output[1:]])
+        if not isinstance(output, tuple | list):
+            return change(module, output)
+        new = change(module, output[0])
+        return None if new is None else type(output)([new, *output[1:]])
 
     return hook
 
 
 def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a forward hook with kwargs: `fn` sees what a module returns, and may return something else."""
-    change = _changing(fn, "out_features", None)
-    return lambda module, _args, _kwargs, output: change(module, output)
+    """Return a forward hook with kwargs: `fn` sees all that a module returns, and may return something else."""
+    return lambda _module, _args, _kwargs, output: fn(output)
 
 
-def _split_of(module: Any, side: str, seen: Any) -> tuple[Shards, int] | None:
-    """Return the processes that share what a hook on a module sees, and its whole width; None if all of it is here.
+class _Change:
+    """What replaces the tensor that a hook on a module sees.
 
     Args:
-        module: The module.
+        fn: What the hook does.
         side: "in_features" before the module, "out_features" after it.
-        seen: What the hook sees.
+        columns: The columns that `fn` sees and returns; None for all.
     """
-    shards, size = shards_of(getattr(module, "weight", None)), getattr(module, side, None)
-    if shards.size == 1 or size is None or not isinstance(seen, Tensor) or not shards.is_part(seen.shape[-1], size):
-        return None
-    return shards, size
 
+    def __init__(self, fn: Callable[[Any], Any], side: str, columns: list[int] | None) -> None:
+        self._fn, self._side, self._columns = fn, side, columns
+        self._places = torch.tensor(columns or [])
 
-def _check_no_gradient(seen: Tensor) -> None:
-    """Refuse an edit through which a gradient would have to pass.
-
-    Raises:
-        UnsupportedError: It would.
-    """
-    if seen.requires_grad:
-        raise UnsupportedError(
-            "no gradient passes through an edit of a model that is split over processes: call it under "
-            "torch.no_grad(), or load it with device_map"
-        )
-
-
-def _changing(fn: Callable[[Any], Any], side: str, columns: list[int] | None) -> Callable[[Any, Any], Any]:
-    """What replaces the tensor that a hook on a module sees."""
-    numbers = device_copies(torch.tensor(columns or []))
-
-    def change(module: Any, seen: Any) -> Any:
-        if hasattr(getattr(module, "weight", None), "device_mesh"):
-            split = _split_of(module, side, seen)
-            if split is not None:
-                return _change_part(fn, seen, columns, *split)
-        if columns is None:
-            return fn(seen)
-        places = numbers(seen)
-        new = fn(seen[..., places])
+    def __call__(self, module: Any, seen: Any) -> Any:
+        if hasattr(getattr(module, "weight", None), "device_mesh") and isinstance(seen, Tensor):
+            shards, size = shards_of(module.weight), getattr(module, self._side, None)
+            if shards.size > 1 and size is not None and shards.is_part(seen.shape[-1], size):
+                return self._of_part(seen, shards, size)
+        if self._columns is None:
+            return self._fn(seen)
+        if self._places.device != seen.device:  # it is moved once, not in every call
+            self._places = self._places.to(seen.device)
+        new = self._fn(seen[..., self._places])
         if new is None:
             return None
         # A copy, because autograd and other modules may need the caller's tensor.
-        return seen.index_copy(-1, places, new.to(seen.dtype))
+        return seen.index_copy(-1, self._places, new.to(seen.dtype))
 
-    return change
-
-
-def _change_part(fn: Callable[[Any], Any], part: Tensor, columns: list[int] | None, shards: Shards, size: int) -> Any:
-    """What replaces the part of a tensor that a process holds; `fn` sees the whole, or the whole of some columns."""
-    if columns is None:
-        new = fn(shards.gather(part, size))
-    else:
-        new = fn(shards.columns(part, columns, size))
-    if not isinstance(new, Tensor):
-        return new
-    _check_no_gradient(part)
-    if columns is None:
-        return shards.part(new, part.shape[-1])
-    places, here = shards.here(columns, size)
-    changed = part.clone()
-    changed[..., here] = new[..., places].to(part.dtype)
-    return changed
-
-
-def device_copies(tensor: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that gives a tensor on the device of another one; it is moved once, not in every call."""
-
-    def copy_for(other: Tensor) -> Tensor:
-        nonlocal tensor
-        if tensor.device != other.device:
-            tensor = tensor.to(other.device)
-        return tensor
-
-    return copy_for
+    def _of_part(self, part: Tensor, shards: Shards, size: int) -> Any:
+        """The same where a process holds a part of the tensor; the function sees the whole, or whole columns."""
+        columns = self._columns
+        new = self._fn(shards.gather(part, size) if columns is None else shards.columns(part, columns, size))
+        if not isinstance(new, Tensor):
+            return new
+        if part.requires_grad:
+            raise UnsupportedError(
+                "no gradient passes through an edit of a model that is split over processes: call it under "
+                "torch.no_grad(), or load it with device_map"
+            )
+        if columns is None:
+            return shards.part(new, part.shape[-1])
+        places, here = shards.here(columns, size)
+        changed = part.clone()
+        changed[..., here] = new[..., places].to(part.dtype)
+        return changed
 
 
 class Stop(Exception):  # noqa: N818 - no error: it ends a pass

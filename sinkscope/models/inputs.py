@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.files.records import between, checked_value
-from sinkscope.models.target import Parts, Target
+from sinkscope.models.target import Target
 from sinkscope.models.text import note_second_bos, resolve_bos
 from sinkscope.models.weights import plain_weight
 from sinkscope.results.notation import neuron_name
@@ -22,7 +22,7 @@ from sinkscope.results.notation import neuron_name
 LARGEST_ID = (1 << 63) - 1
 
 
-def tokenizer_of(target: Parts) -> Any:
+def tokenizer_of(target: Target) -> Any:
     """Return the tokenizer.
 
     Raises:
@@ -37,7 +37,7 @@ def tokenizer_of(target: Parts) -> Any:
 
 
 def check_site(
-    target: Parts, layer: int, neuron: int | None = None, expert: int | None = None, *, head: int | None = None
+    target: Target, layer: int, neuron: int | None = None, expert: int | None = None, *, head: int | None = None
 ) -> None:
     """Refuse a layer, neuron, expert or query head that the model does not have.
 
@@ -48,21 +48,22 @@ def check_site(
     _check_number(target, "head", head or 0, target.n_heads)
     if neuron is None:
         return
-    if not target.has_mlp(layer, expert):
+    is_mixture, has_down = target.is_mixture(layer), "down" in target.paths[layer]
+    if is_mixture != (expert is not None) and not (is_mixture and has_down):
         is_like = "one MLP without experts; give (layer, neuron)"
-        if target.is_mixture(layer):
+        if is_mixture:
             is_like = "a mixture of experts; give (layer, expert, neuron)"
         raise SinkscopeError(f"{neuron_name(layer, expert, neuron)}: layer {layer} of {target.name} is {is_like}")
     _check_number(target, "expert", expert or 0, target.n_experts(layer) or 1)
     _check_number(target, "neuron", neuron, target.width(layer, expert))
 
 
-def _check_number(target: Parts, what: str, value: int, count: int) -> None:
+def _check_number(target: Target, what: str, value: int, count: int) -> None:
     if not 0 <= value < count:
         raise SinkscopeError(f"{what} {value} is not in {target.name}: give one from 0 to {count - 1}")
 
 
-def attending_layers(target: Parts, layers: Sequence[int] | None) -> list[int]:
+def attending_layers(target: Target, layers: Sequence[int] | None) -> list[int]:
     """Return layers that attend with a softmax, in order; None selects all of them.
 
     Raises:
@@ -82,7 +83,7 @@ def attending_layers(target: Parts, layers: Sequence[int] | None) -> list[int]:
     return wanted
 
 
-def check_length(target: Parts, what: str, tokens: int, new: int = 0, remedy: str = "shorten it") -> None:
+def check_length(target: Target, what: str, tokens: int, new: int = 0, remedy: str = "shorten it") -> None:
     """Refuse a text that does not fit the context together with the tokens that are to follow it.
 
     Args:
@@ -105,7 +106,7 @@ def check_length(target: Parts, what: str, tokens: int, new: int = 0, remedy: st
     raise SinkscopeError(f"{what} has {length}, but the context of {target.name} is {limit}: {remedy}")
 
 
-def end_ids(target: Parts) -> list[int]:
+def end_ids(target: Target) -> list[int]:
     """Return ids after which generation ends, as the model's generation configuration says."""
     ends = getattr(getattr(target.hf, "generation_config", None), "eos_token_id", None)
     if ends is None:

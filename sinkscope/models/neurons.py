@@ -25,10 +25,9 @@ from sinkscope.models.hooks import (
     hidden_of,
     on_hidden,
     on_input,
-    on_output,
     with_hidden,
 )
-from sinkscope.models.target import Parts, Target
+from sinkscope.models.target import Target
 from sinkscope.models.weights import brought, input_columns
 
 
@@ -40,7 +39,7 @@ def norms_of(tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
 _TYPICAL = 1024  # neurons among which a typical one is looked for
 
 
-def column_factor(target: Parts, layer: int, expert: int | None = None) -> float:
+def column_factor(target: Target, layer: int, expert: int | None = None) -> float:
     """Return the factor between a neuron's column and what the layer adds to the residual stream (or a norm reads)."""
     factor = target.adapter.down_factor
     if expert is not None:
@@ -52,7 +51,7 @@ def column_factor(target: Parts, layer: int, expert: int | None = None) -> float
 
 @torch.no_grad()
 def w_out(
-    target: Parts, layer: int, neurons: Sequence[int], expert: int | None = None
+    target: Target, layer: int, neurons: Sequence[int], expert: int | None = None
 ) -> Float[Tensor, "neuron d_model"]:
     """Return columns of the down projection, float32: what each neuron writes when its `hook_post` is 1.
 
@@ -68,7 +67,7 @@ def w_out(
         return written.float() * factor
 
 
-def typical_neuron(target: Parts, layer: int) -> int | None:
+def typical_neuron(target: Target, layer: int) -> int | None:
     """Return a neuron whose column is neither zero nor large; None if all are zero."""
     norms = norms_of(w_out(target, layer, range(min(target.width(layer), _TYPICAL))))
     order = norms.argsort()[int((norms == 0).sum()) :]
@@ -121,8 +120,8 @@ def view_layer(
     chosen, is_mixture = where.flatten(), target.is_mixture(layer)
     parts: dict[str, Tensor] = {}
 
-    def keep(part: str, value: Any) -> None:
-        tensor = first_tensor(value).detach().flatten(0, -2)
+    def keep(part: str, value: Tensor) -> None:
+        tensor = value.detach().flatten(0, -2)
         parts[part] = tensor[chosen.to(tensor.device)].float()
 
     def experts_done(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
@@ -136,7 +135,7 @@ def view_layer(
     hooks += target.part_hooks(layer, "down", "pre", on_input(partial(keep, "shared" if is_mixture else "post")))
     if is_mixture:
         hooks += target.part_hooks(layer, "experts", "post", experts_done)
-        weigh = on_output(lambda given: keep("shared weight", given.sigmoid()))
+        weigh = on_hidden(lambda given: keep("shared weight", given.sigmoid()))
         hooks += target.part_hooks(layer, "shared_gate", "post", weigh)
     with target.hooks(*hooks):
         target.forward(ids, last_layer=layer, start=start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -13,10 +13,10 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import Found, layer_kind
+from sinkscope.models.adapters import DRAFT, PATHS, Found
 from sinkscope.models.experts import Experts, experts_of
 from sinkscope.models.hooks import Hook, LayerInput, bounded, hooked, on_hidden, parameters_of, stop
-from sinkscope.models.weights import ALONE, Shards, brought, input_width, shards_of, split_weight
+from sinkscope.models.weights import Shards, brought, input_width, shards_of, split_weight
 
 ModelKind = Literal["bridge", "hf", "nnsight"]
 """Kinds of objects that hold a model: of TransformerLens, of transformers, of nnsight."""
@@ -36,9 +36,12 @@ def check_divides(config: Any, name: str, count: int) -> None:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """A model with its tokenizer, and where its modules are.
+@dataclass(eq=False)
+class Target:
+    """A model as every measurement and intervention of sinkscope sees it. The model is not changed.
+
+    Whether the user holds a plain Hugging Face, TransformerBridge or nnsight object makes no difference. Until its
+    adapter is known, a target has its first fields and its processes alone.
 
     Attributes:
         model: The object the user gave.
@@ -49,6 +52,21 @@ class Parts:
         name: Short name, hub id or base name of the folder, for reports.
         store: Reads the weights of a layer when the layer is called (`models.checkpoints.stream`); None if they are in
             memory. Code that reads them outside such a call must be inside `with target.loaded(k):`.
+        resident: Whether the model is in memory, and not read layer by layer.
+        shards: The processes over which the model is split.
+        processes: Their number.
+        config: The text part of the configuration.
+        base: The module from ids to the last hidden state; every way of calling the model goes through it.
+        embedding: The token embedding.
+        layers: The decoder layers.
+        n_layers: Number of decoder layers.
+        paths: Where each layer has its parts, by names of an adapter's fields; parts that it lacks are not there.
+        attending: The layers that attend with a softmax; layers of hybrid models may keep a state instead.
+        d_model: Width of the residual stream.
+        n_heads: Query heads of a layer.
+        n_kv_heads: Key/value heads of a layer.
+        max_positions: Longest context according to the configuration; None if it says nothing.
+        skips_layers: Whether a pass may begin at a layer, with what entered it in another pass.
     """
 
     model: Any
@@ -58,11 +76,57 @@ class Parts:
     tokenizer: Any = None
     name: str = "model"
     store: Any = None
+    resident: bool = field(init=False)
+    shards: Shards = field(init=False)
+    processes: int = field(init=False)
+    config: Any = field(init=False)
+    base: nn.Module = field(init=False)
+    embedding: nn.Module = field(init=False)
+    layers: list[nn.Module] = field(init=False)
+    n_layers: int = field(init=False)
+    paths: list[dict[str, str]] = field(init=False)
+    attending: list[int] = field(init=False)
+    d_model: int = field(init=False)
+    n_heads: int = field(init=False)
+    n_kv_heads: int = field(init=False)
+    max_positions: int | None = field(init=False)
+    skips_layers: bool = field(init=False)
 
-    @property
-    def resident(self) -> bool:
-        """Whether the model is in memory, and not read layer by layer."""
-        return self.store is None
+    def __post_init__(self) -> None:
+        self.resident = self.store is None
+        self.shards = shards_of(split_weight(self.hf))
+        self.processes = self.shards.size
+        if self.processes > 1:
+            check_divides(self.hf.config, self.name, self.processes)
+        if self.adapter is DRAFT:
+            return
+        adapter, config = self.adapter, self.hf.config.get_text_config()
+        self.config, self.embedding = config, self.hf.get_input_embeddings()
+        self.base = self.hf.get_submodule(adapter.base)
+        self.layers = list(self.hf.get_submodule(adapter.layers).children())
+        self.n_layers, self.d_model = len(self.layers), int(config.hidden_size)
+        self.n_heads = self.n_kv_heads = int(getattr(config, "num_attention_heads", 0))
+        if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+            self.n_kv_heads = 1
+        elif config.model_type == "falcon":
+            self.n_kv_heads = int(config.num_kv_heads)
+        elif getattr(config, "num_key_value_heads", None):
+            self.n_kv_heads = int(config.num_key_value_heads)
+        self.max_positions = (
+            getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or None
+        )
+        self.skips_layers = adapter.from_any_layer and adapter.adds
+        self.paths = []
+        for number, layer in enumerate(self.layers):
+            row, paths = adapter.rows[number] if adapter.rows else adapter, dict[str, str]()
+            for part in PATHS:
+                for path in filter(None, (getattr(row, part) or "").split("|")):
+                    with suppress(AttributeError):
+                        layer.get_submodule(path)
+                        paths.setdefault(part, path)
+            self.paths.append(paths)
+        attention = "attn" if adapter.o is None else "o"
+        self.attending = [layer for layer, paths in enumerate(self.paths) if attention in paths]
 
     @cached_property
     def available_tokenizer(self) -> Any:
@@ -79,50 +143,19 @@ class Parts:
         return None
 
     @cached_property
-    def config(self) -> Any:
-        """The text part of the configuration."""
-        return self.hf.config.get_text_config()
+    def configs(self) -> list[Any]:
+        """Every distinct configuration that the attention of the decoder, or what makes its mask, may read.
 
-    @cached_property
-    def base(self) -> nn.Module:
-        """The module from ids to the last hidden state; every way of calling the model goes through it."""
-        return self.hf.get_submodule(self.adapter.base)
-
-    @property
-    def embedding(self) -> nn.Module:
-        """The token embedding."""
-        hf: Any = self.hf
-        return hf.get_input_embeddings()
-
-    @cached_property
-    def layers(self) -> list[nn.Module]:
-        """The decoder layers."""
-        return list(self.hf.get_submodule(self.adapter.layers).children())
-
-    @cached_property
-    def n_layers(self) -> int:
-        """Number of decoder layers."""
-        return len(self.layers)
-
-    @cached_property
-    def d_model(self) -> int:
-        """Width of the residual stream."""
-        return int(self.config.hidden_size)
-
-    @cached_property
-    def n_heads(self) -> int:
-        """Query heads of a layer."""
-        return int(self.config.num_attention_heads)
-
-    @cached_property
-    def n_kv_heads(self) -> int:
-        """Key/value heads of a layer."""
-        is_grouped = getattr(self.config, "new_decoder_architecture", False)  # of Falcon
-        if getattr(self.config, "multi_query", False) and not is_grouped:
-            return 1
-        if self.config.model_type == "falcon":
-            return int(self.config.num_kv_heads)
-        return int(getattr(self.config, "num_key_value_heads", None) or self.n_heads)
+        A vision or audio tower beside the decoder attends in its own way.
+        """
+        path = self.adapter.base.split(".")
+        configs: dict[int, Any] = {}
+        for depth in range(len(path)):
+            around = self.hf.get_submodule(".".join(path[:depth]))
+            configs[id(getattr(around, "config", None))] = getattr(around, "config", None)
+        for module in self.base.modules():
+            configs[id(getattr(module, "config", None))] = getattr(module, "config", None)
+        return [config for config in configs.values() if hasattr(config, "model_type")]
 
     def head_columns(self, layer: int, head: int) -> list[int]:
         """Return the inputs of the output projection that hold a head; layers may have heads of different widths."""
@@ -131,9 +164,7 @@ class Parts:
 
     def n_experts(self, layer: int) -> int:
         """Return the number of routed experts in a layer; 0 if it is not a mixture."""
-        if self.is_mixture(layer):
-            return self.experts(layer).count
-        return 0
+        return self.experts(layer).count if "experts" in self.paths[layer] else 0
 
     def width(self, layer: int, expert: int | None = None) -> int:
         """Return the number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
@@ -149,14 +180,6 @@ class Parts:
         return self.width(next(filter(self.has_neurons, range(self.n_layers))))
 
     @property
-    def max_positions(self) -> int | None:
-        """Longest context according to the configuration."""
-        value = getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
-        if value:
-            return int(value)
-        return None
-
-    @property
     def device(self) -> torch.device:
         """Device on which token ids are expected."""
         device = next(self.embedding.parameters()).device
@@ -169,61 +192,27 @@ class Parts:
         """Floating type of the embedding, which is that of the residual stream."""
         return next(self.embedding.parameters()).dtype
 
-    def path(self, layer: int, *parts: str) -> str | None:
-        """Return where a layer has the first of some parts that it has, by names of an adapter's fields.
-
-        It is None if the layer has none of them.
-        """
-        row = self.adapter.rows[layer] if self.adapter.rows else self.adapter
-        for part in parts:
-            for path in filter(None, (getattr(row, part) or "").split("|")):
-                with suppress(AttributeError):
-                    self.layers[layer].get_submodule(path)
-                    return path
-        return None
-
     def sub(self, layer: int, *parts: str) -> nn.Module:
         """Return the first of some parts that a layer has, by names of an adapter's fields.
 
         Raises:
             UnsupportedError: The layer has none of them.
         """
-        path = self.path(layer, *parts)
-        if path is None:
-            raise UnsupportedError(
-                f"layer {layer} of {self.name} has no part {parts[-1]!r}; `sinkscope models --check MODEL` says what "
-                "is served"
-            )
-        return self.layers[layer].get_submodule(path)
-
-    def has_part(self, layer: int, *parts: str) -> bool:
-        """Return whether a layer has one of some parts; layers of a model may be of several kinds."""
-        return self.path(layer, *parts) is not None
-
-    def has_attention(self, layer: int) -> bool:
-        """Return whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
-        return self.has_part(layer, "attn" if self.adapter.o is None else "o")
-
-    @cached_property
-    def attending(self) -> list[int]:
-        """The layers that attend with a softmax."""
-        return list(filter(self.has_attention, range(self.n_layers)))
-
-    def has_neurons(self, layer: int) -> bool:
-        """Return whether a layer has an MLP, dense or a mixture."""
-        return self.is_mixture(layer) or self.has_part(layer, "down")
+        for part in parts:
+            if part in self.paths[layer]:
+                return self.layers[layer].get_submodule(self.paths[layer][part])
+        raise UnsupportedError(
+            f"layer {layer} of {self.name} has no part {parts[-1]!r}; `sinkscope models --check MODEL` says what "
+            "is served"
+        )
 
     def is_mixture(self, layer: int) -> bool:
         """Return whether this layer's MLP is a mixture of experts (some models mix both kinds)."""
-        return self.has_part(layer, "experts")
+        return "experts" in self.paths[layer]
 
-    def has_shared(self, layer: int) -> bool:
-        """Return whether the layer is a mixture with a shared expert, which processes every token."""
-        return self.is_mixture(layer) and self.has_part(layer, "down")
-
-    def has_mlp(self, layer: int, expert: int | None) -> bool:
-        """Return whether the layer has neurons of this expert; None: neurons of a dense MLP or a shared expert."""
-        return self.is_mixture(layer) != (expert is None) or (expert is None and self.has_shared(layer))
+    def has_neurons(self, layer: int) -> bool:
+        """Return whether a layer has an MLP, dense or a mixture."""
+        return "experts" in self.paths[layer] or "down" in self.paths[layer]
 
     def experts(self, layer: int) -> Experts:
         """Return the routed experts of a layer.
@@ -241,7 +230,16 @@ class Parts:
 
     def is_gated(self, layer: int) -> bool:
         """Return whether the layer's dense MLP has a gate, and so an up factor."""
-        return self.adapter.fused_gate_up or self.has_part(layer, "gate")
+        return self.adapter.fused_gate_up or "gate" in self.paths[layer]
+
+    @cached_property
+    def is_offloaded(self) -> bool:
+        """Whether accelerate keeps weights elsewhere, and brings them for each call."""
+        if self.resident:
+            for parameter in self.hf.parameters():
+                if parameter.is_meta:
+                    return True
+        return False
 
     def loaded(self, layer: int) -> AbstractContextManager[None]:
         """Context manager in which a layer's weights may be read and its parts called, outside a call of the layer.
@@ -250,35 +248,7 @@ class Parts:
         """
         if self.store is not None:
             return self.store.pinned(layer)
-        if any(parameter.is_meta for parameter in self.layers[layer].parameters()):
-            return brought(self.layers[layer])
-        return nullcontext()
-
-
-class Target(Parts):
-    """A model as every measurement and intervention of sinkscope sees it. The model is not changed.
-
-    Whether the user holds a plain Hugging Face, TransformerBridge or nnsight object makes no difference.
-    """
-
-    @cached_property
-    def shards(self) -> Shards:
-        """The processes over which the model is split.
-
-        Raises:
-            SinkscopeError: They cannot share its heads.
-        """
-        found = split_weight(self.hf)
-        if found is None:
-            return ALONE
-        shards = shards_of(found)
-        check_divides(self.hf.config, self.name, shards.size)
-        return shards
-
-    @property
-    def processes(self) -> int:
-        """Number of processes over which the model is split."""
-        return self.shards.size
+        return brought(self.layers[layer]) if self.is_offloaded else nullcontext()
 
     def whole_heads(self, tensor: Shaped[Tensor, ...], count: int, dim: int = 1) -> Shaped[Tensor, ...]:
         """Return a tensor of all heads, in each process, from those of the heads that this process holds.
@@ -289,14 +259,6 @@ class Target(Parts):
             dim: Its dimension of heads.
         """
         return self.shards.gather(tensor, count, dim)
-
-    def agree(self, what: str, *plan: object) -> None:
-        """Refuse to go on if the processes of a split model were given different things to do; see `Shards.agree`."""
-        self.shards.agree(what, *plan)
-
-    def check_alone(self, what: str) -> None:
-        """Refuse a split model for what one process does; see `Shards.check_alone`."""
-        self.shards.check_alone(what)
 
     @torch.no_grad()
     def forward(
@@ -314,11 +276,8 @@ class Target(Parts):
         The pass ends after `last_layer`, if one is given, or where a hook calls `stop`; it then returns None. If there
         is a `start`, the layers before it are skipped, and its layer gets what `start` holds.
         """
-        self.check_loaded()
         kwargs.setdefault("use_cache", False)
-        model = self.base
-        if unembed:
-            model = self.hf
+        model = self.hf if unembed else self.base
         ids = ids.to(self.device)
         with bounded(self.layers, start, last_layer, self.store):
             return model(input_ids=ids, attention_mask=attention_mask, **kwargs)
@@ -328,41 +287,26 @@ class Target(Parts):
     ) -> Float[Tensor, "batch some vocab"]:
         """Run a pass, and return the logits at some positions, which most models then compute alone."""
         kept: dict[str, Any] = {}
-        if "logits_to_keep" in parameters_of(self.hf):
+        if "logits_to_keep" in parameters_of(type(self.hf)):
             kept = {"logits_to_keep": positions.to(self.device)}
         logits = self.forward(ids, unembed=True, start=start, **kept).logits
         return logits if kept else logits[:, positions]
-
-    def check_loaded(self) -> None:
-        """Refuse a model whose weights are on the meta device, unless they are read from elsewhere when needed.
-
-        Raises:
-            UnsupportedError: The model holds no weights.
-        """
-        if next(self.embedding.parameters()).is_meta and not hasattr(self.embedding, "_hf_hook"):
-            raise UnsupportedError(
-                f"{self.name} holds no weights yet (they are on the meta device): load it with sinkscope.load(...), or "
-                "make it with dispatch=True (nnsight)"
-            )
-
-    @cached_property
-    def skips_layers(self) -> bool:
-        """Whether a pass may begin at a layer, with what entered it in another pass."""
-        return self.adapter.from_any_layer and self.adapter.adds
 
     stop = staticmethod(stop)
     hooks = staticmethod(hooked)
 
     def part_hooks(self, layer: int, part: str, when: str, *functions: Any) -> list[Hook]:
         """Return hooks on a part of a layer, by the name of an adapter's field; none if the layer has no such part."""
-        if not self.has_part(layer, part):
+        if part not in self.paths[layer]:
             return []
-        return [(self.sub(layer, part), when, function) for function in functions]
+        module = self.layers[layer].get_submodule(self.paths[layer][part])
+        return [(module, when, function) for function in functions]
 
     def mlp_writers(self, layer: int) -> list[nn.Module]:
         """Return the modules whose sum is what the MLP gives: one, or a mixture and the shared expert beside it."""
-        writers = [self.sub(layer, "mlp")]
-        if self.has_shared(layer) and not f"{self.path(layer, 'down')}.".startswith(f"{self.path(layer, 'mlp')}."):
+        writers, paths = [self.sub(layer, "mlp")], self.paths[layer]
+        is_shared = "experts" in paths and "down" in paths
+        if is_shared and not f"{paths['down']}.".startswith(f"{paths['mlp']}."):
             writers.append(self.sub(layer, "down"))
         return writers
 
@@ -383,14 +327,3 @@ class Target(Parts):
                 see(total)
 
         return [(writer, "post", on_hidden(keep)) for writer in writers]
-
-
-def layer_kinds(target: Target) -> list[int]:
-    """Return, for each layer, the first layer of its kind, whose parameters have the same names and shapes."""
-    firsts = dict[str, int]()
-    return [firsts.setdefault(layer_kind(layer), number) for number, layer in enumerate(target.layers)]
-
-
-def first_of_kinds(target: Target) -> list[int]:
-    """Return the first layer of each kind."""
-    return sorted(set(layer_kinds(target)))

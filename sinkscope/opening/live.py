@@ -14,8 +14,7 @@ from sinkscope.models.adapters import DRAFT
 from sinkscope.models.target import ModelKind, Target
 from sinkscope.models.weights import split_weight
 from sinkscope.opening.inference.find import adapter_of
-from sinkscope.tap.internals import set_attention
-from sinkscope.tap.stock import configs_of, stock_of
+from sinkscope.tap.stock import set_attention, stock_of
 
 _SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")
 """Classes of modules that show that a model is split in an unserved way."""
@@ -127,7 +126,7 @@ def is_misread(target: Target) -> bool:
 def avoid_misreading(target: Target) -> None:
     """Let a model that was just opened attend eagerly if its attention is wrong on its device."""
     if is_misread(target):
-        for config in configs_of(target):
+        for config in target.configs:
             set_attention(config, "eager")
 
 
@@ -141,8 +140,9 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
     """
     if isinstance(model, Target):
         return model
-    hf, kind = unwrap(model)
-    config: Any = hf.config
+    unwrapped, kind = unwrap(model)
+    hf: Any = unwrapped
+    config = hf.config
     if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
         tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
     if tokenizer is not None and not callable(tokenizer):
@@ -154,6 +154,12 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
         warn(
             f"{label} runs with SDPA attention, which drops its soft cap of {cap:g}: the numbers are those of the "
             "model as it runs, not as it was trained; load it with attn_implementation='eager' or sinkscope.load"
+        )
+    embedding = hf.get_input_embeddings()
+    if next(embedding.parameters()).is_meta and not hasattr(embedding, "_hf_hook"):
+        raise UnsupportedError(
+            f"{label} holds no weights yet (they are on the meta device): load it with sinkscope.load(...), or "
+            "make it with dispatch=True (nnsight)"
         )
     target = Target(model, hf, kind, DRAFT, tokenizer, label)
     adapter = adapter_of(target)

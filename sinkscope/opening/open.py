@@ -14,14 +14,14 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.progress import world_size
-from sinkscope.models.adapters import DRAFT
+from sinkscope.models.adapters import DRAFT, layer_kinds
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, is_quantised, open_weights
 from sinkscope.models.checkpoints.config import check_vocabulary, parse_device, parse_dtype, read_config, read_tokenizer
 from sinkscope.models.checkpoints.locate import BUNDLED, locate
 from sinkscope.models.checkpoints.quiet import loading_errors, quiet
 from sinkscope.models.checkpoints.stream import LayerStore
 from sinkscope.models.inputs import tokenizer_of
-from sinkscope.models.target import Target, first_of_kinds
+from sinkscope.models.target import Target
 from sinkscope.opening.inference.find import adapter_of
 from sinkscope.opening.live import avoid_misreading, target_of
 from sinkscope.opening.load import load
@@ -162,7 +162,7 @@ def open_stream(
         target = replace(target, adapter=adapter_of(target))
         avoid_misreading(target)
         target.forward(
-            torch.zeros(1, 4, dtype=torch.long), last_layer=max(first_of_kinds(target))
+            torch.zeros(1, 4, dtype=torch.long), last_layer=max(layer_kinds(target.layers))
         )  # or it is loaded whole
     except (MemoryError, OSError, torch.OutOfMemoryError):
         raise

@@ -278,7 +278,7 @@ def attack(
         spike=chosen.name,
         clusters=clusters,
         searched=len(everyone),
-        n_heads=setup.n_heads if setup.target.has_attention(0) else 0,
+        n_heads=setup.n_heads if 0 in setup.target.attending else 0,
         length=length,
     )
     if not sequences or not clusters.heads:

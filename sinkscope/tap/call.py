@@ -16,12 +16,12 @@ import torch
 from einops import repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries, per_query_head
 from sinkscope.models.short_passes import relative_error
-from sinkscope.tap.internals import eager_attention, sdpa_attention_forward
-from sinkscope.tap.stock import Stock
+from sinkscope.tap.stock import Stock, eager_attention
 
 
 class ChunkWindow(int):
@@ -136,7 +136,7 @@ _MASKED_CHUNK = 1024  # queries at a time where a mask has to be built
 
 AttentionOutput = tuple[Tensor, Tensor | None]
 """What attention gives, `[batch query head d_value]`, and its rows if it has them."""
-VisibleRowObserver = Callable[[int, int, Tensor, Callable[[], Tensor]], None]
+VisibleRowObserver = Callable[[int, int, Tensor, Tensor], None]
 RowsFunction = Callable[[int, Tensor], None]
 """Called with the number of the first query and rows `[batch head query key]`."""
 
@@ -155,8 +155,6 @@ def check_recomputed(own: Stock, module: Any, query: Tensor, key: Tensor, value:
     Raises:
         UnsupportedError: It is not.
     """
-    if own.is_of_transformers:
-        return
     if own.agrees is None:
         query = query[:1, :, -1:]  # which sees every key, with a mask or without
         rows = attention_probs(query, key[:1], None, scaling=scaling)
@@ -193,6 +191,9 @@ class Attention:
             what is seen.
         settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
         own: What the model selects by itself.
+        scaling: Factor on the scores.
+        softcap: The soft cap of the model's own attention.
+        sinks: The learned sink logits of the model's own attention.
         needs_mask: Whether some handler needs rows under the mask.
         viewed: Says what is seen, by true positions, if a handler knows it; None if the only query sees every key, so
             that no mask is needed.
@@ -210,6 +211,9 @@ class Attention:
     mask: Any
     settings: dict[str, Any]
     own: Stock
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
     needs_mask: bool = False
     viewed: Callable[[Attention], View | None] | None = None
     mask_is_stale: bool = False
@@ -229,41 +233,9 @@ class Attention:
             return None
         return self.viewed(self)
 
-    @property
-    def scaling(self) -> float:
-        """Factor on the scores. What the model passes takes precedence: some models scale their queries (OPT)."""
-        scaling = self.settings.get("scaling")
-        if scaling is None:
-            scaling = getattr(self.module, "scaling", None)
-        if scaling is None:
-            scaling = self.query.shape[-1] ** -0.5
-        return float(scaling)
-
-    @property
-    def softcap(self) -> float | None:
-        """The soft cap of the model's own attention."""
-        return self._of_own("softcap")
-
-    @property
-    def sinks(self) -> Tensor | None:
-        """The learned sink logits of the model's own attention."""
-        return self._of_own("s_aux")
-
-    def _of_own(self, name: str) -> Any:
-        """A setting that eager attention follows; SDPA, if selected, drops it (or refuses to run)."""
-        value = self.settings.get(name)
-        if value is None or self.own.kind == "sdpa":
-            return None
-        return value
-
-    @property
-    def _needs_eager(self) -> bool:
-        """Whether the model's own attention does what SDPA does not."""
-        return self.softcap is not None or self.sinks is not None
-
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"] | None:
         """Return the keys that the model's mask shows to the last query in every head; None if there is no mask."""
-        if self.mask is None and not self._masks_itself:
+        if self.mask is None and "flash" not in self.own.kind:
             return None
         return shown(self.mask_of(slice(self.queries - 1, self.queries))).all(1, keepdim=True)
 
@@ -271,15 +243,9 @@ class Attention:
         """Return the keys that the model's mask shows to some of the queries in any head."""
         return shown(self.mask_of(part)).any(1, keepdim=True)
 
-    @property
-    def _masks_itself(self) -> bool:
-        """Whether the model's attention is told of padding alone, and knows by itself what is later or too far back."""
-        return (self.mask is not None and self.mask.ndim == 2) or "flash" in self.own.kind
-
     def mask_of(self, part: slice) -> Shaped[Tensor, "batch _ query key"]:
         """Return the model's mask, bool or additive, for some of the queries, whatever form its attention takes."""
-        keys = self.key.shape[2]
-        mask = self.mask
+        keys, mask = self.key.shape[2], self.mask
         if isinstance(mask, Tensor) and mask.ndim == 4:
             return mask[:, :, part, :keys]
         key = torch.arange(keys, device=self.key.device)
@@ -292,7 +258,7 @@ class Attention:
             return sees.expand(len(self.key), 1, -1, -1)
         sees = key <= first + query
         window = self.settings.get("sliding_window")
-        if self._masks_itself and window:
+        if window and (mask is not None or "flash" in self.own.kind):  # it is told of padding alone
             sees &= key > first + query - window
         sees = sees.expand(len(self.key), 1, -1, -1)
         if mask is None:
@@ -301,9 +267,6 @@ class Attention:
 
     def probs_function(self) -> Callable[[Tensor, Tensor, Tensor | None], Rows]:
         """Return `attention_probs` of any queries and keys of this layer under a mask, which does not hold these."""
-        settings = self.settings
-        if "softcap" not in settings and "s_aux" not in settings:  # as in most models, at every token
-            return partial(attention_probs, scaling=settings.get("scaling") or self.scaling)
         return partial(attention_probs, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
 
     def show(self, fn: RowsFunction, *, needs_mask: bool = False, first: int = 0, chunk: int | None = None) -> None:
@@ -321,10 +284,10 @@ class Attention:
         self._listeners.setdefault(rows, []).append(fn)
 
     def show_visible(self, observer: VisibleRowObserver, *, first: int, chunk: int) -> None:
-        """Show rows under the mask to `observer(layer, first_query, rows, visible)`; `visible()` gives seen keys."""
+        """Show rows under the mask to `observer(layer, first_query, rows, visible)`, with the keys that it shows."""
 
         def tell(begin: int, rows: Tensor) -> None:
-            observer(self.layer, begin, rows, lambda: self.visible(slice(begin, begin + rows.shape[2])))
+            observer(self.layer, begin, rows, self.visible(slice(begin, begin + rows.shape[2])))
 
         self.show(tell, needs_mask=True, first=first, chunk=chunk)
 
@@ -338,7 +301,7 @@ class Attention:
             return self.stock(None)[0]
         check_recomputed(self.own, self.module, self.query, self.key, self.value, self.scaling)
         # Only eager attention applies soft caps and learned sink logits; under SDPA the model runs without them.
-        is_eager = self._needs_eager or self.own.kind == "eager"
+        is_eager = self.softcap is not None or self.sinks is not None or self.own.kind == "eager"
         own = eager_attention(self.module) if is_eager else sdpa_attention_forward
         outputs = list[Tensor]()
         for start in range(0, self.queries, _MASKED_CHUNK):
@@ -381,7 +344,7 @@ class Attention:
                 return replaced
         if not self.needs_mask:
             return self.stock(self.mask)
-        if not self._needs_eager:
+        if self.softcap is None and self.sinks is None:
             return self._by(sdpa_attention_forward, self.query, self.mask)[0], None
         parts = self._parts(_RowRange(0, None, True))
         return torch.cat([self._weighted(self._rows(part, True)) for part in parts], 1), None
@@ -393,8 +356,10 @@ class Attention:
             batch, heads = self.query.shape[:2]
             cells = _CELLS.get(self.query.device.type, _CELLS_ELSEWHERE)
             chunk = min(_CHUNK, max(16, cells // (batch * heads * self.key.shape[2])))
-        starts = range(rows.first, self.queries, chunk)
-        return [slice(start, min(start + chunk, self.queries)) for start in starts]
+        parts = list[slice]()
+        for start in range(rows.first, self.queries, chunk):
+            parts.append(slice(start, min(start + chunk, self.queries)))
+        return parts
 
     def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> AttentionOutput:
         return own(self.module, query, self.key, self.value, mask, **self.settings)

@@ -1,12 +1,11 @@
-"""Everything non-public in transformers and torch that sinkscope uses, in one file."""
+"""What sinkscope uses of transformers and torch that is not public; of the attention that a model selects, `stock`."""
 
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,32 +13,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
 
 _BATCHING = "init_continuous_batching"
-
-
-def attention_name(config: Any) -> str:
-    """Return the name of the attention that modules with this configuration use."""
-    # Past the look-up of configurations, which takes a dozen times as long, because it is asked for at every token.
-    return str(object.__getattribute__(config, "_attn_implementation_internal"))
-
-
-def set_attention(config: Any, name: str) -> None:
-    """Make modules with this configuration use this attention; configurations inside it stay as they are."""
-    config._attn_implementation_internal = name  # the public setter changes the configurations inside as well
-
-
-def attention_functions() -> Mapping[str, Callable[..., Any]]:
-    """Return the attention functions that models look up by name, including replaced ones."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    return ALL_ATTENTION_FUNCTIONS
-
-
-def eager_attention(module: Any) -> Callable[..., Any]:
-    """Return the attention defined in the model's own file."""
-    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def without_hooks(model: nn.Module) -> nn.Module:

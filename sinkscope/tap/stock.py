@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from sinkscope.models.target import Target
-from sinkscope.tap.internals import attention_functions, attention_name, eager_attention, set_attention
 
 NAME = "sinkscope"
 """Name under which transformers knows the tap."""
 
 
-@dataclass
+def set_attention(config: Any, name: str) -> None:
+    """Make modules with this configuration use this attention; configurations inside it stay as they are."""
+    config._attn_implementation_internal = name  # the public setter changes the configurations inside as well
+
+
+def attention_name(config: Any) -> str:
+    """Return the name of the attention that modules with this configuration use."""
+    # Past the look-up of configurations, which takes a dozen times as long, because it is asked for at every token.
+    return str(object.__getattribute__(config, "_attn_implementation_internal"))
+
+
+def eager_attention(module: Any) -> Callable[..., Any]:
+    """Return the attention defined in the model's own file."""
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
 class Stock:
-    """The attention that a tapped configuration selects by itself.
+    """The attention that a configuration selects by itself; of one that was copied while it was tapped, eager.
 
     Attributes:
         name: Its name in the configuration.
@@ -25,31 +41,22 @@ class Stock:
         attention: What transformers calls by this name, which a user may have replaced; None: the function in the
             model's own file.
         times: How often the configuration is tapped.
-        agrees: Whether a function that is none of transformers' gives what sinkscope recomputes; None: not tried yet.
+        agrees: Whether it gives what sinkscope recomputes: a function of transformers does, which was compared when the
+            model was opened. None: it is the user's own, and not tried yet.
     """
 
-    name: str
-    kind: str
-    attention: Callable[..., Any] | None
-    times: int = 0
-    agrees: bool | None = None
-
-    @classmethod
-    def of(cls, config: Any) -> Stock:
-        """Return what a configuration selects now."""
-        name = attention_name(config)
-        kind = "eager" if name == NAME else name  # of a configuration that was copied while it was tapped
-        return cls(name, kind, attention_functions().get(kind))
+    def __init__(self, config: Any) -> None:
+        self.name = attention_name(config)
+        self.kind = "eager" if self.name == NAME else self.name
+        self.attention: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(self.kind)
+        self.times = 0
+        function = getattr(self.attention, "func", self.attention)  # of a partial one, as of a kernel
+        is_of_transformers = str(getattr(function, "__module__", "")).startswith("transformers.")
+        self.agrees = True if function is None or is_of_transformers else None
 
     def function(self, module: Any) -> Callable[..., Any]:
         """Return the attention function of a module."""
         return self.attention or eager_attention(module)
-
-    @property
-    def is_of_transformers(self) -> bool:
-        """Whether it is a function of transformers, which was compared when the model was opened."""
-        function = getattr(self.attention, "func", self.attention)  # of a partial one, as of a kernel
-        return function is None or str(getattr(function, "__module__", "")).startswith("transformers.")
 
 
 _LOCK = threading.Lock()
@@ -60,22 +67,7 @@ STOCK: dict[int, Stock] = {}
 
 def stock_of(config: Any) -> Stock:
     """Return what a configuration selects when it is not tapped."""
-    return STOCK.get(id(config)) or Stock.of(config)
-
-
-def configs_of(target: Target) -> list[Any]:
-    """Return every distinct configuration that the attention of the decoder, or what makes its mask, may read.
-
-    A vision or audio tower beside the decoder attends in its own way.
-    """
-    path = target.adapter.base.split(".")
-    around = [target.hf.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
-    configs: dict[int, Any] = {}
-    for module in [*around, *target.base.modules()]:
-        config = getattr(module, "config", None)
-        if hasattr(config, "model_type"):
-            configs[id(config)] = config
-    return list(configs.values())
+    return STOCK.get(id(config)) or Stock(config)
 
 
 @contextmanager
@@ -87,11 +79,11 @@ def switched(target: Target, name: str, before: dict[int, Stock]) -> Iterator[fr
         name: The attention.
         before: What the configurations select by themselves, by their ids, while they are switched.
     """
-    configs = configs_of(target)
+    configs = target.configs
     with _LOCK:
         for config in configs:
             if id(config) not in before:
-                before[id(config)] = Stock.of(config)
+                before[id(config)] = Stock(config)
             before[id(config)].times += 1
             set_attention(config, name)
     try:

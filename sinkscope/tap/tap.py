@@ -31,7 +31,7 @@ from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, on_output, without_compiler
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention, AttentionOutput, VisibleRowObserver, check_recomputed
-from sinkscope.tap.stock import NAME, STOCK, Stock, configs_of, eager, stock_of, switched
+from sinkscope.tap.stock import NAME, STOCK, Stock, eager, stock_of, switched
 
 
 @dataclass(eq=False)
@@ -81,7 +81,11 @@ def check_attention_recomputed(target: Target) -> None:
     Raises:
         UnsupportedError: It does.
     """
-    foreign = [stock for stock in map(stock_of, configs_of(target)) if not stock.is_of_transformers]
+    foreign = list[Stock]()
+    for config in target.configs:
+        stock = STOCK.get(id(config)) or Stock(config)
+        if stock.agrees is not True:
+            foreign.append(stock)
     if not foreign or not target.adapter.attention_interface or not target.attending:
         return
     layer = target.attending[0]
@@ -131,7 +135,7 @@ def _attend(
 ) -> AttentionOutput:
     """The attention function that transformers calls in every layer."""
     config = module.config
-    number, stock = id(config), STOCK.get(id(config)) or Stock.of(config)
+    number, stock = id(config), STOCK.get(id(config)) or Stock(config)
     listeners: list[Handler] = []
     idle, needs_mask = True, False
     for handler in HANDLERS.get():  # a plain loop: every layer comes here
@@ -155,6 +159,11 @@ def _attend(
     latest = _LATEST.get()
     is_repeated = latest is not None and latest() is query
     _LATEST.set(ref(query))
+    scaling, softcap, sinks = kwargs.get("scaling"), kwargs.get("softcap"), kwargs.get("s_aux")
+    if scaling is None:  # what the model passes takes precedence: some models scale their queries (OPT)
+        scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5
+    if stock.kind == "sdpa":  # it drops these, or refuses to run
+        softcap = sinks = None
     call = Attention(
         module,
         int(module.layer_idx),
@@ -164,6 +173,9 @@ def _attend(
         attention_mask,
         kwargs,
         stock,
+        float(scaling),
+        softcap,
+        sinks,
         needs_mask,
         is_repeated=is_repeated,
     )
@@ -240,8 +252,8 @@ def visible_rows(
 
     Args:
         target: The model.
-        observer: Called as `observer(layer, first_query, rows, visible)`; `visible()` gives `[batch 1 query key]`, what
-            the mask shows. Of a model that builds its matrices itself it is where some head has attention.
+        observer: Called as `observer(layer, first_query, rows, visible)`; `visible`, `[batch 1 query key]`, is what the
+            mask shows. Of a model that builds its matrices itself it is where some head has attention.
         layers: Layers to show. None shows all.
         rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
         begin: The first query whose row is shown.
@@ -250,6 +262,7 @@ def visible_rows(
     wanted = target.attending
     if layers is not None:
         wanted = [layer for layer in wanted if layer in layers]
+
     if target.processes > 1:
         observer = partial(_tell_whole, target, observer)
 
@@ -268,7 +281,7 @@ def visible_rows(
         def read(output: Any, layer: int = layer) -> None:
             rows = output if is_bridge else _returned_rows(target, layer, output)
             rows = rows[:, :, begin:]
-            observer(layer, begin, rows.float(), lambda: (rows > 0).any(1, keepdim=True))
+            observer(layer, begin, rows.float(), (rows > 0).any(1, keepdim=True))
 
         if is_bridge:
             module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
@@ -280,7 +293,7 @@ def visible_rows(
 
 
 def _tell_whole(
-    target: Target, observer: VisibleRowObserver, layer: int, first: int, rows: Tensor, visible: Callable[[], Tensor]
+    target: Target, observer: VisibleRowObserver, layer: int, first: int, rows: Tensor, visible: Tensor
 ) -> None:
     """Tell the rows of all heads where a process holds some of them."""
     observer(layer, first, target.whole_heads(rows, target.n_heads), visible)

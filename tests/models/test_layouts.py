@@ -89,7 +89,7 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
             continue
         sites = [(expert, 5) for expert in range(target.n_experts(layer))]
         edit = [(layer, *site) for site in sites]
-        if target.has_mlp(layer, None):
+        if "down" in target.paths[layer]:
             sites += [(None, 3), (None, 8)]
             edit += [(layer, 3), (layer, 8)]
         other = target_of(decoder(model_type))

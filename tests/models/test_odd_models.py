@@ -26,7 +26,7 @@ from transformers import (
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.opening.inference.find import sample_of
-from sinkscope.tap.internals import attention_name
+from sinkscope.tap.stock import attention_name
 
 
 @cache

@@ -55,7 +55,7 @@ def test_what_names_do_not_propose_is_refused_with_the_reason():
 def test_layers_of_several_kinds_have_parts_of_their_own():
     model = decoder("qwen3_next")
     target = target_of(model)
-    assert [target.has_attention(layer) for layer in range(4)] == [False, True, False, True]
+    assert target.attending == [1, 3]
     assert cache_layers(target) == [1, 3] and "cache policies and guards in 2 of 4 layers" in scope_line(target)
     assert target.sub(0, "attn") is model.model.layers[0].linear_attn
     assert target.sub(1, "attn") is model.model.layers[1].self_attn
@@ -110,6 +110,6 @@ def test_partly_quantised_models_are_proved():
         layer.mlp.down_proj = EightBits(layer.mlp.down_proj)
     model.is_quantized = True
     target = target_of(model)
-    assert [target.path(layer, "down") for layer in range(target.n_layers)] == ["mlp.down_proj"] * target.n_layers
+    assert {paths["down"] for paths in target.paths} == {"mlp.down_proj"}
     assert target.adapter.unproved == () and probe(target).problem is None
     assert w_out(target, 1, [3]).shape == (1, target.d_model)

@@ -231,7 +231,7 @@ def _dense_views(target: Target, layer: int) -> NeuronViews:
     names, count = ["up"], 1
     if adapter.fused_gate_up:
         count = 2
-    elif target.has_part(layer, "gate") or adapter.up is None:
+    elif "gate" in target.paths[layer] or adapter.up is None:
         names.append("gate")
     inputs, biases = [], []
     for name in names:
@@ -248,13 +248,13 @@ def _dense_views(target: Target, layer: int) -> NeuronViews:
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None):
     """Set what the neuron writes; after a norm, one dimension that it lets through and no other neuron writes."""
-    if not target.has_part(layer, "post_mlp_norm"):
+    if "post_mlp_norm" not in target.paths[layer]:
         down[NEURON] = written * 4 / column_factor(target, layer, expert)
         return
     down[:, 5] = 0
     for other in range(target.n_experts(layer)):
         expert_views(target.sub(layer, "experts"), other).down[:, 5] = 0
-    if target.has_shared(layer):
+    if target.is_mixture(layer) and "down" in target.paths[layer]:
         shared = target.sub(layer, "down")
         shared.weight[5] = 0
     down[NEURON] = 0
@@ -283,7 +283,7 @@ def _ids() -> Tensor:
 
 def _check_attention(report: TypeReport, target: Target):
     """Rows equal those that the model's own eager attention multiplies values with."""
-    layers = [layer for layer in range(target.n_layers) if target.has_attention(layer)]
+    layers = target.attending
     sites = [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
     rows = report.attempt("attention", lambda: ss.trace(target, _ids(), sites))
     if rows is None:

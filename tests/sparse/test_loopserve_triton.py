@@ -154,9 +154,9 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
     query = torch.empty(1, 2, 200, 16, device="meta")
     key = torch.empty(1, 1, 200, 16, device="meta")
     pos = torch.arange(200)[None]
-    module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))
+    module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation_internal="sdpa"))
     view = View(pos[None], pos)
-    prompt = Attention(module, 0, query, key, key, None, {}, Stock("sdpa", "sdpa", None), viewed=lambda _: view)
+    prompt = Attention(module, 0, query, key, key, None, {}, Stock(module.config), 0.25, viewed=lambda _: view)
     assert LoopServe(shortest=0).why_dense(prompt, view, None) == "on meta: only CPUs and CUDA do that"
 
 

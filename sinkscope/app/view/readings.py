@@ -46,7 +46,7 @@ class ModelSink:
     def open(cls: type[S], model: object = None, **options: Any) -> S:
         """Open a model as `Setup.open` does, whole, and measure its sink."""
         setup = Setup.open(model, **options, loading="whole")
-        setup.target.check_alone("view")
+        setup.target.shards.check_alone("view")
         context = setup.target.max_positions or COPIES + 1
         return cls(setup, sinks_of(setup), circuit.on(setup, max_repeats=min(COPIES, context - 1)))
 

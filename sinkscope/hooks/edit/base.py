@@ -424,9 +424,7 @@ class Intervention(ABC):
             SinkscopeError: The model has no such layer or neuron.
             UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
         """
-        target = target_of(model)
-        target.check_loaded()
-        return Run(target, self.parts)
+        return Run(target_of(model), self.parts)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal, cast
@@ -29,7 +29,6 @@ from sinkscope.hooks.edit.sites import (
     site_of,
 )
 from sinkscope.hooks.trace import resolve
-from sinkscope.models.hooks import device_copies
 from sinkscope.models.inputs import check_site
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Head, Neuron
@@ -259,14 +258,14 @@ class Add(PlacedEdit):
         object.__setattr__(self, "vector", vector.float())
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
-    def hook_points(self, target: Target) -> list[tuple[HookPoint, Callable[[Tensor], Tensor]]]:
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, Tensor]]:
         """Return the modules whose input or output the sites are, each with what is added there."""
         sites = resolve(target, self.site)
         if len(self.vector) != target.d_model:
             raise SinkscopeError(
                 f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}"
             )
-        points: list[tuple[HookPoint, Callable[[Tensor], Tensor]]] = []
+        points: list[tuple[HookPoint, Tensor]] = []
         for site in sites:
             if site.name.rpartition(".")[2] not in _WHERE:
                 raise SinkscopeError(
@@ -275,11 +274,12 @@ class Add(PlacedEdit):
             if site.name == "hook_embed":  # a model may multiply or normalise what its embedding gives
                 (site,) = resolve(target, "blocks.0.hook_resid_pre")
             assert site.module is not None  # only attention rows have none
-            added = device_copies(self.scale / site.factor * self.vector)  # what the module gives is multiplied before
+            # Divided, because what the module gives is multiplied before it is added.
+            added = (self.scale / site.factor * self.vector).to(target.device)
             points.append((HookPoint(site.module, site.when), added))
         return points
 
     def edited(self, values: Values) -> Tensor:
         """Return the values with the vector added at the chosen positions."""
         chosen = chosen_positions(values.index, self.positions)
-        return torch.where(chosen[..., None], values.old + values.of(values.index).to(values.old), values.old)
+        return torch.where(chosen[..., None], values.old + values.of.to(values.old), values.old)

@@ -116,7 +116,7 @@ class Quantize(PlacedEdit):
                         f"of their projections are not seen: add {layer} to layers, or round keys and values only "
                         "(kv=8)"
                     )
-                down = target.sub(layer, "down") if target.has_part(layer, "down") else None
+                down = target.sub(layer, "down") if "down" in target.paths[layer] else None
                 down = getattr(down, "original_component", down)  # also below a bridge's wrapper
                 for module in block.modules():
                     if isinstance(module, nn.Linear | Conv1D):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import layer_kind, stack_of
+from sinkscope.models.adapters import layer_kinds, stack_of
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_unexpected, note_further_layers
 from sinkscope.models.checkpoints.config import check_finite, new_model
 from sinkscope.models.checkpoints.quiet import quiet
@@ -140,7 +140,7 @@ class LayerStore:
         alone = f"{self._path}.0"
         with torch.device("meta"):
             made = self._base_class(single).get_submodule(alone)
-        if layer_kind(made) != layer_kind(self._layers[index]):
+        if layer_kinds([made, self._layers[index]]) != [0, 0]:
             raise UnsupportedError(
                 f"layer {index} of {self.source.name} alone is of another kind than in the whole model; load it whole "
                 "with sinkscope.load(...)"

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import DRAFT, Adapter, Found, row_of, shown_row, stack_of
+from sinkscope.models.adapters import DRAFT, Adapter, Found, layer_kinds, row_of, shown_row, stack_of
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth, new_model
 from sinkscope.models.short_passes import token_ids
-from sinkscope.models.target import Target, first_of_kinds, layer_kinds
+from sinkscope.models.target import Target
 from sinkscope.opening.inference.proof import probe
 from sinkscope.opening.inference.propose import propose
 from sinkscope.tap.internals import without_hooks
@@ -86,10 +86,10 @@ def _inferred(target: Target, proves: bool, every_layer: bool) -> Found:
             target = replace(target, model=twin, hf=twin)
     with evaluating(target.hf):
         adapter = propose(target.hf, row)
-        numbers = layer_kinds(Target(hf, hf, "hf", adapter))
+        numbers = layer_kinds(hf.get_submodule(adapter.layers).children())
         adapter = replace(adapter, rows=tuple(adapter.rows[number] for number in numbers if adapter.rows))
         target = replace(target, adapter=adapter)
-        firsts = layer_kinds(target)  # of the sample, which may have fewer kinds of layers than a quantised model
+        firsts = layer_kinds(target.layers)  # of the sample, which may have fewer kinds than a quantised model
         report = probe(target, every_layer=every_layer)
     if report.problem is not None and (every_layer or (proves and row is None)):
         raise _refusal(target, report.problem)
@@ -105,8 +105,7 @@ def _inferred(target: Target, proves: bool, every_layer: bool) -> Found:
 
 def _is_elsewhere(target: Target) -> bool:
     """Whether weights are in other processes, or are brought for each call, but not read layer by layer."""
-    has_meta = target.resident and any(parameter.is_meta for parameter in target.hf.parameters())
-    return has_meta or target.processes > 1
+    return target.is_offloaded or target.processes > 1
 
 
 def _is_wrapped(target: Target) -> bool:
@@ -174,7 +173,7 @@ def sample_of(hf: Any) -> Any:
     config = copy.deepcopy(hf.config)
     config.distributed_config = None  # it is whole in every process
     text = config.get_text_config()
-    kinds = first_of_kinds(Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf))))
+    kinds = layer_kinds(hf.get_submodule(stack_of(hf)).children())
     cut_depth(text, max(*kinds, 1) + 1)  # at least two
     text.vocab_size, text.pad_token_id = _TOKENS, 0
     with torch.random.fork_rng(devices=[]):

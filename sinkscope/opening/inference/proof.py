@@ -17,15 +17,15 @@ from einops import rearrange
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.adapters import PATHS
+from sinkscope.models.adapters import PATHS, layer_kinds
 from sinkscope.models.checkpoints.config import first_line
 from sinkscope.models.grouped_heads import head_projection, per_query_head
 from sinkscope.models.hooks import Hook, on_input, on_output
 from sinkscope.models.short_passes import relative_error, token_ids
-from sinkscope.models.target import Target, first_of_kinds
+from sinkscope.models.target import Target
 from sinkscope.opening.inference.sums import layer_sums
 from sinkscope.tap.call import Attention
-from sinkscope.tap.stock import configs_of, eager
+from sinkscope.tap.stock import eager
 from sinkscope.tap.tap import attention_rows, listening
 
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
@@ -74,7 +74,8 @@ def probe(target: Target, *, every_layer: bool = True) -> ProbeReport:
     report = ProbeReport()
     try:
         _check_paths(target)
-        proved = layer_sums(target, list(range(target.n_layers)) if every_layer else first_of_kinds(target))
+        kinds = range(target.n_layers) if every_layer else layer_kinds(target.layers)
+        proved = layer_sums(target, sorted({*kinds}))
         report.unproved = {sums.layer: sums.problems for sums in proved}
         for sums in proved:
             if not all(error <= tolerance for error in sums.edits.errors):  # "not <=", so that NaN is wrong as well
@@ -99,7 +100,7 @@ def _check_paths(target: Target) -> None:
     for name in PATHS:
         path = getattr(adapter, name)
         is_optional = path is None or (adapter.experts is not None and name in ("down", "up", "gate"))
-        if not is_optional and not any(target.has_part(layer, name) for layer in range(target.n_layers)):
+        if not is_optional and not any(name in paths for paths in target.paths):
             raise UnsupportedError(f"the adapter names a module that is not there ({path!r} in no layer)")
 
 
@@ -130,7 +131,7 @@ def attention_error(target: Target) -> float:
         if adapter.learned_sinks or not adapter.attention_interface:
             hooks += target.part_hooks(layer, "o", "pre", on_input(partial(heads.__setitem__, layer)))
         part = "v"
-        if adapter.qkv_layout is not None and not target.has_part(layer, part):
+        if adapter.qkv_layout is not None and part not in target.paths[layer]:
             part = "fused_qkv"
         projected += target.part_hooks(layer, part, "post", on_output(partial(keep_projected, layer)))
     ids = token_ids(target, _LONG)
@@ -167,7 +168,7 @@ def attention_error(target: Target) -> float:
 @contextmanager
 def _narrowed(target: Target) -> Iterator[None]:
     """Context manager in which every window, chunk and choice of keys is small, so that few tokens go beyond it."""
-    owners: list[Any] = configs_of(target)
+    owners: list[Any] = [*target.configs]
     for layer in target.layers:
         owners += layer.modules()
     with ExitStack() as stack:

@@ -19,12 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import DRAFT, PATHS, Adapter, Found, NotInferredError, not_inferred, stack_of
+from sinkscope.models.adapters import (
+    DRAFT,
+    PATHS,
+    Adapter,
+    Found,
+    NotInferredError,
+    layer_kinds,
+    not_inferred,
+    stack_of,
+)
 from sinkscope.models.checkpoints.config import first_line
 from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import Hook, on_input, parameters_of
 from sinkscope.models.short_passes import begins_at, token_ids
-from sinkscope.models.target import Target, first_of_kinds, layer_kinds
+from sinkscope.models.target import Target
 from sinkscope.models.weights import input_width, is_transposed
 from sinkscope.opening.inference.sums import LayerSums, layer_sums
 from sinkscope.tap.call import Attention
@@ -125,7 +134,7 @@ def _proposed(target: Target, row: Adapter | None = None) -> Found:
     if not calls:
         raise NotInferredError("no softmax attention was found in its layers, or none of one layer alone")
     kinds = dict[int, Fields]()
-    for layer in first_of_kinds(target):
+    for layer in sorted({*layer_kinds(target.layers)}):
         kinds[layer] = _fields(target, layer, calls.get(layer), row)
     return _common_adapter(target, kinds)
 
@@ -154,7 +163,7 @@ def _common_adapter(target: Target, kinds: dict[int, Fields]) -> Found:
         paths: dict[str, Any] = {name: fields.get(name) for name in PATHS}
         rows[number] = Adapter(target.adapter.model_type, target.adapter.layers, **paths)
     if len(kinds) > 1:
-        settings["rows"] = tuple(rows[number] for number in layer_kinds(target))
+        settings["rows"] = tuple(rows[number] for number in layer_kinds(target.layers))
     layer = max(*kinds, 1)  # one of another kind than the first may read what that has kept
     settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
     return replace(target.adapter, **settings)
@@ -162,7 +171,7 @@ def _common_adapter(target: Target, kinds: dict[int, Fields]) -> Found:
 
 def _attention(target: Target) -> dict[int, Attending]:
     """What attends in the first layer of each kind, by layer."""
-    layers, calls, ran = first_of_kinds(target), dict[int, Attending](), set[int]()
+    layers, calls, ran = sorted({*layer_kinds(target.layers)}), dict[int, Attending](), set[int]()
 
     def see(call: Attention) -> None:
         if call.layer in calls and not call.is_repeated:
@@ -242,7 +251,7 @@ def _sums_of(target: Target, layer: int, fields: Fields) -> LayerSums:
 def base_path(model: Any, stack: str) -> str:
     """Return the path of the innermost module around the layers that takes token ids."""
     base = stack
-    while base and "input_ids" not in parameters_of(model.get_submodule(base)):
+    while base and "input_ids" not in parameters_of(type(model.get_submodule(base))):
         base = base.rpartition(".")[0]
     return base
 

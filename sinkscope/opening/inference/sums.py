@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from sinkscope.models.experts import experts_of
 from sinkscope.models.grouped_heads import head_projection
-from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
 from sinkscope.models.neurons import column_factor, typical_neuron, w_out
 from sinkscope.models.short_passes import relative_error, token_ids
 from sinkscope.models.target import Target
@@ -75,9 +75,9 @@ class PassRecorder:
             return rearrange(tensor, "(row pos) width -> row pos width", row=PASS_ROWS)
         return rearrange(tensor, "row pos ... -> row pos (...)")
 
-    def keep(self, output: Any) -> None:
+    def keep(self, output: Tensor) -> None:
         """Keep a copy of what passes; some models add to it in place."""
-        self.rows = self.by_row(first_tensor(output).detach()).float().clone()
+        self.rows = self.by_row(output.detach()).float().clone()
 
     def edited(self, edit: Callable[[Tensor], None]) -> Callable[[Tensor], Tensor]:
         """Return a function that keeps what passes, after `edit` has changed its rows."""
@@ -123,7 +123,7 @@ class MlpEdits:
         self.is_mixture = target.is_mixture(layer)
         self.post, self.experts, self.mlp, self.up, self.shared_gate = (PassRecorder() for _ in range(5))
         neuron: int | None = 0
-        if target.has_part(layer, "down"):
+        if "down" in target.paths[layer]:
             neuron = typical_neuron(target, layer)
         self.is_silent = neuron is None or not target.has_neurons(layer)
         self.neuron = neuron or 0
@@ -140,7 +140,7 @@ class MlpEdits:
             hooks += on_part("experts", "post", self._recompute, turned)
         else:
             hooks += on_part("up", "post", on_hidden(self.up.edited(self._scale_up)))
-        hooks += on_part("shared_gate", "post", on_output(self.shared_gate.keep))
+        hooks += on_part("shared_gate", "post", on_hidden(self.shared_gate.keep))
         return hooks + target.on_mlp(layer, self.mlp.keep)
 
     def finish(self) -> None:
@@ -263,21 +263,21 @@ class LayerSums:
         hooks: list[Hook] = [(target.layers[layer], "pre", on_input(self.pre.edited(self._replace_entering)))]
         for which in _TURNED:
             part = which
-            if adapter.qkv_layout is not None and not target.has_part(layer, which):
+            if adapter.qkv_layout is not None and which not in target.paths[layer]:
                 part = "fused_qkv"
             hooks += on_part(part, "post", on_hidden(partial(self._turn, which)))
         hooks += on_part("o", "pre", on_input(self.heads.keep))
-        hooks += on_part("o", "post", on_output(self.projected.keep))
+        hooks += on_part("o", "post", on_hidden(self.projected.keep))
         replaced = on_hidden(self.attn.edited(partial(self._replace, rows=1)))
-        writer = "attn_out" if target.has_part(layer, "attn_out") else "attn"
-        hooks += on_part(writer, "post", on_output(self.own_attn.keep), replaced)
+        writer = "attn_out" if "attn_out" in target.paths[layer] else "attn"
+        hooks += on_part(writer, "post", on_hidden(self.own_attn.keep), replaced)
         hooks += self.edits.hooks()
         replaced = on_hidden(self._replace_mlp)
         behind = on_part("post_mlp_norm", "post", replaced)
         if target.has_neurons(layer):
             hooks += behind or [(writer, "post", replaced) for writer in target.mlp_writers(layer)]
         hooks += on_part("mid", "pre", on_input(self.mid.keep))
-        return [*hooks, (target.layers[layer], "post", on_output(self._finish))]
+        return [*hooks, (target.layers[layer], "post", on_hidden(self._finish))]
 
     def _replace(self, given: RowValues, rows: int) -> None:
         """Put random numbers in the place of what passes, of each row or the same ones of all."""
@@ -372,7 +372,7 @@ class LayerSums:
 
     # -- sums ----------------------------------------------------------------------------------------------------------
 
-    def _finish(self, output: Any) -> None:
+    def _finish(self, output: Tensor) -> None:
         """Compare at the end of the layer."""
         post = PassRecorder()
         post.keep(output)

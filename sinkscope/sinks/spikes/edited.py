@@ -113,7 +113,7 @@ class EditedTexts:
             states = hidden.reshape(*place.shape, -1)[place.to(hidden.device)].float().cpu()
             effects.projection[:] = self.spike.along(states).reshape(effects.projection.shape)
 
-        def attend(layer: int, _first: int, probs: Tensor, visible: Callable[[], Tensor]) -> None:
+        def attend(layer: int, _first: int, probs: Tensor, visible: Tensor) -> None:
             given, seen = given_later(probs, visible)
             received = to_place(given.cpu(), seen, place[:, None])
             received = rearrange(received, "(edit text) head -> edit head text", text=texts)

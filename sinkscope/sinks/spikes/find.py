@@ -140,7 +140,7 @@ def fields_of(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit: i
     first = at_first(survey)
     heads: list[tuple[float | None, ...]] = []
     for layer, given in enumerate(survey.received(first).mean(-1)):
-        heads.append(tuple(given.tolist()) if target.has_attention(layer) else (None,) * target.n_heads)
+        heads.append(tuple(given.tolist()) if layer in target.attending else (None,) * target.n_heads)
     readers = readers_of(survey, "the first token", first)
     if spikes and spikes[0].result.heads:
         readers = readers_of(survey, spikes[0].place.words, spikes[0].place.mask)

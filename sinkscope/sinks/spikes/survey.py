@@ -193,7 +193,7 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
                 "try --dtype float32, and check the checkpoint"
             )
 
-    def attend(layer: int, _first: int, probs: Tensor, visible: Callable[[], Tensor]) -> None:
+    def attend(layer: int, _first: int, probs: Tensor, visible: Tensor) -> None:
         given, seen = given_later(probs, visible)
         if bool(seen.any()):
             survey.seen[layer] = seen
@@ -223,7 +223,7 @@ def _of_mlp(target: Target, layer: int, calls: list[Any], take: Callable[[Tensor
     """Hooks by which `take` gets what the MLP of a layer adds, or `calls` the layer's calls where it does more."""
     if not target.adapter.adds:
         return [keep_call(target, layer, calls)]
-    if target.has_part(layer, "post_mlp_norm"):
+    if "post_mlp_norm" in target.paths[layer]:
         return target.part_hooks(layer, "post_mlp_norm", "post", on_hidden(take))
     return target.on_mlp(layer, take)
 
@@ -233,15 +233,15 @@ def _keep(where: Tensor, values: Tensor) -> None:
 
 
 def given_later(
-    probs: Float[Tensor, "row head query key"], visible: Callable[[], Bool[Tensor, "row _ query key"]]
+    probs: Float[Tensor, "row head query key"], visible: Bool[Tensor, "row _ query key"]
 ) -> tuple[Float[Tensor, "row head key"], Int[Tensor, " key"]]:
     """Return what later queries give to each position, and how many see it; 0 where a window is too narrow.
 
     Args:
         probs: Attention of texts without padding, all queries.
-        visible: Gives what the mask shows.
+        visible: What the mask shows.
     """
-    sees = visible()[0, 0].tril(-1)
+    sees = visible[0, 0].tril(-1)
     if not bool(sees[-1, 0]) and int(sees[-1].sum()) + 1 < NARROWEST:
         sees = torch.zeros_like(sees)
     return (probs * sees.to(probs.device)).sum(2), sees.sum(0).cpu()

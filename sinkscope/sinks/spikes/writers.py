@@ -178,7 +178,7 @@ def _written(
         added: What the MLP adds, after the norm.
     """
     post, onto, scale = view.post, direction.to(view.post.device), torch.ones(len(added), 1)
-    if target.has_part(view.layer, "post_mlp_norm"):
+    if "post_mlp_norm" in target.paths[view.layer]:
         gain = gain_of(target, target.sub(view.layer, "post_mlp_norm")).to(post.device)
         onto, raw = onto * gain, (view.mlp.to(post.device) * gain).cpu()
         scale = ((raw * added).sum(-1) / raw.square().sum(-1).clamp(min=1e-30))[:, None]
@@ -193,7 +193,7 @@ def _written(
 
 def mixer_of(target: Target, layer: int) -> Any:
     """Return the module of a layer that is neither a norm nor a part of its MLP; None if there is none."""
-    paths = [target.path(layer, part) for part in ("mlp", "down", "experts")]
+    paths = [target.paths[layer].get(part) for part in ("mlp", "down", "experts")]
     of_mlp = {path.split(".")[0] for path in paths if path}
     for name, module in target.layers[layer].named_children():
         if name not in of_mlp and any(parameter.dim() > 1 for parameter in module.parameters()):
@@ -205,7 +205,7 @@ def components(target: Target, last_layer: int) -> list[Component]:
     """Return what writes into the residual stream up to a layer: the embedding, then attention (or mixers) and MLPs."""
     parts = [Component("token embedding")]
     for layer in range(last_layer + 1):
-        if target.has_attention(layer):
+        if layer in target.attending:
             parts.append(Component("attention", layer))
         elif mixer_of(target, layer) is not None:
             parts.append(Component("mixer", layer))
@@ -228,7 +228,7 @@ def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
 def writing_modules(target: Target, component: Component, layer: int) -> list[Any]:
     """Return the modules whose outputs are what a component adds to the residual stream, after a norm behind it."""
     match component.kind:
-        case "attention" if target.has_part(layer, "attn_out"):
+        case "attention" if "attn_out" in target.paths[layer]:
             return [target.sub(layer, "attn_out")]
         case "attention":
             module = target.sub(layer, "attn")
@@ -238,7 +238,7 @@ def writing_modules(target: Target, component: Component, layer: int) -> list[An
             return [module]
         case "mixer":
             return [mixer_of(target, layer)]
-        case "mlp" if target.has_part(layer, "post_mlp_norm"):
+        case "mlp" if "post_mlp_norm" in target.paths[layer]:
             return [target.sub(layer, "post_mlp_norm")]
         case _:
             return target.mlp_writers(layer)
