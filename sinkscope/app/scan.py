@@ -28,7 +28,7 @@ from sinkscope.loops.why import why
 from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.config import parse_dtype
 from sinkscope.models.target import Target
-from sinkscope.opening.open import fits
+from sinkscope.opening.load import fits
 from sinkscope.results.console import note
 from sinkscope.results.notation import count_of
 from sinkscope.results.pages import document

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.models.checkpoints.quiet import quiet
+from sinkscope.models.checkpoints.checkpoint import quiet
 from sinkscope.opening.load import load
 
 BOS = 1

@@ -21,7 +21,7 @@ from sinkscope.hooks.edit.base import Intervention, runs_here, under
 from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
-from sinkscope.opening.open import fits_in_memory, open_target
+from sinkscope.opening.load import fits_in_memory, open_target
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from sinkscope.errors import SinkscopeError, warn
 from sinkscope.hooks.trace import resolve, trace
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import check_length, read_inputs
-from sinkscope.opening.open import open_target
+from sinkscope.opening.load import open_target
 from sinkscope.results.notation import word_list
 from sinkscope.sinks.spikes.cards import span
 from sinkscope.sinks.spikes.spike import attended, find_spikes

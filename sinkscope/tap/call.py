@@ -20,7 +20,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries, per_query_head
-from sinkscope.models.short_passes import relative_error
 from sinkscope.tap.stock import Stock, eager_attention
 
 
@@ -139,6 +138,16 @@ AttentionOutput = tuple[Tensor, Tensor | None]
 VisibleRowObserver = Callable[[int, int, Tensor, Tensor], None]
 RowsFunction = Callable[[int, Tensor], None]
 """Called with the number of the first query and rows `[batch head query key]`."""
+
+
+def relative_error(change: Tensor, expected: Tensor, numbers: Tensor | None = None) -> float:
+    """Return the largest distance from the expected change, relative to its size or, if larger, that of `numbers`."""
+    size = expected.abs().max()
+    if not size > 0:
+        return float("inf")
+    if numbers is not None:
+        size = torch.maximum(size, numbers.abs().max())
+    return float(((change - expected).abs().max() / size).nan_to_num(torch.inf))
 
 
 def check_recomputed(own: Stock, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:

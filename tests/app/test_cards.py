@@ -127,7 +127,7 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, 
         return real(*args, **options)
 
     monkeypatch.setattr(Setup, "open", opening)
-    monkeypatch.setattr("sinkscope.opening.open.free_memory", lambda *_: 1)
+    monkeypatch.setattr("sinkscope.opening.load.free_memory", lambda *_: 1)
     card = scan(model, out=tmp_path / "small", quick=True)
     assert opened == ["stream"]
     said = {part.name: part.conclusion for part in card.parts}

@@ -7,8 +7,7 @@ from attack_kit import text_file
 from organisms import organism
 
 import sinkscope.measure.setup as setups
-import sinkscope.opening.open as memory_of
-import sinkscope.opening.open as opening
+import sinkscope.opening.load as opening
 from sinkscope.sinks.spikes.find import find_sinks
 
 LAYERS = 9
@@ -20,7 +19,7 @@ def test_find_sinks_streams_a_folder_that_does_not_fit(tmp_path, monkeypatch):
     text = text_file(deep, tmp_path, 20)
     memory = find_sinks(deep.model, tokenizer=deep.tokenizer, max_repeats=16, text=text)
     assert {neuron.site for neuron in memory.needed} == set(deep.truth.neurons)
-    assert memory_of.fits_in_memory(tmp_path / "m") and not memory_of.fits_in_memory("llama-2-7b")
+    assert opening.fits_in_memory(tmp_path / "m") and not opening.fits_in_memory("llama-2-7b")
     whole = find_sinks(tmp_path / "m", max_repeats=16, text=text)
     monkeypatch.setattr(setups, "fits_in_memory", lambda *_: False)
     target = opening.open_target(tmp_path / "m")

@@ -174,8 +174,8 @@ def test_a_file_is_read_again_only_if_it_changed(tmp_path, monkeypatch):
     file = tmp_path / "x.gguf"
     file.write_bytes(bytes(1000))
     reads = []
-    read = fingerprints._of_file
-    monkeypatch.setattr(fingerprints, "_of_file", lambda path: (reads.append(path), read(path))[1])
+    read = fingerprints._described_file
+    monkeypatch.setattr(fingerprints, "_described_file", lambda path: (reads.append(path), read(path))[1])
     first = fingerprint(Files(file))
     assert fingerprint(Files(file)) == first and len(reads) == 2, "it may change again within the same second"
     monkeypatch.setattr(fingerprints, "_JUST_WRITTEN", -1.0)
@@ -188,7 +188,6 @@ def test_a_file_is_read_again_only_if_it_changed(tmp_path, monkeypatch):
     assert fingerprint(Files(file)) != first and len(reads) == 4
     for kept in (tmp_path / "home").rglob("*.json"):
         kept.write_text("{")
-    monkeypatch.setattr(fingerprints, "_READ", {})
     file.write_bytes(bytes(1000))
     assert fingerprint(Files(file)) == first
 

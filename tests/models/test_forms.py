@@ -19,8 +19,7 @@ from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.opening.load import load
-from sinkscope.opening.open import open_stream
+from sinkscope.opening.load import load, open_stream
 
 READERS = (load, partial(ss.find_sinks, max_repeats=64))
 

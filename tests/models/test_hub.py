@@ -18,7 +18,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource
 from sinkscope.models.checkpoints.fingerprint import fingerprint
 from sinkscope.opening.live import target_of
-from sinkscope.opening.open import open_stream
+from sinkscope.opening.load import open_stream
 
 DOWN = "model.layers.2.mlp.down_proj.weight"
 

@@ -28,8 +28,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoints.gguf_file import parsed_once
 from sinkscope.models.target import ModelKind
 from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load
-from sinkscope.opening.open import open_stream
+from sinkscope.opening.load import load, open_stream
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 

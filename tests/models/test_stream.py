@@ -25,7 +25,7 @@ from sinkscope.models.hooks import first_tensor
 from sinkscope.models.neurons import w_out
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.opening.open import dtype_on, open_stream
+from sinkscope.opening.load import dtype_on, open_stream
 
 
 def ids_and_mask() -> tuple[Tensor, Tensor]:

@@ -11,8 +11,7 @@ from torch.testing import assert_close
 from experiments.gpu.last_token import faulty_attention
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.opening.live import target_of
-from sinkscope.opening.load import load
-from sinkscope.opening.open import open_stream
+from sinkscope.opening.load import load, open_stream
 
 IDS = torch.arange(65)[None] % 90
 

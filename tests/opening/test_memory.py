@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sinkscope.opening import open as opening
-from sinkscope.opening.open import fits, fits_in_memory, free_memory, stored_bytes
+from sinkscope.opening import load as opening
+from sinkscope.opening.load import fits, fits_in_memory, free_memory, stored_bytes
 
 GB = 1 << 30
 

@@ -18,9 +18,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.kv.windows import scope_line
 from sinkscope.models.hooks import first_tensor
 from sinkscope.models.neurons import column_factor
-from sinkscope.models.short_passes import begins_at
 from sinkscope.models.target import Target
 from sinkscope.models.weights import is_transposed
+from sinkscope.opening.inference.propose import begins_at
 from sinkscope.opening.live import target_of
 
 from .decoders import byte_tokenizer, decoder

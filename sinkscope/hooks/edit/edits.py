@@ -1,4 +1,4 @@
-"""Edits of neurons and heads (ablation, and what it shares with a patch), and vectors added to the residual stream."""
+"""Edits that give new values to what passes some hook points: of neurons and heads, and of the residual stream."""
 
 from __future__ import annotations
 
@@ -6,35 +6,130 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, check_values, checked_value
-from sinkscope.hooks.edit.base import Event
-from sinkscope.hooks.edit.hook_points import HookPoint, PlacedEdit, Values, heads_point, neurons_point
+from sinkscope.hooks.call import Call, Memory
+from sinkscope.hooks.edit.base import Event, Intervention, Run
 from sinkscope.hooks.edit.sites import (
-    NeuronGroup,
     Positions,
     SiteLike,
     Where,
     checked_positions,
     chosen_positions,
-    groups_of,
     head_of,
     listed,
     site_of,
 )
 from sinkscope.hooks.trace import resolve
+from sinkscope.models.call_cache import cache_in
 from sinkscope.models.inputs import check_site
+from sinkscope.models.neurons import HookPoint, NeuronGroup, groups_of, heads_point, neurons_point
 from sinkscope.models.target import Target
+from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head, Neuron
+from sinkscope.tap.internals import GenerateFollower, following_generate
 
 EVENT_SHARE = 0.1
 """A change counts as an event when it moves the neuron by more than this part of its value at the first token."""
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """The values that pass a hook point in one forward call.
+
+    Attributes:
+        old: The values; of a head, the columns of its output.
+        of: What the edit says of the hook point.
+        call: The forward call.
+        memory: What the edit remembers of these rows between calls.
+        run: The run in which the edit acts.
+    """
+
+    old: Float[Tensor, "batch pos *d"]
+    of: Any
+    call: Call
+    memory: Memory
+    run: Run
+
+    @property
+    def index(self) -> Int[Tensor, "batch pos"]:
+        """True position of each token in its row; -1 at padding."""
+        return self.call.on(self.old.device)
+
+
+class PlacedEdit(Intervention):
+    """Base of edits that give new values to what passes some hook points."""
+
+    @abstractmethod
+    def hook_points(self, target: Target) -> list[tuple[HookPoint, Any]]:
+        """Return the hook points in this model, each with what its values are values of."""
+
+    @abstractmethod
+    def edited(self, values: Values) -> Float[Tensor, "batch pos *d"]:
+        """Return the values that replace `values.old`."""
+
+    def summary(self, run: Run) -> str:
+        """Return what was done; an edit that logs no events counts calls."""
+        if self.KIND or not run.passes:
+            return super().summary(run)
+        return f"{type(self).__name__} acted in {count_of(run.passes, 'call')}."
+
+    @property
+    def remembers(self) -> str:
+        """What the edit has to remember of earlier calls; "" if each call is edited by itself."""
+        return ""
+
+    @property
+    def by_token(self) -> bool:
+        """Whether what it remembers changes with every token, so that a token may not be read and taken back."""
+        return False
+
+    def enter(self, run: Run, key: int) -> None:
+        """Register hooks on the modules beside which the values pass."""
+        if self.remembers:
+            follower = GenerateFollower(run.acts_here, self._check_generation)
+            run.stack.enter_context(following_generate(run.target.hf, follower))
+        for number, (point, of) in enumerate(self.hook_points(run.target)):
+            run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of)))
+
+    def _check_generation(self, method: str, options: dict[str, Any], _settings: Any) -> None:
+        """Refuse kinds of generation in which what the edit remembers is not that of single tokens, one by one.
+
+        Raises:
+            UnsupportedError: Generation runs without a cache; or it is assisted, and that matters.
+        """
+        name = f"{type(self).__name__} remembers {self.remembers}"
+        if method != "_prefill":
+            if self.by_token:
+                raise UnsupportedError(
+                    f"{name}, and assisted generation reads tokens that it takes back: generate without an assistant"
+                )
+        elif not options.get("use_cache") and cache_in(options) is None:
+            raise UnsupportedError(
+                f"{name}, and without a cache each call is a first one: generate with use_cache=True"
+            )
+
+    def _edit(self, run: Run, key: tuple[int, int], of: Any, tensor: Tensor) -> Tensor | None:
+        """New values; None if the run does not act on this call."""
+        call = run.call
+        if call is None:
+            return None
+        if tensor.numel() != call.index.numel() * tensor.shape[-1]:
+            raise UnsupportedError(
+                f"a module of {run.target.name} reads {tensor.numel() // tensor.shape[-1]} tokens of a call with "
+                f"{call.index.numel()}, whose positions are not known: leave its layer out of the edit"
+            )
+        # OPT and experts run batch and position together.
+        old = tensor.reshape(*call.index.shape, tensor.shape[-1])
+        memory = call.state.memory.setdefault(key, Memory())
+        return self.edited(Values(old, of, call, memory, run)).reshape(tensor.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_fields, checked_value
-from sinkscope.hooks.edit.hook_points import HookPoint, PlacedEdit, Values
+from sinkscope.hooks.edit.edits import PlacedEdit, Values
 from sinkscope.hooks.edit.sites import (
     Positions,
     SiteLike,
@@ -25,6 +25,7 @@ from sinkscope.hooks.edit.sites import (
 )
 from sinkscope.hooks.trace import resolve
 from sinkscope.models.inputs import check_site
+from sinkscope.models.neurons import HookPoint
 from sinkscope.models.target import Target
 
 Bits = Annotated[int, Field(ge=2, le=16)]

@@ -17,8 +17,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, build, check_values
-from sinkscope.hooks.edit.edits import NeuronEdit
-from sinkscope.hooks.edit.hook_points import Values
+from sinkscope.hooks.edit.edits import NeuronEdit, Values
 from sinkscope.hooks.edit.sites import Where, site_of
 from sinkscope.models.checkpoints.fingerprint import check_made_for
 from sinkscope.models.target import Target

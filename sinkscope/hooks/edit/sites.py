@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -27,27 +27,6 @@ _POSITIONS = Annotated[
         '"first", whole numbers from 0 (0 is the first token that is not padding) or a slice of them',
     ),
 ]
-
-
-class NeuronGroup(NamedTuple):
-    """The neurons of one MLP or expert that one hook edits."""
-
-    layer: int
-    expert: int | None
-    neurons: list[int]
-
-    @property
-    def sites(self) -> list[Neuron]:
-        """Each neuron by its address."""
-        return [Neuron(self.layer, self.expert, neuron) for neuron in self.neurons]
-
-
-def groups_of(sites: Iterable[Neuron]) -> list[NeuronGroup]:
-    """Return the sites, each once, grouped by MLP."""
-    neurons: dict[tuple[int, int | None], list[int]] = {}
-    for site in dict.fromkeys(sites):
-        neurons.setdefault((site.layer, site.expert), []).append(site.neuron)
-    return [NeuronGroup(layer, expert, members) for (layer, expert), members in neurons.items()]
 
 
 def site_of(site: Any) -> Neuron:

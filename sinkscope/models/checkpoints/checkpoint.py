@@ -1,19 +1,28 @@
-"""Checkpoints: find and check their files, read their tensors, and make a plain model of them."""
+"""Checkpoints: find and check their files, read their tensors, and make a plain model of them, quietly."""
 
 from __future__ import annotations
 
+import pickle
 import re
-from collections.abc import Collection, Iterable, Mapping
+import sys
+from collections.abc import Collection, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, UnsupportedError, warn
+from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory, warn
 from sinkscope.files.records import checked_value
 from sinkscope.models.adapters import stack_of
-from sinkscope.models.checkpoints.config import TOKENIZER_FILES, causal_class, check_kind, read_checkpoint_json
+from sinkscope.models.checkpoints.config import (
+    TOKENIZER_FILES,
+    causal_class,
+    check_kind,
+    first_line,
+    read_checkpoint_json,
+)
 from sinkscope.models.checkpoints.hub import hub_file, hub_folder, optional_file
 from sinkscope.models.checkpoints.locate import ModelSource
 
@@ -313,3 +322,50 @@ def check_depth(files: Files, model: Any) -> None:
             for match in filter(None, map(pattern.fullmatch, open_weights(file).keys())):
                 tensors.setdefault(int(match[1]), set()).add(match[2])
     note_further_layers(tensors, model.config.get_text_config().num_hidden_layers, files.name)
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Context manager that silences stdout and other libraries' reports; downloads have progress bars on a terminal."""
+    from huggingface_hub import utils as hub
+    from transformers.utils import logging
+
+    with ExitStack() as undo:
+        for library in (logging, hub.logging):
+            undo.callback(library.set_verbosity, library.get_verbosity())
+            library.set_verbosity_error()
+        if logging.is_progress_bar_enabled():
+            undo.callback(logging.enable_progress_bar)
+            logging.disable_progress_bar()
+        undo.enter_context(redirect_stdout(sys.stderr))
+        yield
+
+
+@contextmanager
+def loading_errors(source: ModelSource) -> Generator[None]:
+    """Context manager that turns any error inside into a SinkscopeError."""
+    try:
+        yield
+    except SinkscopeError:
+        raise
+    except Exception as error:
+        raise _loading_error(error, source) from error
+
+
+def _loading_error(error: Exception, source: ModelSource) -> SinkscopeError:
+    """What went wrong, and what to do."""
+    name, first = source.name, first_line(error)
+    if is_out_of_memory(error):
+        return SinkscopeError(
+            f"out of memory while loading {name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
+            'quantization_config or device_map="auto"'
+        )
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        return SinkscopeError(
+            f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused: loading them "
+            "could run code; convert them to safetensors where you trust them"
+        )
+    remedy = "if the files are whole, check that config.json, weights and tokenizer belong together"
+    if isinstance(error, ImportError):
+        remedy = "install what it asks for"
+    return SinkscopeError(f"{name} could not be loaded: {type(error).__name__}: {first}; {remedy}")

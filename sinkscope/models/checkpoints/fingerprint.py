@@ -3,18 +3,17 @@
 1. Each tensor is described by its dtype, its shape and a digest of its bytes (XXH3, 128 bits: as fast as memory).
 2. The fingerprint is a hash of the configuration and of these descriptions, so that neither the order of tensors nor
    their distribution over files has a part in it.
-3. What was read of a file is kept in memory and in the user's cache, with what the file system says of the file: its
+3. What was read of a file is kept in the user's cache, with what the file system says of the file: its
    place, size and times. As long as that is the same, the file is not read again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,7 @@ _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_confi
 _JUST_WRITTEN = 2.0  # seconds within which a file may change again without another time of modification
 _BLOCK = 1 << 20
 
-_READ: dict[str, Any] = {}
-"""What was read in this process, where nothing can be written."""
+_BRIDGE = "._original_component"  # in names of tensors below the modules of a bridge, which is the same model
 Described = dict[str, Any]
 """The dtype, shape and digest of each tensor by name; the size and digest of a file of another kind by its name."""
 
@@ -45,44 +43,30 @@ def fingerprint(source: Files | nn.Module) -> str:
 
     The fingerprint of a repo on the hub is its commit. That of a live model differs from that of its files.
     """
-    if isinstance(source, nn.Module):
-        return _of_model(source)
-    if source.commit is not None:
-        return source.commit
-    config: dict[str, Any] = {}
-    if source.gguf is None:
-        config = source.config()
     parts: Described = {}
-    for file in source.weights():
-        parts |= _kept(file, _of_file)
-    return _digest(config, parts)
+    if isinstance(source, Files):
+        if source.commit is not None:
+            return source.commit
+        config: dict[str, Any] = source.config() if source.gguf is None else {}
+        for file in source.weights():
+            parts |= _described_once(file)
+    else:
+        model: Any = source
+        config = model.config.to_dict()
+        stored = {name.replace(_BRIDGE, "") for name in model.state_dict()}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            plain = name.replace(_BRIDGE, "")
+            path, _, attribute = name.rpartition(".")
+            if isinstance(tensor, nn.Parameter) or plain in stored:  # other buffers do not belong to a checkpoint
+                module = model.get_submodule(path)
+                with brought(module) if tensor.is_meta else nullcontext():
+                    parts[plain] = _described(getattr(module, attribute))
+    config = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
+    text = json.dumps([config, parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _of_model(model: Any) -> str:
-    parts: Described = {}
-    for name, tensor in _stored(model):
-        path, _, attribute = name.rpartition(".")
-        module = model.get_submodule(path)
-        with brought(module) if tensor.is_meta else nullcontext():
-            parts[_plain(name)] = _described(getattr(module, attribute))
-    return _digest(model.config.to_dict(), parts)
-
-
-def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters, and the buffers that belong to a checkpoint, by name."""
-    yield from model.named_parameters()
-    stored = set(map(_plain, model.state_dict()))
-    for name, buffer in model.named_buffers():
-        if _plain(name) in stored:
-            yield name, buffer
-
-
-def _plain(name: str) -> str:
-    """The name of a tensor without the bridge around it, which is the same model."""
-    return name.replace("._original_component", "")
-
-
-def _of_file(file: Path) -> Described:
+def _described_file(file: Path) -> Described:
     if file.suffix != ".safetensors":
         with file.open("rb") as content:
             digest = xxhash.xxh3_128()
@@ -96,22 +80,21 @@ def _of_file(file: Path) -> Described:
     return parts
 
 
-def _kept(file: Path, read: Callable[[Path], Described]) -> Described:
+def _described_once(file: Path) -> Described:
     """What is read of a file, from the user's cache if the file is as it was."""
     path = file.resolve()
     place = hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
     kept = Path(constants.HF_HOME) / "sinkscope" / "fingerprints" / f"{place}.json"
     state = _state_of(path)
     with suppress(OSError, ValueError, TypeError, KeyError):
-        earlier = _READ.get(place) or json.loads(kept.read_text("utf-8"))
+        earlier = json.loads(kept.read_text("utf-8"))
         if earlier["state"] == state:
             return dict(earlier["parts"])
-    parts = read(path)
+    parts = _described_file(path)
     if _state_of(path) == state and time.time() - path.stat().st_mtime > _JUST_WRITTEN:
-        _READ[place] = {"state": state, "parts": parts}
         with suppress(OSError, ValueError):  # no cache, or none that can be written
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(kept, json.dumps(_READ[place]))
+            write_atomic(kept, json.dumps({"state": state, "parts": parts}))
     return parts
 
 
@@ -119,12 +102,6 @@ def _state_of(path: Path) -> list[int]:
     """What the file system says of a file; it changes with the content."""
     stat = path.stat()
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-
-
-def _digest(config: dict[str, Any], parts: Described) -> str:
-    config = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
-    text = json.dumps([config, parts], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _described(tensor: Tensor) -> list[Any]:
@@ -192,7 +169,7 @@ def check_made_for(target: Target, model: Mapping[str, Any]) -> None:
     if not wanted or wanted in (getattr(config, "_commit_hash", None), fingerprint_of(target)):
         return
     where = Path(getattr(config, "_name_or_path", "") or "/dev/null")  # from where transformers says it was loaded
-    with contextlib.suppress(SinkscopeError, OSError):
+    with suppress(SinkscopeError, OSError):
         if not hasattr(target.hf, "sinkscope_origin") and where.is_dir() and fingerprint(Files(where)) == wanted:
             return
     warn(

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import layer_kinds, stack_of
-from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_unexpected, note_further_layers
+from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_unexpected, note_further_layers, quiet
 from sinkscope.models.checkpoints.config import check_finite, new_model
-from sinkscope.models.checkpoints.quiet import quiet
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
 _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint

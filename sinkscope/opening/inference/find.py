@@ -25,10 +25,10 @@ from torch import nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import DRAFT, Adapter, Found, layer_kinds, row_of, shown_row, stack_of
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth, new_model
-from sinkscope.models.short_passes import token_ids
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.proof import probe
 from sinkscope.opening.inference.propose import propose
+from sinkscope.opening.inference.sums import token_ids
 from sinkscope.tap.internals import without_hooks
 
 _KNOWN: dict[tuple[type, Adapter | None, str], Found] = {}  # by the class, the row and the configuration of the model

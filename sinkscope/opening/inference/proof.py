@@ -21,10 +21,9 @@ from sinkscope.models.adapters import PATHS, layer_kinds
 from sinkscope.models.checkpoints.config import first_line
 from sinkscope.models.grouped_heads import head_projection, per_query_head
 from sinkscope.models.hooks import Hook, on_input, on_output
-from sinkscope.models.short_passes import relative_error, token_ids
 from sinkscope.models.target import Target
-from sinkscope.opening.inference.sums import layer_sums
-from sinkscope.tap.call import Attention
+from sinkscope.opening.inference.sums import layer_sums, token_ids
+from sinkscope.tap.call import Attention, relative_error
 from sinkscope.tap.stock import eager
 from sinkscope.tap.tap import attention_rows, listening
 

@@ -31,12 +31,11 @@ from sinkscope.models.adapters import (
 )
 from sinkscope.models.checkpoints.config import first_line
 from sinkscope.models.experts import experts_of
-from sinkscope.models.hooks import Hook, on_input, parameters_of
-from sinkscope.models.short_passes import begins_at, token_ids
+from sinkscope.models.hooks import Hook, LayerInput, first_tensor, on_input, on_output, parameters_of
 from sinkscope.models.target import Target
 from sinkscope.models.weights import input_width, is_transposed
-from sinkscope.opening.inference.sums import LayerSums, layer_sums
-from sinkscope.tap.call import Attention
+from sinkscope.opening.inference.sums import LayerSums, layer_sums, token_ids
+from sinkscope.tap.call import Attention, relative_error
 from sinkscope.tap.tap import attention_rows, listening
 
 ATTENTION = """self_attn linear_attn mamba conv norm_attn_norm.attn attn.attention attention.self attn self_attention
@@ -77,6 +76,8 @@ Attending = tuple[nn.Module, bool]
 """A module that attends, and whether it has learned sinks."""
 _IF_MIXED = {"learned_sinks": True, "adds": False, "qkv_layout": None, "attn_factor": 1.0}  # where layers differ
 _LENGTH = 9
+_SHORT = 3  # tokens of a pass that begins at a layer
+_SAME = 1e-3  # largest relative distance between its end and that of a whole pass
 _NOWHERE: dict[str, Any] = {
     **dict.fromkeys(("q", "k", "v", "o", "fused_qkv", "mid", "up", "gate")),
     **dict.fromkeys(("attn", "mlp", "down"), "-"),
@@ -337,3 +338,23 @@ class _Parts:
             additions.append(additions[1])
         further = [(("hook_mlp_out",), writes), (("hook_attn_out", "hook_resid_mid"), additions)]
         return self.layouts(known) + [pair for pair in further if pair[1]]
+
+
+def begins_at(target: Target, layer: int, last: int) -> bool:
+    """Return whether a pass may begin at a layer: with what entered it in a whole pass, it gives the same."""
+    ids = token_ids(target, _SHORT)
+    starts = list[LayerInput]()
+    ends = list[Tensor]()
+
+    def take(output: Any) -> None:
+        starts.append(LayerInput(layer, first_tensor(output).clone(), isinstance(output, tuple)))
+
+    ending = target.layers[last], "post", on_output(lambda output: ends.append(first_tensor(output).clone()))
+    with target.hooks((target.layers[layer - 1], "post", on_output(take)), ending):
+        target.forward(ids, last_layer=last)
+    try:
+        with target.hooks(ending):
+            target.forward(ids, last_layer=last, start=starts[0])
+    except (LookupError, TypeError, ValueError):  # layers pass on more than the residual stream, or do not run
+        return False
+    return relative_error(ends[1], ends[0]) < _SAME

@@ -25,16 +25,15 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkscope.models.experts import experts_of
 from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
 from sinkscope.models.neurons import column_factor, typical_neuron, w_out
-from sinkscope.models.short_passes import relative_error, token_ids
 from sinkscope.models.target import Target
-from sinkscope.tap.call import Attention
+from sinkscope.tap.call import Attention, relative_error
 from sinkscope.tap.tap import attention_rows, listening
 
 RowValues = Float[Tensor, "row pos width"]
@@ -52,6 +51,13 @@ _IN_HALF = 4  # times the relative rounding of a number, in half precision
 
 _FACTOR = -2.0  # of `up`; no gate follows it, be its activation odd, such as tanh, or linear above 0, such as ReLU
 _ONE = 5e-3  # largest distance of a measured constant from 1 that rounding explains
+
+
+def token_ids(target: Target, length: int) -> Int[Tensor, "1 pos"]:
+    """Return some tokens, always the same ones."""
+    vocabulary = int(next(target.embedding.parameters()).shape[0])
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator).to(target.device)
 
 
 class PassRecorder:

@@ -23,7 +23,7 @@ from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.draws import draws
 from sinkscope.models.target import Target
 from sinkscope.models.text import beginning, text_rows
-from sinkscope.opening.open import open_target
+from sinkscope.opening.load import open_target
 from sinkscope.results.effect import Effect
 from sinkscope.sinks.repetition.result import Quantity, Repeat
 from sinkscope.sinks.spikes.copies import along_spikes, copies_of, half_reached

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sinkscope.files.progress import report_progress
-from sinkscope.hooks.edit.hook_points import neurons_point
-from sinkscope.hooks.edit.sites import groups_of
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.hooks import Hook, LayerInput, on_hidden
+from sinkscope.models.neurons import groups_of, neurons_point
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import per_text

@@ -12,16 +12,17 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from sinkscope.hooks.edit.hook_points import HookPoint, heads_point
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
 from sinkscope.models.hooks import LayerInput
 from sinkscope.models.neurons import (
+    HookPoint,
     LayerView,
     columns,
     expert_and_neuron,
     flat_number,
     gain_of,
+    heads_point,
     neutral_post,
     view_layer,
 )
