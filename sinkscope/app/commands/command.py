@@ -6,6 +6,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,10 +118,15 @@ class Command(click.Command):
         """Import the function and return it; the garbage collector, which importing needs not, is on from then on."""
         assert self.callback is not None
         function = self.callback()
-        if not gc.get_freeze_count():
-            gc.freeze()  # what was imported stays, and need not be looked through
+        freeze_imports()
         gc.enable()
         return function
+
+
+@cache
+def freeze_imports() -> None:
+    """Tell the garbage collector, once in a process, that what was imported stays and need not be looked through."""
+    gc.freeze()
 
 
 def command(words: str, section: str, *examples: str, **settings: Any) -> Callable[[Callable[[], Any]], Command]:
