@@ -1,16 +1,15 @@
-"""What the tests of LoopGuard share: tokens fed by hand, and what a cut cache must give, from one dense pass."""
+"""What the tests of LoopGuard share: guards that act soon, and tokens fed by hand."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from kv_kit import decode, logits_of
+from kv_kit import decode
 from torch import Tensor
 from transformers import DynamicCache
 
 from experiments.loopguard.variants import OneSignal
-from sinkscope.hooks.edit import Event
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
@@ -33,16 +32,3 @@ def feed(model, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCach
     ids = torch.cat([earlier, prompt, tokens], 1)
     whole = torch.cat([earlier, mask, torch.ones_like(tokens)], 1)
     return decode(target_of(model).hf, ids, whole, seen + prompt.shape[1], cache)
-
-
-def dense(model, row: Tensor, events: list[Event]) -> Tensor:
-    """Logits of a stock model for one unpadded row, computed at once, without what the events took from the cache.
-
-    Tokens after an event do not see positions before it that it did not keep.
-    """
-    sees = torch.ones(len(row), len(row), dtype=torch.bool).tril()
-    for event in events:
-        end = event.position + 1
-        kept = {p for start, stop in event.data["kept"] for p in range(start, stop)}
-        sees[end:, [p for p in range(end) if p not in kept]] = False
-    return logits_of(model, row, sees)

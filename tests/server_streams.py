@@ -37,3 +37,19 @@ SERVERS = {
 
 def events(sent: list[dict[str, Any]]) -> str:
     return "".join([": hello\n\n", *(f"data: {json.dumps(chunk)}\n\n" for chunk in sent), "data: [DONE]\n\n"])
+
+
+def chat_chunk(text: str, index: int = 0, finish: str | None = None, id: object = "c") -> dict[str, Any]:
+    """A chunk of a chat completion."""
+    return {"id": str(id), "choices": [{"index": index, "delta": {"content": text}, "finish_reason": finish}]}
+
+
+def choices_of(words: dict[int, list[str]], ends: dict[int, int]) -> list[dict[str, Any]]:
+    """Chunks, each with an id of its own, with a word of each choice in turn; a choice ends behind so many words."""
+    sent: list[dict[str, Any]] = []
+    for place in range(max(map(len, words.values()))):
+        for index, said in words.items():
+            if place < min(len(said), ends.get(index, len(said))):
+                end = "stop" if place + 1 == ends.get(index) else None
+                sent.append(chat_chunk(f"{said[place]} ", index, end, id=len(sent)))
+    return sent

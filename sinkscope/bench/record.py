@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sinkscope.bench.methods import Method
-from sinkscope.bench.prompt import Prompt
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, path_of, read_json
 from sinkscope.files.plain import pathless
-from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, json_lines, read_lines
+from sinkscope.files.store import RECORDS, SETTINGS, Keyed, read_lines
 
 COMMAND = "bench"
 VERSION = 9
@@ -69,21 +67,6 @@ class BenchRun(list[BenchRecord]):
     def __init__(self, records: Iterable[BenchRecord], settings: dict[str, Any]) -> None:
         super().__init__(records)
         self.settings = settings
-
-
-def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Return a digest of the prompts, which differs for other prompts."""
-    return hashlib.sha256(json_lines(prompts).encode()).hexdigest()[:16]
-
-
-def open_run(folder: PathName | None, settings: Mapping[str, Any]) -> Folder[BenchRecord]:
-    """Open the folder of a run for writing; use it in a `with`.
-
-    Args:
-        folder: A new or empty folder, or one that was begun with the same settings. None keeps records in memory only.
-        settings: Everything that determines the records, prompts included.
-    """
-    return Folder(folder, {"command": COMMAND, **settings}, BenchRecord, option="--out")
 
 
 def read_run(folder: PathName) -> BenchRun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from hashlib import sha256
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -11,7 +12,7 @@ from pydantic import Field
 from sinkscope.bench.answer import Batch, answer_rows, answering_settings, conversation_ids
 from sinkscope.bench.methods import SAMPLING, Method, read_methods
 from sinkscope.bench.prompt import Prompt
-from sinkscope.bench.record import VERSION, BenchRun, digest_of, open_run
+from sinkscope.bench.record import COMMAND, VERSION, BenchRecord, BenchRun
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError
@@ -19,6 +20,7 @@ from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import PathName
 from sinkscope.files.progress import silent
 from sinkscope.files.records import Natural, Whole
+from sinkscope.files.store import Folder, json_lines
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.loops.generate import Temperature
 from sinkscope.models.checkpoints.config import float32_by_default
@@ -98,9 +100,9 @@ def run_bench(
         "max_new_tokens": new,
         "temperature": temperature,
         "chat": task.chat,
-        "prompts": digest_of(prompts),
+        "prompts": sha256(json_lines(prompts).encode()).hexdigest()[:16],
     }
-    with open_run(out, settings) as folder:
+    with Folder(out, {"command": COMMAND, **settings}, BenchRecord, option="--out") as folder:
         warm: set[Method] = set()
         for done, batch in enumerate(batches, 1):
             if not all(key in folder.records for key in batch.keys):

@@ -7,7 +7,7 @@ For each earlier place where the last n tokens stand as well, the token that fol
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import LogitsProcessor
 
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
+from sinkscope.loops.text.repetition import earlier_copies
 
 LONGEST_COPY = 64  # tokens of a repetition that count; the loss of more is beyond any logit
 LARGEST_LOSS = 1e9  # beyond any logit, and within float32
@@ -68,7 +69,7 @@ class DRY(LogitsProcessor):
             while longest < min(LONGEST_COPY, len(ids)) and ids[-1 - longest] not in self._ignore:
                 longest += 1
             losses: dict[int, float] = {}
-            for place, length in _copies(ids, longest):
+            for place, length in earlier_copies(ids, longest):
                 if length >= self._allowed_length:
                     loss = self._loss(length - self._allowed_length)
                     losses[ids[place]] = max(loss, losses.get(ids[place], 0.0))
@@ -80,20 +81,3 @@ class DRY(LogitsProcessor):
         if math.log(self._multiplier) + further * math.log(self._base) > math.log(LARGEST_LOSS):
             return LARGEST_LOSS
         return self._multiplier * self._base**further
-
-
-def _copies(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
-    """Find where an earlier copy of the last ids is followed by a token, and the length of the copy, at most `longest`.
-
-    Args:
-        ids: The ids.
-        longest: Largest length, from which on a copy is not compared.
-    """
-    for end, token in enumerate(ids[:-1]):
-        if token != ids[-1]:
-            continue
-        length = 0
-        while length < min(end + 1, longest) and ids[end - length] == ids[-1 - length]:
-            length += 1
-        if length:
-            yield end + 1, length

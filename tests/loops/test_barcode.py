@@ -33,11 +33,10 @@ def measured(organism: LoopOrganism, prompt: Tensor, new: int, **options) -> Bar
         return barcode(organism.model, prompt[0].tolist(), max_new_tokens=new, tokenizer=organism.tokenizer, **options)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_pictures_are_the_last_steps_of_an_eager_run(family, monkeypatch):
+def test_pictures_are_the_last_steps_of_an_eager_run(monkeypatch):
     """With a size for which few tokens are enough."""
     monkeypatch.setattr("sinkscope.loops.barcode.PICTURE_STEPS", 8)
-    model, tokenizer = tiny_model(family)
+    model, tokenizer = tiny_model("gpt_oss")
     model.generation_config.eos_token_id = None
     heads = [(0, 1), (2, 3)]
     new = 15
@@ -54,8 +53,7 @@ def test_pictures_are_the_last_steps_of_an_eager_run(family, monkeypatch):
                 layer, 0, head, -9:-1, -25:-1
             ]  # the last of all chose no token
             np.testing.assert_allclose(whole[number], rows.numpy(), atol=6e-4)
-            if family == "gpt_oss":  # a learned sink takes part and is dropped
-                assert (whole[number].sum(1) < 1).all()
+            assert (whole[number].sum(1) < 1).all(), "a learned sink takes part and is dropped"
 
 
 def test_the_default_number_of_tokens_fits_the_context():
@@ -65,10 +63,9 @@ def test_the_default_number_of_tokens_fits_the_context():
     assert result.prompt_tokens + result.steps == 96
 
 
-@pytest.mark.parametrize("family", ["mistral", "gpt2"])
 @torch.no_grad()
-def test_the_score_of_a_text_in_pieces_equals_its_definition(family):
-    model, _ = tiny_model(family)
+def test_the_score_of_a_text_in_pieces_equals_its_definition():
+    model, _ = tiny_model("mistral")
     ids = torch.randint(4, 90, (1, 40))
     shift = 4
     suffix = 9
@@ -114,17 +111,11 @@ def test_planted_heads_rank_first_and_are_shown():
 
 def test_without_planted_heads_nothing_locks():
     organism = loop_organism(1, induction=False)
-    with_heads = loop_organism(1)
     prompt = organism.looping_prompt(5)
     walk = measured(organism, prompt.ids, 60)
     assert walk.period is None and walk.locked == []
     assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
     assert walk.numbers() == []
-    ids = [*prompt.ids[0].tolist(), *prompt.cycle * 12]  # what the organism with them would say
-    without = barcode(organism.model, tokenizer=organism.tokenizer, ids=ids)
-    planted = barcode(with_heads.model, tokenizer=organism.tokenizer, ids=ids)
-    for layer, head in with_heads.truth.locking_heads:
-        assert without.gain[layer, head] < 0.7 < planted.gain[layer, head]
 
 
 def test_token_by_token_equals_one_pass_and_a_policy_is_seen():

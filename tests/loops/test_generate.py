@@ -78,18 +78,16 @@ def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone():
 
 def test_bos_stands_before_a_prompt_unless_it_is_refused():
     model, tokenizer, _ = loud_model()
-    lengths = {
-        bos: generate(model, "the dog", tokenizer=tokenizer, bos=bos, max_new_tokens=1)[0].prompt_tokens
-        for bos in (None, True, False)
-    }
-    assert lengths == {None: 3, True: 3, False: 2}
-    _, without = tiny_model("llama")
-    without.bos_token = None
-    put = generate(model, "the dog", tokenizer=without, bos=True, max_new_tokens=1)[0].prompt_tokens
-    assert put == 3  # the token that it puts before every text
-    without.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B")
+
+    def length(bos: bool | None) -> int:
+        return generate(model, "the dog", tokenizer=tokenizer, bos=bos, max_new_tokens=1)[0].prompt_tokens
+
+    assert [length(bos) for bos in (None, True, False)] == [3, 3, 2]
+    tokenizer.bos_token = None
+    assert length(True) == 3  # the token that it puts before every text
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B")
     with refused("no BOS"):
-        generate(model, "the dog", tokenizer=without, bos=True)
+        length(True)
 
 
 @pytest.mark.parametrize("guard", [False, True])

@@ -88,8 +88,7 @@ def test_the_looping_row_ends_after_the_trigger_and_no_other():
     assert {event.row for event in run.events} == {0, 1}
 
 
-@pytest.mark.parametrize("settings", [{"min_new_tokens": 30}, {"do_sample": True}])
-def test_a_row_that_is_stopped_ends_as_soon_as_the_settings_allow_it(settings):
+def test_a_row_that_is_stopped_ends_as_soon_as_the_settings_allow_it():
     model, _ = tiny_model("llama", num_hidden_layers=2)
     model.generation_config.eos_token_id = [2, 3]
     ids, mask = prompts([9])
@@ -101,14 +100,10 @@ def test_a_row_that_is_stopped_ends_as_soon_as_the_settings_allow_it(settings):
         return wanted
 
     guard = LoopGuard(act="stop", monitor=TAIL)
-    ask = {"attention_mask": mask, "max_new_tokens": 40, "pad_token_id": 0, "do_sample": False, **settings}
+    ask = {"attention_mask": mask, "max_new_tokens": 40, "pad_token_id": 0, "do_sample": False, "min_new_tokens": 30}
     with guard.on(model) as run:
         new = model.generate(ids, logits_processor=[loop], **ask)[0, 9:].tolist()
-    alarm = run.events[0].data["generated"]
-    if "min_new_tokens" in settings:
-        assert new[:30] == LOOPS[:30] and new[30:] == [2]
-    else:
-        assert new == [*LOOPS[:alarm], 2]
+    assert run.events[0].data["generated"] < 30 and new == [*LOOPS[:30], 2]
 
 
 def test_a_token_that_is_padding_elsewhere_ends_no_row_of_a_model_without_an_end():
@@ -122,27 +117,3 @@ def test_a_token_that_is_padding_elsewhere_ends_no_row_of_a_model_without_an_end
         ask = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
         model.generate(ids, logits_processor=[ForcedAnswer([row], 9)], **ask)
     assert run.events and run.events[0].data["period"] == 4
-
-
-def test_what_is_taken_back_of_a_long_row_is_not_replayed_from_its_beginning(monkeypatch):
-    read: list[int] = []
-    update = Monitor.update
-
-    def counted(self, token, p_max=None):
-        read.append(token)
-        return update(self, token, p_max)
-
-    row = WatchedRow(Monitor)
-    ids = torch.randint(5, 5000, (5000,), generator=torch.Generator().manual_seed(0)).tolist()
-    for token in [*ids, *ids[-80:] * 2]:
-        push([row], torch.tensor([token]), None, ())
-    monkeypatch.setattr(Monitor, "update", counted)
-    row.take_back(160)
-    assert len(read) <= 256 and row.written == 5000
-    again = WatchedRow(Monitor)
-    for token in ids:
-        push([again], torch.tensor([token]), None, ())
-    ends = [push([one], torch.tensor([token]), None, ()) for token in ids[-80:] * 3 for one in (row, again)]
-    assert any(ends) and ends[::2] == ends[1::2]
-    row.take_back(4900)  # further back than what is kept
-    assert row.monitor.last.step == row.written

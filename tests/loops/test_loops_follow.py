@@ -12,10 +12,11 @@ import time
 import warnings
 from datetime import datetime
 from functools import partial
+from typing import Any
 
 import pytest
 from loop_texts import prose
-from server_streams import SERVERS, chunks, events
+from server_streams import SERVERS, chat_chunk, choices_of, chunks, events
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.files.store import json_lines
@@ -26,6 +27,11 @@ from sinkscope.loops.text.outputs import split
 LOOP = "one more cup of tea, "
 TEXT = f"{prose(150)} {LOOP * 25}"
 PAPER = PaperSettings()
+
+
+def said(text: str) -> list[dict[str, Any]]:
+    """Chunks of a chat completion."""
+    return [chat_chunk(piece) for piece in chunks(text)]
 
 
 class Slow(io.BytesIO):
@@ -68,32 +74,22 @@ def test_json_has_a_line_for_each_alarm_with_time_model_and_id(server, tmp_path,
 
 
 def test_choices_are_watched_apart():
-    def piece(index: int, word: str, end: str | None = None):
-        choice = {"index": index, "delta": {"content": f"{word} "}, "finish_reason": end}
-        return {"id": "chatcmpl-1", "choices": [choice]}
-
-    sent = []
-    for i, word in enumerate(
-        [*(f"w{chr(97 + i // 20)}{chr(97 + i % 20)}" for i in range(200)), *["the", "lamp", "and", "then"] * 60]
-    ):
-        sent += [piece(1, word), piece(0, f"v{i}")]
-    sent += [piece(index, "", "length") for index in (0, 1)]
+    said = {1: [*prose(150).split(), *["the", "lamp", "and", "then"] * 30], 0: prose(270, 1).split()}
+    sent = [{**chunk, "id": "chatcmpl-1"} for chunk in choices_of(said, {0: 270, 1: 270})]
     watch = Watch()
     (alarm,) = watch.follow(io.BytesIO(events(sent).encode()))
-    assert alarm.stream == "choice 1 of chatcmpl-1" and alarm.tail.start == 200
+    assert alarm.stream == "choice 1 of chatcmpl-1" and alarm.tail.period == 4
     assert (len(watch.checked), len(watch.open)) == (2, 0)
 
 
 def test_json_lines_are_records_or_pieces():
-    records = json_lines([{"text": prose(50)}, {"tokens": [*range(300), *[1, 2] * 100]}, {"output": TEXT}])
-    assert [a.stream for a in _follow(records)] == ["line 2", "line 3"]
     ids = [*range(400), *[7, 8, 9] * 100]
+    records = json_lines([{"text": prose(50)}, {"tokens": ids}, {"output": TEXT}])
+    assert [a.stream for a in _follow(records)] == ["line 2", "line 3"]
     (alarm,) = _follow(json_lines([{"tokens": ids}]), settings=PAPER)
     assert alarm.stream == "line 1" and alarm.token == check(ids, settings=PAPER).records[0].detected
     (alarm,) = _follow(json_lines([{"tokens": ["\x1b[2J", "b\n"] * 200}]))
     assert str(alarm).isprintable() and "\\x1b[2Jb\\n" in str(alarm)
-    pieces = [{"response": word, "done": False} for word in TEXT.replace(" ", " \n").split("\n")]
-    assert len(_follow(json_lines(pieces))) == 1
 
 
 @pytest.mark.parametrize(
@@ -105,22 +101,13 @@ def test_json_lines_are_records_or_pieces():
     ],
 )
 def test_a_line_that_cannot_be_read_does_not_end_the_watch(bad):
-    sent = events([{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in chunks(TEXT)]).split("data: ")
+    sent = events(said(TEXT)).split("data: ")
     sent.insert(5, f"{bad}\n\n")
     watch = Watch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SinkscopeWarning)
         (alarm,) = watch.follow(io.BytesIO("data: ".join(sent).encode()))
     assert alarm.tail is not None and watch.skipped <= 1
-
-
-def chunked(text: str, **more: object) -> list[dict[str, object]]:
-    """Chunks of a chat completion."""
-    sent: list[dict[str, object]] = []
-    for number, piece in enumerate(chunks(text)):
-        choice = {"index": 0, "delta": {"content": piece}, "finish_reason": more.get("finish_reason")}
-        sent.append({"id": f"c{number if more.get('new_ids') else 0}", "choices": [choice]})
-    return sent
 
 
 HEADERS = "HTTP/1.1 100 Continue\n\nHTTP/1.1 200 OK\nServer: x\nContent-Type: text/event-stream\n\n"
@@ -137,7 +124,7 @@ ENDS = {"CR": "\r", "CRLF": "\r\n", "LF": "\n"}
 def test_what_comes_before_an_answer_and_how_lines_end_change_nothing(before, end):
     """In a file and in a pipe."""
     for text, verdict in ((TEXT, "loops"), (prose(100), "clean")):
-        data = (BEFORE[before] + events(chunked(text))).replace("\n", ENDS[end]).encode()
+        data = (BEFORE[before] + events(said(text))).replace("\n", ENDS[end]).encode()
         piped = [alarm.tail.period for alarm in Watch().follow(Slow(data))]
         assert piped == [6] * (verdict == "loops")
         (record,) = check_file(io.BytesIO(data), name="x.txt").records
@@ -153,7 +140,8 @@ def test_lines_of_json_behind_blank_lines_and_headers_are_read(blanks):
 
 def test_new_ids_and_empty_reasons_to_finish_end_no_answer():
     watch = Watch()
-    (alarm,) = watch.follow(io.BytesIO(events(chunked(TEXT, new_ids=True, finish_reason="")).encode()))
+    sent = [chat_chunk(piece, finish="", id=number) for number, piece in enumerate(chunks(TEXT))]
+    (alarm,) = watch.follow(io.BytesIO(events(sent).encode()))
     assert alarm.tail is not None and [one.verdict for one in watch.checked] == ["loops"]
 
 
@@ -161,9 +149,9 @@ def test_answers_that_follow_each_other_stay_apart_where_ids_are_of_answers():
     whole = [{"id": f"cmpl-{n}", "choices": [{"text": prose(90, n), "finish_reason": "stop"}]} for n in range(6)]
     watch = Watch()
     assert not list(watch.follow(io.BytesIO(json_lines(whole).encode()))) and len(watch.checked) == 6
-    mixed = [one for pair in zip(chunked(TEXT), chunked(prose(len(chunked(TEXT)))), strict=False) for one in pair]
-    for place, chunk in enumerate(mixed):
-        chunk["id"] = "ab"[place % 2]
+    mixed = []
+    for one, other in zip(chunks(TEXT), chunks(prose(len(chunks(TEXT)))), strict=True):
+        mixed += [chat_chunk(one, id="a"), chat_chunk(other, id="b")]
     watch = Watch()
     assert len(list(watch.follow(io.BytesIO(events(mixed).encode())))) == 1
     assert sorted(one.verdict for one in watch.checked) == ["clean", "loops"]

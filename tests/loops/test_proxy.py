@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_texts import prose
 from served import served
-from server_streams import SERVERS, events
+from server_streams import SERVERS, chat_chunk, choices_of, events
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -203,8 +203,20 @@ def test_a_server_that_is_not_there_is_an_error_in_json():
         upstream = f"http://127.0.0.1:{closed.getsockname()[1]}"
         with served(application(upstream, MonitorSettings(), print)) as address:
             answer = httpx.post(f"{address}/v1/chat/completions", json={}, trust_env=False)
-            assert httpx.get(f"{address}/health", trust_env=False).status_code == 503
+            assert health(address) == 503
     assert answer.status_code == 502 and "does not answer" in answer.json()["error"]["message"]
+
+
+def health(address: str) -> int:
+    return httpx.get(f"{address}/health", trust_env=False).status_code
+
+
+def test_health_is_that_of_the_server(plain):
+    async def loading(scope: Any, receive: Any, send: Any) -> None:
+        await JSONResponse({}, 503)(scope, receive, send)
+
+    with served(loading) as direct, served(application(direct, MonitorSettings(), print)) as address:
+        assert (health(address), health(plain.address)) == (503, 200)
 
 
 @settings(max_examples=30)
@@ -225,36 +237,23 @@ def test_whatever_pieces_arrive_the_same_bytes_leave(server, cuts, text):
     assert watch.alarm is not None or passed + watch.held == data
 
 
-def choices_of(words: dict[int, list[str]], ends: dict[int, int]) -> bytes:
-    """Chunks with a word of each choice in turn; a choice ends behind so many words."""
-    objects: list[Any] = []
-    for place in range(max(map(len, words.values()))):
-        for index, said in words.items():
-            if place >= min(len(said), ends.get(index, len(said))):
-                continue
-            end = "stop" if place + 1 == ends.get(index) else None
-            choice = {"index": index, "delta": {"content": f"{said[place]} "}, "finish_reason": end}
-            objects.append({"id": f"c{len(objects)}", "choices": [choice]})
-    return events(objects).encode()
-
-
 TEA, FINE = (SECRET * 60).split(), prose(300).split()
 
 
 def test_one_looping_choice_of_two_is_cut_when_the_other_has_ended_and_not_before():
     """In both orders; also where every chunk has a new id."""
     for order in ({0: FINE, 1: TEA}, {1: TEA, 0: FINE}):
-        data = choices_of(order, {})
+        data = events(choices_of(order, {})).encode()
         watch = StreamWatch(MonitorSettings(), True, Asked("", 2))
         assert watch.feed(data) + watch.held == data and watch.alarm is None
         watch = StreamWatch(MonitorSettings(), True, Asked("", 2))
-        passed = watch.feed(choices_of(order, {0: 150}))
+        passed = watch.feed(events(choices_of(order, {0: 150})).encode())
         assert watch.alarm is not None and passed.rstrip().endswith(b'"finish_reason": "stop"}]}')
         assert FINE[149].encode() in passed and b'"index":1' in watch.ending()
 
 
 def test_a_choice_that_has_not_begun_is_waited_for():
-    data = choices_of({0: TEA}, {}).removesuffix(b"data: [DONE]\n\n") + choices_of({1: FINE}, {1: 200})
+    data = events([*choices_of({0: TEA}, {}), *choices_of({1: FINE}, {1: 200})]).encode()
     watch = StreamWatch(MonitorSettings(), True, Asked("", 2))
     passed = watch.feed(data)
     assert watch.alarm is not None and b'"finish_reason": "stop"' in passed
@@ -264,11 +263,7 @@ def test_a_choice_that_has_not_begun_is_waited_for():
 
 @pytest.mark.parametrize(("end", "finish"), [(b"\n", None), (b"\r", ""), (b"\r\n", None)])
 def test_however_lines_end_they_are_passed_on_at_once_and_cut_behind_an_event(end, finish):
-    objects = []
-    for word in TEA:
-        objects.append(
-            {"id": word, "choices": [{"index": 0, "delta": {"content": f"{word} "}, "finish_reason": finish}]}
-        )
+    objects = [chat_chunk(f"{word} ", finish=finish, id=word) for word in TEA]
     data = events(objects).encode().replace(b"\n", end)
     watch = StreamWatch(MonitorSettings(), True)
     passed = b""
@@ -333,13 +328,8 @@ def test_a_cut_stream_has_the_usage_that_was_asked_for_and_no_other(plain, serve
 
 def test_the_usage_that_a_server_says_in_each_chunk_is_passed_on():
     watch = StreamWatch(MonitorSettings(), True, Asked("", 1, "", None, 5))
-    usage: dict[str, int] = {}
-    for number, word in enumerate(TEA):
-        usage = {"prompt_tokens": 70, "completion_tokens": number, "total_tokens": 70 + number}
-        chunk = {"id": "c", "choices": [{"index": 0, "delta": {"content": f"{word} "}}], "usage": usage}
-        watch.feed(events([chunk]).encode())
-        if watch.alarm is not None:
-            break
+    usage = {"prompt_tokens": 70, "completion_tokens": 9, "total_tokens": 79}
+    watch.feed(events([{**chat_chunk(f"{word} "), "usage": usage} for word in TEA]).encode())
     (last,) = [one for one in _objects("openai-chat", watch.ending()) if not one["choices"]]
     assert last["usage"] == usage and "sinkscope" not in last
 
@@ -388,15 +378,6 @@ def test_invented_names_of_models_do_not_fill_the_memory():
         counts.answer(f"m{number}")
     names = {line for line in counts.text()[0].decode().splitlines() if line.startswith("sinkscope_answers_total")}
     assert len(names) == MOST_MODELS + 1 and 'sinkscope_answers_total{model="other"} 200.0' in names
-
-
-@pytest.mark.parametrize(("says", "status"), [(404, 200), (503, 503)])
-def test_health_is_that_of_the_server(says, status):
-    async def upstream(scope: Any, receive: Any, send: Any) -> None:
-        await JSONResponse({}, says)(scope, receive, send)
-
-    with served(upstream) as direct, served(application(direct, MonitorSettings(), print)) as address:
-        assert httpx.get(f"{address}/health", trust_env=False).status_code == status
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,9 +14,6 @@ from torch import Tensor
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.monitor import Monitor, Settings
 from sinkscope.loops.text.outputs import split
-
-MARKED_EVERY, MARKS = 256, 12
-"""The monitor of a row is copied every 256 tokens, and the last 12 copies stay: taking back replays 256 at most."""
 
 
 class WatchedRow:
@@ -43,7 +39,6 @@ class WatchedRow:
         self._prompt_ids = len(self.ids)
         self.steering: Steering | None = None
         self.stops = False
-        self._marks: deque[tuple[int, Monitor]] = deque(maxlen=MARKS)  # after how many tokens the monitor was this
 
     @property
     def written(self) -> int:
@@ -57,22 +52,15 @@ class WatchedRow:
 
     def add(self, token: int, p_max: float | None) -> bool:
         """Pass the next token, and the largest probability of the one after it, to the monitor; whether it triggers."""
-        if self.written % MARKED_EVERY == 0:
-            self._marks.append((self.written, self.monitor.copy()))
         self.ids.append(token)
         return self.monitor.update(token, p_max).trigger
 
     def take_back(self, count: int) -> None:
-        """Forget the last `count` tokens, as if they had never arrived: the monitor goes back to a mark before them."""
+        """Forget the last `count` tokens, as if they had never arrived: a new monitor reads those that stay."""
         del self.ids[len(self.ids) - count :]
         looped = self.monitor.rule.looped
-        while self._marks and self._marks[-1][0] > self.written:
-            self._marks.pop()
-        seen, self.monitor = 0, self._new_monitor()
-        if self._marks:
-            seen, mark = self._marks[-1]
-            self.monitor = mark.copy()
-        for token in self.ids[self._prompt_ids + seen :]:
+        self.monitor = self._new_monitor()
+        for token in self.ids[self._prompt_ids :]:
             self.monitor.update(token, 0.0)
         self.monitor.rule.looped = looped
 

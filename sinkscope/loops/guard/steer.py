@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Whole, check_fields
-from sinkscope.loops.text.repetition import NUMBER
+from sinkscope.loops.text.repetition import NUMBER, earlier_copies
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LENIENT = 2
@@ -70,7 +70,6 @@ class Steering:
     until: int = -1
     level: int = 0
     is_number: Callable[[int], bool] | None = None
-    _copies: Copies | None = field(default=None, init=False, repr=False)
 
     def act(self, ids: Sequence[int], taken_back: int, now: int) -> int:
         """Steer a row from here on, and raise the level l (section 5.3) if the act before was recent.
@@ -89,18 +88,16 @@ class Steering:
         return self.level
 
     def losses(self, ids: Sequence[int]) -> dict[int, float]:
-        """Return what the logits of tokens lose after a row of ids, which is the row of the last call, changed at its
-        end.
-        """
+        """Return what the logits of tokens lose after a row of ids."""
         strength = self.penalty * (self.level + 1)
         every = max(self.since, len(ids) - self.window)
+        compared = ids
+        if self.is_number is not None:
+            compared = [NUMBER if self.is_number(token) else token for token in ids]
         before: dict[int, float] = {}
         losses: dict[int, float] = {}
-        if self._copies is None or self._copies.is_number is not self.is_number:
-            self._copies = Copies(self.is_number)
-        self._copies.follow(ids)
-        for place, length in self._copies.lengths.items():
-            token, loss = ids[place], strength * (min(length, len(ids) - self.since) - LENIENT)
+        for place, length in earlier_copies(compared, len(ids) - self.since):
+            token, loss = ids[place], strength * (length - LENIENT)
             if loss <= 0:
                 continue
             if place >= every:
@@ -118,65 +115,3 @@ class Steering:
             lost = losses.get(int(logits.argmax()), 0.0)
             logits[list(losses)] -= torch.tensor(list(losses.values())).to(logits)
             logits[list(ends)] -= lost
-
-
-class Copies:
-    """Where the last tokens of a row stand earlier, followed token by token: the work is that of the copies alone.
-
-    Args:
-        is_number: Says which tokens are numbers, if these count as equal.
-
-    Attributes:
-        lengths: Place behind each earlier copy of the last tokens -> its length, which is more than `LENIENT`.
-    """
-
-    def __init__(self, is_number: Callable[[int], bool] | None = None) -> None:
-        self.is_number = is_number
-        self.lengths: dict[int, int] = {}
-        self._ids: list[int] = []
-        self._compared: list[int] = []
-        self._places: dict[tuple[int, ...], list[int]] = {}  # last tokens -> places behind them, the latest last
-
-    def follow(self, ids: Sequence[int]) -> None:
-        """Take back what a row has lost at its end, and add what is new there."""
-        same = min(len(self._ids), len(ids))
-        while same and self._ids[same - 1] != ids[same - 1]:
-            same -= 1
-        if same < len(self._ids):
-            self._take_back(same)
-        for token in ids[same:]:
-            self._add(token)
-
-    def _add(self, token: int) -> None:
-        compared = token
-        if self.is_number is not None and self.is_number(token):
-            compared = NUMBER
-        self._ids.append(token)
-        self._compared.append(compared)
-        before, self.lengths = self.lengths, {}
-        places = self._last_places()
-        for place in places:  # a copy that goes on, or one that has just become long enough
-            self.lengths[place] = before.get(place - 1, LENIENT) + 1
-        places.append(len(self._ids))
-
-    def _last_places(self) -> list[int]:
-        """The places behind all copies of the last tokens."""
-        if len(self._compared) <= LENIENT:
-            return []
-        return self._places.setdefault(tuple(self._compared[-LENIENT - 1 :]), [])
-
-    def _take_back(self, length: int) -> None:
-        """Forget all but the first tokens."""
-        while len(self._ids) > length:
-            places = self._last_places()
-            if places:
-                places.pop()
-            self._ids.pop()
-            self._compared.pop()
-        self.lengths = {}
-        row = self._compared
-        for place in self._last_places()[:-1]:
-            copy = LENIENT + 1
-            while copy < place and row[place - 1 - copy] == row[~copy]:
-                copy += 1
-            self.lengths[place] = copy

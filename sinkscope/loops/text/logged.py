@@ -19,29 +19,13 @@ MODELS = ("assistant", "model", "gpt", "ai", "bot", "chatgpt", "bing", "bard")
 """How messages name a model as their author."""
 
 
-def pieces_logged(data: Mapping[str, Any], place: int) -> list[Piece]:
-    """Return the pieces of a line of a file: of an event that a server streamed, or of all whole answers in it.
-
-    Args:
-        data: The line.
-        place: Its number.
-
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError: It holds no answer, or one that cannot be read.
-    """
-    pieces = streamed(data)
-    if pieces is not None:
-        return pieces
-    return pieces_of_answers(answers_in(data), f"line {place}")
-
-
 def streamed(data: Mapping[str, Any]) -> list[Piece] | None:
     """Return the pieces of an event of TGI, Gemini or Bedrock's Converse; None if it is none."""
     match data:
         case {"token": {"text": str(text)}}:  # TGI's last event repeats the whole text
             is_word = not data["token"].get("special")
             return [Piece("stream 0", text=text * is_word, last=data.get("generated_text") is not None)]
-        case {"candidates": [*candidates]} if "responseId" in data or not _has_ended(candidates):  # Gemini
+        case {"candidates": [*candidates]} if "responseId" in data or not all(map(_has_ended, candidates)):  # Gemini
             pieces: list[Piece] = []
             for one in candidates:
                 name = f"choice {int(one.get('index') or 0)}"
@@ -60,8 +44,8 @@ def streamed(data: Mapping[str, Any]) -> list[Piece] | None:
             return None
 
 
-def _has_ended(candidates: Sequence[Any]) -> bool:
-    return all(isinstance(one, dict) and one.get("finishReason") for one in candidates)
+def _has_ended(candidate: Any) -> bool:
+    return isinstance(candidate, dict) and bool(candidate.get("finishReason"))
 
 
 def pieces_of_answers(answers: Sequence[Any], name: str) -> list[Piece]:
@@ -127,16 +111,15 @@ def at_field(data: Any, path: str) -> list[Any]:
     Raises:
         ValueError: There is no such field; the message says which there are.
     """
-    value, names = data, path.split(".")
-    for depth, name in enumerate(names):
-        there: Sequence[str] = [*value] if isinstance(value, dict) else []
-        if isinstance(value, list):
-            there = [str(number) for number in range(len(value))]
+    value, place = data, "the line"
+    for name in path.split("."):
+        there: dict[str, Any] = {}
+        if isinstance(value, dict | list):
+            there = dict(value) if isinstance(value, dict) else {str(number): one for number, one in enumerate(value)}
         if name not in there:
-            place = ".".join(names[:depth]) or "the line"
             raise ValueError(f"no field {path}: {place} has {on_one_line(', '.join(there) or 'no fields', 200)}")
-        value = value[name] if isinstance(value, dict) else value[int(name)]
-    return answers_in(value, names[-1])
+        value, place = there[name], name
+    return answers_in(value, place)
 
 
 def pieces_of_line(data: Any, place: int, field: str | None = None, *, whole: bool = True) -> list[Piece]:
@@ -158,6 +141,8 @@ def pieces_of_line(data: Any, place: int, field: str | None = None, *, whole: bo
     if data.get("error"):
         raise ValueError(f"the server reports an error, {on_one_line(str(data['error']), 200)}")
     pieces = pieces_of(data, place)
+    if pieces is None:
+        pieces = streamed(data)
     if pieces is None and whole:
-        return pieces_logged(data, place)
-    return pieces or streamed(data) or []
+        return pieces_of_answers(answers_in(data), f"line {place}")
+    return pieces or []

@@ -6,14 +6,9 @@ appendix B.2 (`votes`). Time and memory per token do not grow with the length of
 
 from __future__ import annotations
 
-from collections import deque
-from copy import copy
-from typing import Any
-
-from sinkscope.loops.text.copies import CopyRule, MonitorSettings, WordsOf
-from sinkscope.loops.text.repetition import CounterRepetition, TailRepetition
-from sinkscope.loops.text.signals import Step, WindowNovelty, checked_id
-from sinkscope.loops.text.votes import PaperSettings, VoteRule
+from sinkscope.loops.text.copies import MonitorSettings, WordsOf
+from sinkscope.loops.text.signals import Step, checked_id
+from sinkscope.loops.text.votes import PaperSettings
 
 Settings = MonitorSettings | PaperSettings
 """The settings of a monitor say which rule it has."""
@@ -40,10 +35,6 @@ class Monitor:
         self.ended = False
         self.rule = self.settings.new_rule(words_of, asked)
         self._rests_until = 0
-
-    def copy(self) -> Monitor:
-        """Return a monitor that goes on from here by itself."""
-        return _copied(self)
 
     def end(self) -> None:
         """Mark the row as finished: later tokens for it are padding and are ignored."""
@@ -73,14 +64,3 @@ class Monitor:
         if self.last.trigger:
             self._rests_until = step + self.settings.cooldown + 1
         return self.last
-
-
-def _copied(one: Any) -> Any:
-    """A copy with tokens of its own; what it was made with is shared."""
-    other = copy(one)
-    for name, value in vars(one).items():
-        if isinstance(value, list | dict | deque):
-            setattr(other, name, copy(value))
-        elif isinstance(value, CopyRule | VoteRule | TailRepetition | CounterRepetition | WindowNovelty):
-            setattr(other, name, _copied(value))
-    return other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Iterator, Sequence
 
 from sinkscope.loops.text.signals import Tail
 
@@ -146,3 +147,20 @@ def asked_copies(prompt: str) -> int:
             number = request["number"]
             most = max(most, _NUMBERS.get(number.lower()) or int(number))
     return most
+
+
+def earlier_copies(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """Yield the place behind each earlier copy of the last ids, and the length of the copy, at most `longest`.
+
+    Args:
+        ids: The ids.
+        longest: Largest length, from which on a copy is not compared.
+    """
+    for end, token in enumerate(ids[:-1]):
+        if token != ids[-1]:
+            continue
+        length = 0
+        while length < min(end + 1, longest) and ids[end - length] == ids[-1 - length]:
+            length += 1
+        if length:
+            yield end + 1, length
