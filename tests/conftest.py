@@ -100,7 +100,6 @@ FIRST = (
     "test_view.py",
     "test_package.py",
     "test_cards.py",
-    "test_page_figures.py",
     "test_gpu_all.py",
     "test_docs.py",
     "test_loopguard_real.py",

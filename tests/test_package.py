@@ -66,7 +66,10 @@ ORDERS = {
     "from sinkscope.results.result import Result\n"
     "print(len(Result.load('figures/find_sinks.json').figure().data) > 3)": "True",
 }
-for module in ("models.hooks", "sparse.choice", "sparse.lines", "loops.generate", "hooks.trace"):
+ORDERS[
+    "import sys, sinkscope\nsinkscope.find_sinks\nprint([name for name in sys.modules if 'sinkscope.kv' in name])"
+] = "[]"
+for module in ("sparse.lines", "loops.generate", "hooks.trace"):
     ORDERS[f"import sinkscope.{module} as other; print(other.__name__)"] = f"sinkscope.{module}"
 FORKS = """import multiprocessing, sys, transformers.modeling_utils
 for code in sys.argv[1:]:

@@ -17,7 +17,7 @@ def scans_are_timed_by_their_own_work():
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def bundled():
     """The model in the package."""
     from sinkscope.app.view.explorer import Explorer  # not before shapes are checked
@@ -25,7 +25,7 @@ def bundled():
     return Explorer.open()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chrome():
     if browser.found() is None:
         pytest.skip("needs chromium or Chrome on the PATH")
@@ -34,17 +34,16 @@ def chrome():
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory) -> list[Path]:
-    """Small models with known sinks, a folder each."""
+def model(tmp_path_factory) -> Path:
+    """A small model with a known sink."""
     from organisms import organism
 
-    place = tmp_path_factory.mktemp("models")
-    return [Path(organism(name, 2).save(place / name)) for name in ("llama", "gpt2")]
+    return Path(organism("llama", 2).save(tmp_path_factory.mktemp("models") / "llama"))
 
 
 @pytest.fixture(scope="session")
-def alone(models, tmp_path_factory) -> Path:
-    """A folder of scans of the models with few parts, one by one."""
+def alone(model, tmp_path_factory) -> Path:
+    """A folder with the scan of the model, of few parts."""
     from scan_kit import few_parts
 
     from sinkscope.app.scan import scan
@@ -52,6 +51,5 @@ def alone(models, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
         few_parts(patch)
-        for model in models:
-            scan(model, out=folder / model.name, quick=True)
+        scan(model, out=folder / model.name, quick=True)
     return folder

@@ -26,12 +26,6 @@ pytestmark = pytest.mark.few_texts
 
 
 @pytest.fixture
-def model(models) -> Path:
-    """A small model with a known sink."""
-    return models[0]
-
-
-@pytest.fixture
 def neuron() -> str:
     """The neuron that makes its sink."""
     return neuron_name(*organism("llama", 2).truth.neurons[0])

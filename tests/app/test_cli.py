@@ -200,9 +200,8 @@ def test_a_full_disk_loses_no_printed_result(calls, monkeypatch, typed):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("models >/dev/full", 2, "error: cannot write all of the output: no space left on device; make room"),
+        ("--help >/dev/full", 2, "error: cannot write all of the output: no space left on device; make room"),
         ("loops - <&-", 2, "error: "),
-        ("loops missing 2>/dev/full", 2, ""),
         ("loops loop.txt --json a.json | true; exit ${PIPESTATUS[0]}", 0, "JSON: a.json"),  # it is written all the same
     ],
 )
@@ -212,7 +211,7 @@ def test_streams_without_listeners_and_odd_words(tmp_path, words, code, message)
     done = ran(line, tmp_path, PYTHONUNBUFFERED="1")  # the first line already has no reader
     said = re.sub(r"^loop in .*\n", "", done.stderr, flags=re.M)  # what is found comes while the file is read
     assert done.returncode == code and said.startswith(message), done.stderr
-    assert said.count("\n") == bool(message) and "Traceback" not in done.stderr
+    assert said.count("\n") == 1 and "Traceback" not in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"loop.txt"} | {"a.json"} & set(words.split())
 
 

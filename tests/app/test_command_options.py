@@ -129,9 +129,3 @@ for words in ('--help', '--modle x', '--max-repeats x', '--text none'):
 """
     ends = [line for line in python(code).stdout.splitlines() if line.endswith((" True", " False"))]
     assert ends == ["0 False", "2 False", "2 False", "Loading bundled ... False", "130 False"]
-
-
-def test_find_sinks_imports_no_cache():
-    """It has no policy; the whole command was seen to import none either."""
-    code = "import sys, sinkscope; sinkscope.find_sinks; print([n for n in sys.modules if 'sinkscope.kv' in n])"
-    assert python(code).stdout == "[]\n"

@@ -30,7 +30,7 @@ def test_passes_end_when_the_time_is_over_and_nothing_stays():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_part_that_takes_too_long_is_cut_short_and_the_next_one_begins(tmp_path, monkeypatch, typed):
+def test_a_part_that_takes_too_long_is_cut_short_and_the_next_one_begins(model, tmp_path, monkeypatch, typed):
     """A part that never ends, in a scan: the card says so, and so does a line for each part where there is no bar."""
     few_parts(monkeypatch, ("heads", "lines"))
     monkeypatch.chdir(tmp_path)
@@ -42,23 +42,18 @@ def test_a_part_that_takes_too_long_is_cut_short_and_the_next_one_begins(tmp_pat
 
     first, *others = scanning.PARTS
     monkeypatch.setattr(scanning, "PARTS", [replace(first, measure=endless, seconds=0.5), *others])
-    printed = typed("scan --quick --out s")
+    printed = typed(f"scan {model} --quick --out s")
     lines = [line for line in printed.err.splitlines() if line.startswith("scan ")]
     assert "1 of 2: heads: it was cut short after" in lines[0] and lines[1].startswith("scan 2 of 2: lines: done (")
     parts = json.loads(Path("s/card.json").read_text())["result"]["parts"]
     assert parts[0]["conclusion"].startswith("not measured, because it was cut short after")
     assert "`sinkscope heads` alone has no bound" in parts[0]["conclusion"] and parts[1]["numbers"]
     assert "it was cut short after" in Path("s/card.html").read_text()
+    monkeypatch.setattr(scanning, "PARTS", [replace(first, seconds=0.0, full={"n_tokens": 4})])
+    assert "cut short" not in typed(f"scan {model} --out whole").err  # without --quick no part has a bound
 
 
-def test_without_quick_no_part_has_a_bound(tmp_path, monkeypatch, typed):
-    few_parts(monkeypatch, ("heads",))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(scanning, "PARTS", [replace(part, seconds=0.0) for part in scanning.PARTS])
-    assert "cut short" not in typed("scan --out s").err
-
-
-def test_a_scan_that_is_broken_off_says_how_it_goes_on(tmp_path, monkeypatch, typed):
+def test_a_scan_that_is_broken_off_says_how_it_goes_on(model, tmp_path, monkeypatch, typed):
     few_parts(monkeypatch, ("heads", "lines"))
     monkeypatch.chdir(tmp_path)
     whole = scanning.PARTS
@@ -67,10 +62,10 @@ def test_a_scan_that_is_broken_off_says_how_it_goes_on(tmp_path, monkeypatch, ty
         raise KeyboardInterrupt
 
     monkeypatch.setattr(scanning, "PARTS", [whole[0], replace(whole[1], measure=stopped)])
-    printed = typed("scan --quick --out all/s", 130)
+    printed = typed(f"scan {model} --quick --out all/s", 130)
     assert "s keeps 1 finished part: the same command goes on from there\n" in printed.err
     typed("report all --out report.html")
     page = Path("report.html").read_text()
     assert "s: a scan that has not ended; its command goes on with it" in page and "no folder of bench" not in page
     monkeypatch.setattr(scanning, "PARTS", [replace(whole[0], measure=stopped), whole[1]])  # it is not measured again
-    assert typed("scan --quick --out all/s").err.endswith("Card: all/s/card.html\n")
+    assert typed(f"scan {model} --quick --out all/s").err.endswith("Card: all/s/card.html\n")

@@ -36,7 +36,7 @@ def only_one(folder: Path) -> Path:
 
 
 def test_the_numbers_of_the_table_are_those_of_the_cards(alone, typed):
-    _, row = csv.DictReader(StringIO(typed(f"scan table {alone} --csv -").out))
+    (row,) = csv.DictReader(StringIO(typed(f"scan table {alone} --csv -").out))
     numbers = {
         number.label: number for part in SinkCard.load(alone / "llama/card.json").parts for number in part.numbers
     }

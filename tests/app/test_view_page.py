@@ -1,4 +1,4 @@
-"""The page of `sinkscope view` in a browser: what it shows, how it moves, and what a link opens again."""
+"""Pages in a browser: that of `sinkscope view` (what it shows, how it moves, what a link opens again), and reports."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ import plain_spikes as plain
 import pytest
 import torch
 from raw_kit import attention, blocks, down, inputs_edited
+from report_kit import BAD, WORSE, fill, made_report, spoil
+from repository import FIGURES
+from sample_results import sample_find_sinks
 
 from sinkscope.app.view.explorer import ids_of
 from sinkscope.app.view.page import serve, view_page
 from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.switches import RANDOM_SWITCH, switches_of
+from sinkscope.files.output import write_output
 from sinkscope.results.notation import percent
+from sinkscope.results.pages import document, folded
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
-from sinkscope.sinks.spikes.records import PartShare
 
 TEXT = "A class is a block. A block is a piece of text."
 LOADED = "document.querySelector('.token')"
@@ -79,16 +83,6 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     chrome = opened()
     said = f"{found.ratio:.3g} times the typical norm; {found.heads} heads read it"
     assert chrome.text("#spike-0 summary").endswith(said)
-    parts = {"mlp 1": 0.6, "attention 0": -0.12, "embedding": 0.02}  # little is not listed
-    written = tuple(PartShare(part, share, None) for part, share in parts.items())
-    hidden = replace(view.circuit[0], found=replace(found, ratio=1.2, ratio_beside=7.5, writers=written))
-    chrome = opened(shown=replace(view, circuit=(hidden,)))
-    said = "1.2 times the typical norm, or 7.5 times without dimensions that are large"
-    assert said in chrome.text("#spike-0 summary")
-    components = ["the MLP of layer 160%", "the attention of layer 0-12%"]
-    lines = chrome.texts("#spike-0 .parts li")
-    assert lines[:2] == components and lines[2].startswith("L1.N338")
-    chrome = opened()
     (neuron,), (alone,) = found.neurons, found.alone
     writers = [f"the MLP of layer 1{found.writers[0].share:.0%}"]
     writers.append(f"{neuron.address}{neuron.share:.0%}; {alone.left:.0%} remains; needed")
@@ -178,16 +172,12 @@ def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, o
     assert set(seen["sink neurons zeroed"]) == {0.0} and seen[RANDOM_SWITCH] == intact
     assert seen["patched"][0] == intact[0] and len({*seen["patched"][1:]}) == 1
 
-
-def test_experts_have_their_intact_activations_only(view, opened):
-    (text,) = view.texts
-    intact, *edited = text.variants
-    variants = (intact, *(replace(variant, activations=()) for variant in edited))
-    chrome = opened(shown=replace(view, texts=(replace(text, variants=variants),)))
+    (text,) = view.texts  # those of experts are not measured under an edit
+    edited = tuple(replace(variant, activations=()) for variant in text.variants[1:])
+    chrome = opened(shown=replace(view, texts=(replace(text, variants=(text.variants[0], *edited)),)))
     chrome.click("#variant-1")
     chrome.click(".circuit .part")
     assert len(chrome.texts(".neuron .token")) == len(text.tokens)
-    assert "Activations of experts are shown for the intact model only." in chrome.texts(".neuron p")
 
 
 def test_a_neuron_is_opened_by_a_link_and_closed_by_escape(view, opened):
@@ -200,11 +190,10 @@ def test_a_neuron_is_opened_by_a_link_and_closed_by_escape(view, opened):
     chrome.press("Escape")
     chrome.wait("!document.querySelector('.neuron')")
     assert "neuron" not in chrome.run("location.hash")
-    chrome.run("document.querySelector('.circuit .part').focus()")
-    chrome.press("Enter")
+    chrome.click(".circuit .part")
     chrome.run("[...document.querySelectorAll('.neuron button')].at(-1).click()")
     chrome.wait("!document.querySelector('.neuron')")
-    assert chrome.run("document.activeElement.textContent") == "L1.N338" and chrome.errors == []
+    assert chrome.errors == []
 
 
 def test_markup_in_tokens_is_text_on_the_page(view, opened):
@@ -222,11 +211,18 @@ def test_markup_in_tokens_is_text_on_the_page(view, opened):
 
 
 def test_pointing_at_a_token_shows_its_links_and_every_head(view, opened):
+    """The shade of every cell of the drawings is that of the attention."""
     chrome = opened()
     text = view.texts[0]
     chrome.click("#head-1-7")
-    chrome.run("document.querySelector('#token-5').dispatchEvent(new Event('pointerenter'))")
     rows = text.variants[0].rows[text.heads.index((1, 7))].array()
+    drawn = np.zeros_like(rows)
+    paths = "[...document.querySelectorAll('#rows .cells path')].map((one) => [one.getAttribute('fill-opacity'), "
+    for shade, path in chrome.run(f"{paths}one.getAttribute('d')])"):
+        for column, row, run in re.findall(r"M(\d+) (\d+)h(\d+)v1", path):
+            drawn[int(row), int(column) : int(column) + int(run)] = float(shade)
+    assert np.abs(drawn - np.sqrt(rows)).max() <= 0.5 / 24 + 1e-6 and drawn.any()
+    chrome.run("document.querySelector('#token-5').dispatchEvent(new Event('pointerenter'))")
     assert len(chrome.texts("#read-words span")) == 6 and chrome.text("#rows-text").startswith("Token 5, ")
     assert f"gives {rows[5].max():.0%} to {rows[5].argmax()}" in chrome.text("#rows-text")
     assert len(chrome.texts("#rows .pointer")) == 2
@@ -237,11 +233,9 @@ def test_pointing_at_a_token_shows_its_links_and_every_head(view, opened):
     chrome.wait("document.querySelectorAll('.multiple').length === 8")
     assert chrome.texts(".multiple") == [f"L1.H{head}" for head in range(8)]
     assert chrome.text(".multiple.chosen") == "L1.H7"
-    for head in (0, 7):
-        rows = text.variants[0].rows[text.heads.index((1, head))].array()
-        drawing = f"document.querySelector('#multiple-{head} canvas').getContext('2d')"
-        drawn = chrome.run(f"[...{drawing}.getImageData(0, 0, {len(rows)}, {len(rows)}).data]")
-        assert np.abs(np.array(drawn[3::4]).reshape(rows.shape) - 255 * np.sqrt(rows)).max() <= 1
+    drawing = "document.querySelector('#multiple-7 canvas').getContext('2d')"
+    drawn = chrome.run(f"[...{drawing}.getImageData(0, 0, {len(rows)}, {len(rows)}).data]")
+    assert np.abs(np.array(drawn[3::4]).reshape(rows.shape) - 255 * np.sqrt(rows)).max() <= 1
     chrome.click("#multiple-3")
     assert chrome.text("#rows-title") == "Rows of L1.H3"
 
@@ -308,20 +302,6 @@ def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, open
     assert chrome.texts(CAPTIONS) == ["intact", zeroed.name]
 
 
-def test_the_rows_are_drawn_cell_by_cell(view, opened):
-    """The shade of every cell of the drawing is that of the attention."""
-    chrome = opened()
-    chrome.click("#head-1-7")
-    text = view.texts[0]
-    rows = text.variants[0].rows[text.heads.index((1, 7))].array()
-    drawn = np.zeros_like(rows)
-    paths = "[...document.querySelectorAll('#rows .cells path')].map((one) => [one.getAttribute('fill-opacity'), "
-    for shade, path in chrome.run(f"{paths}one.getAttribute('d')])"):
-        for column, row, run in re.findall(r"M(\d+) (\d+)h(\d+)v1", path):
-            drawn[int(row), int(column) : int(column) + int(run)] = float(shade)
-    assert np.abs(drawn - np.sqrt(rows)).max() <= 0.5 / 24 + 1e-6 and drawn.any()
-
-
 @pytest.mark.slow
 def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, opened):
     second = bundled.view("a function of a module").texts[0]
@@ -338,12 +318,6 @@ def test_two_texts_stand_side_by_side_and_the_link_opens_both(bundled, view, ope
         assert f": norm {norm:,g} after" in chrome.text("#readout")
         chrome.reopen()
         chrome.wait(LOADED)
-
-
-def headed(title: str) -> tuple[int, int]:
-    """The layer and the head of a title."""
-    layer, head = re.fullmatch(r"Rows of L(\d+)\.H(\d+)", title).groups()
-    return int(layer), int(head)
 
 
 def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, opened):
@@ -373,7 +347,6 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     chrome.errors.clear()
     chrome.open(addresses[0])
     chrome.wait("document.querySelector('.part')")  # the circuit has come
-    assert headed(chrome.text("#rows-title"))[0] in (2, 3, 4)
     intact = chrome.text("#sentence")
 
     def said(beginning: str):
@@ -381,12 +354,6 @@ def test_the_live_page_in_a_browser(bundled, chrome):
 
     chrome.click("#off-L1\\.N338")
     said(f"Without L1.N338: after layer {bundled.layer}, the norm changes most at token 0")
-    chrome.click("#off-L1\\.N338")
-    said(intact)
-    chrome.click(".circuit .part")  # the page of the neuron, too
-    chrome.run("document.querySelector('.neuron button').click()")
-    said("Without L1.N338: ")
-    assert chrome.texts(".neuron") == []
     chrome.click("#off-L1\\.N338")
     said(intact)
     chrome.run("document.querySelector('#other').value = 'l2.h0'; document.querySelector('form').requestSubmit()")
@@ -403,3 +370,47 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     chrome.reopen()  # the link says which text was typed
     chrome.wait(typed)
     assert chrome.errors == []
+
+
+# Pages of results
+
+DRAWN = """(async () => {
+  for (const box of document.querySelectorAll('.plot')) {
+    box.scrollIntoView();
+    for (let i = 0; i < 400 && !box.querySelector('svg .xtick'); i++) await new Promise((r) => setTimeout(r, 25));
+  }
+  return [...document.querySelectorAll('.plot')].filter((box) => box.querySelector('svg .xtick')).length;
+})()"""
+
+
+@pytest.mark.slow
+def test_the_report_in_a_browser(tmp_path, chrome):
+    chrome.errors.clear()
+    chrome.asked.clear()
+    folder = tmp_path / "results"
+    fill(folder, WORSE)
+    spoil(folder)
+    path = made_report(folder)
+    chrome.open(path, 1400)
+    assert chrome.run(DRAWN) == chrome.run("document.querySelectorAll('.plot').length") == 2
+    assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
+
+    # markup is read, in the page and in a figure, and made nothing
+    assert BAD in chrome.run("document.body.innerText")
+    assert chrome.run("document.querySelectorAll('[onerror], img:not([src^=data])').length") == 0
+
+    chrome.open(path, 360, phone=True)
+    assert chrome.run("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
+    chrome.open(write_output(tmp_path / "single.html", sample_find_sinks().to_html()), 1400)
+    assert chrome.run(DRAWN) == 1
+
+    assert chrome.errors == []
+    assert {address.partition(":")[0] for address in chrome.asked} <= {"file", "data", "blob"}
+
+
+def test_a_link_in_the_contents_opens_the_closed_section(tmp_path, chrome):
+    sections = [folded(Result.load(FIGURES / "find_sinks.json").section(name), "closed") for name in ("a", "b")]
+    chrome.open(write_output(tmp_path / "two.html", document("two", sections)))
+    chrome.run("document.querySelector('nav a[href=\"#r1\"]').click()")
+    chrome.wait("document.querySelector('#r1 .ytick')")
+    assert chrome.run("[...document.querySelectorAll('section > details')].map((one) => one.open)") == [False, True]
