@@ -134,28 +134,41 @@ def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
     assert f"<b>{folder.name}" not in page.read_text()
 
 
+Numbers = dict[str, tuple[Number, ...]]
+
+
+@pytest.fixture
+def compared(folder):
+    """Compare a card with these numbers, by part, with an earlier one; some settings of the later one differ."""
+
+    def run(before: Numbers, after: Numbers, **settings: str) -> SinkCard:
+        card, cards = read_card(folder), []
+        for numbers in (before, after):
+            parts = [CardPart(name, name, "It is so.", own) for name, own in numbers.items()]
+            cards.append(replace(card, parts=tuple(parts)))
+        return replace(cards[1], settings={**card.settings, **settings}).compared(cards[0])
+
+    return run
+
+
 @pytest.mark.parametrize(("by", "moved"), [(0.5, False), (1.3, False), (1.5, True)])
-def test_a_change_counts_beyond_both_margins(folder, by, moved):
+def test_a_change_counts_beyond_both_margins(compared, by, moved):
     """And a number without a margin is not judged."""
-    before = CardPart("a", "a", "It is so.", numbers=(Number("x", "X", 10.0, 0.0, 1.0), Number("y", "Y", 1.0, 0.0)))
-    after = replace(before, numbers=(Number("x", "X", 10.0 + by, 0.0, 1.0), Number("y", "Y", 2.0, 0.0)))
-    card = replace(read_card(folder), parts=(before,))
-    compared = replace(card, parts=(after,)).compared(card)
-    changes = {change.key: change for change in compared.changes}
+    x, y = Number("x", "X", 10.0, 0.0, 1.0), Number("y", "Y", 1.0, 0.0)
+    card = compared({"a": (x, y)}, {"a": (replace(x, value=10.0 + by), replace(y, value=2.0))})
+    changes = {change.key: change for change in card.changes}
     assert changes["x"].changed is moved and changes["x"].margin == pytest.approx(2**0.5)
     assert changes["y"].changed is None
 
 
-def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
+def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(compared):
     """Two parts may use one key, and a label may be worded anew between two cards."""
-    parts = []
+    before: Numbers = {}
     for name, value in (("a", 0.1), ("b", 0.7)):
-        numbers = (Number("lost", "share lost", value, 0.0, 0.01, share=True), Number("word", "the word", name))
-        parts.append(CardPart(name, name, "It is so.", numbers=numbers))
-    before = replace(SinkCard.load(folder / "card.json"), parts=tuple(parts))
-    lost, word = parts[0].numbers
-    first = replace(parts[0], numbers=(replace(lost, label="of it lost", value=0.3), replace(word, value="b")))
-    card = replace(before, parts=(first, parts[1])).compared(before)
+        before[name] = (Number("lost", "share lost", value, 0.0, 0.01, share=True), Number("word", "the word", name))
+    lost, word = before["a"]
+    first = (replace(lost, label="of it lost", value=0.3), replace(word, value="b"))
+    card = compared(before, {"a": first, "b": before["b"]})
     changes = {(change.part, change.key): (change.before, change.after, change.changed) for change in card.changes}
     assert changes == {
         ("a", "lost"): ("10.0%", "30.0%", True),
@@ -164,31 +177,27 @@ def test_numbers_are_compared_by_part_and_key_whatever_their_labels_are(folder):
         ("b", "word"): ("b", "b", False),
     }
     assert [(row["part"], row["key"]) for row in card.rows()] == list(changes)
-    assert (
-        card.first_screen().startswith("<p><b>Compared with ")
-        and "(+20.0 points, 95 % +18.6 to +21.4)" in card.first_screen()
-    )
+    shown = card.first_screen()
+    assert shown.startswith("<p><b>Compared with ") and "(+20.0 points, 95 % +18.6 to +21.4)" in shown
 
 
-def test_cards_of_the_same_texts_are_compared_text_by_text(folder):
+def test_cards_of_the_same_texts_are_compared_text_by_text(compared):
     """Texts differ more than models do; a list says what is new, and what two parts share counts once."""
     texts = {f"text {number}": 0.1 * number for number in range(8)}
     number = Number("heads", "share", 0.35, None, 0.2, True, samples=texts, items=("L0.H1", "L1.H2"))
     later = {name: value + 0.05 + 0.001 * (value > 0.3) for name, value in texts.items()}
     moved = replace(number, value=0.4, samples=later, items=("L1.H2", "L2.H0"))
-    parts = [(CardPart("a", "a", "A.", (one,)), CardPart("b", "b", "B.", (one,))) for one in (number, moved)]
-    card = replace(read_card(folder), parts=parts[0])
-    (change,) = replace(card, parts=parts[1]).compared(card).changes
+    both = {"a": (number,), "b": (number,)}, {"a": (moved,), "b": (moved,)}
+    (change,) = compared(*both).changes
     assert change.paired and change.changed and change.change.startswith("+5.1 points, 95 % +5.0 to +5.1")
     assert change.which == "new: L2.H0; gone: L0.H1"
-    other = replace(card, settings={**card.settings, "text": "another"})
-    (change,) = replace(other, parts=parts[1]).compared(card).changes
+    (change,) = compared(*both, text="another").changes
     assert not change.paired and not change.changed and change.margin == pytest.approx(0.08**0.5)
 
 
-def test_cards_of_different_settings_are_not_compared(folder):
-    card = SinkCard.load(folder / "card.json")
+def test_cards_of_different_settings_are_not_compared(folder, compared):
+    card = read_card(folder)
     with refused("--quick"):
         card.compared(replace(card, quick=False))
     with refused("no number in common"):
-        card.compared(replace(card, parts=()))
+        compared({}, {"a": ()})

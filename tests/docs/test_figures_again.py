@@ -15,8 +15,8 @@ from experiments import drawn
 from experiments.script import run
 from sinkscope.app.cli import main
 
-QUICKEST = ("repeat",)  # run by default
-QUICK = ("barcode", "circuit", "clusters", "find_sinks", "heads", "patch-eval")
+QUICKEST = ("find_sinks",)  # run by default
+QUICK = ("barcode", "circuit", "clusters", "heads", "patch-eval", "repeat")
 QUICK += ("lines", "patch-make", "repeat-attention", "separate")
 OUTPUTS = ("--json", "--html", "--png")
 

@@ -14,7 +14,7 @@ from sinkscope.results.result import Result
 from sinkscope.sinks.spikes.figure import draw_circuit
 
 
-@pytest.mark.parametrize("name", ["find_sinks", "circuit", "repeat", "barcode", "lines", "precision"])
+@pytest.mark.parametrize("name", ["find_sinks", "barcode", "lines"])
 def test_a_figure_is_as_wide_as_its_frame(name):
     layout = Result.load(FIGURES / f"{name}.json").figure().layout
     assert layout.width is None and layout.height >= 300
@@ -50,8 +50,3 @@ def test_a_circuit_is_drawn_from_marks_to_readers():
     assert edges.pop(("L2.N77", spike)) == pytest.approx(1 + 9 * 0.14)
     assert edges.pop((spike, readers)) == pytest.approx(1 + 9 * 32 / 48)
     assert {*edges} == {(mark, writer) for mark in ("attention 0", "L0.H1 and") for writer in ("L2.N412", "L2.N77")}
-
-
-def test_html_is_the_whole_page():
-    page = sample_find_sinks().to_html()
-    assert page.startswith("<!doctype html>") and page.count('class="plot"') == 1 and "provenance" in page

@@ -110,16 +110,11 @@ def test_arrays_become_a_long_table_with_a_column_for_each_axis():
     assert rows[5] == {"layer": 5, "head": 2, "entropy": 5.0, "rate": 0.5}
 
 
-@pytest.mark.parametrize("text", ["L3.E2.N7", "l3.e2.n7", "3:2:7", " L3.E2.N7 "])
-def test_neurons_are_read_in_every_form(text):
-    assert read_neuron(text) == (3, 2, 7)
-    assert neuron_name(*read_neuron(text)) == "L3.E2.N7"
-
-
 @given(st.integers(0, 999), st.integers(0, 99_999), st.none() | st.integers(0, 255))
 def test_names_are_read_as_they_are_written(layer, number, expert):
     site = (layer, number) if expert is None else (layer, expert, number)
-    assert read_neuron(neuron_name(layer, expert, number)) == site == read_neuron(neuron_name(*site))
+    name = neuron_name(layer, expert, number)
+    assert read_neuron(name) == site == read_neuron(neuron_name(*site)) == read_neuron(f" {name.lower()} ")
     assert read_head(head_name(layer, number)) == (layer, number) == read_head(f"{layer}:{number}")
 
 
