@@ -36,8 +36,8 @@ from sinkscope.loops.text.signals import Tail, end_loop
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
 from sinkscope.measure.attention_texts import prompt_ids
 from sinkscope.models.inputs import check_length, read_row, tokenizer_of
-from sinkscope.results.effect import STANDS
-from sinkscope.results.notation import count_of, word_list
+from sinkscope.results.effect import STANDS, Effect
+from sinkscope.results.notation import count_of, percent, word_list
 from sinkscope.results.style import BLUE, GREY, figure_of, panels
 
 CONTINUED = 48  # tokens after a cut, or three periods
@@ -129,15 +129,15 @@ class Why(Result):
         if len(self.kept_by) > 1:
             causes = f"one of {causes}"
         taken = [by_name[name] for name in self.kept_by]
-        count = len(self.cuts)
-        stopped = word_list([str(count - round(tried.goes_on * count)) for tried in taken])
-        others = round(max(tried.other_loop for tried in taken) * count)
-        follows = f", but another follows in {others}" if others else ""
-        chance = count - round(min(tried.control or 0.0 for tried in taken) * count)
-        return (
-            f"Remove {causes}, and this loop stops in {stopped} of {count} cases{follows}; random changes stop it in "
-            f"{chance}."
-        )
+        others, follows = max(tried.other_loop for tried in taken), ""
+        if others:
+            follows = f", but another follows in {percent(others)}"
+        effects: list[Effect] = []
+        for tried in taken:
+            effects.append(Effect(1 - tried.goes_on, 0.0, {"random changes": 1 - (tried.control or 0.0)}))
+        weakest = min(effects, key=lambda effect: effect.value)
+        template = "Remove {causes}, and this loop stops in {value} of {count} cases{follows} ({control})."
+        return weakest.sentence(template, causes=causes, count=str(len(self.cuts)), follows=follows)
 
     def details(self) -> list[str]:
         """Return how much ordinary text was put before the text."""
