@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 
 from repository import ROOT
 
@@ -26,26 +25,18 @@ def prose(words: int, seed: int = 0) -> str:
     return " ".join(said[:words])
 
 
-def _honest_texts() -> dict[str, str]:
+def _texts(name: str) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for line in (ROOT / "tests/fixtures/honest.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in (ROOT / "tests/fixtures" / name).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         texts[row["id"]] = row["prompt"]
     return texts
 
 
-HONEST = _honest_texts()
+HONEST = _texts("honest.jsonl")
 """Tables, data, code, refrains, lists and logs."""
-
-LOOPED = {  # what follows prose: name -> the piece that repeats, words of it before the split
-    "word": "the ",
-    "phrase": "and then ",
-    "sentence": "I am sorry, I do not know the answer. ",
-    "json": '{"name":"U.S. Air Force Academy","wikipedia url":"...","type":"Organization"}, ',
-    "template": "Draft Interpretation: the stone is a sign. Self-Correction: the stone is not a sign, it is a mirror. ",
-    "code": "x = x + 1\n",
-    "chinese": "我不知道，",
-}
+TABLES = _texts("tables.jsonl")
+"""Tables and matrices whose rows follow a rule; some of their rows, or of their diagonals, are equal."""
 
 
 def novelty(ids: list[int], *, window: int = 256, n: int = 4, span: int = 64) -> float:
@@ -56,25 +47,3 @@ def novelty(ids: list[int], *, window: int = 256, n: int = 4, span: int = 64) ->
         grams = [tuple(seen[j : j + n]) for j in range(len(seen) - n + 1)]
         new.append(not grams or grams[-1] not in grams[:-1])
     return sum(new) / len(new) if new else float("nan")
-
-
-def _matrix(size: int, cell: Callable[[int, int], object], between: str = " ", end: str = "\n") -> str:
-    return end.join(between.join(str(cell(i, j)) for j in range(size)) for i in range(size))
-
-
-def _one_hot(place: int, size: int = 4) -> list[int]:
-    return [int(place == j) for j in range(size)]
-
-
-TABLES = {
-    "identity": _matrix(8, lambda i, j: int(i == j)),
-    "identity in LaTeX": _matrix(10, lambda i, j: int(i == j), " & ", " \\\\\n"),
-    "identity of numpy": _matrix(16, lambda i, j: f"{float(i == j)}", " ", "]\n ["),
-    "zeros": _matrix(10, lambda i, j: 0, ", ", "],\n["),
-    "chessboard": _matrix(8, lambda i, j: "XO"[(i + j) % 2]),
-    "sorted labels": json.dumps({"labels": [_one_hot(i // 12) for i in range(48)]}),
-    "indented labels": json.dumps([_one_hot(max(1, i - 9)) for i in range(14)], indent=1),
-    "flags": json.dumps([{"rain": int(i % 11 == 3), "wind": int(i % 7 == 5), "snow": 0} for i in range(40)]),
-    "zeros in hex": "\n".join(f"{16 * i:08x} {' 00' * 16}" for i in range(24)),
-}
-"""Tables and matrices whose rows follow a rule; some of their rows, or of their diagonals, are equal."""

@@ -33,6 +33,11 @@ def _sent(server: dict[str, Any], text: str) -> list[dict[str, Any]]:
 SERVERS = {
     name: partial(_sent, server) for name, server in json.loads((FIXTURES / "server_streams.json").read_text()).items()
 }
+_LOGGED = json.loads((FIXTURES / "log_lines.json").read_text())
+LINES: dict[str, Any] = _LOGGED["lines"]
+"""Lines of logs and data sets as public formats have them, with <prompt>, <answer> and <id>."""
+STREAMS = {name: partial(_sent, server) for name, server in _LOGGED["streams"].items()}
+"""Events of servers that stream, which the proxy does not watch."""
 
 
 def events(sent: list[dict[str, Any]]) -> str:

@@ -113,15 +113,6 @@ def test_the_conclusion_of_a_table(task: str, answers: list[str], said: str):
     assert conclusion == said and len(said.split()) <= 30
 
 
-def test_each_set_of_prompts_is_compared_alone():
-    sets = [("full 1*10 set=a", "h2o:4 1*10 set=a"), ("full 1*10 set=b", "h2o:4 0*10 set=b")]
-    found = table(*[record for answers in sets for some in answers for record in scored("file", some)])
-    assert "100%" in found.conclusion() and "in file a (score), 0±27 points from full: too close" in found.conclusion()
-    assert [line.partition(" in ")[2].partition(",")[0] for line in found.details() if " in " in line] == [
-        "file b (score)"
-    ]
-
-
 def test_any_two_methods_are_compared_on_the_same_prompts():
     """Also two that are not the best; the interval is that of the differences, prompt by prompt."""
     answers = ["full 1*20", "h2o:4 1*20", "snapkv:4 1*10 0*10", "tova:4 1*8 0*12"]

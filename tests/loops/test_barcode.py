@@ -89,7 +89,7 @@ def test_the_score_of_a_text_in_pieces_equals_its_definition():
 
 def test_planted_heads_rank_first_and_are_shown():
     seed = secrets.randbits(32)
-    for i, (period, delay) in enumerate(((3, 12), (9, 4), (1, 0))):
+    for i, (period, delay) in enumerate(((9, 4), (1, 0))):
         organism = loop_organism(seed + i)
         prompt = organism.looping_prompt(period, delay=delay)
         result = measured(organism, prompt.ids, max(48, 8 * period - 2))

@@ -8,31 +8,35 @@ import json
 from pathlib import Path
 
 import pytest
-from log_shapes import ID, SHAPES, STREAMS
 from loop_texts import prose
+from server_streams import LINES, STREAMS, filled
 
+from sinkscope.files.store import json_lines
 from sinkscope.loops import LoopCheck, Watch, check, check_file
 
 LOOP = "I went to the market and bought an apple for my mother. " * 12
 FINE = prose(120)
-TOKENS = check(LOOP).records[0].tokens
+TOKENS, FINE_TOKENS = (one.tokens for one in check([LOOP, FINE]).records)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", LINES)
 def test_the_answer_of_a_line_is_read_and_its_prompt_is_not(shape):
-    lines = [json.dumps(SHAPES[shape](*said)) for said in (("Tell me.", LOOP), (LOOP, FINE))]
-    found = check_file(io.BytesIO("\n".join(lines).encode()), name="x.jsonl").records
-    if shape.startswith("MT-bench"):  # two answers, the first of which is one word
-        found = found[1::2]
-    loop, fine = found
-    assert (loop.verdict, loop.tokens, loop.id) == ("loops", TOKENS, ID)
-    assert (fine.verdict, fine.tokens) == ("clean", check(FINE).records[0].tokens)
+    """In lines, and in one document on several lines."""
+    values = []
+    for prompt, answer in (("Tell me.", LOOP), (LOOP, FINE)):
+        values.append(filled(LINES[shape], {"prompt": prompt, "answer": answer, "id": "req-7f3a"}))
+    for text, fine in ((json_lines(values), [("clean", FINE_TOKENS)]), (json.dumps(values[0], indent=1), [])):
+        found = check_file(io.BytesIO(text.encode()), name="x.jsonl").records
+        if shape.startswith("MT-bench"):  # two answers, the first of which is one word
+            found = found[1::2]
+        assert (found[0].verdict, found[0].tokens, found[0].id) == ("loops", TOKENS, "req-7f3a")
+        assert [(one.verdict, one.tokens) for one in found[1:]] == fine
 
 
 @pytest.mark.parametrize("server", STREAMS)
 @pytest.mark.parametrize("form", ["sse", "jsonl"])
 def test_a_stream_is_judged_as_its_text(server, form):
-    sent = [json.dumps(event) for event in STREAMS[server]([f"{word} " for word in LOOP.split()])]
+    sent = [json.dumps(event) for event in STREAMS[server](LOOP)]
     text = "".join(f"data: {event}\n\n" for event in sent) if form == "sse" else "\n".join(sent)
     watch = Watch()
     assert len(list(watch.follow(io.BytesIO(text.encode()), name="x.jsonl"))) == 1

@@ -72,37 +72,21 @@ def test_the_default_guard_ends_loops_that_older_copies_hold():
     assert len(tail) > 60 and sum(token in cycle for token in tail) < 20, "the cycle is over"
 
 
-@pytest.mark.parametrize("talk", [False, True])
-def test_a_loop_is_taken_back_from_the_output(talk):
+def test_a_loop_is_taken_back_from_the_output():
     o = made(64)
     prompt = o.looping_prompt(12, delay=30, start=250)
-    ids, guard = prompt.ids[0].tolist(), LoopGuard(monitor=EAGER)
-    if talk:
-        answered = Conversation(o.model, guard, tokenizer=o.tokenizer)
-        turn = answered.ask(ids, max_new_tokens=REWOUND)
-        tokens, events = list(turn.ids), turn.events
-        assert answered.ask([ids[-1]], max_new_tokens=4).ids, "and the conversation goes on"
-    else:
-        text = o.tokenizer.decode(ids[1:])
-        assert o.tokenizer(text)["input_ids"] == ids
-        shown = []
-        output = generate(
-            o.model,
-            text,
-            tokenizer=o.tokenizer,
-            guard=guard,
-            max_new_tokens=REWOUND,
-            on_text=lambda i, piece: shown.append((i, piece)),
-        )[0]
-        tokens, events = output.tokens, output.events
-        assert shown == [(0, output.text)], "shown when nothing is taken back any more"
-    assert events[0].data["taken_back"] >= 2 * 12
-    stays = events[0].data["generated"] - events[0].data["taken_back"]
+    text = o.tokenizer.decode(prompt.ids[0, 1:])
+    shown = []
+    options = {"tokenizer": o.tokenizer, "max_new_tokens": REWOUND, "on_text": lambda *piece: shown.append(piece)}
+    (output,) = generate(o.model, text, guard=LoopGuard(monitor=EAGER), **options)
+    tokens, first = output.tokens, output.events[0].data
+    assert shown == [(0, output.text)], "shown when nothing is taken back any more"
+    assert first["taken_back"] >= 2 * 12
+    stays = first["generated"] - first["taken_back"]
     assert stays <= prompt.onset + 12 + 1, "one copy of the cycle stays"
     assert len(tokens) == REWOUND and tokens[:stays] == o.expected(prompt, stays)
     assert tokens[: stays + 24] != o.expected(prompt, stays + 24), "the third copy is left before its end"
-    cycle = list(prompt.cycle)
-    copies = sum(tokens[i : i + 12] == cycle for i in range(REWOUND))
+    copies = sum(tokens[i : i + 12] == list(prompt.cycle) for i in range(REWOUND))
     assert copies <= 2 and tail_period(tokens, shortest=24) is None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loop_texts import HONEST, LOOPED, novelty, prose
+from loop_texts import HONEST, novelty
 
 from experiments.loopguard.variants import OneSignal, Timed, Ungated
 from experiments.loopset.compare import number
@@ -127,23 +127,3 @@ def test_honest_repetition_triggers_nothing(name):
     for chosen, p_max in ((PAPER, None), (PAPER, 1.0), (MonitorSettings(), None)):
         monitor = Monitor(chosen)
         assert not any(monitor.update(token, p_max).trigger for token in ids)
-
-
-@pytest.mark.parametrize("name", sorted(LOOPED))
-def test_loops_are_found_in_time(name):
-    """The paper's monitor needs a window, less with probabilities."""
-    healthy = split(prose(600))
-    piece = split(LOOPED[name])
-    ids = number(healthy + piece * (600 // len(piece)))
-    delays = []
-    for sure in (False, True):
-        monitor = Monitor(PAPER)
-        for i, token in enumerate(ids):
-            step = monitor.update(token, (0.99 if i > len(healthy) + len(piece) else 0.5) if sure else None)
-            if step.trigger:
-                break
-        assert step.trigger and step.step > len(healthy)
-        delays.append(step.step - len(healthy))
-        assert step.tail.period == len(piece)
-        assert len(healthy) - len(piece) < step.tail.start <= len(healthy)
-    assert delays[1] <= delays[0] <= 256

@@ -45,7 +45,9 @@ def test_planted_causes_are_found():
     made = kept_loop(("copies", "sink"))
     found = asked(made, cuts=3)
     assert (found.kept_by, found.goes_on) == (("copies", "sink"), 1.0)
-    assert found.conclusion().startswith("Remove one of the copies and the sink, and this loop stops in 100% of 3 cases")
+    assert found.conclusion().startswith(
+        "Remove one of the copies and the sink, and this loop stops in 100% of 3 cases"
+    )
     assert list(found.ids[found.prompt_tokens :][4:10]) == made.cycle
     assert {tried.without: tried.goes_on for tried in found.tried} == {"copies": 0, "sink": 0, "context": 0}
 
