@@ -30,10 +30,10 @@ from .sinks.attack import attack as attack
 from .sinks.marking_heads import heads as heads
 from .sinks.mask import sink_dims as sink_dims
 from .sinks.mask import sink_mask as sink_mask
-from .sinks.patch.evaluate import patch_eval as patch_eval
-from .sinks.patch.make import patch_make as patch_make
+from .sinks.patch import patch_eval as patch_eval
+from .sinks.patch import patch_make as patch_make
 from .sinks.precision import precision as precision
-from .sinks.repetition.repeat import repeat as repeat
+from .sinks.repeat import repeat as repeat
 from .sinks.spikes.find import circuit as circuit
 from .sinks.spikes.find import find_sinks as find_sinks
 from .sinks.training import SinkCallback as SinkCallback

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from organisms.hard import attentions
 from raw_kit import blocks, part, zeroed
 from torch import Tensor, nn
 
@@ -51,6 +52,16 @@ def run(model, ids: Tensor) -> Pass:
 def received(attention: list[Tensor]) -> Tensor:
     """Attention to position 0, mean over later queries: [layer, head, text]."""
     return torch.stack([rows[:, :, 1:, 0].float().mean(-1).T for rows in attention])
+
+
+@torch.no_grad()
+def check_heads(model, ids: Tensor, heads: Sequence[Sequence[float | None]]) -> None:
+    """What a result says of each head's attention to the first token is so, where no window hides that."""
+    own = attentions(model, ids).float()  # layer text head query key
+    given = torch.tensor([[torch.nan if one is None else one for one in row] for row in heads])
+    given = given[given.isfinite().any(1)]  # layers without attention are not in the model's own list
+    full = own[:, :, :, -1, 0].flatten(1).min(1).values > 0
+    torch.testing.assert_close(given[full], own[:, :, :, 1:, 0].mean((1, 3))[full], atol=1e-3, rtol=1e-3)
 
 
 @dataclass

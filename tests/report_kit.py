@@ -17,7 +17,7 @@ import sinkscope as ss
 from sinkscope import loops
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.results.result import Result
-from sinkscope.sinks.repetition.result import Repeat
+from sinkscope.sinks.repeat_result import Repeat
 
 BAD = "<img src=x onerror=alert(1)>&lt;"
 WORSE = f"{BAD}</script><script>alert(2)</script><!--<script>\u2028"

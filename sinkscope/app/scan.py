@@ -35,9 +35,9 @@ from sinkscope.results.pages import document
 from sinkscope.results.result import Result
 from sinkscope.sinks.attack import attack
 from sinkscope.sinks.marking_heads import heads
-from sinkscope.sinks.patch.make import patch_make
+from sinkscope.sinks.patch import patch_make
 from sinkscope.sinks.precision import precision
-from sinkscope.sinks.repetition.repeat import repeat
+from sinkscope.sinks.repeat import repeat
 from sinkscope.sinks.spikes.find import circuit, find_sinks
 from sinkscope.sparse.lines import lines
 

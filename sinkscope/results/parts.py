@@ -8,7 +8,7 @@ from typing import Literal
 
 from sinkscope.results.notation import head_name, neuron_name
 
-ComponentKind = Literal["token embedding", "attention", "mixer", "mlp", "layer"]
+ComponentKind = Literal["embedding", "attention", "mixer", "mlp"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Component:
-    """A component that writes into the residual stream; the kind "layer" is a whole layer.
+    """A component that writes into the residual stream; the embedding has no layer.
 
     A mixer is what a layer without softmax attention has in its place, such as a convolution.
     """
@@ -64,9 +64,4 @@ class Component:
     layer: int | None = None
 
     def __str__(self) -> str:
-        if self.layer is None:
-            return self.kind
-        if self.kind == "layer":
-            return f"layer {self.layer}"
-        kind = "MLP" if self.kind == "mlp" else self.kind
-        return f"{kind} of layer {self.layer}"
+        return self.kind if self.layer is None else f"{self.kind} {self.layer}"

@@ -26,8 +26,9 @@ from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.first_tokens import FirstTokens, share_of, spike_of
+from sinkscope.sinks.first_tokens import along_first, heads_up_to, share_of, spike_of
 from sinkscope.sinks.spikes.copies import along_spikes
+from sinkscope.sinks.spikes.edited import means_of
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF
@@ -76,11 +77,6 @@ class TokenClusters:
         """Return the heads that serve tokens."""
         return np.unique(self.head[self.served]).astype(int).tolist()
 
-    @property
-    def pools(self) -> list[list[int]]:
-        """Return the ids of all tokens, then the ids that each head serves."""
-        return [self.ids.tolist(), *(self.ids[self.head == head].tolist() for head in self.heads)]
-
 
 def find_clusters(setup: Setup, spike: Spike, ids: list[int]) -> TokenClusters:
     """Find the head of layer 0 that serves each token, by the spike.
@@ -90,26 +86,25 @@ def find_clusters(setup: Setup, spike: Spike, ids: list[int]) -> TokenClusters:
         spike: The spike of the first token.
         ids: The tokens, which stand alone, thus first.
     """
-    first = FirstTokens.of(spike, 0)
+    heads = heads_up_to(setup.target, 0)
     hold_layers(setup.target, spike.result.peak)
-
-    edits = [first.heads]  # all replaced, then all but each one
-    for head in first.heads:
-        edits.append(tuple(other for other in first.heads if other != head))
-
+    means, edits = means_of(spike, heads), [heads]  # all replaced, then all but each one
+    for head in heads:
+        edits.append(tuple(other for other in heads if other != head))
     parts: list[torch.Tensor] = []
     for tokens in torch.tensor(ids).split(TOKENS):
-        parts.append(first.along(tokens, edits).cpu().double().round(decimals=4))  # threads may change what is beyond
+        along = along_first(spike, tokens, edits, means)
+        parts.append(along.double().round(decimals=4))  # threads may change what is beyond
         setup.progress("clusters", TOKENS * (len(parts) - 1) + len(tokens), len(ids))
     intact, none, alone = np.split(torch.cat(parts, 1).T.numpy(), [1, 2], 1)
     has, unneeded = intact[:, 0] >= HALF, none[:, 0] >= HALF
     head = np.full(len(ids), np.nan)
     another: float | None = None
-    if first.heads:
+    if heads:
         needing = has & ~unneeded
         served = needing & (alone.max(1) >= HALF)
         head = np.where(served, alone.argmax(1), np.nan)
-        if len(first.heads) > 1:
+        if len(heads) > 1:
             another = float((needing & (np.median(alone, 1) >= HALF)).mean())
     return TokenClusters(token_texts(setup.target, ids), np.array(ids), has, unneeded, head, another)
 
@@ -215,8 +210,8 @@ class ClusterAttack(Result):
         """Return a row per source and patch; without sequences, one per head that serves tokens."""
         rows: Table = [vars(attempt) for attempt in self.attempts]
         if not rows and self.clusters is not None:
-            for head, ids in zip(self.clusters.heads, self.clusters.pools[1:], strict=True):
-                rows.append({"head": str(Head(0, head)), "tokens": len(ids)})
+            for head in self.clusters.heads:
+                rows.append({"head": str(Head(0, head)), "tokens": int((self.clusters.head == head).sum())})
         return rows
 
 
@@ -302,8 +297,9 @@ def draw_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed
 
 def pools_of(setup: Setup, clusters: TokenClusters) -> list[list[int]]:
     """Return the ids of all tokens, then the ids of each cluster, without special tokens."""
-    left_out = {*setup.tokenizer.all_special_ids, setup.bos}
-    return [[token for token in ids if token not in left_out] for ids in clusters.pools]
+    special = [*setup.tokenizer.all_special_ids, *([] if setup.bos is None else [setup.bos])]
+    kept = ~np.isin(clusters.ids, special)
+    return [clusters.ids[kept & some].tolist() for some in (kept, *(clusters.head == head for head in clusters.heads))]
 
 
 def run_attempts(setup: Setup, spike: Spike, rows: Mapping[str, TokenRows]) -> tuple[Attempt, ...]:

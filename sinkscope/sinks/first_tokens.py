@@ -6,8 +6,6 @@ Such a token sees nothing but itself. A replaced head gives its mean output at o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -15,50 +13,33 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
+from sinkscope.models.target import Target
 from sinkscope.results.notation import percent
 from sinkscope.results.parts import Head
-from sinkscope.sinks.spikes.edited import EditedTexts, Written, left_of, means_of
+from sinkscope.sinks.spikes.edited import Written, run_edits
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
 
 
-@dataclass(frozen=True, eq=False)
-class FirstTokens:
-    """A spike of the first token, and heads whose outputs at tokens that stand first can be replaced.
+def heads_up_to(target: Target, last_layer: int) -> tuple[Head, ...]:
+    """Return all heads of the layers with softmax attention up to a layer."""
+    layers = [layer for layer in target.attending if layer <= last_layer]
+    return tuple(Head(layer, head) for layer in layers for head in range(target.n_heads))
 
-    Attributes:
-        spike: The spike.
-        heads: The heads.
+
+def along_first(
+    spike: Spike, tokens: Int[Tensor, " token"], edits: Sequence[Parts], means: Written
+) -> Float[Tensor, "state token"]:
+    """Project each token, which stands alone, on a spike's direction, as a share of the spike: intact, then edited.
+
+    Args:
+        spike: The spike of the first token.
+        tokens: The tokens.
+        edits: The heads that each edit replaces.
+        means: What replaced heads write instead.
     """
-
-    spike: Spike
-    heads: tuple[Head, ...]
-
-    @classmethod
-    def of(cls, spike: Spike, last_layer: int) -> FirstTokens:
-        """Take all heads up to a layer."""
-        target = spike.survey.target
-        layers = [layer for layer in target.attending if layer <= last_layer]
-        return cls(spike, tuple(Head(layer, head) for layer in layers for head in range(target.n_heads)))
-
-    @cached_property
-    def _means(self) -> Written:
-        return means_of(self.spike, self.heads)
-
-    def along(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "state token"]:
-        """Project each token on the spike's direction, as a share of the spike: intact, then under each edit.
-
-        Args:
-            tokens: The tokens.
-            edits: The heads that each edit replaces.
-        """
-        ids = tokens[:, None]
-        place = torch.ones_like(ids, dtype=torch.bool)
-        return EditedTexts(self.spike, ids, place, [(), *edits], self._means).run().projection
-
-    def left(self, tokens: Int[Tensor, " token"], edits: Sequence[Parts]) -> Float[Tensor, "edit token"]:
-        """Measure what is left of the tokens' projection under each edit."""
-        return left_of(self.along(tokens, edits))
+    ids = tokens[:, None]
+    return run_edits(spike, ids, torch.ones_like(ids, dtype=torch.bool), [(), *edits], means).projection
 
 
 def share_of(value: float, margin: float | None) -> str:

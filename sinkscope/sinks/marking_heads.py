@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -20,11 +19,12 @@ from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.style import BLUE, figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.first_tokens import FirstTokens, share_of, spike_of
-from sinkscope.sinks.spikes.edited import left_of
+from sinkscope.sinks.first_tokens import along_first, heads_up_to, share_of, spike_of
+from sinkscope.sinks.spikes.edited import Written, left_of, means_of
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.marks import Without, marking_heads
 from sinkscope.sinks.spikes.removal import random_heads
+from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.thresholds import HALF, RAISED
 from sinkscope.sinks.tokens import refuse_unused, sample_tokens, token_texts, tokens_of_text, vocabulary
 
@@ -75,7 +75,7 @@ class MarkingHeads(Result):
             return self.instead or f"{NO_FIRST_SPIKE}."
         tokens = count_of(len(self.tokens), "token")
         if self.marking is None:
-            left = f"{share_of(self.every.left, self.every.margin)} of {self._what} remains at {tokens}"
+            left = f"{share_of(self.every.left, self.every.margin)} of the spike of {self.spike} remains at {tokens}"
             return f"No head marks the first token: without all {len(self.heads)}, {left}."
         left, heads = share_of(self.marking.left, self.marking.margin), self.marking.heads
         names = word_list(heads)
@@ -83,43 +83,34 @@ class MarkingHeads(Result):
             names = f"{len(heads)} of {len(self.heads)} heads together"
         mark = "marks" if len(heads) == 1 else "mark"
         chance = "too few others to compare" if self.random is None else f"random heads: {self.random:.0%}"
-        return f"{names} {mark} the first token: without them, {left} of {self._what} remains at {tokens} ({chance})."
-
-    @property
-    def _what(self) -> str:
-        return f"the spike of {self.spike}"
+        remains = f"{left} of the spike of {self.spike} remains at {tokens} ({chance})"
+        return f"{names} {mark} the first token: without them, {remains}."
 
     def details(self) -> list[str]:
-        """Say how many tokens were tried, what is left without all heads, and which heads work against the spike."""
+        """Say how many tokens were tried, what is left without all heads, and which heads work against the spike.
+
+        The head of the first token (or BOS) is named if the set does not contain it; and the head without which the
+        spike rises most, where random heads raise it.
+        """
         if self.spike is None:
             return []
         tried = count_of(len(self.tokens) + len(self.unmarked), "token")
-        lines = [f"{len(self.tokens)} of {tried}, each alone in first place, have {self._what}."]
-        if self.every is not None and self.marking is not None:
-            left = share_of(self.every.left, self.every.margin)
-            lines.append(f"Without all {len(self.heads)} heads up to layer {self.heads[-1].layer}, {left} remains.")
-        return [*lines, *self._own_of_first(), *self._against()]
-
-    def _own_of_first(self) -> list[str]:
-        """Name the head of the first token (or BOS), if the set does not contain it."""
-        if self.left is None or self.marking is None:
-            return []
-        strongest, left = int(self.left[0].argmin()), float(self.left[0].min())
-        if left >= HALF or self.heads[strongest] in self.marking.heads:
-            return []
-        without = f"without {self.heads[strongest]}, {share_of(left, None)} of its spike remains"
-        return [f"{self.tokens[0]!r} has a head of its own: {without}."]
-
-    def _against(self) -> list[str]:
-        """Name the head without which the spike rises most, where random heads raise it."""
-        if self.left is None or self.random is None or self.random < RAISED:
-            return []
-        left = self.left.mean(0)
-        most = int(left.argmax())
-        return [
-            f"The other heads work against the spike: without as many of them it rises to {self.random:.0%}, without "
-            f"{self.heads[most]} alone to {left[most]:.0%}."
-        ]
+        lines = [f"{len(self.tokens)} of {tried}, each alone in first place, have the spike of {self.spike}."]
+        if self.every is None or self.marking is None or self.left is None:
+            return lines
+        left = share_of(self.every.left, self.every.margin)
+        lines.append(f"Without all {len(self.heads)} heads up to layer {self.heads[-1].layer}, {left} remains.")
+        own = self.heads[int(self.left[0].argmin())]
+        if self.left[0].min() < HALF and own not in self.marking.heads:
+            without = f"without {own}, {share_of(float(self.left[0].min()), None)} of its spike remains"
+            lines.append(f"{self.tokens[0]!r} has a head of its own: {without}.")
+        if self.random is not None and self.random >= RAISED:
+            mean = self.left.mean(0)
+            lines.append(
+                f"The other heads work against the spike: without as many of them it rises to {self.random:.0%}, "
+                f"without {self.heads[int(mean.argmax())]} alone to {mean.max():.0%}."
+            )
+        return lines
 
     def rows(self) -> Table:
         """Return a row per head, marking heads first."""
@@ -167,16 +158,17 @@ def heads(
     words, chosen = _first_tokens(setup, tokens, n_tokens or 32), spike_of(setup, spike)
     if chosen is None:
         return MarkingHeads(spike=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
-    first = FirstTokens.of(chosen, chosen.first_writer)
-    has = first.along(words, [])[0] >= HALF
+    heads = heads_up_to(setup.target, chosen.first_writer)
+    means = means_of(chosen, heads)
+    has = along_first(chosen, words, [], means)[0] >= HALF
     having, unmarked = (token_texts(setup.target, some.tolist()) for some in (words[has], words[~has]))
     name = chosen.name
-    found = MarkingHeads(spike=name, neurons=chosen.needed_neurons, tokens=having, unmarked=unmarked, heads=first.heads)
+    found = MarkingHeads(spike=name, neurons=chosen.needed_neurons, tokens=having, unmarked=unmarked, heads=heads)
     if not having:
         return replace(found, instead=f"No token that was tried has the spike of {name} when it stands first.")
-    if not first.heads:
+    if not heads:
         return replace(found, instead=f"There are no heads below the neurons of the spike of {name}.")
-    return _with_heads(setup, found, first, words[has])
+    return _with_heads(found, chosen, words[has], means, setup.seed)
 
 
 def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> Int[Tensor, " token"]:
@@ -190,15 +182,20 @@ def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> Int
     return torch.tensor(words)
 
 
-def _with_heads(setup: Setup, found: MarkingHeads, first: FirstTokens, tokens: Int[Tensor, " token"]) -> MarkingHeads:
+def _with_heads(
+    found: MarkingHeads, spike: Spike, tokens: Int[Tensor, " token"], means: Written, seed: int
+) -> MarkingHeads:
     """Measure what is left without each head, the set that marks, and its control."""
-    along = first.along(tokens, [(head,) for head in first.heads])
-    marked = marking_heads(first.heads, left_of(along), partial(first.left, tokens))
-    found = replace(found, left=(along[1:] / along[0]).T.numpy(), every=replace(marked.every, heads=first.heads))
-    if marked.marking is None:
+
+    def judge(sets: Sequence[Parts]) -> Float[Tensor, "edit token"]:
+        return left_of(along_first(spike, tokens, sets, means))
+
+    along = along_first(spike, tokens, [(head,) for head in found.heads], means)
+    every, marking = marking_heads(found.heads, left_of(along), judge)
+    found = replace(found, left=(along[1:] / along[0]).T.numpy(), every=replace(every, heads=found.heads))
+    if marking is None:
         return found
-    marking = tuple(head for head in first.heads if head in marked.marking.heads)
-    sets, random = random_heads(marking, marked.order, setup.seed), None
-    if sets:
-        random = float(first.left(tokens, sets).mean(1).min())
-    return replace(found, marking=replace(marked.marking, heads=marking), random=random)
+    marks = tuple(head for head in found.heads if head in marking.heads)
+    sets = random_heads(marks, every.heads, seed)
+    random = float(judge(sets).mean(1).min()) if sets else None
+    return replace(found, marking=replace(marking, heads=marks), random=random)

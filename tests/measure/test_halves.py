@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from attack_kit import setup_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import organism
 
@@ -19,6 +19,7 @@ from sinkscope.models.text import halves_of, typical_text
 from sinkscope.sinks.spikes import survey
 from sinkscope.sinks.tokens import held_out
 
+SETUP = setup_of(organism("llama", 0))
 FIRST = 0x4E00  # of 20,000 characters that are all different
 WHOLE_TEXT = {"measure/setup.py", "measure/attention_texts.py", "app/scan.py"}
 """Files that read the whole text, where nothing is chosen on it, or know it by its hash."""
@@ -43,6 +44,7 @@ class Pieces:
         return str(ids)
 
 
+@settings(max_examples=50)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     length=st.integers(60, 18_000),
@@ -54,8 +56,7 @@ def test_no_text_is_both_chosen_and_reported_on(sizes, length, words, chosen, re
     text = "".join(" " if words and at % words == 1 else chr(FIRST + at) for at in range(length))
     halves = halves_of(text)
     assert halves.choose + halves.report == text and halves.choose and halves.report
-    setup = setup_of(organism("llama", 0))
-    setup = replace(setup, target=replace(setup.target, tokenizer=Pieces(sizes)), text=text, bos=None)
+    setup = replace(SETUP, target=replace(SETUP.target, tokenizer=Pieces(sizes)), text=text, bos=None)
     read = mock.Mock(side_effect=lambda _target, ids: ids)
     with mock.patch.multiple(survey, read_survey=read, SURVEYED=chosen):
         try:

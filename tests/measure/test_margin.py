@@ -30,32 +30,33 @@ def test_equal_scores_have_a_margin():
     assert sure.margin == margin_of(np.ones(10), SCORES) == 1.0 - sure.low
 
 
-def coverage(draw, mean, bounds, seed) -> float:
-    """How often the interval of a sample holds the mean."""
-    rng = np.random.default_rng(seed)
-    held = 0
-    for _ in range(DRAWS):
-        interval = interval_of(draw(rng), bounds)
-        held += interval.low <= mean <= interval.high
-    return held / DRAWS
+def numbers(rng, count):
+    return rng.normal(3.0, 2.0, count)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_intervals_of_measured_numbers_hold_the_mean(count):
-    assert coverage(lambda rng: rng.normal(3.0, 2.0, count), 3.0, None, count) >= ENOUGH
+def scores(share):
+    return lambda rng, count: (rng.random(count) < share).astype(float)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("share", [0.01, 0.05, 0.2, 0.5, 0.9])
-def test_intervals_of_shares_hold_the_share(count, share):
-    assert coverage(lambda rng: (rng.random(count) < share).astype(float), share, SCORES, count) >= ENOUGH
-
-
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(("better", "worse"), [(0.02, 0.0), (0.1, 0.1), (0.3, 0.0), (0.5, 0.3), (0.9, 0.05)])
-def test_intervals_of_differences_between_paired_answers_hold_the_difference(count, better, worse):
-    def draw(rng):
+def differences(better, worse):
+    def draw(rng, count):
         where = rng.random(count)
-        return (where < better) - 1.0 * ((where >= better) & (where < better + worse))
+        return 1.0 * (where < better) - 1.0 * (where > 1 - worse)
 
-    assert coverage(draw, better - worse, DIFFERENCES, count) >= ENOUGH
+    return draw
+
+
+DRAWN = [(numbers, 3.0, None)]
+DRAWN += [(scores(share), share, SCORES) for share in (0.01, 0.05, 0.2, 0.5, 0.9)]
+for more, less in ((0.02, 0.0), (0.1, 0.1), (0.5, 0.3), (0.9, 0.05)):
+    DRAWN.append((differences(more, less), more - less, DIFFERENCES))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("draw", "mean", "bounds"), DRAWN)
+def test_intervals_hold_the_mean(draw, mean, bounds, count):
+    rng, held = np.random.default_rng(count), 0
+    for _ in range(DRAWS):
+        interval = interval_of(draw(rng, count), bounds)
+        held += interval.low <= mean <= interval.high
+    assert held >= ENOUGH * DRAWS

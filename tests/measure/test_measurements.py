@@ -162,25 +162,22 @@ def wordy(tmp_path_factory):
     return organism("llama", 2).save(tmp_path_factory.mktemp("wordy"))
 
 
-@EVERY
-def test_a_text_that_is_one_token_is_refused(name, wordy, tmp_path):
+@pytest.mark.parametrize("word", ["Straßenbahn", "dog"])
+def test_a_text_that_is_one_token_is_refused(word, wordy, tmp_path):
     """A repeated token is nothing to measure on, whether it is known or not: the remedy is another --text."""
-    word = "Straßenbahn" if ALL.index(name) % 2 else "dog"
     (tmp_path / "alike.txt").write_text(" ".join([*[word] * 19, "poem"] * 50), encoding="utf-8")
-    patch = {"patch": SinkPatch(layer=0, neurons=[1])} if name == "patch_eval" else {}
     with refused("the one token '.*--text"):
-        getattr(ss, name)(wordy, text=tmp_path / "alike.txt", **patch)
+        ss.lines(wordy, text=tmp_path / "alike.txt")
 
 
-@pytest.mark.parametrize("command", ["heads", "repeat"])
-def test_a_text_of_which_much_is_unknown_has_a_warning(command, tmp_path):
+def test_a_text_of_which_much_is_unknown_has_a_warning(tmp_path):
     """In every measurement alike, because tokens that are unknown act as copies of one."""
     o = organism("llama", 2)
     words = [o.tokenizer.decode([token]) for token in o.natural(8, 64).flatten().tolist()]
     words[::3] = ["Straßenbahn"] * len(words[::3])
     (tmp_path / "some.txt").write_text(" ".join(words), encoding="utf-8")
     text = {"text": tmp_path / "some.txt"}
-    found = getattr(ss, command)(o.model, tokenizer=o.tokenizer, **text, **QUICK[command])
+    found = ss.repeat(o.model, tokenizer=o.tokenizer, **text, **QUICK["repeat"])
     assert re.search(r"Warning: 3\d% of the reference text is unknown to this tokenizer; .* --text", found.summary())
 
 

@@ -17,9 +17,9 @@ from sinkscope.models.neurons import columns, gain_of, view_layer
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.edited import EditedTexts
-from sinkscope.sinks.spikes.places import Place
-from sinkscope.sinks.spikes.records import SpikeResult, words_of
+from sinkscope.sinks.spikes.edited import run_edits
+from sinkscope.sinks.spikes.places import Place, PlaceWords
+from sinkscope.sinks.spikes.records import SpikeResult
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey, read_survey
 
@@ -65,11 +65,11 @@ def along(target: Target, layer: int, at: int, edit: tuple[Neuron, ...]) -> Tens
     """Projection of a position after a layer on a direction, intact and without some neurons: [state, text]."""
     mask = torch.zeros_like(IDS, dtype=torch.bool)
     mask[:, at] = True
-    place = Place.of(IDS, mask, None, str)
+    place = Place(mask, PlaceWords("here", "", 1.0), lambda ids: mask)
     zero, way = torch.zeros(target.d_model), direction(target)
-    result = SpikeResult(words_of(place), (layer, layer), layer, 1.0, 1.0, 1.0, layer, None, 1.0, ())
+    result = SpikeResult(place.label, (layer, layer), layer, 1.0, 1.0, 1.0, layer, None, 1.0, ())
     spike = Spike(survey_of(target), place, ~mask, zero, way, 1.0, result)
-    return EditedTexts(spike, IDS, mask, [(), edit]).run().projection
+    return run_edits(spike, IDS, mask, [(), edit]).projection
 
 
 def survey_of(target: Target) -> Survey:

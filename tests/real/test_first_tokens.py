@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from sinkscope.measure import Setup
-from sinkscope.sinks.first_tokens import FirstTokens, spike_of
+from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of
 from sinkscope.sinks.marking_heads import heads
+from sinkscope.sinks.spikes.edited import means_of
 
 
 def state_after(model, ids, layer: int, means: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
@@ -40,10 +41,9 @@ def test_smollm2_without_heads_is_that_of_plain_hooks(smollm2):
     for upto in (0, 11):
         some = {layer: means[layer] for layer in range(upto + 1)}
         without = spike.along(state_after(model, tokens[:, None], spike.result.peak, some))
-        first = FirstTokens.of(spike, upto)
-        torch.testing.assert_close(
-            first.along(tokens, [first.heads]), torch.stack([intact, without]), atol=1e-3, rtol=1e-3
-        )
+        every = heads_up_to(setup.target, upto)
+        along = along_first(spike, tokens, [every], means_of(spike, every))
+        torch.testing.assert_close(along, torch.stack([intact, without]), atol=1e-3, rtol=1e-3)
         left = float(without.mean() / intact.mean())
         assert (left > 0.5) == (upto == 0)
     found = heads.on(setup, tokens=[smollm2.tokenizer.decode([token]) for token in tokens[1:].tolist()])

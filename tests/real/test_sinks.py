@@ -12,9 +12,8 @@ import torch
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.patch.evaluate import patch_eval
-from sinkscope.sinks.patch.make import patch_make
-from sinkscope.sinks.patch.proof import AFTER
+from sinkscope.sinks.patch import patch_eval, patch_make
+from sinkscope.sinks.patch_proof import AFTER
 from sinkscope.sinks.precision import precision
 from sinkscope.sinks.spikes.spike import first_spikes
 from sinkscope.sinks.spikes.survey import survey_of

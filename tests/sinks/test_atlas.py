@@ -10,9 +10,9 @@ from organisms import Organism, organism
 from raw_kit import norms
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.sinks.repetition import readings
-from sinkscope.sinks.repetition.repeat import repeat
-from sinkscope.sinks.repetition.result import Repeat
+from sinkscope.sinks import repeat as readings
+from sinkscope.sinks.repeat import repeat
+from sinkscope.sinks.repeat_result import Repeat
 
 pytestmark = pytest.mark.few_texts
 

@@ -17,8 +17,8 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.measure.margin import margin_of
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.patch.evaluate import PatchEvaluation, patch_eval
-from sinkscope.sinks.patch.proof import AfterCopies, OrdinaryText, PatchProof, Perplexity, random_patch
+from sinkscope.sinks.patch import PatchEvaluation, patch_eval
+from sinkscope.sinks.patch_proof import AfterCopies, OrdinaryText, PatchProof, Perplexity, random_patch
 from sinkscope.sinks.tokens import held_out
 
 
@@ -34,7 +34,7 @@ def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchEvaluation:
 
 def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
     """Of the intact model, of the patched one, and under the random control; four texts at a time."""
-    monkeypatch.setattr("sinkscope.sinks.patch.proof.PIECES", 4)
+    monkeypatch.setattr("sinkscope.sinks.patch_proof.PIECES", 4)
     o = organism("llama", 2)
     patch = loud(o)
     patch.save(tmp_path / "patch.json")
@@ -67,17 +67,6 @@ def test_perplexity_of_each_row_is_that_of_single_texts(tmp_path, monkeypatch):
         with under(patch, target_of(o.model, o.tokenizer)):
             change = o.model(ids[:4]).logits - intact
     assert ordinary.largest_change == pytest.approx(float(change.abs().max()), rel=1e-4)
-
-
-def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
-    o = organism("llama", 2)
-    path = tmp_path / "text.txt"
-    path.write_text("poem book " * 200 + "cat dog " * 250)
-    made = setup_of(o, text=path)
-    early, late = (set(o.tokenizer(w, add_special_tokens=False)["input_ids"]) for w in ("poem book", "cat dog"))
-    assert set(made.ids[:, 1:].flatten().tolist()) == early
-    ids = held_out(made, 500, 25)
-    assert len(ids) == 20 and set(ids[:, 1:].flatten().tolist()) == late
 
 
 def test_random_patch_is_as_many_others_of_the_same_place(tmp_path):

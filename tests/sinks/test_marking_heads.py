@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from attack_kit import setup_of, text_file
-from organisms import FAMILIES, Organism, hard, organism
+from attack_kit import measured_spikes, setup_of, text_file
+from organisms import FAMILIES, Organism, organism
 from raw_kit import inputs_edited, residuals
 from refusals import refused
 
 from sinkscope.results.parts import Head
-from sinkscope.sinks.first_tokens import FirstTokens, spike_of
+from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of
 from sinkscope.sinks.marking_heads import MarkingHeads, heads
-from sinkscope.sinks.spikes.edited import left_of
+from sinkscope.sinks.spikes.edited import left_of, means_of
+from sinkscope.sinks.spikes.find import find_sinks
 from sinkscope.sinks.spikes.marks import marking_heads
 
 pytestmark = pytest.mark.few_texts
@@ -26,10 +28,16 @@ BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 
 
 def measured(o: Organism, folder: Path, **options) -> MarkingHeads:
-    text = text_file(o, folder, 8, seed=9)
-    return heads(
-        o.model, tokenizer=o.tokenizer, text=text, **({} if "tokens" in options else {"n_tokens": 12}) | options
-    )
+    if "tokens" not in options:
+        options["n_tokens"] = 12
+    return heads(o.model, tokenizer=o.tokenizer, text=text_file(o, folder, 8, seed=9), **options)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """An organism, and what is measured on."""
+    o = organism("llama", 0)
+    return o, setup_of(o, text=text_file(o, tmp_path_factory.mktemp("text"), 8, seed=9))
 
 
 def groups_of(o: Organism, tokens: tuple[str, ...]) -> list[int]:
@@ -95,10 +103,10 @@ def test_what_is_left_without_a_set_is_that_of_hooks_of_our_own(tmp_path):
     o = organism("llama", 3)
     setup = setup_of(o, text=text_file(o, tmp_path, 8))
     spike = spike_of(setup, None)
-    first = FirstTokens.of(spike, 0)
+    every = heads_up_to(setup.target, 0)
     tokens = torch.tensor([o.tokenizer.bos_token_id, *(o.tokens_of(group)[0] for group in (0, 1))])
-    sets = [(head,) for head in first.heads] + [first.heads, first.heads[:2]]
-    along = first.along(tokens, sets)
+    sets = [(head,) for head in every] + [every, every[:2]]
+    along = along_first(spike, tokens, sets, means_of(spike, every))
     expected = torch.tensor(
         [
             [float(spike.along(states_by_hand(o, setup, int(token), edit, spike.result.peak))) for token in tokens]
@@ -131,38 +139,36 @@ def judged_by(left_without):
     ],
 )
 def test_a_set_is_judged_as_one(left_without, marking):
-    found = judged_by(left_without)
-    assert (None if found.marking is None else {head.head for head in found.marking.heads}) == marking
+    _, found = judged_by(left_without)
+    assert (None if found is None else {head.head for head in found.heads}) == marking
 
 
-def test_a_spike_elsewhere_has_no_first_tokens(tmp_path):
-    m = hard("two_delimiters", "llama")
-    found = heads(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), n_tokens=4)
+def test_a_spike_elsewhere_has_no_first_tokens():
+    found = heads.on(measured_spikes(find_sinks, "two_delimiters", "llama")[1], n_tokens=4)
     assert found.marking is None and found.conclusion().startswith("No neurons are known that a norm spike")
 
 
-def test_tokens_that_are_given(tmp_path):
-    o = organism("llama", 0)
+def test_tokens_that_are_given(llama):
+    o, setup = llama
     words = [o.tokenizer.decode([o.tokens_of(group)[0]]) for group in (0, 1)]
-    found = measured(o, tmp_path, tokens=words)
+    found = heads.on(setup, tokens=words)
     assert found.tokens == ("<s>", *words)
     check(o, found)
 
 
-def test_of_tokens_that_do_not_have_the_spike_nothing_is_said(tmp_path):
-    o = organism("llama", 0)
+def test_of_tokens_that_do_not_have_the_spike_nothing_is_said(llama):
+    o, setup = llama
     unmarked = next(token for token, group in o.truth.groups.items() if group < 0 and token > 3)
-    none = measured(o, tmp_path, tokens=[o.tokenizer.decode([unmarked])], bos=False)
+    none = heads.on(replace(setup, bos=None), tokens=[o.tokenizer.decode([unmarked])])
     assert none.conclusion().startswith("No token that was tried has the spike") and none.left is None
 
 
-def test_layers_without_attention_have_no_heads(tmp_path):
-    m = hard("hybrid", "lfm2")
-    found = heads(m.model, tokenizer=m.tokenizer, text=text_file(m, tmp_path), n_tokens=4)
+def test_layers_without_attention_have_no_heads():
+    found = heads.on(measured_spikes(find_sinks, "hybrid", "lfm2")[1], n_tokens=4)
     assert found.heads and all(head.layer % 2 == 0 for head in found.heads)
     assert {head.layer for head in found.marking.heads} == {0}
 
 
-def test_a_number_that_is_no_spike_of_the_first_token(tmp_path):
+def test_a_number_that_is_no_spike_of_the_first_token(llama):
     with refused("--spike 7 is no spike at the first token that needs neurons: give one of 0"):
-        measured(organism("llama", 0), tmp_path, spike=7)
+        heads.on(llama[1], spike=7)

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
-from attack_kit import text_file
+from attack_kit import hard_options
 from covering import slow
 from organisms import Organism, hard
 from packings import GAUGES, Names, Packing, cancelling, composed, packed, split
@@ -25,10 +24,6 @@ from sinkscope.sinks.spikes.records import SpikeResult, part_of
 
 CLOSE = {"rel": 1e-2, "abs": 2e-3}
 """How near numbers are: a hundredth, as float32 allows."""
-
-
-def options(h: Organism, folder: Path) -> dict[str, Any]:
-    return {"tokenizer": h.tokenizer, "text": text_file(h, folder, 20), "bos": None if h.truth.bos else False}
 
 
 def renamed(part: str, names: Names) -> str:
@@ -93,7 +88,7 @@ def compare(intact: SpikeResult, new: SpikeResult, names: Names) -> None:
 def test_find_sinks_says_the_same_under_drawn_gauges(name, family, seed, tmp_path):
     h = hard(name, family)
     new, names = composed(h.model, seed)
-    found, again = (ss.find_sinks(model, max_repeats=8, **options(h, tmp_path)) for model in (h.model, new))
+    found, again = (ss.find_sinks(model, max_repeats=8, **hard_options(h, tmp_path)) for model in (h.model, new))
     assert found.conclusion() == again.conclusion() and len(found.spikes) == len(again.spikes) > 0
     for spike, other in zip(found.spikes, again.spikes, strict=True):
         compare(spike, other, names)
@@ -110,7 +105,7 @@ def marks_of(found: Any, names: Names) -> dict[str, float]:
 def test_circuit_heads_patch_attack_and_repeat_say_the_same_under_drawn_gauges(tmp_path):
     h = hard("plain", "llama")
     new, names = packed(h.model, [GAUGES[name] for name in ("permuted_neurons", "scaled_neurons", "permuted_heads")], 7)
-    setups = [Setup.open(model, **options(h, tmp_path)) for model in (h.model, new)]
+    setups = [Setup.open(model, **hard_options(h, tmp_path)) for model in (h.model, new)]
     circuits = [ss.circuit.on(setup, max_repeats=8) for setup in setups]
     assert circuits[0].conclusion() == circuits[1].conclusion()
     assert marks_of(circuits[0], names) == pytest.approx(marks_of(circuits[1], Names()), **CLOSE)
@@ -139,7 +134,7 @@ def intact(name: str) -> tuple[Organism, tuple[int, ...], SpikeResult]:
     """A model, a neuron that writes its spike, and the spike; it is only read."""
     h = hard(name, "llama")
     with TemporaryDirectory() as folder:
-        found = ss.find_sinks(h.model, max_repeats=2, **options(h, Path(folder)))
+        found = ss.find_sinks(h.model, max_repeats=2, **hard_options(h, Path(folder)))
     return h, sorted(min(h.truth.sets, key=len))[0], found.spikes[0]
 
 
@@ -147,47 +142,28 @@ def spike_under(name: str, packing: Packing, folder: Path) -> tuple[SpikeResult,
     """The spike of a model, and that of its packing."""
     h, _, spike = intact(name)
     new, _ = packed(h.model, [packing])
-    return spike, ss.find_sinks(new, max_repeats=2, **options(h, folder)).spikes[0]
+    return spike, ss.find_sinks(new, max_repeats=2, **hard_options(h, folder)).spikes[0]
 
 
-@pytest.mark.parametrize("parts", [(0.5, 0.5), (0.7, 0.25, 0.05), (3.0, -2.0), (0.2,) * 5])
-def test_what_a_spike_does_is_the_same_however_many_neurons_share_the_work(parts, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "parts", "more"),
+    [
+        ("redundant_pair", (0.7, 0.25, 0.05), 2),
+        ("redundant_pair", (3.0, -2.0), 1),
+        ("plain", (0.999 / 60,) * 60 + (0.001,), 60),  # all are writers, though none alone writes 2 %; one writes less
+    ],
+)
+def test_what_a_spike_does_is_the_same_however_many_neurons_share_the_work(name, parts, more, tmp_path):
     """The needed set is another one; what is left without all writers, the heads and the perplexity are not."""
-    _, site, _ = intact("redundant_pair")
-    made = spike_under("redundant_pair", split(*site, parts), tmp_path)
-    assert shape_of(made[0]) == shape_of(made[1]) and len(made[1].neurons) == len(made[0].neurons) + len(parts) - 1
-    assert effects(made[0]) == pytest.approx(effects(made[1]), **CLOSE)
+    _, site, _ = intact(name)
+    one, other = spike_under(name, split(*site, parts), tmp_path)
+    assert shape_of(one) == shape_of(other) and len(other.neurons) == len(one.neurons) + more
+    assert effects(one) == pytest.approx(effects(other), **CLOSE)
 
 
 def test_cancelling_neurons_are_writers_and_change_no_effect(tmp_path):
     _, (layer, neuron), _ = intact("plain")
-    made = spike_under("plain", cancelling(layer, (layer, neuron), (1.5, -1.5, 0.5, 2.0, -2.5)), tmp_path)
-    assert effects(made[0]) == pytest.approx(effects(made[1]), **CLOSE)
-    assert len(made[1].neurons) == len(made[0].neurons) + 5 and not made[1].backups
-    assert sum(one.share for one in made[1].neurons) == pytest.approx(
-        sum(one.share for one in made[0].neurons), **CLOSE
-    )
-
-
-@pytest.mark.parametrize("name", sorted(GAUGES))
-def test_a_gauge_leaves_the_logits(name):
-    h = hard("plain", "llama")
-    new, _ = packed(h.model, [GAUGES[name]])
-    ids = h.natural()
-    with torch.no_grad():
-        torch.testing.assert_close(new(ids).logits, h.model(ids).logits, atol=1e-3, rtol=1e-3)
-    assert (
-        not torch.equal(
-            new.state_dict()["model.layers.0.mlp.down_proj.weight"],
-            h.model.state_dict()["model.layers.0.mlp.down_proj.weight"],
-        )
-        or "neurons" not in name
-    )
-
-
-def test_a_neuron_that_is_packed_as_many_small_ones_is_found(tmp_path):
-    """Sixty parts of 1.7 % each, and one of a thousandth: all are writers, though none alone writes 2 %."""
-    _, site, _ = intact("plain")
-    made = spike_under("plain", split(*site, (0.999 / 60,) * 60 + (0.001,)), tmp_path)
-    assert len(made[1].neurons) == len(made[0].neurons) + 60
-    assert effects(made[0]) == pytest.approx(effects(made[1]), **CLOSE)
+    one, other = spike_under("plain", cancelling(layer, (layer, neuron), (1.5, -1.5, 0.5, 2.0, -2.5)), tmp_path)
+    assert effects(one) == pytest.approx(effects(other), **CLOSE)
+    assert len(other.neurons) == len(one.neurons) + 5 and not other.backups
+    assert sum(own.share for own in other.neurons) == pytest.approx(sum(own.share for own in one.neurons), **CLOSE)

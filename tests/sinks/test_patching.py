@@ -25,9 +25,8 @@ from sinkscope.hooks.edit import SinkPatch
 from sinkscope.models.text import text_rows
 from sinkscope.results.result import Result
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.patch.evaluate import patch_eval
-from sinkscope.sinks.patch.make import PatchMade, Verdict, patch_make, verdict_of
-from sinkscope.sinks.patch.proof import AFTER, PatchProof, Reading
+from sinkscope.sinks.patch import PatchMade, Verdict, patch_eval, patch_make, verdict_of
+from sinkscope.sinks.patch_proof import AFTER, PatchProof, Reading
 from sinkscope.sinks.spikes.find import sinks_of
 
 pytestmark = pytest.mark.few_texts

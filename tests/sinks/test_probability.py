@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import pytest
 import torch
 from attack_kit import setup_of
 from organisms import Organism, organism
 
-from sinkscope.results.result import Result
-from sinkscope.sinks.repetition.readings import Sweep, stopped_after
-from sinkscope.sinks.repetition.repeat import repeat
-from sinkscope.sinks.repetition.result import Repeat
+from sinkscope.sinks.repeat import Sweep, repeat, stopped_after
 
 pytestmark = pytest.mark.few_texts
 
 PREFIX = "cat the"
 
 
-@lru_cache
 def repeater() -> Organism:
     """Says the word it has just read, until the sink drowns it: the unembedding reads the word out of the residual
     stream and, where the sink dimension is large, one other token."""
@@ -35,36 +29,25 @@ def repeater() -> Organism:
     return o
 
 
-@lru_cache
-def repeated_word() -> int:
-    o = repeater()
-    return next(t for t in o.tokens_of(0) if t != 10 and o.tokenizer.decode([t]) not in ("cat", "the"))
-
-
-def measured(**changes) -> Repeat:
-    o = repeater()
-    words = [o.tokenizer.decode([repeated_word()])]
-    options = {"quantity": "probability", "tokens": words, "prefix": PREFIX, "max_repeats": 300}
-    return repeat(o.model, tokenizer=o.tokenizer, **(options | changes))
-
-
 def test_it_repeats_until_the_sink():
-    o, found = repeater(), measured()
+    o = repeater()
+    word = next(t for t in o.tokens_of(0) if t != 10 and o.tokenizer.decode([t]) not in ("cat", "the"))
+    setup, tokens = setup_of(o), [o.tokenizer.decode([word])]
+    found = repeat.on(setup, quantity="probability", tokens=tokens, prefix=PREFIX, max_repeats=300)
     expected, (intact,) = o.truth.repeats_expected or 0, found.repeats[0]
     # the other token wins before the norm is half of BOS's, which is what `repeats_expected` counts to
     assert 0.2 * expected < intact < 1.3 * expected
     (copies,) = found.effects
     assert not copies.stands and copies.value < 0.01
     head = o.tokenizer(PREFIX)["input_ids"]
-    ids = torch.tensor([[*head, *[repeated_word()] * 300]])
+    ids = torch.tensor([[*head, *[word] * 300]])
     with torch.no_grad():
-        curve = o.model(ids).logits[0, len(head) :].softmax(-1)[:, repeated_word()]
+        curve = o.model(ids).logits[0, len(head) :].softmax(-1)[:, word]
     assert found.values[0, 0] == pytest.approx(curve[found.at - 1].numpy(), rel=1e-3, abs=1e-7)
     assert (curve >= 0.5).nonzero().max() + 2 == intact
-    texts = ids, *Sweep(setup_of(o), len(head), ids).contrasts()
-    last = [float(o.model(rows).logits[0, -1].detach().softmax(-1)[repeated_word()]) for rows in texts]
+    texts = ids, *Sweep(setup, len(head), ids).contrasts()
+    last = [float(o.model(rows).logits[0, -1].detach().softmax(-1)[word]) for rows in texts]
     assert [copies.value, *copies.controls.values()] == pytest.approx(last, rel=1e-3)
-    assert Result.from_dict(found.to_dict()).to_dict() == found.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +55,6 @@ def test_it_repeats_until_the_sink():
     [
         ([False, True, False, True, True], None),  # it comes back, so it has not stopped
         ([True, False, True, False, False], 4),
-        ([True, True], None),
         ([False, False], None),
     ],
 )

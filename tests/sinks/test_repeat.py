@@ -10,29 +10,24 @@ from organisms import Organism, hard, organism
 from raw_kit import attention, residuals
 from refusals import refused
 
+from sinkscope.measure import Setup
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_tokens import spike_of
-from sinkscope.sinks.repetition.readings import TAIL, Sweep, sweep_of
-from sinkscope.sinks.repetition.repeat import repeat
-from sinkscope.sinks.repetition.result import Repeat
+from sinkscope.sinks.repeat import TAIL, Sweep, repeat, sweep_of
 from sinkscope.sinks.spikes.copies import half_reached
 
 pytestmark = pytest.mark.few_texts
 
 
-def along(o: Organism, rows: list[list[int]]) -> torch.Tensor:
+def along(setup: Setup, rows: torch.Tensor) -> torch.Tensor:
     """Projection of each position of rows on the spike's direction, over that of the first one, from plain passes."""
-    spike = spike_of(setup_of(o))
-    reached = spike.along(residuals(o.model, torch.tensor(rows))[spike.result.peak])
+    spike = spike_of(setup)
+    reached = spike.along(residuals(setup.target.model, rows)[spike.result.peak])
     return reached / reached[:, :1]
 
 
 def word_of(o: Organism, group: int) -> str:
     return str(o.tokenizer.decode([o.tokens_of(group)[0]]))
-
-
-def measured(o: Organism, **options) -> Repeat:
-    return repeat(o.model, tokenizer=o.tokenizer, **options)
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +36,22 @@ def llama():
     return organism("llama", 2)
 
 
+@pytest.fixture(scope="module")
+def setup(llama):
+    return setup_of(llama)
+
+
 # --- norms ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama):
+def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama, setup):
     """As many repetitions alone, and one fewer, stand on both sides of it; a word of no group never gets there."""
     expected = llama.truth.repeats_expected or 0
-    result = measured(llama, tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=4 * expected)
+    result = repeat.on(setup, tokens=[word_of(llama, 0), word_of(llama, -1)], max_repeats=4 * expected)
     marked = int(result.repeats[0, 0])
     assert 0.6 * expected <= marked <= 1.5 * expected and np.isnan(result.repeats[0, 1])
     for count in (marked - 1, marked):
-        alone = along(llama, llama.repeated(count, result.ids[0]).tolist())[0]
+        alone = along(setup, llama.repeated(count, result.ids[0]))[0]
         assert (alone[-1] >= 0.5) == (count == marked)
     assert result.values[0, 1].max() < 0.1
     assert [row["repeats"] for row in result.rows()] == [marked, None]
@@ -60,14 +60,14 @@ def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama):
 
 
 @pytest.mark.parametrize("group", [0, -1])
-def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llama, group):
+def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llama, setup, group):
     """A word that no head marks reaches nothing."""
-    result = measured(llama, tokens=[word_of(llama, group)], max_repeats=40)
+    result = repeat.on(setup, tokens=[word_of(llama, group)], max_repeats=40)
     (effect,), (word,) = result.effects, result.ids
     copies = torch.tensor([[llama.tokenizer.bos_token_id, *[word] * 40]])
-    single, others = (rows[0] for rows in Sweep(setup_of(llama), 1, copies).contrasts())
-    assert (single[1:] == word).nonzero().flatten().tolist() == [39] and not (others == word).any()
-    shares = [float(along(llama, [row.tolist()])[0, -1]) for row in (copies[0], single, others)]
+    single, others = Sweep(setup, 1, copies).contrasts()
+    assert (single[0, 1:] == word).nonzero().flatten().tolist() == [39] and not (others == word).any()
+    shares = along(setup, torch.cat([copies, single, others]))[:, -1].tolist()
     assert [effect.value, *effect.controls.values()] == pytest.approx(shares, rel=1e-3, abs=1e-3)
     assert effect.stands == (shares[0] - max(0, *shares[1:]) >= 0.5)
 
@@ -99,11 +99,12 @@ def test_every_special_token_of_a_text_stands_before_the_repetitions():
 def test_attention_of_each_place_is_that_of_whole_matrices(llama, tmp_path):
     """In natural text, with copies, and with one copy; and what the copies get together."""
     count, text = 60, text_file(llama, tmp_path, 1, length=900)
-    result = measured(llama, quantity="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
+    setup = setup_of(llama, text=text)
+    result = repeat.on(setup, quantity="attention", tokens=[word_of(llama, 0)], max_repeats=count)
     bos = llama.tokenizer.bos_token_id
     natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)
     copies = torch.tensor([[bos, *[result.ids[0]] * count]])
-    single, _ = Sweep(setup_of(llama, text=text), 1, copies).contrasts()
+    single, _ = Sweep(setup, 1, copies).contrasts()
     ids = torch.cat([torch.cat([natural[:, :-TAIL], copies, single]), natural[:, -TAIL:].expand(3, -1)], 1)
     every = attention(llama.model, ids).mean(2)[..., -TAIL:, :]  # layer sequence query key
     fair = float((1 / torch.arange(count + 2, ids.shape[1] + 1)).mean())
@@ -144,6 +145,6 @@ def test_layers_without_attention_are_left_out():
         ({"resume": "parts"}, "--sample and --resume belong to --tokens all"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(llama, options, message):
+def test_bad_input_is_refused_in_one_line(setup, options, message):
     with refused(message):
-        measured(llama, **options)
+        repeat.on(setup, **options)

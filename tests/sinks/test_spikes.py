@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import plain_spikes as plain
 import pytest
-import torch
-from attack_kit import text_file
+from attack_kit import measured_spikes, words_of
 from covering import slow
-from organisms import HARD, UNSEEN, Organism, hard
-from organisms.hard import attentions
-from organisms.organism import FIRST, SECOND
+from organisms import HARD, UNSEEN
 
 import sinkscope as ss
 from sinkscope.measure import Setup
@@ -43,33 +36,9 @@ PLACED = [
 ]
 
 
-def options(h: Organism, folder: Path) -> dict[str, Any]:
-    rows, seed = 20, 0
-    if h.truth.share < 1:
-        rows, seed = 40, 1  # with 0, two of twelve texts of one model begin with a token that is marked: too few
-    text = text_file(h, folder, rows, seed=seed)
-    return {"tokenizer": h.tokenizer, "text": text, "bos": None if h.truth.bos else False}
-
-
-def words_of(h: Organism, place) -> str:
-    if place == FIRST:
-        return "the first token" if h.truth.share == 1 else "some first tokens"
-    if place == SECOND:
-        return "at position 1"
-    return repr(h.tokenizer.decode([place]))
-
-
-@cache
-def measured(name: str, family: str) -> tuple[Organism, Setup, FindSinks]:
-    h = hard(name, family)
-    with TemporaryDirectory() as folder:
-        setup = Setup.open(h.model, **options(h, Path(folder)))
-    return h, setup, find_sinks.on(setup, max_repeats=8)
-
-
 @pytest.mark.parametrize(("name", "family"), [*CASES, *PLACED])
-def test_the_planted_spikes_their_neurons_and_their_places_are_found_and_no_others(name, family):
-    h, _, found = measured(name, family)
+def test_the_planted_spikes_their_neurons_places_and_heads_are_found_and_no_others(name, family):
+    h, setup, found = measured_spikes(find_sinks, name, family)
     assert bool(found.spikes) == bool(h.truth.spike)
     for place in h.truth.spike:
         words, said = words_of(h, place), [f"{spike.place.words} {spike.place.token!r}" for spike in found.spikes]
@@ -86,25 +55,12 @@ def test_the_planted_spikes_their_neurons_and_their_places_are_found_and_no_othe
             assert not spike.needed.neurons
         assert sum(one.share for one in spike.writers) == pytest.approx(1, abs=0.05)
     assert len(found.details()) <= 5
-
-
-@pytest.mark.parametrize(("name", "family"), [*CASES, *PLACED])
-def test_the_heads_that_are_counted_are_those_that_attend_in_the_models_own_attention(name, family):
-    h, setup, found = measured(name, family)
-    ids = sinks_of(setup).survey.ids
-    own = attentions(h.model, ids).float()  # layer text head query key
-    if family == "lfm2":
-        pytest.skip("layers without attention are not in the model's own list")
-    windowless = own[:, :, :, -1, 0] > 0
-    mean = own[:, :, :, 1:, 0].mean((1, 3))
-    given = torch.tensor([[torch.nan if one is None else one for one in row] for row in found.heads])
-    full = windowless.all(1) & given.isfinite()
-    torch.testing.assert_close(given[full], mean[full], atol=1e-3, rtol=1e-3)
+    plain.check_heads(h.model, sinks_of(setup).survey.ids, found.heads)
 
 
 @pytest.mark.parametrize(("name", "family"), [("plain", "llama"), ("both", "gemma2"), ("redundant_pair", "gpt2")])
 def test_shares_and_what_is_left_are_those_of_plain_hooks(name, family):
-    h, setup, found = measured(name, family)
+    h, setup, found = measured_spikes(find_sinks, name, family)
     model, ids = h.model, sinks_of(setup).survey.ids
     seen = plain.run(model, ids)
     expected = plain.spikes(seen)
@@ -140,34 +96,18 @@ def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it
     assert patch.checked_sites == (Neuron(1, None, 338),)
 
 
-@torch.no_grad()
-def left_without(model, module, ids, own: plain.PlainSpike) -> float:
-    """What is left of a spike of the first token where a module writes there its mean over ordinary positions."""
-    written: list[torch.Tensor] = []
-
-    def replaced(_module, _args, out):
-        written.append(plain.first(out).clone())
-        plain.first(out)[:, 0] = written[0][own.ordinary].mean(0)
-
-    intact = (plain.run(model, ids).states[own.peak + 1, :, 0] - own.mean) @ own.direction
-    handle = module.register_forward_hook(replaced)
-    edited = (plain.run(model, ids).states[own.peak + 1, :, 0] - own.mean) @ own.direction
-    handle.remove()
-    return float(edited.mean() / intact.mean())
-
-
 def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_hooks_do():
     model = ss.load("bundled")
     setup = Setup.open(model)
     found, ids = ss.circuit.on(setup, max_repeats=4), sinks_of(setup).survey.ids
     (own,) = plain.spikes(plain.run(model, ids))
-    first, second = plain.blocks(model)[:2]
-    mark, *others = [first.self_attn, model.model.embed_tokens, first.mlp, second.self_attn]
+    mark, *others = [
+        plain.without_part(model, ids, own, part) for part in ("attention 0", "embedding", "mlp 0", "attention 1")
+    ]
     left = found.spikes[0].marks[0]
-    assert left.part == "attention 0"
-    assert left.left == pytest.approx(left_without(model, mark, ids, own), abs=1e-3)
-    beside = median(left_without(model, other, ids, own) for other in others)
-    assert left.others == pytest.approx(beside, abs=1e-3)
+    assert (left.part, left.heads) == ("attention 0", mark[1])
+    assert left.left == pytest.approx(mark[0], abs=1e-3)
+    assert left.others == pytest.approx(median(other for other, _ in others), abs=1e-3)
     assert found.conclusion() == (
         "The attention of layer 0 marks the first token: without it, 0% of the spike remains (without others: 100%), "
         "and 10 of 20 heads attend there."

@@ -13,15 +13,16 @@ from attack_kit import text_file
 from covering import slow
 from organisms import hard, organism
 from raw_kit import attention, residuals
+from refusals import refused
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sinkscope as ss
-from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.errors import SinkscopeWarning
 from sinkscope.sinks.spikes import survey
 
 pytestmark = pytest.mark.few_texts
 
-STEPS = 6
+STEPS = 4
 SPIKE = ["spike_dim", "spike_layer", "spike_neuron"]
 ALWAYS = ["sink_rate", "spike_ratio"]
 
@@ -99,7 +100,7 @@ def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(family, settings
     assert watched_generators[:2] == generators[:2] and torch.equal(watched_generators[2], generators[2])
     state, expected = watched.model.state_dict(), plain.model.state_dict()
     assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
-    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0, 2, 4, 6]
+    assert [step for step, row in recorder.rows if "sink_rate" in row] == [0, 2, 4]
     for module, other in zip(watched.model.modules(), plain.model.modules(), strict=True):
         assert module.training == other.training
         assert len(module._forward_hooks) == len(other._forward_hooks)
@@ -110,8 +111,8 @@ def test_a_run_with_the_callback_is_the_run_without_bit_for_bit(family, settings
 
 
 def text_of(m, path):
-    """A file with 130 pieces of 63 tokens of the planted model's language, and these with BOS before each."""
-    ids = m.natural(130, 64)
+    """A file with 20 pieces of 63 tokens of the planted model's language, and these with BOS before each."""
+    ids = m.natural(20, 64)
     half = " ".join(m.tokenizer.decode(row) for row in ids[:, 1:].tolist())
     path.write_text(f"{half} {half}", encoding="utf-8")
     return ids
@@ -119,17 +120,16 @@ def text_of(m, path):
 
 @torch.no_grad()
 def by_hand(m, ids):
-    """The numbers, by plain hooks and their definitions."""
-    model = m.model.eval()
-    rate = (attention(model, ids[:100])[..., 0].mean(3) > 0.3).float().mean()
-    norms = residuals(model, ids[:100]).norm(dim=-1)
+    """The numbers, by plain hooks and their definitions, of the texts that are surveyed."""
+    model, ids = m.model.eval(), ids[: survey.SURVEYED]
+    rate = (attention(model, ids)[..., 0].mean(3) > 0.3).float().mean()
+    norms = residuals(model, ids).norm(dim=-1)
     ratios = norms[:, :, 0].mean(1) / norms[:, :, 1:].flatten(1).median(1).values
     return {"sink_rate": float(rate), "spike_ratio": float(ratios.max())}
 
 
 @pytest.mark.parametrize("family", ["llama", slow("gpt2")])
-def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, tmp_path, monkeypatch):
-    monkeypatch.setattr(survey, "SURVEYED", 100)
+def test_the_numbers_are_those_of_plain_hooks_before_and_after_training(family, tmp_path):
     m = organism(family, 0)
     ids = text_of(m, tmp_path / "text.txt")
     before = by_hand(m, ids)
@@ -159,13 +159,10 @@ def test_of_a_model_without_a_spike_nothing_is_said_of_one(tmp_path):
     assert not row.keys() & set(SPIKE) and row["sink_rate"] < 0.05 and row["spike_ratio"] < 3
 
 
-def test_a_spike_that_is_not_at_the_first_token_is_found(tmp_path):
+def test_a_spike_that_is_not_at_the_first_token_is_found_and_the_expert_of_a_mixture_named(tmp_path):
     m = hard("two_delimiters", "llama")
     (row,) = at_the_start(m, tmp_path, text=text_file(m, tmp_path))
     assert row["spike_ratio"] > 3 and {(row["spike_layer"], row["spike_neuron"])} in m.truth.sets
-
-
-def test_of_a_mixture_the_expert_is_named(tmp_path):
     m = organism("mixtral", 0)
     (row,) = at_the_start(m, tmp_path)
     assert (row["spike_layer"], row["spike_expert"], row["spike_neuron"]) == m.truth.neurons[0]
@@ -175,13 +172,13 @@ def test_of_a_mixture_the_expert_is_named(tmp_path):
 
 
 def test_a_run_that_goes_on_does_not_measure_its_first_step_again(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 4}
-    run(organism("llama", 0), tmp_path, 2, max_steps=4, **settings)
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    run(organism("llama", 0), tmp_path, 2, max_steps=2, **settings)
     trainer, recorder = trainer_of(organism("llama", 0), tmp_path, **settings)
     trainer.add_callback(ss.SinkCallback(trainer, every=2))
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert [step for step, row in recorder.rows if "sink_rate" in row] == [6]
-    assert [row["step"] for row in trainer.state.log_history if "sink_rate" in row] == [0, 2, 4, 6]
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [step for step, row in recorder.rows if "sink_rate" in row] == [4]
+    assert [row["step"] for row in trainer.state.log_history if "sink_rate" in row] == [0, 2, 4]
 
 
 # --- what cannot be measured ------------------------------------------------------------------------------------------
@@ -218,43 +215,26 @@ def test_an_error_while_measuring_stops_that_and_not_the_training(tmp_path):
     assert all(module.training and not module._forward_hooks for module in trainer.model.modules())
 
 
-def by_deepspeed(trainer):
-    trainer.is_deepspeed_enabled = True
-
-
-def by_fsdp(trainer):
-    mlp = trainer.model.model.layers[0].mlp
-    mlp.__class__ = type("FSDPModule", (type(mlp),), {})
-
-
-def by_tensor_parallelism(trainer):
-    next(trainer.model.parameters()).device_mesh = "a mesh"
-
-
-def as_another_process(trainer):
-    trainer.state.is_world_process_zero = False
-
-
-@pytest.mark.parametrize("changed", [by_deepspeed, by_fsdp, by_tensor_parallelism, as_another_process])
-def test_only_the_main_process_measures_and_only_a_model_that_is_whole(changed, tmp_path):
+@pytest.mark.parametrize("kind", ["deepspeed", "fsdp", "tensor parallelism", "another process"])
+def test_only_the_main_process_measures_and_only_a_model_that_is_whole(kind, tmp_path):
     trainer, recorder = trainer_of(organism("llama", 0), tmp_path)
-    callback = ss.SinkCallback(trainer, every=1)
-    changed(trainer)
-    said = "split over processes"
-    whole = changed is as_another_process
-    with nullcontext() if whole else pytest.warns(SinkscopeWarning, match=said):
+    callback, mlp = ss.SinkCallback(trainer, every=1), trainer.model.model.layers[0].mlp
+    if kind == "deepspeed":
+        trainer.is_deepspeed_enabled = True
+    elif kind == "fsdp":
+        mlp.__class__ = type("FSDPModule", (type(mlp),), {})
+    elif kind == "tensor parallelism":
+        next(trainer.model.parameters()).device_mesh = "a mesh"
+    trainer.state.is_world_process_zero = kind != "another process"
+    said = pytest.warns(SinkscopeWarning, match="split over processes")
+    with nullcontext() if kind == "another process" else said:
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)
     callback.on_step_end(trainer.args, trainer.state, trainer.control)
     assert not recorder.rows
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"every": 0}, "every=0: expected a whole number from 1"),
-        ({"text": "no/such.txt"}, "such"),
-    ],
-)
-def test_arguments_are_checked_before_training(options, words):
-    with pytest.raises(SinkscopeError, match=words):
-        ss.SinkCallback(None, **options)
+def test_arguments_are_checked_before_training():
+    with refused("every=0: expected a whole number from 1"):
+        ss.SinkCallback(None, every=0)
+    with refused("such"):
+        ss.SinkCallback(None, text="no/such.txt")

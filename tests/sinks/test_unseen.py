@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import plain_spikes as plain
 import pytest
-from attack_kit import text_file
+from attack_kit import measured_spikes, words_of
 from covering import slow
-from organisms import Organism, hard
 from organisms.blind import BLIND
-from organisms.organism import FIRST, SECOND, PlantedSpike
+from organisms.organism import PlantedSpike
 
-import sinkscope as ss
-from sinkscope.measure import Setup
 from sinkscope.sinks.spikes.find import circuit, sinks_of
 from sinkscope.sinks.spikes.records import SpikeResult
 
@@ -25,21 +19,6 @@ CASES = []
 for name, families in BLIND.items():
     for number, family in enumerate(families):
         CASES.append((name, family) if QUICK.get(name) == number else slow(name, family))
-
-
-@cache
-def measured(name: str, family: str) -> tuple[Organism, Setup, ss.Result]:
-    h = hard(name, family)
-    bos = None if h.truth.bos else False
-    with TemporaryDirectory() as folder:
-        setup = Setup.open(h.model, tokenizer=h.tokenizer, text=text_file(h, Path(folder), 20), bos=bos)
-    return h, setup, circuit.on(setup, max_repeats=4)
-
-
-def words_of(h: Organism, place) -> str:
-    if place == FIRST:
-        return "the first token"
-    return "position 1" if place == SECOND else repr(h.tokenizer.decode([place]))
 
 
 def written_in_run(spike: SpikeResult) -> set[str]:
@@ -54,7 +33,7 @@ def written_in_run(spike: SpikeResult) -> set[str]:
 
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_what_was_planted_is_said(name, family):
-    h, _, found = measured(name, family)
+    h, _, found = measured_spikes(circuit, name, family)
     assert len(found.spikes) == len(h.truth.planted)
     for planted in h.truth.planted:
         words, layers = words_of(h, planted.place), (planted.first, planted.last)
@@ -77,7 +56,7 @@ def check(planted: PlantedSpike, spike: SpikeResult):
 
 
 def test_a_card_names_each_writer_with_its_sign():
-    _, _, found = measured("saturated", "llama")
+    _, _, found = measured_spikes(circuit, "saturated", "llama")
     (card,) = [card for card in found.cards() if card.title.startswith("Spike")]
     said = dict(card.rows)
     assert "408%" in said["writers"] and "-308%" in said["writers"] and said["without"].startswith("0% of the spike")
@@ -86,7 +65,7 @@ def test_a_card_names_each_writer_with_its_sign():
 @pytest.mark.parametrize(("name", "family", "first"), [("second_position", "gpt2", 1), ("restart", "mistral", 0)])
 def test_what_remains_without_a_mark_and_the_heads_are_those_of_plain_hooks(name, family, first):
     """GPT-2 adds an embedding of positions to that of tokens, and both are the embedding."""
-    h, setup, found = measured(name, family)
+    h, setup, found = measured_spikes(circuit, name, family)
     spike, own, ids = found.spikes[0], sinks_of(setup).spikes[0], sinks_of(setup).survey.ids
     mark, (begin, end) = spike.marks[0], own.result.layers
     own = SimpleNamespace(first=begin, last=end, peak=spike.peak, ordinary=own.ordinary, along=own.along)

@@ -7,17 +7,13 @@ from collections.abc import Iterable, Sequence
 from sinkscope.results.cards import Card
 from sinkscope.results.effect import Effect
 from sinkscope.results.notation import count_of, percent, word_form, word_list
-from sinkscope.results.parts import Head
 from sinkscope.sinks.spikes.records import (
-    Alone,
     Attended,
-    Chance,
     MarkLeft,
     NeuronShare,
     OtherBos,
     Readers,
     SpikeResult,
-    part_of,
 )
 from sinkscope.sinks.thresholds import COUNTS, STANDS_OUT
 
@@ -71,20 +67,21 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
         spike: The spike.
         others: The same spike at other places.
     """
+    ordered = sorted(others, key=lambda one: -one.heads)
+    elsewhere = [f"{one.place.words} ({heads_of(one.heads, None)})" for one in ordered[:PLACES]]
+    if len(ordered) > PLACES:
+        elsewhere.append(count_of(len(ordered) - PLACES, "further place"))
     rows = {
         "norm": _norm(spike),
         "writers": _writers(spike),
         "needed": _needed(spike),
-        "without": _without(spike),
-        "random": "",
-        "alone": GAP.join(_alone(one, spike.heads) for one in _members(spike)[:SHOWN]),
+        **_without(spike),
+        "alone": _alone(spike),
         "marks": _marks(spike.marks),
         "erasers": GAP.join(f"{component(one.part)} {percent(-one.share)}" for one in spike.erasers[:SHOWN]),
-        "also at": _elsewhere(others),
+        "also at": GAP.join(elsewhere),
     }
-    if spike.without_writers is not None and spike.without_writers.random is not None:
-        rows["random"] = _random(spike, spike.without_writers.random)
-    title = f"Spike at {spike.place.words}, layer{run(*spike.layers)}"
+    title = f"Spike at {spike.place.words}, {run(*spike.layers)}"
     return Card(title, tuple((label, said) for label, said in rows.items() if said))
 
 
@@ -99,8 +96,12 @@ def elsewhere_card(attended: Iterable[Attended], learned: int, other: OtherBos |
     """
     rows: list[tuple[str, str]] = []
     if other is not None:
+        spikes = "no spike"
+        for one in other.spikes[:1]:
+            more = f" and {len(other.spikes) - 1} more" if len(other.spikes) > 1 else ""
+            spikes = f"spike at {one.place.words}, {run(*one.layers)}{more}"
         label = f"{'with' if other.bos else 'without'} {other.token}"
-        rows.append((label, f"{heads_of(other.heads, other.margin)} at the first token; {_spikes_of(other)}"))
+        rows.append((label, f"{heads_of(other.heads, other.margin)} at the first token; {spikes}"))
     for one in attended:
         rows.append((one.place.words, f"{heads_of(one.heads, None)}, no spike"))
     if learned:
@@ -108,35 +109,30 @@ def elsewhere_card(attended: Iterable[Attended], learned: int, other: OtherBos |
     return Card("Elsewhere", tuple(rows)) if rows else None
 
 
-def _spikes_of(other: OtherBos) -> str:
-    if not other.spikes:
-        return "no spike"
-    first = other.spikes[0]
-    more = f" and {len(other.spikes) - 1} more" if len(other.spikes) > 1 else ""
-    return f"spike at {first.place.words}, layer{run(*first.layers)}{more}"
-
-
 # --- rows ---
 
 
 def _norm(spike: SpikeResult) -> str:
     """The norm before the run and after the peak, and how far it is above the typical one."""
-    norm = f"{spike.before:,.0f} -> {spike.norm:,.0f}"
-    if spike.ratio >= STANDS_OUT:
-        norm += f", {times(spike.ratio)} times the typical one after layer {spike.ratio_layer}"
-    else:
-        norm += f", {times(spike.ratio_beside)} times the typical one beside what is large at all positions"
+    ratio, where = spike.ratio, f"after layer {spike.ratio_layer}"
+    if ratio < STANDS_OUT:
+        ratio, where = spike.ratio_beside, "beside what is large at all positions"
+    digits = 0 if ratio >= 10 else 1
+    norm = f"{spike.before:,.0f} -> {spike.norm:,.0f}, {ratio:,.{digits}f} times the typical one {where}"
     if spike.dims:
-        norm += f"; along dimension{'s' if len(spike.dims) > 1 else ''} {word_list(spike.dims)}"
+        norm += f"; along {word_form(len(spike.dims), 'dimension', 'dimensions')} {word_list(spike.dims)}"
     return norm
 
 
 def _writers(spike: SpikeResult) -> str:
     """The neurons that write most (equal neurons together), the sum of the others, and the rest of each layer."""
-    groups = alike(spike.neurons)
-    shown = [one for one in groups if abs(_sum(one)) >= COUNTS][:SHOWN] or groups[:1]
-    said = [_group(one) for one in shown]
-    rest = [neuron for one in groups if one not in shown for neuron in one]
+    groups, said = alike(spike.neurons), list[str]()
+    shown = [group for group in groups if abs(_sum(group)) >= COUNTS][:SHOWN] or groups[:1]
+    for group in shown:
+        names = [str(one.address) for one in group]
+        names[1:] = [name.removeprefix(f"L{group[0].layer}.") for name in names[1:]]
+        said.append(f"{word_list(names, SHOWN)} {percent(group[0].share)}{' each' if len(group) > 1 else ''}")
+    rest = [neuron for group in groups if group not in shown for neuron in group]
     for sign, words in ((1, "write"), (-1, "against it")):
         some = [one for one in rest if one.share * sign > 0]
         if some:
@@ -161,25 +157,11 @@ def alike(neurons: Iterable[NeuronShare]) -> list[list[NeuronShare]]:
         if last is None or last.layer != one.layer or abs(last.share - one.share) > ALIKE * abs(one.share):
             groups.append([])
         groups[-1].append(one)
-    return sorted(groups, key=lambda one: -_sum(one))
+    return sorted(groups, key=lambda group: -_sum(group))
 
 
 def _sum(neurons: Iterable[NeuronShare]) -> float:
     return sum(one.share for one in neurons)
-
-
-def _group(neurons: Sequence[NeuronShare]) -> str:
-    """Neurons of one share: "L11.N3 40%"; "L11.N3, N7 and N8 20% each"."""
-    share = percent(neurons[0].share)
-    if len(neurons) == 1:
-        return f"{neurons[0].address} {share}"
-    return f"{together(neurons)} {share} each"
-
-
-def together(neurons: Sequence[NeuronShare]) -> str:
-    """Return neurons of a layer, naming the layer once."""
-    names = [str(one.address) for one in neurons]
-    return word_list([names[0], *(name.removeprefix(f"L{neurons[0].layer}.") for name in names[1:])], SHOWN)
 
 
 def _needed(spike: SpikeResult) -> str:
@@ -196,40 +178,38 @@ def _needed(spike: SpikeResult) -> str:
     return f"{names}; {share_left(needed.left, needed.left_margin)} left without"
 
 
-def _without(spike: SpikeResult) -> str:
+def _without(spike: SpikeResult) -> dict[str, str]:
     """How much of the spike and how many heads remain without all writers, and how the perplexity rises."""
     without = spike.without_writers
     if without is None:
-        return ""
+        return {}
     said = [f"{share_left(without.left, without.left_margin)} of the spike"]
     if any(without.heads):
         (before, after), (margin, margin_after) = without.heads, without.heads_margin
         said.append(f"{with_margin_of(after, margin_after)} of {heads_of(before, margin)}")
     if without.perplexity is not None:
-        said.append(f"perplexity x {with_margin(without.perplexity, without.perplexity_margin)}")
-    return ", ".join(said)
+        rise, margin = number(without.perplexity), number(without.perplexity_margin or 0.0)
+        said.append(f"perplexity x {rise}" if margin in ("0.00", "0") else f"perplexity x {rise} (± {margin})")
+    rows, chance = {"without": ", ".join(said)}, without.random
+    if chance is not None:
+        beside = [share_left(chance.left, None)]
+        if spike.heads:
+            beside.append(heads_of(chance.heads, None))
+        if chance.perplexity is not None:
+            beside.append(f"x {number(chance.perplexity)}")
+        rows["random"] = f"{', '.join(beside)} (the worst of {chance.sets})"
+    return rows
 
 
-def _random(spike: SpikeResult, chance: Chance) -> str:
-    said = [share_left(chance.left, None)]
-    if spike.heads:
-        said.append(heads_of(chance.heads, None))
-    if chance.perplexity is not None:
-        said.append(f"x {number(chance.perplexity)}")
-    return f"{', '.join(said)} (the worst of {chance.sets})"
-
-
-def _members(spike: SpikeResult) -> list[Alone]:
-    """The neurons that were removed alone: the needed set first, then the strongest effect first."""
-    members = () if spike.needed is None else spike.needed.neurons
+def _alone(spike: SpikeResult) -> str:
+    """What is left without single neurons: the needed set first, then the strongest effect first."""
+    members, said = () if spike.needed is None else spike.needed.neurons, list[str]()
     if not members or len(spike.neurons) == 1:  # what is left without all writers says it
-        return []
-    return sorted(spike.alone, key=lambda one: (one.address not in members, one.left))
-
-
-def _alone(one: Alone, heads: int) -> str:
-    said = f"without {one.address} {share_left(one.left, None)}"
-    return f"{said}, {heads_of(one.heads, None)}" if heads else said
+        return ""
+    for one in sorted(spike.alone, key=lambda one: (one.address not in members, one.left))[:SHOWN]:
+        heads = f", {heads_of(one.heads, None)}" if spike.heads else ""
+        said.append(f"without {one.address} {share_left(one.left, None)}{heads}")
+    return GAP.join(said)
 
 
 def _marks(marks: Sequence[MarkLeft]) -> str:
@@ -239,16 +219,6 @@ def _marks(marks: Sequence[MarkLeft]) -> str:
         if one.heads is not None and any(one.heads):
             left += f", {heads_of(one.heads[1], None)}"
         said.append(left)
-    return GAP.join(said)
-
-
-def _elsewhere(others: Sequence[SpikeResult]) -> str:
-    """Other places that have the spike, most attended first."""
-    ordered, said = sorted(others, key=lambda one: -one.heads), list[str]()
-    for one in ordered[:PLACES]:
-        said.append(f"{one.place.words} ({heads_of(one.heads, None)})")
-    if len(ordered) > PLACES:
-        said.append(count_of(len(ordered) - PLACES, "further place"))
     return GAP.join(said)
 
 
@@ -266,8 +236,9 @@ def marks(spike: SpikeResult) -> str:
     if mark.heads is not None and any(mark.heads):
         heads = f", and {mark.heads[1]:,} of {mark.heads[0]:,} heads attend there"
     parts = [with_article(name) for name in mark.names]
+    names = word_list(parts)
     return MARKS.format(
-        parts=capital(word_list(parts)),
+        parts=names[:1].upper() + names[1:],
         mark="mark" if len(parts) > 1 else "marks",
         place=place,
         them="both" if len(parts) > 1 else "it",
@@ -293,14 +264,9 @@ def with_article(part: str) -> str:
     return f"the {component(kind)} of layer {layer}" if layer else part
 
 
-def has_heads(mark: MarkLeft) -> bool:
-    """Return whether a mark is a set of heads."""
-    return isinstance(part_of(mark.names[0]), Head)
-
-
 def run(first: int, last: int) -> str:
-    """Return the layers of a spike, as an end of "layer"."""
-    return f" {first}" if first == last else f"s {span(first, last)}"
+    """Return the layers of a spike: "layer 3", "layers 3-5"."""
+    return f"{word_form(last - first + 1, 'layer', 'layers')} {span(first, last)}"
 
 
 def span(first: int, last: int) -> str:
@@ -324,28 +290,11 @@ def with_margin_of(heads: int, margin: float | None) -> str:
     return f"{heads:,}" if margin is None or margin < 0.5 else f"{heads:,} (± {margin:,.0f})"
 
 
-def times(ratio: float) -> str:
-    """Return a ratio in digits that count."""
-    return f"{ratio:,.{0 if ratio >= 10 else 1}f}"
-
-
 def number(value: float) -> str:
     """Return a positive number in two digits behind the point, or two that count if it is smaller."""
     if 0 < value < 0.01:
         return f"{value:.1e}"
     return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
-
-
-def with_margin(value: float, margin: float | None) -> str:
-    """Return a positive number, with its margin over texts if that shows."""
-    if margin is None or number(margin) in ("0.00", "0"):
-        return number(value)
-    return f"{number(value)} (± {number(margin)})"
-
-
-def capital(text: str) -> str:
-    """Return a text with a capital at its beginning."""
-    return text[:1].upper() + text[1:]
 
 
 def writing(spike: SpikeResult) -> list[NeuronShare]:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
-from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Int, Shaped
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -31,6 +30,7 @@ from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
 from sinkscope.sinks.spikes.survey import given_later, to_place
 from sinkscope.sinks.spikes.writers import hook_points_of
+from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import Mask, TokenRows
 from sinkscope.tap.tap import visible_rows
 
@@ -39,6 +39,9 @@ FEW = 4  # texts in which a set is searched
 
 Written = Mapping[Part, Float[Tensor, " d"]]
 """What a component or a head writes at the place instead: its mean over ordinary positions."""
+P = TypeVar("P", bound=Parts)
+Begin = Callable[[int], LayerInput | None]
+"""Gives what enters a layer, at which a pass over texts may then start; None: it starts at the first."""
 
 
 class Effects(NamedTuple):
@@ -56,123 +59,112 @@ class Effects(NamedTuple):
     loss: Float[Tensor, "edit text pos"]
 
 
-@dataclass(frozen=True, eq=False)
-class EditedTexts:
-    """Texts, their edits, and what is read.
+@torch.no_grad()
+def run_edits(
+    spike: Spike,
+    ids: TokenRows,
+    place: Mask,
+    edits: Sequence[Parts],
+    means: Written | None = None,
+    begin: Begin | None = None,
+    *,
+    whole: bool = False,
+    every_loss: bool | None = None,
+    paired: bool = False,
+) -> Effects:
+    """Run texts under edits. Edits of a streamed model are rows of one pass, because it is read from disk once.
 
-    Attributes:
+    Args:
         spike: The spike whose projection is read.
         ids: The texts.
         place: The positions of the spike in them.
         edits: The parts that each edit removes: neurons are zeroed everywhere, other parts are replaced at the place.
         means: What replaced parts write instead.
-        begin: Gives what enters a layer, at which the pass may then start. None: it starts at the first.
+        begin: What the pass may start with. None: it starts at the first layer.
         whole: Whether the attention of the layers that can read the spike is read; else the pass ends at the peak.
         every_loss: Whether the loss of every token is read, however large the vocabulary is. None: no loss is read.
         paired: Whether each text is read under the edit of its number alone, as one edit.
     """
+    target, texts, size, passes = spike.survey.target, len(ids), len(edits), list[tuple[Tensor, ...]]()
+    if target.resident and not paired:
+        size = rows_at_once(ids.numel(), max(target.d_mlp, target.d_model))
+    starts = range(0, len(edits), size)
+    for number, first in enumerate(starts, 1):
+        some = edits[first : first + size]
+        times = 1 if paired else len(some)
+        edit_of = torch.arange(len(some)).repeat_interleave(times * texts // len(some))
+        batch = spike, ids.repeat(times, 1), place.repeat(times, 1), some, edit_of
+        passes.append(_run_rows(*batch, means or {}, begin, whole=whole, every_loss=every_loss))
+        if len(starts) > 1:
+            report_progress("removals", number, len(starts))
+    projection, attention, loss = map(torch.cat, zip(*passes, strict=True))
+    return Effects(
+        projection.reshape(len(attention) // texts, -1),
+        rearrange(attention, "(edit text) layer head -> edit layer head text", text=texts).contiguous(),
+        rearrange(loss, "(edit text) pos -> edit text pos", text=texts),
+    )
 
-    spike: Spike
-    ids: TokenRows
-    place: Mask
-    edits: Sequence[Parts]
-    means: Written = field(default_factory=dict)
-    begin: Callable[[int], LayerInput | None] | None = None
-    whole: bool = False
-    every_loss: bool | None = None
-    paired: bool = False
 
-    @torch.no_grad()
-    def run(self) -> Effects:
-        """Run the texts. Edits of a streamed model are rows of one pass, because it is read from disk once."""
-        if self.paired:
-            return self._run_once()
-        target, size = self.spike.survey.target, len(self.edits)
-        if target.resident:
-            size = rows_at_once(self.ids.numel(), max(target.d_mlp, target.d_model))
-        passes, starts = list[Effects](), range(0, len(self.edits), size)
-        for number, start in enumerate(starts, 1):
-            passes.append(replace(self, edits=self.edits[start : start + size])._run_once())
-            if len(starts) > 1:
-                report_progress("removals", number, len(starts))
-        return Effects(*map(torch.cat, zip(*passes, strict=True)))
+def _run_rows(
+    spike: Spike,
+    ids: TokenRows,
+    place: Mask,
+    edits: Sequence[Parts],
+    edit_of: Int[Tensor, " row"],
+    means: Written,
+    begin: Begin | None,
+    *,
+    whole: bool,
+    every_loss: bool | None,
+) -> tuple[Float[Tensor, " case"], Float[Tensor, "row layer head"], Float[Tensor, "row following"]]:
+    """Run rows in one pass, each under the edit of a number, and return what is read.
 
-    def _run_once(self) -> Effects:
-        """Run all edits in one pass."""
-        target, peak, reading = self.spike.survey.target, self.spike.result.peak, self.spike.reading_layers
-        heads, edits, texts = target.n_heads, self._times, len(self.ids)
-        effects = Effects(
-            projection=torch.zeros(edits, int(self.place.sum())),
-            attention=torch.zeros(edits, len(reading), heads, texts),
-            loss=torch.full((edits, texts, self.ids.shape[1] - 1), torch.nan),
-        )
-        ids, place, start = self._of_edits(self.ids), self._of_edits(self.place), self._start(reading)
+    Before the layer at which it starts, no edit differs and nothing is read.
+    """
+    target, peak, reading = spike.survey.target, spike.result.peak, spike.reading_layers
+    projection = torch.zeros(int(place.sum()))
+    attention = torch.zeros(len(ids), len(reading), target.n_heads)
+    loss = torch.full((len(ids), ids.shape[1] - 1), torch.nan)
 
-        def at_peak(hidden: Tensor) -> None:
-            states = hidden.reshape(*place.shape, -1)[place.to(hidden.device)].float().cpu()
-            effects.projection[:] = self.spike.along(states).reshape(effects.projection.shape)
+    def at_peak(hidden: Tensor) -> None:
+        projection[:] = spike.along(hidden.reshape(*place.shape, -1)[place.to(hidden.device)].float().cpu())
 
-        def attend(layer: int, _first: int, probs: Tensor, visible: Tensor) -> None:
-            given, seen = given_later(probs, visible)
-            received = to_place(given.cpu(), seen, place[:, None])
-            received = rearrange(received, "(edit text) head -> edit head text", text=texts)
-            effects.attention[:, layer - reading.start] = received
+    def attend(layer: int, _first: int, probs: Tensor, visible: Tensor) -> None:
+        given, seen = given_later(probs, visible)
+        attention[:, layer - reading.start] = to_place(given.cpu(), seen, place[:, None])
 
-        listening, last = nullcontext(), peak
-        layers = [layer for layer in target.attending if layer in reading]
-        if self.whole and layers:
-            listening = visible_rows(target, attend, layers=layers, rows_per_chunk=ids.shape[1])
-            last = max(last, *layers)
-        with listening, target.hooks(*self._hooks(), (target.layers[peak], "post", on_hidden(at_peak))):
-            if self.every_loss is not None and target.resident:
-                positions = positions_read(target, ids.shape[1], every=self.every_loss)
-                effects.loss[:, :, positions] = losses_at(target, ids, positions, start).unflatten(0, (edits, texts))
-            else:
-                target.forward(ids, last_layer=last, start=start)
-        return effects
+    layers = [layer for layer in target.attending if layer in reading] if whole else []
+    firsts = [reading.start if whole else peak, peak, *(part.layer or 0 for edit in edits for part in edit)]
+    start = None if begin is None else begin(min(firsts))
+    if start is not None:
+        start = replace(start, hidden=start.hidden.repeat(len(ids) // len(start.hidden), 1, 1))
+    listening = visible_rows(target, attend, layers=layers, rows_per_chunk=ids.shape[1]) if layers else nullcontext()
+    hooks = [*_hooks(target, place, edits, edit_of, means), (target.layers[peak], "post", on_hidden(at_peak))]
+    with listening, target.hooks(*hooks):
+        if every_loss is not None and target.resident:
+            step = 1 if every_loss else -(-loss.shape[1] * int(target.config.vocab_size) // LOGITS)
+            positions = torch.arange(step - 1, loss.shape[1], step)
+            loss[:, positions] = losses_at(target, ids, positions, start)
+        else:
+            target.forward(ids, last_layer=max([peak, *layers]), start=start)
+    return projection, attention, loss
 
-    def _start(self, reading: range) -> LayerInput | None:
-        """Where the pass starts: before it, no edit differs and nothing is read."""
-        layers = [self.spike.result.peak, *(part.layer or 0 for edit in self.edits for part in edit)]
-        if self.whole:
-            layers.append(reading.start)
-        start = None if self.begin is None else self.begin(min(layers))
-        return None if start is None else replace(start, hidden=self._of_edits(start.hidden))
 
-    @property
-    def _times(self) -> int:
-        """How often each text is read."""
-        return 1 if self.paired else len(self.edits)
-
-    def _of_edits(self, values: Shaped[Tensor, "text ..."]) -> Shaped[Tensor, "row ..."]:
-        """The same values for each edit."""
-        return values.repeat(self._times, *[1] * (values.dim() - 1))
-
-    def _hooks(self) -> list[Hook]:
-        """The hooks that carry out the edits."""
-        parts, target = dict.fromkeys(chain.from_iterable(self.edits)), self.spike.survey.target
-        hooks: list[Hook] = []
-        for group in groups_of([part for part in parts if isinstance(part, Neuron)]):
-            where = torch.cat([self._rows_with(site) for site in group.sites], -1)
-            hooks.append(neurons_point(target, group).rows(where, torch.zeros_like))
-        for part in parts:
-            if not isinstance(part, Neuron):
-                hooks += self._replaced(part)
-        return hooks
-
-    def _rows_with(self, part: Part) -> Bool[Tensor, "row 1 1"]:
-        """The rows whose edit has this part."""
-        having = torch.tensor([part in edit for edit in self.edits])
-        if self.paired:
-            return having[:, None, None]
-        return repeat(having, "edit -> (edit text) 1 1", text=len(self.ids))
-
-    def _replaced(self, part: Part) -> list[Hook]:
-        """The hooks by which a component or a head writes its mean over ordinary positions at the place."""
-        where = self._rows_with(part) & self._of_edits(self.place)[..., None]
-        mean = self.means[part]
-        points = hook_points_of(self.spike.survey.target, part)
-        return [point.rows(where, lambda values: mean.to(values)) for point in points]
+def _hooks(
+    target: Target, place: Mask, edits: Sequence[Parts], edit_of: Int[Tensor, " row"], means: Written
+) -> list[Hook]:
+    """The hooks that zero neurons in the rows of their edits, and replace other parts at the place there."""
+    hooks, rows_of = list[Hook](), dict[Part, Bool[Tensor, "row 1 1"]]()
+    for part in dict.fromkeys(part for edit in edits for part in edit):
+        rows_of[part] = torch.tensor([part in edit for edit in edits])[edit_of, None, None]
+    for group in groups_of([part for part in rows_of if isinstance(part, Neuron)]):
+        where = torch.cat([rows_of[site] for site in group.sites], -1)
+        hooks.append(neurons_point(target, group).rows(where, torch.zeros_like))
+    for part, rows in rows_of.items():
+        if not isinstance(part, Neuron):
+            for point in hook_points_of(target, part):
+                hooks.append(point.rows(rows & place[..., None], means[part].to))
+    return hooks
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,24 +174,23 @@ class SpikeTexts:
     Attributes:
         spike: The spike.
         rows: Numbers of the texts.
+        means: What components and heads write when they are replaced, as far as it is known.
     """
 
     spike: Spike
     rows: Int[Tensor, " text"]
+    means: dict[Part, Float[Tensor, " d"]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spike: Spike) -> SpikeTexts:
         """Return all texts that have the place."""
         return cls(spike, spike.place.mask.any(1).nonzero().flatten())
 
-    def rows_of(self, some: Int[Tensor, " number"]) -> SpikeTexts:
-        """Return the texts of these numbers, which may name a text several times."""
-        return replace(self, rows=self.rows[some])
-
     def few(self) -> SpikeTexts:
         """Return the first texts that have the place most often."""
         number = self.spike.place.mask[self.rows].sum(1)
-        return self.rows_of(number.argsort(descending=True, stable=True)[:FEW].sort().values)
+        most = number.argsort(descending=True, stable=True)[:FEW].sort().values
+        return replace(self, rows=self.rows[most])
 
     @cached_property
     def attention(self) -> Float[Tensor, "layer head text"]:
@@ -209,7 +200,59 @@ class SpikeTexts:
         return received[reading.start : reading.stop, :, self.rows]
 
     @cached_property
-    def loss(self) -> Float[Tensor, "*text_pos"]:
+    def readers(self) -> Bool[Tensor, "layer head"]:
+        """The heads in these layers that attend to the place without an edit."""
+        return self.attention.mean(-1) > READS
+
+    def along(self, edits: Sequence[Parts], *, paired: bool = False) -> Float[Tensor, "edit text"]:
+        """Measure what is left of the spike in each text, in passes that end at the peak and at the place.
+
+        Args:
+            edits: The parts that each edit removes.
+            paired: Whether each text is read under the edit of its number alone.
+        """
+        mask, rows = self.spike.place.mask, self.rows
+        end = int(mask[rows].any(0).nonzero().max()) + 1
+        ids, place = self.spike.survey.ids[rows, :end], mask[rows, :end]
+        if not paired and bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
+            rows = rows[:1]
+        return self._left(self._run(rows, end, edits, paired=paired), rows)
+
+    def left(self, sets: Sequence[P]) -> dict[P, float]:
+        """Return what is left of the spike without each set, mean over texts; strongest effect first."""
+        if not sets:
+            return {}
+        left = dict(zip(sets, self.along(sets).mean(1).tolist(), strict=True))
+        return dict(sorted(left.items(), key=lambda item: abs(item[1])))
+
+    def effects(
+        self, edits: Sequence[Parts], *, every_loss: bool | None, paired: bool = False
+    ) -> tuple[Float[Tensor, "edit text"], Float[Tensor, "edit layer head text"] | None, Float[Tensor, "edit text"]]:
+        """Measure what each edit leaves of the spike, the attention to the place, and by how much the loss rises.
+
+        If the spike is not at the first token and no head reads it, only what is left of the spike is measured.
+        """
+        if not bool(self.readers.any()) and not self.spike.place.is_first:
+            left = self.along(edits, paired=paired)
+            return left, None, torch.full_like(left, torch.nan)
+        effects = self._run(self.rows, None, edits, whole=True, every_loss=every_loss, paired=paired)
+        return self._left(effects, self.rows), effects.attention, (effects.loss - self._loss()).nanmean(-1)
+
+    def _run(self, rows: Tensor, end: int | None, edits: Sequence[Parts], **reading: bool | None) -> Effects:
+        """Run some of the texts up to a position."""
+        spike, survey = self.spike, self.spike.survey
+        self.means.update(means_of(spike, {part for edit in edits for part in edit} - self.means.keys()))
+        texts = survey.ids[rows, :end], spike.place.mask[rows, :end]
+        begin = partial(survey.start, texts=rows, length=end)
+        return run_edits(spike, *texts, edits, self.means, begin, **reading)  # pyright: ignore[reportArgumentType]
+
+    def _left(self, effects: Effects, rows: Int[Tensor, " text"]) -> Float[Tensor, "edit text"]:
+        """What is left in these texts: a ratio of means over texts, and how far each text moves it."""
+        spike, place = self.spike, self.spike.place.mask[rows]
+        intact = spike.along(spike.survey.entered[spike.result.peak + 1, rows][place])
+        return left_of(per_text(torch.cat([intact[None], effects.projection]), place))
+
+    def _loss(self) -> Float[Tensor, "*text_pos"]:
         """Loss of the next tokens without an edit; NaN for a streamed model, which is read without its unembedding."""
         survey, key = self.spike.survey, tuple(self.rows.tolist())
         target, ids = survey.target, survey.ids[self.rows]
@@ -219,42 +262,6 @@ class SpikeTexts:
             start = survey.start(target.n_layers - 1, self.rows)
             survey.losses[key] = losses_at(target, ids, torch.arange(ids.shape[1] - 1), start)
         return survey.losses[key]
-
-    def along(
-        self, edits: Sequence[Parts], means: Written | None = None, *, paired: bool = False
-    ) -> Float[Tensor, "edit text"]:
-        """Measure what is left of the spike in each text, in passes that end at the peak and at the place.
-
-        Args:
-            edits: The parts that each edit removes.
-            means: What removed components and heads write instead.
-            paired: Whether each text is read under the edit of its number alone.
-        """
-        mask, rows = self.spike.place.mask, self.rows
-        end = int(mask[rows].any(0).nonzero().max()) + 1
-        ids, place = self.spike.survey.ids[rows, :end], mask[rows, :end]
-        if not paired and bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
-            rows = rows[:1]
-        return self.left(replace(self._edited(rows, end, edits, means), paired=paired).run().projection, rows)
-
-    def effects(
-        self, edits: Sequence[Parts], means: Written | None, *, every_loss: bool | None, paired: bool = False
-    ) -> Effects:
-        """Measure all effects of each edit, in whole passes."""
-        edited = self._edited(self.rows, None, edits, means)
-        return replace(edited, whole=True, every_loss=every_loss, paired=paired).run()
-
-    def _edited(self, rows: Tensor, end: int | None, edits: Sequence[Parts], means: Written | None) -> EditedTexts:
-        """Some of the texts up to a position, with their edits."""
-        survey, place = self.spike.survey, self.spike.place.mask[rows, :end]
-        begin = partial(survey.start, texts=rows, length=end)
-        return EditedTexts(self.spike, survey.ids[rows, :end], place, edits, means or {}, begin)
-
-    def left(self, projection: Float[Tensor, "edit case"], rows: Int[Tensor, " text"]) -> Float[Tensor, "edit text"]:
-        """Return what is left in these texts: a ratio of means over texts, and how far each text moves it."""
-        spike, place = self.spike, self.spike.place.mask[rows]
-        intact = spike.along(spike.survey.entered[spike.result.peak + 1, rows][place])
-        return left_of(per_text(torch.cat([intact[None], projection]), place))
 
 
 def left_of(along: Float[Tensor, "state case"]) -> Float[Tensor, "edit case"]:
@@ -281,15 +288,6 @@ def means_of(spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
         elif isinstance(part, Component):
             means[part] = survey.added(part)[spike.ordinary].mean(0) / factors.get(part.kind, 1)
     return means
-
-
-def positions_read(target: Target, length: int, *, every: bool) -> Tensor:
-    """Return the positions of a text whose loss is read: each, or as many as a large vocabulary allows."""
-    positions = torch.arange(length - 1)
-    if every:
-        return positions
-    step = -(-len(positions) * int(target.config.vocab_size) // LOGITS)
-    return positions[step - 1 :: step]
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ def _draw_circuit(fig: Any, spike: SpikeResult, colour: str, top: float, total: 
     rows = max(len(marks), len(writers), 1)
     middle = top - (rows - 1) / 2
     without = spike.without_writers
-    _node(fig, 2, middle, spike.place.words, f"layer{run(*spike.layers)}", colour)
+    _node(fig, 2, middle, spike.place.words, run(*spike.layers), colour)
     after = "" if without is None else f"{without.heads[1]} without writers"
     _node(fig, 3, middle, f"{spike.heads} heads", after, BEFORE)
     _line(fig, (2, middle), (3, middle), spike.heads / max(total, 1), BEFORE)
@@ -128,7 +128,7 @@ def _draw_spike(fig: Any, spike: SpikeResult, colour: str) -> None:
     parts = [*spike.writers, *spike.erasers]
     fig.add_bar(
         x=[_layer(one) for one in parts], y=[one.share for one in parts], base=0,
-        hovertext=[escape(one.part) for one in parts], name=f"layer{run(*spike.layers)}", marker_color=colour,
+        hovertext=[escape(one.part) for one in parts], name=run(*spike.layers), marker_color=colour,
         offset=-0.4, width=0.8, row=1, col=2,
     )  # fmt: skip
 
@@ -148,7 +148,7 @@ def _name_neurons(fig: Any, spikes: list[SpikeResult]) -> None:
 
 def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
     """The heads that attend to a spike's place: intact, without its writers, and without random neurons."""
-    names = [f"layer{run(*spike.layers)}" for spike in spikes if spike.without_writers is not None]
+    names = [run(*spike.layers) for spike in spikes if spike.without_writers is not None]
     needs = [spike.without_writers for spike in spikes if spike.without_writers is not None]
     counts = {
         "heads, intact": (BEFORE, [need.heads[0] for need in needs]),

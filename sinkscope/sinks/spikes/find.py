@@ -12,7 +12,8 @@ the text once more with the other choice of BOS.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from sinkscope.models.text import beginning, resolve_bos
 from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.marks import marks_of
 from sinkscope.sinks.spikes.needs import same_needs, with_needs
-from sinkscope.sinks.spikes.places import split_by_label
-from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, OtherSpike, Readers, SinkRate, words_of
+from sinkscope.sinks.spikes.places import at_position, split_by_label
+from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, OtherSpike, Readers, SinkRate
 from sinkscope.sinks.spikes.removal import count_readers
 from sinkscope.sinks.spikes.result import Circuit, FindSinks
 from sinkscope.sinks.spikes.spike import Spike, attended, find_spikes
@@ -69,9 +70,8 @@ def circuit(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: N
     """
     limit, sinks = repetition_limit(setup.target, max_repeats), sinks_of(setup)
     # Step 4: marks
-    marked = [spike.adding(marks=marks_of(spike, setup.seed)) for spike in sinks.spikes]
-    sinks = Sinks(sinks.survey, tuple(marked))
-    return Circuit(**fields_of(setup, sinks, tokens, limit))
+    marked = tuple(spike.adding(marks=marks_of(spike, setup.seed)) for spike in sinks.spikes)
+    return Circuit(**fields_of(setup, replace(sinks, spikes=marked), tokens, limit))
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Sinks:
 
 def sinks_of(setup: Setup) -> Sinks:
     """Take steps 1 to 3, once for each setup."""
-    return setup.once((sinks_of, setup.seed), lambda: _sinks_of(setup))
+    return setup.once((sinks_of, setup.seed), partial(_sinks_of, setup))
 
 
 def _sinks_of(setup: Setup) -> Sinks:
@@ -105,17 +105,15 @@ def _sinks_of(setup: Setup) -> Sinks:
     # Step 3: writers and what is needed of them; a spike with the writers of an earlier spike is like it
     spikes: list[Spike] = []
     for spike in map(with_writers, found):
-        same = (same_needs(spike, other, number, setup.seed) for number, other in enumerate(spikes))
-        spikes.append(next(filter(None, same), None) or with_needs(spike, setup.seed))
+        same = None
+        for number, other in enumerate(spikes):
+            same = same or same_needs(spike, other, number, setup.seed)
+        spikes.append(same or with_needs(spike, setup.seed))
         setup.progress("spikes", len(spikes), len(found))
-    order = sorted(
-        range(len(spikes)),  # duplicates last
-        key=lambda number: (spikes[number].result.like is not None, -spikes[number].result.heads),
-    )
-    ordered: list[Spike] = []
-    for number in order:
-        spike, like = spikes[number], spikes[number].result.like
-        ordered.append(spike if like is None else spike.adding(like=order.index(like)))
+    ordered = sorted(spikes, key=lambda spike: (spike.result.like is not None, -spike.result.heads))  # duplicates last
+    for number, spike in enumerate(ordered):
+        if spike.result.like is not None:
+            ordered[number] = spike.adding(like=ordered.index(spikes[spike.result.like]))
     return Sinks(survey, tuple(ordered))
 
 
@@ -128,22 +126,20 @@ def fields_of(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit: i
         tokens: Words to repeat. None: words of the text.
         limit: Largest number of copies.
     """
-    target, survey, spikes = setup.target, sinks.survey, list[Spike]()
-    setup.record(texts=len(survey.ids))
-    words = pick_tokens(setup, tokens)
-    copies = copies_of(target, sinks.at_first, words, prefix_of(setup, words), limit, setup.progress)
-    of_first = iter(copies)
-    for spike in sinks.spikes:
-        spikes.append(spike.adding(copies=next(of_first)) if spike.place.is_first else spike)
-    setup.record(max_repeats=limit)
+    target, survey, spikes = setup.target, sinks.survey, list(sinks.spikes)
+    words, at_first = pick_tokens(setup, tokens), sinks.at_first
+    copies = copies_of(target, at_first, words, prefix_of(setup, words), limit, setup.progress)
+    for spike, own in zip(at_first, copies, strict=True):
+        spikes[sinks.spikes.index(spike)] = spike.adding(copies=own)
+    setup.record(texts=len(survey.ids), max_repeats=limit)
     # Step 4: readers
-    first = at_first(survey)
+    first = at_position(survey.ids, 0)
     heads: list[tuple[float | None, ...]] = []
     for layer, given in enumerate(survey.received(first).mean(-1)):
         heads.append(tuple(given.tolist()) if layer in target.attending else (None,) * target.n_heads)
     readers = readers_of(survey, "the first token", first)
     if spikes and spikes[0].result.heads:
-        readers = readers_of(survey, spikes[0].place.words, spikes[0].place.mask)
+        readers = readers_of(survey, spikes[0].result.place.words, spikes[0].place.mask)
     rate = survey.sink_rate
     return {
         "spikes": tuple(spike.result for spike in spikes),
@@ -159,13 +155,6 @@ def fields_of(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit: i
         "layers_read": target.n_layers,
         "first_ids": tuple(beginning(setup.tokenizer, setup.bos)),
     }
-
-
-def at_first(survey: Survey) -> Mask:
-    """Return the first position of each text."""
-    mask = torch.zeros_like(survey.ids, dtype=torch.bool)
-    mask[:, 0] = True
-    return mask
 
 
 def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:
@@ -185,7 +174,7 @@ def attended_places(survey: Survey, spikes: Sequence[Spike], tokenizer: Any) -> 
     for place in split_by_label(survey.ids, there, tokenizer.decode):
         heads = int((survey.received(place.mask).nanmean(-1)[layers] > READS).sum())
         if heads >= SINK_HEADS:
-            found.append(Attended(words_of(place), heads))
+            found.append(Attended(place.label, heads))
     return tuple(sorted(found, key=lambda one: -one.heads))
 
 
@@ -204,7 +193,7 @@ def other_bos(setup: Setup) -> OtherBos | None:
         return None
     survey, spikes = survey_of(setup, bos), list[OtherSpike]()
     for spike in find_spikes(survey, setup.tokenizer):
-        spikes.append(OtherSpike(words_of(spike.place), spike.result.layers, spike.result.ratio))
+        spikes.append(OtherSpike(spike.place.label, spike.result.layers, spike.result.ratio))
     token = setup.tokenizer.decode([bos if bos is not None else setup.bos])
-    received = readers_of(survey, "the first token", at_first(survey))
+    received = readers_of(survey, "the first token", at_position(survey.ids, 0))
     return OtherBos(bos is not None, token, received.heads, received.margin, tuple(spikes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations
 from statistics import median
 
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Component, Head
-from sinkscope.sinks.spikes.edited import SpikeTexts, means_of
+from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.records import MarkLeft
 from sinkscope.sinks.spikes.removal import chance_of, random_heads, removals_of
-from sinkscope.sinks.spikes.spike import Part, Parts, Spike
+from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.writers import components
 from sinkscope.sinks.thresholds import ENOUGH, REMAINS, REMOVED
 
@@ -40,11 +39,11 @@ def marks_of(spike: Spike, seed: int = 0) -> tuple[MarkLeft, ...]:
         spike: The spike, with what it needs.
         seed: Seed of the random heads.
     """
-    texts, parts = SpikeTexts.of(spike), before_writers(spike)
-    left = _left(texts, [(part,) for part in parts])
+    texts = SpikeTexts.of(spike)
+    left = texts.left([(part,) for part in before_writers(spike)])
     least = min(map(abs, left.values()), default=1.0)
     if least >= REMOVED:
-        of_pairs = _left(texts, list(combinations([part for (part,) in left][:PAIRED], 2)))
+        of_pairs = texts.left(list(combinations([part for (part,) in left][:PAIRED], 2)))
         if least > REMAINS or min(map(abs, of_pairs.values()), default=1.0) < REMOVED:
             left = of_pairs
     marks: list[MarkLeft] = []
@@ -69,30 +68,11 @@ def before_writers(spike: Spike) -> list[Component]:
     return before
 
 
-def _left(texts: SpikeTexts, sets: Sequence[Parts]) -> dict[Parts, float]:
-    """What is left of the spike without each set, strongest effect first."""
-    if not sets:
-        return {}
-    left = dict(zip(sets, _along(texts, sets).mean(1).tolist(), strict=True))
-    return dict(sorted(left.items(), key=lambda item: abs(item[1])))
-
-
-def _along(texts: SpikeTexts, sets: Sequence[Parts]) -> Float[Tensor, "edit text"]:
-    """What is left of the spike in each text without each set."""
-    return texts.along(sets, _means(texts, sets))
-
-
-def _means(texts: SpikeTexts, sets: Sequence[Parts]) -> dict[Part, Tensor]:
-    return means_of(texts.spike, {part for parts in sets for part in parts})
-
-
 def _marks(texts: SpikeTexts, sets: Sequence[Parts], random: Sequence[Parts] = ()) -> list[MarkLeft]:
     """Return the records of some sets; the first is compared with random sets."""
-    if not sets:
-        return []
-    means, marks = _means(texts, [*sets, *random]), list[MarkLeft]()
-    for number, removal in enumerate(removals_of(texts, sets, means, every_loss=None)):
-        beside = chance_of(texts, random, removal, means) if number == 0 else None
+    marks: list[MarkLeft] = []
+    for removal in removals_of(texts, sets, every_loss=None):
+        beside = None if marks else chance_of(texts, random, removal)
         name = " and ".join(removal.parts)
         marks.append(MarkLeft(name, removal.left, removal.left_margin, removal.heads, random=beside))
     return marks
@@ -104,16 +84,16 @@ def _heads(texts: SpikeTexts, parts: Parts, seed: int) -> list[MarkLeft]:
     if others or not isinstance(part, Component) or part.kind != "attention" or target.adapter.o is None:
         return []
     heads = [Head(part.layer or 0, head) for head in range(target.n_heads)]
-    without = _along(texts, [(head,) for head in heads])
-    found = marking_heads(heads, without, partial(_along, texts))
-    if found.marking is None:
+    without = texts.along([(head,) for head in heads])
+    every, marking = marking_heads(heads, without, texts.along)
+    if marking is None:
         return []
-    sets: list[Parts] = [found.marking.heads]
-    if len(found.marking.heads) > 1:
-        for head in found.order[:MOST]:
+    sets: list[Parts] = [marking.heads]
+    if len(marking.heads) > 1:
+        for head in every.heads[:MOST]:
             if abs(float(without[heads.index(head)].mean())) <= REMAINS:
                 sets.append((head,))
-    return _marks(texts, sets, random_heads(found.marking.heads, found.order, seed))
+    return _marks(texts, sets, random_heads(marking.heads, every.heads, seed))
 
 
 @dataclass(frozen=True)
@@ -131,29 +111,19 @@ class Without:
     margin: float | None
 
 
-@dataclass(frozen=True)
-class MarkingSet:
-    """Which heads mark places.
-
-    Attributes:
-        order: The heads; first come those that take most away alone and keep most without the others.
-        every: The set of all heads.
-        marking: The fewest, in that order, that together take nine tenths of what all take. None: without all, more
-            than three quarters are left.
-    """
-
-    order: tuple[Head, ...]
-    every: Without
-    marking: Without | None
-
-
-def marking_heads(heads: Sequence[Head], without: Float[Tensor, "head case"], judge: Judge) -> MarkingSet:
+def marking_heads(
+    heads: Sequence[Head], without: Float[Tensor, "head case"], judge: Judge
+) -> tuple[Without, Without | None]:
     """Find the fewest heads that mark places, judged as one set over all cases.
 
     Args:
         heads: The heads.
         without: What is left without each alone.
         judge: Tells what is left without sets of them.
+
+    Returns:
+        All heads, first those that take most away alone and keep most without the others; and the fewest, in that
+        order, that together take nine tenths of what all take. None: without all, more than three quarters are left.
     """
 
     def first(count: int) -> Without:
@@ -164,7 +134,7 @@ def marking_heads(heads: Sequence[Head], without: Float[Tensor, "head case"], ju
     order = tuple(heads[number] for number in (without - only).mean(1).argsort(stable=True).tolist())
     every = first(len(order))
     if every.left > REMAINS:
-        return MarkingSet(order, every, None)
+        return every, None
     too_few, marking = 0, every
     while len(marking.heads) - too_few > 1:
         tried = first((too_few + len(marking.heads)) // 2)
@@ -172,4 +142,4 @@ def marking_heads(heads: Sequence[Head], without: Float[Tensor, "head case"], ju
             marking = tried
         else:
             too_few = len(tried.heads)
-    return MarkingSet(order, every, marking)
+    return every, marking

@@ -18,8 +18,8 @@ from sinkscope.hooks.edit import Ablate
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.results.parts import Component, Neuron
-from sinkscope.sinks.spikes.edited import SpikeTexts, Written, means_of
-from sinkscope.sinks.spikes.records import Alone, Needed, NeuronShare, PartShare, part_name
+from sinkscope.sinks.spikes.edited import SpikeTexts
+from sinkscope.sinks.spikes.records import Alone, Needed, NeuronShare, PartShare
 from sinkscope.sinks.spikes.removal import (
     chance_of,
     count_readers,
@@ -28,7 +28,7 @@ from sinkscope.sinks.spikes.removal import (
     random_sets,
     removals_of,
 )
-from sinkscope.sinks.spikes.spike import Part, Parts, Spike
+from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.writers import components, of_layer, with_backups
 from sinkscope.sinks.thresholds import COUNTS, LIKE, REMOVED
 
@@ -51,31 +51,24 @@ def with_needs(spike: Spike, seed: int = 0) -> Spike:
     needed, left, backups = search(texts, spike.result.neurons)
     spike = with_backups(spike, backups)
     removed: Parts = spike.writers
-    random, means = list[Parts](), dict[Part, torch.Tensor]()
+    random: Sequence[Parts] = ()
     if not needed:
-        parts = components(target, spike.result.peak)
-        means = means_of(spike, parts)
-        left_of_parts = dict(zip(parts, left_without(texts, [(part,) for part in parts], means), strict=True))
-        needed = enough_components(texts, spike.result.writers, left_of_parts, means)
+        left_of_parts = texts.left([(part,) for part in components(target, spike.result.peak)])
+        needed = enough_components(texts, spike.result.writers, left_of_parts)
         removed = needed or removed
-        random = other_components(left_of_parts, needed) if needed else []
+        random = other_components(left_of_parts, needed) if needed else ()
     if removed and not random:
-        random = _random(spike, spike.writers, seed)
+        random = random_sets(ordered(target, spike.written, spike.writers), spike.writers, seed)
     if needed:
-        share = texts.along([needed], means)[0]
+        share = texts.along([needed])[0]
         neurons = tuple(part for part in needed if isinstance(part, Neuron))
-        names = tuple(map(part_name, needed))
+        names = tuple(map(str, needed))
         spike = spike.adding(needed=Needed(neurons, names, float(share.mean()), margin_of(share.numpy())))
     spike = spike.adding(alone=alone_of(spike, texts, left))
-    return with_effects(spike, texts, removed, random, means)
+    return with_effects(spike, texts, removed, random)
 
 
-def _random(spike: Spike, neurons: Sequence[Neuron], seed: int) -> Sequence[Parts]:
-    """Random sets of as many neurons, drawn in the order of what neurons write of a spike."""
-    return random_sets(ordered(spike.survey.target, spike.written, neurons), neurons, seed)
-
-
-def alone_of(spike: Spike, texts: SpikeTexts, left: Mapping[Neuron, float]) -> tuple[Alone, ...]:
+def alone_of(spike: Spike, texts: SpikeTexts, left: Mapping[tuple[Neuron], float]) -> tuple[Alone, ...]:
     """Remove each neuron of the needed set alone, and every other neuron whose removal changes the spike.
 
     Args:
@@ -83,12 +76,9 @@ def alone_of(spike: Spike, texts: SpikeTexts, left: Mapping[Neuron, float]) -> t
         texts: The texts.
         left: What is left without each writer alone, strongest effect first.
     """
-    alone: list[Neuron] = []
-    for neuron, share in left.items():
-        if neuron in spike.needed_neurons or abs(1 - share) >= COUNTS:
-            alone.append(neuron)
+    alone = [one for one, share in left.items() if one[0] in spike.needed_neurons or abs(1 - share) >= COUNTS]
     shares, records = {neuron.address: neuron.share for neuron in spike.result.neurons}, list[Alone]()
-    for neuron, one in zip(alone, removals_of(texts, [(one,) for one in alone], every_loss=False), strict=True):
+    for (neuron,), one in zip(alone, removals_of(texts, alone, every_loss=False), strict=True):
         outcomes = one.left, one.heads[1], one.perplexity, shares[neuron]
         records.append(Alone(neuron.layer, neuron.expert, neuron.neuron, *outcomes))
     return tuple(records)
@@ -112,25 +102,21 @@ def same_needs(spike: Spike, other: Spike, number: int, seed: int = 0) -> Spike 
     if other.result.like is not None or float(spike.direction @ other.direction) < LIKE:
         return None
     texts = SpikeTexts.of(spike)
-    if left_without(texts, [other.writers])[0] >= REMOVED:
+    if abs(texts.left([other.writers])[other.writers]) >= REMOVED:
         return None
     share = texts.along([needed.neurons])[0]
     needed = replace(needed, left=float(share.mean()), left_margin=margin_of(share.numpy()))
     spike = spike.adding(like=number, needed=needed if abs(needed.left) < REMOVED else None)
-    return with_effects(spike, texts, other.writers, _random(other, other.writers, seed), {})
+    random = random_sets(ordered(spike.survey.target, other.written, other.writers), other.writers, seed)
+    return with_effects(spike, texts, other.writers, random)
 
 
 # --- the search ---
 
 
-def left_without(texts: SpikeTexts, sets: Sequence[Parts], means: Written | None = None) -> list[float]:
-    """Return how far what is left of the spike without each set is from nothing."""
-    return texts.along(sets, means).mean(1).abs().tolist()
-
-
 def search(
     texts: SpikeTexts, writers: Sequence[NeuronShare]
-) -> tuple[tuple[Neuron, ...], dict[Neuron, float], list[Neuron]]:
+) -> tuple[tuple[Neuron, ...], dict[tuple[Neuron], float], list[Neuron]]:
     """Search the neurons that write the spike and their backups for the smallest set that leaves less than a quarter.
 
     Neurons that write against the spike are members only if no set is enough without them.
@@ -155,9 +141,7 @@ def search(
         backups += fresh
     if not needed and len(writing) < len(shares):
         needed = smallest_set(few, [*shares, *backups], shares)
-    every = [*shares, *backups]
-    left = dict(zip(every, texts.along([(one,) for one in every]).mean(1).tolist(), strict=True)) if every else {}
-    return needed, dict(sorted(left.items(), key=lambda item: abs(item[1]))), backups
+    return needed, texts.left([(one,) for one in (*shares, *backups)]), backups
 
 
 def smallest_set(texts: SpikeTexts, members: Sequence[Neuron], shares: Mapping[Neuron, float]) -> tuple[Neuron, ...]:
@@ -172,32 +156,32 @@ def smallest_set(texts: SpikeTexts, members: Sequence[Neuron], shares: Mapping[N
         members: The neurons.
         shares: What each writes; a backup writes nothing.
     """
-    if not members:
-        return ()
-    alone = dict(zip(members, left_without(texts, [(one,) for one in members]), strict=True))
-    orders = sorted(members, key=lambda one: alone[one]), sorted(members, key=lambda one: -shares.get(one, 0.0))
+    alone = [one for (one,) in texts.left([(one,) for one in members])]
     found: list[tuple[int, float, tuple[Neuron, ...]]] = []
-    for order in orders:
+    for order in (alone, sorted(members, key=lambda one: -shares.get(one, 0.0))):
         lengths = [*range(1, min(PREFIXES, len(order)) + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)]
-        sets = [tuple(order[:length]) for length in dict.fromkeys(lengths)]
-        left = left_without(texts, sets)
-        enough = [number for number, share in enumerate(left) if share < REMOVED]
-        if enough:
-            members, least = pruned(texts, sets[enough[0]], left[enough[0]])
-            found.append((len(members), least, members))
+        sets = [tuple(order[:length]) for length in dict.fromkeys(lengths) if length]
+        left = texts.left(sets)
+        enough = next((one for one in sets if abs(left[one]) < REMOVED), None)
+        if enough is not None:
+            found.append(pruned(texts, enough, abs(left[enough])))
     return min(found, key=lambda one: one[:2])[2] if found else ()
 
 
-def pruned(texts: SpikeTexts, members: tuple[Neuron, ...], least: float) -> tuple[tuple[Neuron, ...], float]:
-    """Drop members, one after the other, as long as less than a quarter of the spike is left."""
+def pruned(texts: SpikeTexts, members: tuple[Neuron, ...], least: float) -> tuple[int, float, tuple[Neuron, ...]]:
+    """Drop members, one after the other, as long as less than a quarter is left; return their number and what is left.
+
+    Args:
+        texts: The texts.
+        members: The neurons.
+        least: What is left without them.
+    """
     while len(members) > 1:
-        fewer = list(combinations(members, len(members) - 1))
-        left = left_without(texts, fewer)
-        if min(left) >= REMOVED:
+        fewer, left = next(iter(texts.left(list(combinations(members, len(members) - 1))).items()))
+        if abs(left) >= REMOVED:
             break
-        least = min(left)
-        members = fewer[left.index(least)]
-    return members, least
+        members, least = fewer, abs(left)
+    return len(members), least, members
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
@@ -213,34 +197,28 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
     return sorted(found, key=lambda neuron: -found[neuron])[:2]
 
 
-def enough_components(
-    texts: SpikeTexts, writers: Sequence[PartShare], left: Mapping[Component, float], means: Written
-) -> Parts:
+def enough_components(texts: SpikeTexts, writers: Sequence[PartShare], left: Mapping[tuple[Component], float]) -> Parts:
     """Return one component or a pair without which less than a quarter is left, largest writers first; or none.
 
     Args:
         texts: The texts.
         writers: Shares of components.
-        left: How far what is left without each component is from nothing.
-        means: What each component writes instead.
+        left: What is left without each component, strongest effect first.
     """
-    names = {part_name(part): part for part in left}
+    names, order = {str(part): part for (part,) in left}, [part for (part,) in left]
     writing = [names[one.part] for one in writers if abs(one.share) >= COUNTS]
-    order = sorted(left, key=lambda part: left[part])
     for part in [*writing, order[0]]:
-        if left[part] < REMOVED:
+        if abs(left[(part,)]) < REMOVED:
             return (part,)
-    pairs = list(combinations(dict.fromkeys([*writing[:PAIRED], *order[:PAIRED]]), 2))
-    if not pairs:
-        return ()
-    of_pairs = left_without(texts, pairs, means)
-    return pairs[of_pairs.index(min(of_pairs))] if min(of_pairs) < REMOVED else ()
+    pairs = combinations(dict.fromkeys([*writing[:PAIRED], *order[:PAIRED]]), 2)
+    best, share = next(iter(texts.left(list(pairs)).items()), ((), 1.0))
+    return best if abs(share) < REMOVED else ()
 
 
 # --- records ---
 
 
-def with_effects(spike: Spike, texts: SpikeTexts, removed: Parts, random: Sequence[Parts], means: Written) -> Spike:
+def with_effects(spike: Spike, texts: SpikeTexts, removed: Parts, random: Sequence[Parts]) -> Spike:
     """Add the heads that attend to the place, and what is left of the spike and of these heads without some parts.
 
     Args:
@@ -248,12 +226,11 @@ def with_effects(spike: Spike, texts: SpikeTexts, removed: Parts, random: Sequen
         texts: Its texts.
         removed: The parts. Empty: nothing is known that writes it.
         random: Random sets of as many others.
-        means: What replaced components write.
     """
     heads, margin = count_readers(texts.attention)
     spike = spike.adding(heads=heads, heads_margin=margin)
     if not removed:
         return spike
-    (without,) = removals_of(texts, [removed], means, every_loss=True)
-    without = replace(without, random=chance_of(texts, random, without, means))
+    (without,) = removals_of(texts, [removed], every_loss=True)
+    without = replace(without, random=chance_of(texts, random, without))
     return spike.adding(without_writers=without)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from einops import rearrange, reduce
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -29,32 +29,23 @@ from sinkscope.sinks.tokens import Mask, TokenRows
 
 COMMON = 3  # tokens named where no words fit
 Decode = Callable[[list[int]], str]
+Matches = Callable[[TokenRows], Mask]
+"""Marks the positions of any texts that some words mean."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Words that mean some positions of any texts.
+class PlaceWords:
+    """Where a spike is.
 
     Attributes:
-        words: The words, as part of a sentence.
-        position: The only position. None: the tokens decide.
-        tokens: Ids of the tokens that stand there.
-        first: Whether only the first of these tokens in a text counts.
+        words: The words.
+        token: The token that stands there most often.
+        share: Share of the texts that have such a position.
     """
 
     words: str
-    position: int | None = None
-    tokens: tuple[int, ...] = ()
-    first: bool = False
-
-    def matches(self, ids: TokenRows) -> Mask:
-        """Return the positions of some texts that the words mean."""
-        if self.position is not None:
-            return (torch.arange(ids.shape[1], device=ids.device) == self.position).expand_as(ids)
-        fits = torch.isin(ids, torch.tensor(self.tokens, device=ids.device))
-        if self.first:
-            fits &= fits.cumsum(1) == 1
-        return fits
+    token: str
+    share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,47 +54,31 @@ class Place:
 
     Attributes:
         mask: The positions.
-        rule: The words. None: no words mean these positions and hardly anything else.
-        common: The most common tokens.
+        label: What a result says of it.
+        matches: Marks the positions of any texts that the words mean; none if no words mean these positions.
     """
 
     mask: Mask
-    rule: Rule | None
-    common: tuple[str, ...]
-
-    @classmethod
-    def of(cls, ids: TokenRows, piece: Mask, rule: Rule | None, decode: Decode) -> Place:
-        """Return the place of some positions of texts."""
-        return cls(piece, rule, tuple(decode([token]) for token, _ in Counter(ids[piece].tolist()).most_common(COMMON)))
-
-    @property
-    def share(self) -> float:
-        """Share of the texts that have such a position."""
-        return float(self.mask.any(1).float().mean())
-
-    @property
-    def words(self) -> str:
-        """The words, or the size and the most common tokens."""
-        if self.rule is not None:
-            return self.rule.words
-        tokens = word_list([repr(token) for token in self.common])
-        if self.is_first:
-            return f"some first tokens (most often {tokens})"
-        return f"{int(self.mask.sum()):,} other positions (most often {self.common[0]!r})"
+    label: PlaceWords
+    matches: Matches
 
     @property
     def is_first(self) -> bool:
         """Whether it is the first token of all or some texts."""
         return not bool(self.mask[:, 1:].any())
 
-    def matches(self, ids: TokenRows) -> Mask:
-        """Return the positions of any texts that the words mean; none if there are no words."""
-        if self.rule is None:
-            return torch.zeros_like(ids, dtype=torch.bool)
-        return self.rule.matches(ids)
 
-    def __str__(self) -> str:
-        return self.words
+def at_position(ids: TokenRows, position: int) -> Mask:
+    """Mark a position in texts."""
+    return (torch.arange(ids.shape[1], device=ids.device) == position).expand_as(ids)
+
+
+def among_tokens(ids: TokenRows, tokens: tuple[int, ...], first: bool) -> Mask:
+    """Mark where tokens stand in texts, or only the first of them in each text."""
+    fits = torch.isin(ids, torch.tensor(tokens, device=ids.device))
+    if first:
+        fits &= fits.cumsum(1) == 1
+    return fits
 
 
 def per_text(values: Float[Tensor, "*n case"], mask: Mask) -> Float[Tensor, "*n some"]:
@@ -125,11 +100,9 @@ def sink_places(above: Bool[Tensor, "layer head text at"]) -> Mask:
         above: Whether each head attends to each position; of layers with softmax attention only.
     """
     heads = above.shape[0] * above.shape[1]
-    anywhere = reduce(above.int(), "layer head text at -> text at", "sum")
-    there = anywhere >= max(SINK_HEADS, PLACE_SHARE * heads)
-    steady = reduce(above.float(), "layer head text at -> layer head at", "mean") >= MOST_TEXTS
-    steadily = (above & rearrange(steady, "layer head at -> layer head 1 at")).int().sum((0, 1))
-    number = reduce(steady.int(), "layer head at -> at", "sum")
+    there = above.sum((0, 1)) >= max(SINK_HEADS, PLACE_SHARE * heads)
+    steady = above.float().mean(2, keepdim=True) >= MOST_TEXTS
+    steadily, number = (above & steady).sum((0, 1)), steady.sum((0, 1, 2))
     suffice = number >= max(SINK_HEADS, POSITION_SHARE * heads)
     return there | (suffice & (steadily >= MOST_TEXTS * number))
 
@@ -150,56 +123,51 @@ def split_by_label(ids: TokenRows, whole: Mask, decode: Decode) -> list[Place]:
     """
     found: list[Place] = []
     rest, least = whole, min(LEAST_CASES, len(ids))
-    first = torch.arange(ids.shape[1]).expand_as(ids) == 0
-    labelled = [(rule, rule.matches(ids)) for rule in _rules(ids, whole, decode)]
-    for rule, fits in [*labelled, (None, first), (None, ~first)]:
+    nowhere, first = partial(torch.zeros_like, dtype=torch.bool), at_position(ids, 0)
+    labelled = [(words, matches, matches(ids)) for words, matches in _words_for(ids, whole, decode)]
+    for words, matches, fits in [*labelled, ("", nowhere, first), ("", nowhere, ~first)]:
         piece = fits & rest
-        precise = rule is None or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
-        enough = int(piece.sum()) >= least and float(piece.any(1).float().mean()) >= SOME_TEXTS
-        if precise and enough:
-            found.append(Place.of(ids, piece, rule, decode))
+        precise = not words or int((fits & whole).sum()) >= ENOUGH * int(fits.sum())
+        share = float(piece.any(1).float().mean())
+        if precise and int(piece.sum()) >= least and share >= SOME_TEXTS:
+            common = [decode([token]) for token, _ in Counter(ids[piece].tolist()).most_common(COMMON)]
+            if not words and fits is first:
+                words = f"some first tokens (most often {word_list(list(map(repr, common)))})"
+            elif not words:
+                words = f"{int(piece.sum()):,} other positions (most often {common[0]!r})"
+            found.append(Place(piece, PlaceWords(words, common[0], share), matches))
             rest = rest & ~piece
     return found
 
 
-def _rules(ids: TokenRows, there: Mask, decode: Decode) -> list[Rule]:
-    """What may be said of the places in a few words, the simplest first.
+def _words_for(ids: TokenRows, there: Mask, decode: Decode) -> list[tuple[str, Matches]]:
+    """Return what a few words can say of the places, the simplest first, with the positions that they mean.
 
-    Positions; tokens wherever they stand (more than two share their words); and tokens that come for the first time.
-    Tokens count if they stand at places after the first position, and at more than one position.
+    Positions come first, then tokens wherever they stand (more than two share their words), then tokens that a text has
+    for the first time. A token counts if it stands at a place after the first position, and at more than one position.
     """
-    rules = [_at_position(ids, position, decode) for position in there.any(0).nonzero().flatten().tolist()]
+    found: list[tuple[str, Matches]] = []
+    for position in there.any(0).nonzero().flatten().tolist():
+        tokens = ids[:, position].unique().tolist()
+        words = f"position {position} (any token)"
+        if position == 0:
+            words = "the first token"
+        elif len(tokens) == 1:
+            words = f"{decode(tokens)!r} at position {position}"
+        found.append((words, partial(at_position, position=position)))
     behind, here = ids[:, 1:], there[:, 1:]
     seen = Counter(behind[here].tolist()).most_common()
     tokens = [token for token, _ in seen if int((behind == token).any(0).sum()) > 1]
     always = [token for token in tokens if float(here[behind == token].float().mean()) >= ENOUGH]
-    if len(always) > 2:  # two have words each, because different neurons may make their spikes
-        rules.append(_of_tokens(always, decode))
-    rules += [_of_tokens([token], decode) for token in always]
-    rules += [_of_tokens([token], decode, first=True) for token in tokens]
+    sets = [(always, False)] if len(always) > 2 else []  # two have words each: different neurons may make their spikes
+    sets += [([token], False) for token in always] + [([token], True) for token in tokens]
     if len(tokens) > 1:
-        rules.append(_of_tokens(tokens, decode, first=True))
-    return rules
-
-
-def _of_tokens(tokens: list[int], decode: Decode, *, first: bool = False) -> Rule:
-    """Tokens wherever they stand, or where the first of them stands in a text."""
-    names = word_list([repr(decode([token])) for token in tokens], COMMON)
-    if first and len(tokens) > 1:
-        words = f"the first of {names} in a text"
-    elif first:
-        words = f"the first {names} of a text"
-    else:
-        words = f"{names} wherever {'it stands' if len(tokens) == 1 else 'they stand'}"
-    return Rule(words, tokens=tuple(tokens), first=first)
-
-
-def _at_position(ids: TokenRows, position: int, decode: Decode) -> Rule:
-    """A position, with the token that always stands there."""
-    tokens = ids[:, position].unique().tolist()
-    words = f"position {position} (any token)"
-    if position == 0:
-        words = "the first token"
-    elif len(tokens) == 1:
-        words = f"{decode(tokens)!r} at position {position}"
-    return Rule(words, position=position)
+        sets.append((tokens, True))
+    for some, first in sets:
+        names = word_list([repr(decode([token])) for token in some], COMMON)
+        if first:
+            words = f"the first of {names} in a text" if len(some) > 1 else f"the first {names} of a text"
+        else:
+            words = f"{names} wherever {'it stands' if len(some) == 1 else 'they stand'}"
+        found.append((words, partial(among_tokens, tokens=tuple(some), first=first)))
+    return found

@@ -9,26 +9,11 @@ from pydantic import Field
 
 from sinkscope.results.notation import read_head, read_neuron
 from sinkscope.results.parts import Component, Head, Neuron
-from sinkscope.sinks.spikes.places import Place
+from sinkscope.sinks.spikes.places import PlaceWords
 
-_PART = r"(embedding|(attention|mlp|mixer|layer) \d+|L\d+(\.E\d+)?\.[NH]\d+)"
+_PART = r"(embedding|(attention|mlp|mixer) \d+|L\d+(\.E\d+)?\.[NH]\d+)"
 PartName = Annotated[str, Field(pattern=f"^{_PART}( and {_PART})*$")]
-"""The name of a part in a file (`part_name`), or the names of a set, joined by "and"."""
-
-
-@dataclass(frozen=True)
-class PlaceWords:
-    """Where a spike is.
-
-    Attributes:
-        words: The words.
-        token: The token that stands there most often.
-        share: Share of the texts that have such a position.
-    """
-
-    words: str
-    token: str
-    share: float
+"""The name of a part in a file (`part_of`), or the names of a set, joined by "and"."""
 
 
 @dataclass(frozen=True)
@@ -344,27 +329,11 @@ class Largest:
     layer: int
 
 
-def part_name(part: Neuron | Head | Component) -> str:
-    """Return how JSON names a part: "mlp 11", "attention 3", "embedding", "L0.H4"."""
-    if not isinstance(part, Component):
-        return str(part)
-    if part.layer is None:
-        return "embedding"
-    return f"{part.kind} {part.layer}"
-
-
 def part_of(name: str) -> Neuron | Head | Component:
-    """Return the part that JSON names so; the inverse of `part_name`."""
+    """Return the part of a name: "mlp 11", "attention 3", "embedding", "L0.H4", "L1.N338"."""
     kind, _, layer = name.partition(" ")
-    if kind == "embedding":
-        return Component("token embedding")
-    if layer:
-        return Component(kind, int(layer))  # pyright: ignore[reportArgumentType] - one of the kinds
+    if kind == "embedding" or layer:
+        return Component(kind, int(layer) if layer else None)  # pyright: ignore[reportArgumentType] - one of the kinds
     if "H" in name:
         return Head(*read_head(name))
     return Neuron.of(read_neuron(name))
-
-
-def words_of(place: Place) -> PlaceWords:
-    """Return the record of a place."""
-    return PlaceWords(place.words, place.common[0], place.share)

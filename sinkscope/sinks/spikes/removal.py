@@ -7,9 +7,10 @@ head), so that it is the same however a model numbers them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
@@ -17,8 +18,8 @@ from sinkscope.models.draws import draws, some_of
 from sinkscope.models.neurons import columns, flat_number, view_layer
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
-from sinkscope.sinks.spikes.edited import SpikeTexts, Written
-from sinkscope.sinks.spikes.records import Chance, Removal, part_name
+from sinkscope.sinks.spikes.edited import SpikeTexts
+from sinkscope.sinks.spikes.records import Chance, Removal
 from sinkscope.sinks.spikes.spike import Parts
 from sinkscope.sinks.spikes.writers import Sizes
 from sinkscope.sinks.thresholds import READS, SMALLEST
@@ -31,49 +32,35 @@ Ordered = Mapping[tuple[int, int | None], Sequence[int]]
 """Numbers of the neurons of each MLP or expert, from which random neurons are drawn; the strongest writers first."""
 
 
-def removals_of(
-    texts: SpikeTexts, sets: Sequence[Parts], means: Written | None = None, *, every_loss: bool | None
-) -> list[Removal]:
+def removals_of(texts: SpikeTexts, sets: Sequence[Parts], *, every_loss: bool | None) -> list[Removal]:
     """Measure what is left without each set.
-
-    If the spike is not at the first token and no head reads it, only what is left of the spike is measured.
 
     Args:
         texts: The texts.
         sets: The sets.
-        means: What removed components and heads write instead.
         every_loss: Whether the loss of every token is read, however large the vocabulary is. None: no loss is read.
     """
-    if not sets:
-        return []
-    before = texts.attention.mean(-1)
-    readers, (intact, intact_margin) = before > READS, count_readers(texts.attention)
-    is_read = bool(readers.any())
-    effects = None
-    if is_read or texts.spike.place.is_first:
-        effects = texts.effects(sets, means, every_loss=every_loss)
-        shares = texts.left(effects.projection, texts.rows)
-    else:
-        shares = texts.along(sets, means)
     removals: list[Removal] = []
-    for number, left in enumerate(shares):
-        heads, margin, attention, perplexity, spread = 0, None, 1.0, None, None
-        if effects is not None:
-            after = effects.attention[number]
-            heads, margin = count_readers(after)
-            if is_read:
-                attention = float(after.mean(-1)[readers].sum() / before[readers].sum())
-            rise = (effects.loss[number] - texts.loss).nanmean(1)
-            if bool(rise.isfinite().all()):
-                perplexity, error = float(rise.mean().exp()), margin_of(rise.numpy())
-                spread = None if error is None else perplexity * error
+    if not sets:
+        return removals
+    before, (intact, intact_margin) = texts.attention.mean(-1), count_readers(texts.attention)
+    left, attention, rises = texts.effects(sets, every_loss=every_loss)
+    for number, (parts, rise) in enumerate(zip(sets, rises, strict=True)):
+        heads, margin, kept, perplexity, spread = 0, None, 1.0, None, None
+        if attention is not None:
+            heads, margin = count_readers(attention[number])
+        if attention is not None and intact:
+            kept = float(attention[number].mean(-1)[texts.readers].sum() / before[texts.readers].sum())
+        if bool(rise.isfinite().all()):
+            perplexity, error = float(rise.mean().exp()), margin_of(rise.numpy())
+            spread = None if error is None else perplexity * error
         removal = Removal(
-            parts=tuple(map(part_name, sets[number])),
-            left=float(left.mean()),
-            left_margin=margin_of(left.numpy()),
+            parts=tuple(map(str, parts)),
+            left=float(left[number].mean()),
+            left_margin=margin_of(left[number].numpy()),
             heads=(intact, heads),
             heads_margin=(intact_margin, margin),
-            attention=attention,
+            attention=kept,
             perplexity=perplexity,
             perplexity_margin=spread,
             random=None,
@@ -83,45 +70,38 @@ def removals_of(
     return removals
 
 
-def chance_of(
-    texts: SpikeTexts, random: Sequence[Parts], removal: Removal, means: Written | None = None
-) -> Chance | None:
+def chance_of(texts: SpikeTexts, random: Sequence[Parts], removal: Removal) -> Chance | None:
     """Read each text under a random set of its own, and return the outcome nearest to that of the set, for each kind.
 
     Args:
         texts: The texts. If there are more random sets than texts, texts are read again from the first on.
         random: The random sets. Without any, nothing is measured.
         removal: What is left without the set that is compared.
-        means: What removed components and heads write instead.
     """
     if not random:
         return None
     count = max(len(random), len(texts.rows))
-    texts = texts.rows_of(torch.arange(count) % len(texts.rows))
+    texts = replace(texts, rows=texts.rows[torch.arange(count) % len(texts.rows)])
     sets = [random[number % len(random)] for number in range(count)]
-    before = texts.attention
-    readers = before.mean(-1) > READS
-    if not bool(readers.any()) and not texts.spike.place.is_first:
-        left = texts.along(sets, means, paired=True)[0]
-        return Chance(nearest(left.tolist(), removal.left), 0, None, sets=len(random))
-    effects = texts.effects(sets, means, every_loss=None if removal.perplexity is None else False, paired=True)
-    left, after = texts.left(effects.projection, texts.rows)[0], effects.attention[0]
-    of_text = (after > READS).flatten(0, 1).sum(0) - (before > READS).flatten(0, 1).sum(0)
-    intact, attention, perplexity = int(readers.sum()), 1.0, None
-    change = nearest(of_text.tolist(), removal.heads[1] - intact)
+    every_loss = None if removal.perplexity is None else False
+    left, after, rise = texts.effects(sets, every_loss=every_loss, paired=True)
+    chance = Chance(_nearest(left[0], removal.left), 0, None, sets=len(random))
+    if after is None:
+        return chance
+    before, readers, intact = texts.attention, texts.readers, int(texts.readers.sum())
+    change = (after[0] > READS).sum((0, 1)) - (before > READS).sum((0, 1))
+    heads, attention, perplexity = intact + int(_nearest(change, removal.heads[1] - intact)), 1.0, None
     if intact:
-        shares = after[readers].sum(0) / before[readers].sum(0).clamp(min=SMALLEST)
-        attention = nearest(shares.tolist(), removal.attention)
-    rise = (effects.loss[0] - texts.loss).nanmean(1)
+        shares = after[0][readers].sum(0) / before[readers].sum(0).clamp(min=SMALLEST)
+        attention = _nearest(shares, removal.attention)
     if bool(rise.isfinite().all()) and removal.perplexity is not None:
-        perplexity = nearest(rise.exp().tolist(), removal.perplexity)
-    left = nearest(left.tolist(), removal.left)
-    return Chance(left, max(0, intact + int(change)), perplexity, attention, len(random))
+        perplexity = _nearest(rise[0].exp(), removal.perplexity)
+    return replace(chance, heads=max(0, heads), perplexity=perplexity, attention=attention)
 
 
-def nearest(values: Sequence[float], to: float) -> float:
-    """Return the value that is nearest to another."""
-    return min(values, key=lambda value: abs(value - to))
+def _nearest(values: Shaped[Tensor, " text"], to: float | int) -> float | int:
+    """The value that is nearest to another."""
+    return min(values.tolist(), key=lambda value: abs(value - to))
 
 
 def count_readers(received: Float[Tensor, "layer head text"]) -> tuple[int, float | None]:
@@ -155,7 +135,7 @@ def ordered(target: Target, written: Sizes, neurons: Iterable[Neuron]) -> Ordere
         neurons: The neurons.
     """
     orders: dict[tuple[int, int | None], Sequence[int]] = {}
-    for layer, expert in dict.fromkeys(map(_mlp, neurons)):
+    for layer, expert in dict.fromkeys((neuron.layer, neuron.expert) for neuron in neurons):
         first = flat_number(target, layer, expert, 0)
         size = written[layer].abs()[first : first + target.width(layer, expert)]
         order = size.argsort(descending=True, stable=True)
@@ -177,16 +157,14 @@ def random_neurons(
     """
     generator, drawn = draws(seed, f"random neurons, draw {number}"), list[Neuron]()
     for one in neurons:
-        barred = {other.neuron for other in (*excluded, *neurons, *drawn) if _mlp(other) == _mlp(one)}
-        beside = orders[_mlp(one)]
+        beside = orders[one.layer, one.expert]
+        alike = [
+            other for other in (*excluded, *neurons, *drawn) if (other.layer, other.expert) == (one.layer, one.expert)
+        ]
+        barred = {other.neuron for other in alike}
         others = [other for other in beside if other not in barred] or beside
         drawn.append(Neuron(one.layer, one.expert, others[int(torch.randint(len(others), (1,), generator=generator))]))
     return tuple(drawn)
-
-
-def _mlp(neuron: Neuron) -> tuple[int, int | None]:
-    """The MLP or expert of a neuron."""
-    return neuron.layer, neuron.expert
 
 
 def random_sets(
@@ -217,16 +195,16 @@ def random_heads(heads: Sequence[Head], among: Sequence[Head], seed: int) -> lis
     return [tuple(some_of(others, len(heads), generator)) for _ in range(RANDOM_SETS)]
 
 
-def other_components(left: Mapping[Component, float], needed: Parts) -> list[Parts]:
+def other_components(order: Iterable[tuple[Component]], needed: Parts) -> list[Parts]:
     """Return other components, each alone, the strongest first: of the same kinds, if there are such.
 
     The embedding is left out, because everything is computed from it.
 
     Args:
-        left: How far what is left without each is from nothing.
+        order: Components, strongest effect first.
         needed: The components that are needed.
     """
-    others = [part for part in left if part not in needed and part.layer is not None]
+    others = [part for (part,) in order if part not in needed and part.layer is not None]
     kinds = {part.kind for part in needed if isinstance(part, Component)}
     alike = [part for part in others if part.kind in kinds] or others
-    return [(part,) for part in sorted(alike, key=lambda part: left[part])[:RANDOM_SETS]]
+    return [(part,) for part in alike[:RANDOM_SETS]]

@@ -9,10 +9,10 @@ from sinkscope.measure import Number, Result
 from sinkscope.results.cards import Card
 from sinkscope.results.effect import Effect
 from sinkscope.results.notation import head_name, word_list
-from sinkscope.results.parts import Neuron
+from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes import cards
-from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, Readers, SinkRate, SpikeResult
+from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, Readers, SinkRate, SpikeResult, part_of
 from sinkscope.sinks.thresholds import READS
 
 FIRST = "the first token"
@@ -221,7 +221,8 @@ class Circuit(SpikesFound):
         if self.spike is None:
             return super().details()
         lines = [super().conclusion(), *super().details()]
-        if self.spike.marks and not any(map(cards.has_heads, self.spike.marks)):
+        marks = self.spike.marks
+        if marks and not any(isinstance(part_of(mark.names[0]), Head) for mark in marks):
             lines.append(HEADS_OF_MARKS)
         return lines
 

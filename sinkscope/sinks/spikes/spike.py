@@ -16,7 +16,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.cards import run
 from sinkscope.sinks.spikes.places import Place, per_text, sink_places, split_by_label
-from sinkscope.sinks.spikes.records import SpikeResult, part_of, words_of
+from sinkscope.sinks.spikes.records import SpikeResult, part_of
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import COUNTS, LATER, READS, SAME, SMALLEST, STANDS_OUT
 from sinkscope.sinks.tokens import Mask
@@ -56,7 +56,7 @@ class Spike:
     @property
     def name(self) -> str:
         """The spike by its layers."""
-        return f"layer{run(*self.result.layers)}"
+        return run(*self.result.layers)
 
     def along(self, states: Float[Tensor, "*n d_model"]) -> Float[Tensor, "*n"]:
         """Project states on the direction, from the mean of ordinary positions, as a share of the spike."""
@@ -142,7 +142,7 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
         square = direction.square()
         order = square.argsort(descending=True, stable=True)
         result = SpikeResult(
-            place=words_of(place),
+            place=place.label,
             layers=(first, last),
             peak=peak,
             norm=float(survey.norms[peak, mask].mean()),

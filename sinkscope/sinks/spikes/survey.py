@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -91,10 +90,6 @@ class Survey:
             return self.mlp[layer]
         return self.entered[layer + 1] - self.entered[layer] - self.mlp[layer]
 
-    def along(self, parts: Sequence[Component], direction: Float[Tensor, " d_model"]) -> Float[Tensor, "part text pos"]:
-        """Project what components add on a direction."""
-        return torch.stack([self.added(part) @ direction for part in parts])
-
     def received(self, place: Mask) -> Float[Tensor, "layer head text"]:
         """Return the attention to all positions of a place together, mean over the queries after the first.
 
@@ -119,8 +114,8 @@ class Survey:
         """Return what a later pass over texts, or their beginnings, may start with at a layer; None: at the first."""
         if not self.target.skips_layers or layer == 0:
             return None
-        hidden = self.entered[layer, texts, :length].to(self.weights)
-        return LayerInput(layer, hidden.clone(), self.wrapped)  # some layers add to it in place
+        hidden = self.entered[layer, texts, :length].to(self.weights, copy=True)
+        return LayerInput(layer, hidden, self.wrapped)  # a copy: some layers add to it in place
 
 
 def ratios_of(states: Float[Tensor, "site text pos d"]) -> Float[Tensor, "site text pos"]:
@@ -181,7 +176,9 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
         learned=torch.zeros(depth, heads, len(ids)),
     )
 
-    def after(layer: int, hidden: Tensor) -> None:
+    def after(layer: int, output: Any) -> None:
+        survey.wrapped = isinstance(output, tuple)
+        hidden = output[0] if survey.wrapped else output
         _keep(survey.entered[layer + 1], hidden)
         if calls:
             _keep(survey.mlp[layer], calls.pop()(hidden))
@@ -202,30 +199,21 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
         if target.adapter.learned_sinks:
             survey.learned[layer] = 1 - probs.sum(-1).mean(-1).T.cpu()
 
-    def wrap(output: Any) -> None:
-        survey.wrapped = isinstance(output, tuple)
-
     hooks: list[Hook] = [(target.layers[0], "first", on_input(partial(_keep, survey.entered[0])))]
-    hooks.append((target.layers[0], "post", on_output(wrap)))
     for layer in filter(target.has_neurons, range(depth)):
-        hooks += _of_mlp(target, layer, calls, partial(_keep, survey.mlp[layer]))
+        take = partial(_keep, survey.mlp[layer])
+        if not target.adapter.adds:
+            hooks.append(keep_call(target, layer, calls))
+        elif "post_mlp_norm" in target.paths[layer]:
+            hooks += target.part_hooks(layer, "post_mlp_norm", "post", on_hidden(take))
+        else:
+            hooks += target.on_mlp(layer, take)
     for layer, module in enumerate(target.layers):
-        hooks.append((module, "post", on_hidden(partial(after, layer))))
-    rows = nullcontext()
-    if target.attending:
-        rows = visible_rows(target, attend, rows_per_chunk=ids.shape[1])
+        hooks.append((module, "post", on_output(partial(after, layer))))
+    rows = visible_rows(target, attend, rows_per_chunk=ids.shape[1]) if target.attending else nullcontext()
     with target.hooks(*hooks), rows:
         target.forward(ids, last_layer=depth - 1)
     return survey
-
-
-def _of_mlp(target: Target, layer: int, calls: list[Any], take: Callable[[Tensor], None]) -> list[Hook]:
-    """Hooks by which `take` gets what the MLP of a layer adds, or `calls` the layer's calls where it does more."""
-    if not target.adapter.adds:
-        return [keep_call(target, layer, calls)]
-    if "post_mlp_norm" in target.paths[layer]:
-        return target.part_hooks(layer, "post_mlp_norm", "post", on_hidden(take))
-    return target.on_mlp(layer, take)
 
 
 def _keep(where: Tensor, values: Tensor) -> None:

@@ -29,10 +29,9 @@ from sinkscope.models.neurons import (
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import per_text
-from sinkscope.sinks.spikes.records import NeuronShare, PartShare, part_name
+from sinkscope.sinks.spikes.records import NeuronShare, PartShare
 from sinkscope.sinks.spikes.spike import Part, Spike
 from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED, PARALLEL, TRACE
-from sinkscope.sinks.tokens import Mask
 
 Sizes = Mapping[int, Float[Tensor, " neuron"]]
 """What each neuron of a layer writes, by the numbers of a `LayerView`."""
@@ -52,18 +51,15 @@ def writers_of(spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ..
         spike: The spike.
     """
     survey, mask, peak, last = spike.survey, spike.place.mask, spike.result.peak, spike.result.layers[1]
-    parts = components(survey.target, survey.target.n_layers - 1)
-    beyond = []
-    for along in survey.along(parts, spike.direction):
-        beyond.append((along[mask] - along[spike.ordinary].mean()) / spike.size)
-    by_text = per_text(torch.stack(beyond), mask)
     before, later = list[PartShare](), list[PartShare]()
-    for part, values, texts in zip(parts, beyond, by_text, strict=True):
-        share, layer = float(values.mean()), part.layer or 0
+    for part in components(survey.target, survey.target.n_layers - 1):
+        along, layer = survey.added(part) @ spike.direction, part.layer or 0
+        beyond = (along[mask] - along[spike.ordinary].mean()) / spike.size
+        share, margin = float(beyond.mean()), margin_of(per_text(beyond, mask).numpy())
         if layer <= peak and abs(share) >= LISTED:
-            before.append(PartShare(part_name(part), share, margin_of(texts.numpy())))
+            before.append(PartShare(str(part), share, margin))
         elif peak < layer <= last + 1 and share <= -ERASES:
-            later.append(PartShare(part_name(part), share, margin_of(texts.numpy())))
+            later.append(PartShare(str(part), share, margin))
     before.sort(key=lambda one: -abs(one.share))
     later.sort(key=lambda one: one.share)
     return tuple(before), tuple(later)
@@ -84,30 +80,18 @@ def neurons_of(spike: Spike, writers: Sequence[PartShare]) -> tuple[tuple[Neuron
     found, written, target = list[NeuronShare](), dict[int, Tensor](), spike.survey.target
     of_mlp, skips = {one.part: abs(one.share) for one in writers}, target.skips_layers
     for layer in filter(target.has_neurons, range(spike.result.peak + 1)):
-        if skips or of_mlp.get(f"mlp {layer}", 0.0) >= NAMED:
-            with target.loaded(layer):
-                shares, view = of_layer(spike, layer, spike.survey.start(layer))
-                written[layer] = shares.mean(1)
-                numbers = writing(target, layer, written[layer].abs())
-            for number in numbers:
-                found.append(_share_of(spike, layer, number, shares[number], view))
+        if not skips and of_mlp.get(f"mlp {layer}", 0.0) < NAMED:
+            continue
+        with target.loaded(layer):
+            shares, view = of_layer(spike, layer, spike.survey.start(layer))
+            written[layer] = shares.mean(1)
+            sizes = written[layer].abs()
+            some = (sizes >= TRACE).nonzero().flatten()
+            beside = normalize(columns(target, layer, some).cpu(), dim=1)
+        parallel = (beside @ beside.T).abs() >= PARALLEL
+        for number in some[(parallel.float() @ sizes[some]) >= NAMED].tolist():
+            found.append(_share_of(spike, layer, number, shares[number], view))
     return tuple(sorted(found, key=lambda one: -one.share)), written
-
-
-def writing(target: Target, layer: int, sizes: Float[Tensor, " neuron"]) -> list[int]:
-    """Return the neurons of a layer that write enough, alone or together with those whose columns are parallel.
-
-    Args:
-        target: The model.
-        layer: The layer.
-        sizes: What each neuron writes along the direction or against it.
-    """
-    some = (sizes >= TRACE).nonzero().flatten()
-    if not len(some):
-        return []
-    beside = normalize(columns(target, layer, some).cpu(), dim=1)
-    parallel = (beside @ beside.T).abs() >= PARALLEL
-    return some[(parallel.float() @ sizes[some]) >= NAMED].tolist()
 
 
 def of_layer(
@@ -122,9 +106,12 @@ def of_layer(
         layer: The layer.
         start: What the pass starts with.
     """
-    survey, mask = spike.survey, spike.place.mask
+    survey, mask, few = spike.survey, spike.place.mask, spike.ordinary.clone()
     target = survey.target
-    where = mask | few_ordinary(target, layer, spike.ordinary)
+    width = target.d_mlp * max(1, target.n_experts(layer))
+    if int(few.sum()) * width > MOST_NUMBERS:  # ordinary positions of as many texts as memory allows
+        few[rows_at_once(few.shape[1], width) :] = False
+    where = mask | few
     with target.loaded(layer):
         view = view_layer(target, layer, survey.ids, where, start)
         written = _written(target, view, spike.direction, survey.mlp[layer][where])
@@ -156,15 +143,6 @@ def with_backups(spike: Spike, neurons: Sequence[Neuron]) -> Spike:
                 number = flat_number(spike.survey.target, layer, one.expert, one.neuron)
                 found.append(_share_of(spike, layer, number, shares[number], view))
     return replace(spike.adding(neurons=(*spike.result.neurons, *found), backups=tuple(neurons)), written=written)
-
-
-def few_ordinary(target: Target, layer: int, ordinary: Mask) -> Mask:
-    """Return the ordinary positions of as many texts as memory allows."""
-    width = target.d_mlp * max(1, target.n_experts(layer))
-    some = ordinary.clone()
-    if int(some.sum()) * width > MOST_NUMBERS:
-        some[rows_at_once(some.shape[1], width) :] = False
-    return some
 
 
 def _written(
@@ -204,7 +182,7 @@ def mixer_of(target: Target, layer: int) -> Any:
 
 def components(target: Target, last_layer: int) -> list[Component]:
     """Return what writes into the residual stream up to a layer: the embedding, then attention (or mixers) and MLPs."""
-    parts = [Component("token embedding")]
+    parts = [Component("embedding")]
     for layer in range(last_layer + 1):
         if layer in target.attending:
             parts.append(Component("attention", layer))
@@ -216,30 +194,29 @@ def components(target: Target, last_layer: int) -> list[Component]:
 
 
 def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
-    """Return where what a component or a head writes passes; all of these together are what it writes."""
+    """Return where what a component or a head writes passes; all of these together are what it writes.
+
+    That of an attention layer or an MLP is after a norm behind it.
+    """
     layer = part.layer or 0
     if isinstance(part, Head):
         return [heads_point(target, layer, target.head_columns(layer, part.head))]
     assert isinstance(part, Component)
-    if part.layer is None:  # with the embedding of positions, and scaled, as the first layer gets it
-        return [HookPoint(target.layers[0], "pre")]
-    return [HookPoint(module, "post") for module in writing_modules(target, part, part.layer)]
-
-
-def writing_modules(target: Target, component: Component, layer: int) -> list[Any]:
-    """Return the modules whose outputs are what a component adds to the residual stream, after a norm behind it."""
-    match component.kind:
+    match part.kind:
+        case "embedding":  # with the embedding of positions, and scaled, as the first layer gets it
+            return [HookPoint(target.layers[0], "pre")]
         case "attention" if "attn_out" in target.paths[layer]:
-            return [target.sub(layer, "attn_out")]
+            modules = [target.sub(layer, "attn_out")]
         case "attention":
             module = target.sub(layer, "attn")
             original = getattr(module, "original_component", module)  # also below a bridge's wrapper
             if "residual" in signature(original.forward).parameters:  # BLOOM adds the residual stream inside
-                return [target.sub(layer, "o")]
-            return [module]
+                module = target.sub(layer, "o")
+            modules = [module]
         case "mixer":
-            return [mixer_of(target, layer)]
+            modules = [mixer_of(target, layer)]
         case "mlp" if "post_mlp_norm" in target.paths[layer]:
-            return [target.sub(layer, "post_mlp_norm")]
+            modules = [target.sub(layer, "post_mlp_norm")]
         case _:
-            return target.mlp_writers(layer)
+            modules = target.mlp_writers(layer)
+    return [HookPoint(module, "post") for module in modules]

@@ -30,7 +30,7 @@ from sinkscope.models.hooks import first_tensor, on_output
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import count_of
-from sinkscope.sinks.repetition.readings import append_copy, attention_from
+from sinkscope.sinks.repeat import append_copy, attention_from
 from sinkscope.sinks.spikes.copies import along_spikes, copies_of
 from sinkscope.sinks.spikes.removal import ordered_in, random_neurons
 from sinkscope.sinks.spikes.spike import Spike
@@ -227,7 +227,6 @@ def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
 AFTER = 16  # tokens of ordinary text after the copies
 PIECES = 8  # pieces of held-out text in one pass
 COMPARED = 4  # pieces whose logits are compared
-PATCHES = ("none", "patch", "random patch")
 
 
 @torch.no_grad()
@@ -344,7 +343,7 @@ def ordinary_text(setup: Setup, edits: Sequence[SinkPatch | None], pieces: int, 
         logits.append(first)
         setup.progress("perplexity", len(losses), len(edits))
     rows: list[Perplexity] = []
-    for name, loss in zip(PATCHES, losses, strict=True):
+    for name, loss in zip(("none", "patch", "random patch"), losses, strict=True):
         rise = loss - losses[0]
         ratio, margin = float(rise.mean().exp()), margin_of(rise.numpy())
         rows.append(Perplexity(name, float(loss.mean().exp()), ratio - 1, None if margin is None else ratio * margin))

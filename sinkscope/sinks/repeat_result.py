@@ -50,7 +50,7 @@ class Repeat(Result):
     """
 
     kind = "repeat"  # read and drawn without the command, which stands in another module
-    drawing: ClassVar = "sinkscope.sinks.repetition.result:draw"
+    drawing: ClassVar = "sinkscope.sinks.repeat_result:draw"
     glossary: ClassVar = {
         "condition": "the spike, or the sequence that was read",
         "projection": "on the spike's direction after the last repetition, over that of the first token",

@@ -1,1 +1,0 @@
-"""A patch that prevents sinks at repeated tokens, and what it costs."""

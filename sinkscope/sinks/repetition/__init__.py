@@ -1,1 +1,0 @@
-"""How repeated tokens become sinks, and the consequences."""
