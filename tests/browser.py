@@ -47,17 +47,11 @@ class Browser:
         if message.type in ("error", "warning", "assert"):
             self.errors.append(message.text)
 
-    def send(self, method: str, **params):
-        return self._protocol.send(method, params)
-
     def open(self, page: Path | str, width: int = 1400, *, dark: bool = False, phone: bool = False):
         """Load a file or an address in a window of this width, and wait until it is loaded."""
-        scale = 2 if phone else 1
-        size = {"width": width, "height": 900, "mobile": phone, "deviceScaleFactor": scale}
-        self.send("Emulation.setDeviceMetricsOverride", **size)
-        self.send("Emulation.setTouchEmulationEnabled", enabled=phone)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.send("Emulation.setEmulatedMedia", features=[scheme])
+        size = {"width": width, "height": 900, "mobile": phone, "deviceScaleFactor": 1 + phone}
+        self._protocol.send("Emulation.setDeviceMetricsOverride", size)
+        self._page.emulate_media(color_scheme="dark" if dark else "light")
         self._page.goto(page if isinstance(page, str) else page.resolve().as_uri())
 
     def reopen(self):
@@ -82,11 +76,7 @@ class Browser:
 
     def wait(self, condition: str):
         """Wait until an expression is true."""
-        for _ in range(1500):
-            if self.run(f"!!({condition})"):
-                return
-            self._page.wait_for_timeout(20)
-        raise AssertionError(condition)
+        self._page.wait_for_function(f"() => {condition}", polling=20)
 
     def press(self, key: str):
         """Press a key."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from refusals import refused
@@ -25,27 +24,6 @@ def test_a_link_stays_a_link(tmp_path):
     write_atomic(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_text() == "new"
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("", "a file without a name is a folder"),
-        ("folder", "is a folder"),
-        ("nowhere/", "is a folder"),
-        ("file/x.json", "not a directory; choose another place"),
-        ("file/deeper/x.json", "not a directory; choose another place"),
-        ("n" * 300, "file name too long"),
-    ],
-)
-def test_output_paths_are_refused_in_one_line(tmp_path, monkeypatch, name, says):
-    monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir()
-    Path("file").write_text("kept")
-    with refused(says):
-        write_atomic(name, "x")
-    assert Path("file").read_text() == "kept"
-    assert sorted(os.listdir()) == ["file", "folder"]
 
 
 def test_a_folder_without_permission_is_refused_before_the_work(tmp_path, monkeypatch):

@@ -79,14 +79,6 @@ def test_no_line_is_too_wide_and_no_cell_is_cut(rows):
     assert shown.columns.items() <= _columns(rows).items()
 
 
-def test_wide_important_columns_wrap_without_losing_words():
-    columns = {"before": ["a, " * 20, "b"], "margin": ["0", "1"], "after": ["Q" * 90] * 2}
-    lines = Grid(columns, important=["before", "after"], note="Note.").text(80).splitlines()
-    words = " ".join(lines).split()
-    assert max(map(len, lines)) <= 80 and words.count("a,") == 20 and "".join(words).count("Q") == 180
-    assert "Not shown: margin" in lines[-1]
-
-
 def test_a_result_explains_its_columns_from_its_docstrings():
     result = Tabled(parts=(Row(1, None, 338, 0.5, 1.0), Row(1, 2, 7, 0.25, 2.0)))
     lines = result.text().splitlines()
