@@ -140,13 +140,14 @@ def read_card(path: str | Path) -> SinkCard:
 
 NO_CARD = "it is not finished, or failed: run the same command again to see why"
 ON_CARDS = {
-    "place": ("find_sinks", "place"),
-    "layers": ("find_sinks", "layers"),
-    "neurons": ("find_sinks", "neurons"),
-    "heads": ("find_sinks", "heads"),
-    "loops": ("loops", "text.full.loop"),
+    "place": ("find_sinks", "place", "value"),
+    "layers": ("find_sinks", "layers", "value"),
+    "neurons": ("find_sinks", "neurons", "value"),
+    "heads": ("find_sinks", "heads", "value"),
+    "loops": ("loops", "text.full.loop", "value"),
+    "loops_margin": ("loops", "text.full.loop", "margin"),
 }
-"""Columns that repeat a number of the card: the part, and the number's key there."""
+"""Columns that repeat a number of the card: the part, the number's key there, and what of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,11 +220,8 @@ def scan_table(folder: Path) -> ScanTable:
             card = read_card(place)
             made, row["problem"] = card.provenance, ""
             numbers = card.by_key()
-            for column, key in ON_CARDS.items():
-                if key in numbers:
-                    row[column] = numbers[key].value
-            if ON_CARDS["loops"] in numbers:
-                row["loops_margin"] = numbers[ON_CARDS["loops"]].margin
+            for column, (part, key, what) in ON_CARDS.items():
+                row[column] = getattr(numbers.get((part, key)), what, None)
         elif begun_by(place) != "scan":
             continue
         rows.append(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -96,17 +97,18 @@ def plain(value: Any, *, scrub: bool = False) -> Any:
     """
     converted = to_jsonable_python(value, inf_nan_mode="null", fallback=_converted)
     if scrub:
-        return _scrubbed(converted)
+        return with_strings(converted, pathless)
     return converted
 
 
-def _scrubbed(value: Any) -> Any:
+def with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value of JSON types in which every string is changed; keys stay."""
     if isinstance(value, str):
-        return pathless(value)
+        return change(value)
     if isinstance(value, list):
-        return [_scrubbed(one) for one in cast("list[Any]", value)]
+        return [with_strings(one, change) for one in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {key: _scrubbed(one) for key, one in cast("dict[str, Any]", value).items()}
+        return {key: with_strings(one, change) for key, one in cast("dict[str, Any]", value).items()}
     return value
 
 

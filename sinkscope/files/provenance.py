@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from sinkscope import __version__
 from sinkscope.files.plain import pathless
@@ -81,8 +82,7 @@ def provenance(
     attention: str = "none",
     bos: bool | None = None,
     seed: int = 0,
-    first_ids: tuple[int, ...] = (),
-    bos_added: bool | None = None,
+    **texts: Any,
 ) -> Provenance:
     """Collect the provenance at the end of a measurement.
 
@@ -93,8 +93,7 @@ def provenance(
         attention: Attention implementation that the model ran with; "none" without a model.
         bos: Whether sequences began with BOS.
         seed: Seed of every random choice.
-        first_ids: The first token ids that were read.
-        bos_added: Whether BOS stands first although the tokenizer puts none before a text.
+        texts: `first_ids` and `bos_added`, where texts were read.
     """
     return Provenance(
         argv=tuple(map(pathless, sys.argv)),
@@ -106,8 +105,7 @@ def provenance(
         seed=seed,
         seconds=round(time.perf_counter() - started, 3),
         commit=commit_of(CHECKOUT),
-        first_ids=first_ids,
-        bos_added=bos_added,
+        **texts,
     )
 
 

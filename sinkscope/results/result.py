@@ -16,7 +16,7 @@ from sinkscope.files.provenance import documented_at
 from sinkscope.results.cards import Card
 from sinkscope.results.console import WIDTH
 from sinkscope.results.effect import Effect
-from sinkscope.results.pages import Section, document, plot
+from sinkscope.results.pages import Section, closed, definitions, document, plot
 from sinkscope.results.pages import text as words
 from sinkscope.results.tables import MOST_ROWS, WIDEST, Grid, Table, cell, glossary, strings
 
@@ -257,6 +257,14 @@ class Result(Envelope):
     def section(self, file: str = "") -> Section:
         """Return what pages show of it: its text, figure and tables, and its settings and provenance.
 
+        A subclass adds to its pages by extending this, as in
+
+            one = super().section(file)
+            return replace(one, html=one.html + plot(self.figure(panel="heads")))
+
+        with `replace` of dataclasses, and `plot` of `sinkscope.results.pages`, whose `text` escapes other words. The panel
+        is named by its number or by a word of its title.
+
         Args:
             file: Displayed name of its file. Empty: the model's name is displayed.
         """
@@ -270,8 +278,7 @@ class Result(Envelope):
             figure = plot(drawn, file)
         parts, data = [self.fragment(figure)], self.to_dict()
         for name in ENVELOPE_FIELDS:
-            rows = [f"<dt>{escape(str(key))}</dt><dd>{escape(cell(value))}</dd>" for key, value in data[name].items()]
-            parts.append(f"<details><summary>{name}</summary><dl>{''.join(rows)}</dl></details>")
+            parts.append(closed(name, definitions({key: cell(value) for key, value in data[name].items()})))
         heading = f"{words(self.kind)} <small>{words(file or self.model.name)}</small>"
         return Section(heading, visible("\n".join(parts)), self.model.name, self.conclusion())
 
@@ -287,10 +294,6 @@ class Result(Envelope):
         parts += [*cards, *(f"<p>{escape(line)}</p>" for line in self.lines())]
         tables = [grid.html() for grid in self.grids()]
         if (figure or cards) and tables:
-            tables = ["<details><summary>Tables</summary>", *tables, "</details>"]
-        parts += tables
-        parts.append("<details><summary>What the columns mean</summary><dl>")
-        for name, sentence in self._meaning().items():
-            parts.append(f"<dt>{escape(name)}</dt><dd>{escape(sentence)}</dd>")
-        parts.append("</dl></details>")
+            tables = [closed("Tables", "\n".join(tables))]
+        parts += [*tables, closed("What the columns mean", definitions(self._meaning()))]
         return visible("\n".join([*parts, "</div>"]))

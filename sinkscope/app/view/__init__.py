@@ -1,5 +1,1 @@
 """A model on a text, explored in a page, a notebook or a browser: `sinkscope view`."""
-
-from sinkscope.app.view.result import ModelView
-
-__all__ = ["ModelView"]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from importlib import import_module
 from importlib.resources import files
 from itertools import groupby
 from string import Template
-from typing import Any, cast
+from typing import Any
 
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import visible
+from sinkscope.files.plain import visible, with_strings
 
 # Plotly renders a few tags. Drawings need those of a new line and of its hover boxes; any other, such as the BOS token
 # <s>, comes from a file and is shown as text.
@@ -43,8 +43,19 @@ class Section:
 
 
 def folded(one: Section, sentence: str) -> Section:
-    """Return the section closed, with its conclusion shown."""
-    return replace(one, html=f"<details><summary>{text(sentence)}</summary>{one.html}</details>")
+    """Return the section closed, with a sentence shown."""
+    return replace(one, html=closed(sentence, one.html))
+
+
+def closed(words: str, html: str) -> str:
+    """Return HTML below words that open it."""
+    return f"<details><summary>{text(words)}</summary>{html}</details>"
+
+
+def definitions(meanings: Mapping[str, str]) -> str:
+    """Return names with what each is, as a list of HTML."""
+    rows = [f"<dt>{text(name)}</dt><dd>{text(meaning)}</dd>" for name, meaning in meanings.items()]
+    return f"<dl>{''.join(rows)}</dl>"
 
 
 def document(
@@ -117,17 +128,6 @@ def text(words: str) -> str:
     return escape(visible(words))
 
 
-def _as_text(value: Any) -> Any:
-    """A value of a drawing in whose strings tags and control characters are shown as text."""
-    if isinstance(value, str):
-        return visible(_TAG.sub("&lt;", value))
-    if isinstance(value, list):
-        return [_as_text(one) for one in cast("list[Any]", value)]
-    if isinstance(value, dict):
-        return {name: _as_text(one) for name, one in cast("dict[str, Any]", value).items()}
-    return value
-
-
 def plot(figure: Any, file: str = "") -> str:
     """Return a plotly figure as a part of a page.
 
@@ -138,7 +138,8 @@ def plot(figure: Any, file: str = "") -> str:
     for one in figure.data:
         if one.type not in DRAWN:
             raise SinkscopeError(f"a page draws no {one.type}: give a figure of {', '.join(sorted(DRAWN))}")
-    drawing = json.dumps(_as_text(json.loads(figure.to_json())), separators=(",", ":"))
+    as_text = with_strings(json.loads(figure.to_json()), lambda text: visible(_TAG.sub("&lt;", text)))
+    drawing = json.dumps(as_text, separators=(",", ":"))
     drawing = drawing.replace('"type":"scattergl"', '"type":"scatter"')
     name = f"plot-{hashlib.sha256((file + drawing).encode(errors='replace')).hexdigest()[:12]}"
     safe = import_module("plotly.io").from_json(drawing, skip_invalid=True)
