@@ -262,7 +262,7 @@ class Result(Envelope):
             one = super().section(file)
             return replace(one, html=one.html + plot(self.figure(panel="heads")))
 
-        with `replace` of dataclasses, and `plot` of `sinkscope.results.pages`, whose `text` escapes other words. The panel
+        with `replace` of dataclasses, and `plot` of `sinkscope.results.pages`, whose `text` escapes other words. A panel
         is named by its number or by a word of its title.
 
         Args:
