@@ -262,8 +262,8 @@ class Result(Envelope):
             one = super().section(file)
             return replace(one, html=one.html + plot(self.figure(panel="heads")))
 
-        with `replace` of dataclasses, and `plot` of `sinkscope.results.pages`, whose `text` escapes other words. A panel
-        is named by its number or by a word of its title.
+        with `replace` of dataclasses, and `plot` of `sinkscope.results.pages`, whose `text` escapes other words. A
+        panel is named by its number or by a word of its title.
 
         Args:
             file: Displayed name of its file. Empty: the model's name is displayed.
