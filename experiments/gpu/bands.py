@@ -19,6 +19,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,11 +176,11 @@ def flex(device: str, heads: int, kv: int, n: int, share: float, rounds: int, dt
     chosen = bands_of(heads, n, n, share, device)
     compiled = torch.compile(flex_attention, dynamic=False) if device != "cpu" else flex_attention
     options: Row = {} if device == "cpu" else {"kernel_options": {"BLOCK_M": TILE, "BLOCK_N": TILE}}
-    lists, form = triton.lists_of(chosen), FlexBands.of(chosen)
+    form = FlexBands.of(chosen)
     blocks, query = form.block_mask(), scores.query[None]
     gathered = form.gathered(scores.key)[None], form.gathered(value)[None]
     attend = partial(compiled, query, *gathered, block_mask=blocks, scale=scores.scaling, **options)
-    ours = partial(triton.attention_on, scores, value, chosen, lists=lists)
+    ours = partial(triton.attention_on, scores, value, replace(chosen, lists=triton.lists_of(chosen)))
     plain = ours().transpose(0, 1).float()
     time_of = partial(milliseconds, device=device, rounds=rounds)
     return {

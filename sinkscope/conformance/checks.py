@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sinkscope.conformance.flow import Flow, FlowResult, Logits, right_logits
+from sinkscope.conformance.flow import Flow, right_logits
 from sinkscope.conformance.kit import ROTATED, SEEN, ApartError, Check, FaultError, Kit
 from sinkscope.conformance.models import QUESTIONS, WINDOW, kit_model
+from sinkscope.conformance.recorder import CacheRecorder, Logits
 from sinkscope.conformance.subject import parameters
 
 CHECKS: dict[str, Check] = {}
@@ -123,7 +124,7 @@ def the_first_tokens_survive(kit: Kit) -> str:
     return f"{loss:.2g} nats"
 
 
-def _given_back(flow: Flow, outcome: FlowResult, column: int) -> float:
+def _given_back(flow: Flow, outcome: CacheRecorder, column: int) -> float:
     """The loss in nats that would be spared if all queries after the prompt saw a column."""
     whole = right_logits(flow)
     sees: dict[int, Tensor] = {}
@@ -157,7 +158,7 @@ def the_budget_holds_at_every_step_in_tokens(kit: Kit) -> str:
     return f"at most {most:g} tokens"
 
 
-def _tokens(outcome: FlowResult, column: int) -> Tensor:
+def _tokens(outcome: CacheRecorder, column: int) -> Tensor:
     """Tokens that the query of each row at a column sees, on average over layers and kv heads."""
     return torch.stack([sees[:, :, column].sum(-1).float().mean(1) for sees in outcome.sees.values()]).mean(0)
 
@@ -224,20 +225,12 @@ def after_a_reset_nothing_is_left(kit: Kit) -> str:
 @check
 def rows_of_a_batch_are_what_they_are_alone(kit: Kit) -> str:
     """Each row has the logits that it has alone, and padding changes neither them nor what is kept."""
-    return alone(
-        kit,
+    flows = (
         Flow(lengths=(24, 24), steps=2),
         Flow(lengths=(24, 24, 24)),
         Flow(lengths=(24, 17), steps=2),
         Flow(lengths=(24, 9)),
     )
-
-
-def alone(kit: Kit, *flows: Flow) -> str:
-    """Return whether rows give the right logits, and those that each has alone under the same budget.
-
-    It is no check of its own.
-    """
     error = kit.right(*flows)
     if not kit.evicts:
         return error

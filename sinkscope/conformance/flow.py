@@ -7,17 +7,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from rich.repr import auto as repr_without_defaults
 from torch import Tensor
 
 from sinkscope.conformance.masked import plain_logits, positions_of
 from sinkscope.conformance.models import kit_ids, kit_model
-from sinkscope.conformance.recorder import CacheRecorder, held_bytes
+from sinkscope.conformance.recorder import CacheRecorder, Logits
 from sinkscope.conformance.subject import Factory, entered, made
 from sinkscope.models.call_cache import cache_argument
 
-Logits = Float[Tensor, "row step vocab"]
 _OTHER = 50  # seeds further: another text
 
 
@@ -63,27 +62,8 @@ class Flow:
         return ids, mask.long()
 
 
-@dataclass(eq=False)
-class FlowResult:
-    """What a flow gave.
-
-    Attributes:
-        logits: From the last token of the prompt on.
-        sees: What each layer's queries saw, if there is a budget.
-        bytes: What the cache held after each call.
-        lengths: What the cache said of its length after each call.
-        rotated_again: Whether keys were handed out that were never written.
-    """
-
-    logits: Logits
-    sees: dict[int, Bool[Tensor, "row kv_head query key"]]
-    bytes: list[int]
-    lengths: list[int]
-    rotated_again: bool
-
-
-def outcome_of(factory: Factory, flow: Flow) -> FlowResult:
-    """Use what a factory gives as a flow says.
+def outcome_of(factory: Factory, flow: Flow) -> CacheRecorder:
+    """Use what a factory gives as a flow says; the logits are those from the last token of the prompt on.
 
     Args:
         factory: Takes a model, and perhaps more (`subject.KNOWN`).
@@ -91,8 +71,6 @@ def outcome_of(factory: Factory, flow: Flow) -> FlowResult:
     """
     model = kit_model(flow.model, flow.dtype)
     watched = flow.budget is not None
-    held: list[int] = []
-    lengths: list[int] = []
     with entered(made(factory, model, flow.prompt, flow.budget), model) as used:
         recorder = CacheRecorder(used)
 
@@ -104,16 +82,13 @@ def outcome_of(factory: Factory, flow: Flow) -> FlowResult:
                 logits = model(input_ids=ids[:, start:end], use_cache=True, **given).logits
             if watched and notes:
                 recorder.read(logits, ids.shape[1], start)
-            held.append(held_bytes(used))
-            lengths.append(int(used.get_seq_length()))
+            recorder.measure()
             return logits.detach()
 
         if flow.reset:
             other = replace(flow, seed=flow.seed + _OTHER).tokens()
             call(*other, 0, flow.prompt, notes=False)
             call(*other, flow.prompt, flow.prompt + 1, notes=False)
-            held.clear()
-            lengths.clear()
             _change(used, "reset")
             recorder.forget()
         ids, mask = flow.tokens()
@@ -130,8 +105,8 @@ def outcome_of(factory: Factory, flow: Flow) -> FlowResult:
                 recorder.forget(flow.rejected)
             logits = torch.cat([logits, call(ids, mask, at, at + size)], 1)
             at += size
-        logits = logits[:, flow.prompt - 1 :]
-        return FlowResult(logits, recorder.sees, held, lengths, recorder.rotated_again)
+        recorder.logits = logits[:, flow.prompt - 1 :]
+        return recorder
 
 
 def _change(used: Any, method: str, *given: int) -> None:

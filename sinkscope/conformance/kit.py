@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from transformers import Cache
 
-from sinkscope.conformance.flow import Flow, FlowResult, Logits, error_of, outcome_of, right_logits
+from sinkscope.conformance.flow import Flow, error_of, outcome_of, right_logits
 from sinkscope.conformance.models import kit_model
+from sinkscope.conformance.recorder import CacheRecorder, Logits
 from sinkscope.conformance.subject import EXPECTED, Factory, made, parameters, place_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, share_of
@@ -174,7 +175,7 @@ class Kit:
             raise ApartError(ROTATED)
         return f"an error of {worst:.1g}"
 
-    def outcomes(self, *flows: Flow) -> Iterator[tuple[Flow, FlowResult]]:
+    def outcomes(self, *flows: Flow) -> Iterator[tuple[Flow, CacheRecorder]]:
         """Yield flows with what they give; those that are refused are left out, unless all are."""
         refusals: list[ApartError] = []
         for flow in flows:
@@ -205,7 +206,7 @@ class Kit:
             raise FaultError(expected, f"an error of {error:.2g}", flow)
         return error
 
-    def outcome(self, flow: Flow) -> FlowResult:
+    def outcome(self, flow: Flow) -> CacheRecorder:
         """Return what a flow gives.
 
         Raises:

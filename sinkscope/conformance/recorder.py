@@ -15,6 +15,7 @@ _SAME = 0.02  # of the spread of the numbers: closer keys or values are the same
 
 Pair = tuple[Float[Tensor, "row kv_head _ d_head"], Float[Tensor, "row kv_head _ d_head"]]
 """Keys and values."""
+Logits = Float[Tensor, "row step vocab"]
 _TIE = 1e-6  # weight of the keys: they tell tokens with the same values apart
 
 
@@ -28,11 +29,19 @@ class CacheRecorder:
         cache: The cache; its method `update` is watched as long as it lives.
 
     Attributes:
-        sees: Which columns each layer's queries saw.
+        logits: What the model said, as who calls it notes it.
+        sees: Which columns each layer's queries saw, in the calls that were read.
+        bytes: What the cache held after each call.
+        lengths: What the cache said of its length after each call.
         rotated_again: Whether keys were handed out that were never written.
     """
 
+    logits: Logits
+
     def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self.bytes: list[int] = []
+        self.lengths: list[int] = []
         self.sees: dict[int, Bool[Tensor, "row kv_head query key"]] = {}
         self.rotated_again = False
         self._update = cache.update
@@ -52,10 +61,18 @@ class CacheRecorder:
         return handed
 
     def forget(self, tokens: int | None = None) -> None:
-        """Forget the last tokens as the cache was told to; None: all."""
+        """Forget the last tokens as the cache was told to; None: all, also what was measured."""
+        if tokens is None:
+            self.bytes.clear()
+            self.lengths.clear()
         for layer, (keys, values) in list(self._written.items()):
             kept = 0 if tokens is None else keys.shape[2] - tokens
             self._written[layer] = keys[:, :, :kept], values[:, :, :kept]
+
+    def measure(self) -> None:
+        """Note the size and the length of the cache after a call."""
+        self.bytes.append(held_bytes(self._cache))
+        self.lengths.append(int(self._cache.get_seq_length()))
 
     def read(self, logits: Float[Tensor, "row query vocab"], total: int, start: int) -> None:
         """Note what each layer read in the call that gave these logits.

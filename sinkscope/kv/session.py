@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary, ref
 
 from torch import nn
@@ -27,9 +27,6 @@ from sinkscope.models.call_cache import cache_in, with_cache
 from sinkscope.models.hooks import AroundCall, Kwargs
 from sinkscope.tap.internals import GenerateFollower, following_generate
 from sinkscope.tap.tap import check_attention_recomputed, tapped
-
-if TYPE_CHECKING:
-    from sinkscope.kv.rewind import Rewinder
 
 _ACTING: WeakValueDictionary[int, Run] = WeakValueDictionary()
 """The run that acts on the cache and the attention of a model, by the id of the model; others may watch."""
@@ -84,7 +81,7 @@ class Session:
         self._run = ref(run)  # which holds the session: no circle keeps what they hold in memory
         self.watching = AttentionWatch(target)
         self.anchors = 0
-        self.rewinder: Rewinder | None = None
+        self.rewinder: Any = None
         self._caches: WeakSet[Any] = WeakSet()  # those that were used
         self.meters: list[Meter] = []
         self._policy_name: str | None = None

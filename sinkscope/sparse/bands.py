@@ -230,6 +230,8 @@ class Bands:
         grid: The tiles.
         dense_rows: So many queries at the end see everything, as do those of the same tile.
         copies: Single blocks that all heads see besides.
+        share: What `attended` returns, if it is known.
+        lists: What `triton.lists_of` returns for these, if it is known.
     """
 
     columns: Bool[Tensor, "head key"]
@@ -237,6 +239,8 @@ class Bands:
     grid: BlockGrid
     dense_rows: int = 0
     copies: Copies | None = None
+    share: Float[Tensor, " head"] | None = None
+    lists: tuple[Tensor, ...] = ()
 
     @property
     def dense(self) -> Bool[Tensor, " head"]:
@@ -250,6 +254,8 @@ class Bands:
 
     def attended(self) -> Float[Tensor, " head"]:
         """Return the share of the causal cells that is computed, with the dense rows."""
+        if self.share is not None:
+            return self.share
         grid, sparse = self.grid, self.grid.sparse_queries(self.dense_rows)
         if not sparse:
             return torch.ones(len(self.bands), device=self.bands.device)

@@ -114,7 +114,7 @@ def recorded_bands(
 ) -> Replayed:
     """Return the choice for all layers of a prompt, which is called with queries, keys and rows like these.
 
-    It gives columns and bands, the share of the cells of each head, whether it is dense, and what the kernel reads.
+    It gives columns and bands, the share of the cells of each head, and what the kernel reads.
 
     Args:
         choose: `bands_from` with its settings.
@@ -131,7 +131,7 @@ def recorded_bands(
         assert lengths  # a recording reads their memory, so they last as long
         chosen = choose(Scores(query, key, scores.scaling), rows)
         lists = () if module is None else module.lists_of(chosen)
-        return chosen.columns, chosen.bands, chosen.attended(), chosen.dense, *lists
+        return chosen.columns, chosen.bands, chosen.attended(), *lists
 
     return kind(work, given)
 

@@ -31,7 +31,7 @@ from sinkscope.sparse.bands import Bands, BlockGrid, Copies
 from sinkscope.sparse.choice import bands_from, draw_of, held_out, recorded_bands, sampled_rows
 from sinkscope.sparse.head_lines import HeadLines, select_lines
 from sinkscope.sparse.replay import Replayed
-from sinkscope.sparse.sparse_prompts import Chosen, SparsePrompts
+from sinkscope.sparse.sparse_prompts import SparsePrompts
 
 Variant = Literal["bands", "faithful"]
 SHORTEST = {"cpu": 8192, "cuda": 131072}
@@ -200,7 +200,9 @@ class LoopServe(SparsePrompts):
             return replace(lines, dense_rows=self.dense_rows)
         return self._bands(scores, self._sampled(scores, layer, copies), copies)
 
-    def chosen(self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]) -> Chosen:
+    def chosen(
+        self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]
+    ) -> HeadLines | Bands:
         """Return the lines of a row; on a GPU, one launch chooses bands from the third layer on."""
         device = scores.key.device
         if self.variant == "faithful" or device.type not in RECORDED_ON:
@@ -210,9 +212,9 @@ class LoopServe(SparsePrompts):
         if key not in replayed:
             choose = partial(self._bands, copies=copies)
             replayed[key] = recorded_bands(choose, scores, given, self.dense_rows, RECORDED_ON[device.type])
-        columns, bands, attended, is_dense, *lists = replayed[key](*given)
+        columns, bands, attended, *lists = replayed[key](*given)
         grid = BlockGrid(scores.queries, scores.keys)
-        return Chosen(Bands(columns, bands, grid, self.dense_rows, copies), attended, is_dense, tuple(lists))
+        return Bands(columns, bands, grid, self.dense_rows, copies, attended.clone(), tuple(lists))
 
     def _bands(self, scores: Scores, rows: Int[Tensor, " row"], copies: Copies | None) -> Bands:
         """The choice of bands from the attention of some queries."""

@@ -56,14 +56,13 @@ def recovered(
     return (total / len(rows)).float()
 
 
-def band_attention(scores: Scores, value: Values, chosen: Bands, lists: tuple[Tensor, ...] = ()) -> Attended:
+def band_attention(scores: Scores, value: Values, chosen: Bands) -> Attended:
     """Compute causal attention on the columns and bands of every head; the queries are at the last positions.
 
     Args:
         scores: The scores of a layer without window, soft cap and learned sinks.
         value: Values of all positions.
         chosen: Columns and bands of every query head.
-        lists: What `triton.lists_of` gives for these, if that is known already.
 
     Returns:
         The output, in the dtype of `value`, computed in float32 (Triton computes in the dtype of the values and
@@ -76,7 +75,7 @@ def band_attention(scores: Scores, value: Values, chosen: Bands, lists: tuple[Te
     _check(scores, value, chosen.columns.shape, chosen.grid.queries)
     module = triton_module(value.device, "triton")
     if module is not None:
-        return module.attention_on(scores, value, chosen, lists=lists).transpose(0, 1)
+        return module.attention_on(scores, value, chosen).transpose(0, 1)
     if not bool(chosen.bands[:, :PER].all()):  # a GPU would have to wait for it
         raise SinkscopeError("bands of a head lack their own tile: expected the first bands among them")
     out = torch.empty(scores.heads, scores.queries, value.shape[-1], device=value.device, dtype=value.dtype)
@@ -138,7 +137,8 @@ def _check(scores: Scores, value: Tensor, lines: torch.Size, line_queries: int) 
 def _tiles(scores: Scores, value: Tensor, chosen: Bands, head: int, out: Float[Tensor, "query d_value"]) -> None:
     """Write the attention of one head, tile by tile."""
     grid, width = chosen.grid, scores.key.shape[2]
-    own = replace(chosen, columns=chosen.columns[head : head + 1], bands=chosen.bands[head : head + 1])
+    own = slice(head, head + 1)
+    seen_by = Bands(chosen.columns[own], chosen.bands[own], grid, chosen.dense_rows, chosen.copies).rows
     kv_head = kv_head_of(head, scores.heads, len(value))
     query = scores.query[head].float() * scores.scaling
     both = torch.cat([scores.key[kv_head].float(), value[kv_head].float()], 1)  # so that they are gathered at once
@@ -147,7 +147,7 @@ def _tiles(scores: Scores, value: Tensor, chosen: Bands, head: int, out: Float[T
     start = 0
     for some in stops.split(_TILES):
         # What a tile meets before its own keys, all of its queries see: it is what its last query sees.
-        for stop, seen in zip(some.tolist(), own.rows(grid.past + some - 1)[0], strict=True):
+        for stop, seen in zip(some.tolist(), seen_by(grid.past + some - 1)[0], strict=True):
             met = both.index_select(0, seen.nonzero().flatten())
             weights = query[start:stop] @ met[:, :width].T
             weights[:, start - stop :].masked_fill_(future[: stop - start, : stop - start], -torch.inf)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.files.records import check_fields
@@ -95,28 +95,6 @@ class PromptCalls:
         memory.of_tokens["ids"] = torch.cat([earlier, unknown, new], 1)
 
 
-@dataclass(frozen=True, eq=False)
-class Chosen:
-    """The lines of a row of a prompt in one layer.
-
-    Attributes:
-        lines: Lines, or columns and bands.
-        attended: Share of the causal cells from which each head computes its output.
-        dense: Whether each head computes all of them.
-        lists: What `triton.lists_of` gives for columns and bands, if it is known.
-    """
-
-    lines: HeadLines | Bands
-    attended: Float[Tensor, " head"]
-    dense: Bool[Tensor, " head"]
-    lists: tuple[Tensor, ...] = ()
-
-    @classmethod
-    def of(cls, lines: HeadLines | Bands) -> Chosen:
-        """Return these lines with their numbers."""
-        return cls(lines, lines.attended(), lines.dense)
-
-
 class SparsePrompts(Intervention):
     """Base of interventions that read prompts along lines, row by row, and of no other call.
 
@@ -133,12 +111,14 @@ class SparsePrompts(Intervention):
     def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines | Bands:
         """Return lines along which queries of a layer attend, or columns and bands; some queries are at copies."""
 
-    def chosen(self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]) -> Chosen:
-        """Return the lines of a row with their numbers, which a later layer of the call may overwrite.
+    def chosen(
+        self, scores: Scores, layer: int, copies: Copies | None, replayed: dict[Hashable, Replayed]
+    ) -> HeadLines | Bands:
+        """Return the lines of a row, which a later layer of the call may overwrite.
 
         `replayed` are the choices that were recorded for the row.
         """
-        return Chosen.of(self.lines(scores, layer, copies))
+        return self.lines(scores, layer, copies)
 
     def held_out(self, scores: Scores, layer: int, copies: Copies | None = None) -> Int[Tensor, " row"] | None:
         """Queries on which to measure how much attention the lines of a layer hold; None: on none."""
@@ -233,16 +213,16 @@ class SparsePrompts(Intervention):
         """
         choice_rows, held_out = 0, None
         if self.too_short(scores.queries, scores.keys, scores.key.device) is None:
-            chosen = self.chosen(scores, layer, copies, replayed)
+            lines = self.chosen(scores, layer, copies, replayed)
             choice_rows = min(self.choice_rows, scores.queries)
             held_out = self.held_out(scores, layer, copies)
         else:
-            chosen = Chosen.of(select_bands(scores, 1))
-        lines, attended, dense = chosen.lines, chosen.attended.clone(), chosen.dense.clone()
+            lines = select_bands(scores, 1)
+        attended, dense = lines.attended(), lines.dense
         if isinstance(lines, HeadLines):
             output, kernel = line_attention(scores, value, lines), "mask"
         else:
-            output = band_attention(scores, value, lines, chosen.lists)
+            output = band_attention(scores, value, lines)
             kernel = "blocks" if triton_module(scores.key.device, "triton") is None else "triton"
         shares = None
         if held_out is not None and len(held_out):

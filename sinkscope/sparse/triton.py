@@ -95,9 +95,8 @@ def attention_on(
     value: Float[Tensor, "kv_head key d_value"],
     chosen: Bands,
     tilings: Options = TILINGS,
-    lists: tuple[Tensor, ...] = (),
 ) -> Float[Tensor, "query head d_value"]:
-    """Compute attention of all heads on columns and bands, in the dtype of the values; `lists_of` may be known."""
+    """Compute attention of all heads on columns and bands, in the dtype of the values."""
     grid, copies = chosen.grid, chosen.copies
     if copies is None:
         copies = _nothing_copied(grid, value.device)
@@ -107,7 +106,7 @@ def attention_on(
     numbers = (scores.scaling * LOG2_E, scores.queries, scores.keys, grid.lead, grid.before, grid.blocks)
     arguments = (
         *(out, query, key, values, chosen.bands.view(torch.uint8), chosen.columns.view(torch.uint8)),
-        *(lists or lists_of(chosen)),
+        *(chosen.lists or lists_of(chosen)),
         *(copies.block, copies.start),
         *strides,
         *numbers,

@@ -12,8 +12,7 @@ from transformers import DynamicCache
 
 import sinkscope as ss
 from sinkscope.conformance.recorder import held_bytes
-from sinkscope.conformance.subject import factory_named
-from sinkscope.kv import SnapKV, StreamingLLM
+from sinkscope.kv import StreamingLLM
 
 FAULTY = "faulty_caches:crop_does_nothing"
 CROP = "a_cropped_draft_leaves_no_trace"
@@ -94,8 +93,9 @@ def test_a_budget_is_what_every_check_asks_for():
 def test_exit_status_and_bad_input(typed):
     typed(["check-cache", FAULTY, "--only", CROP], 1)
     typed(["check-cache", "transformers:DynamicCache", "--only", CROP])
-    shown = typed("check-cache snapkv:0.25 --only the_cache_knows_its_length").out
-    assert "Conclusion: SnapKV passes 1 check (not applicable: 0)." in shown
+    said = typed("check-cache snapkv:0.25 --only the_cache_knows_its_length")
+    assert "0.25 is not used" in said.err
+    assert "Conclusion: SnapKV passes 1 check (not applicable: 0)." in said.out
     with refused("check 'speed': expected one of the_cache_knows"):
         ss.check_cache("transformers:DynamicCache", only=("speed",))
     with refused("has no name: expected"):
@@ -124,8 +124,3 @@ def test_bytes_count_what_a_view_keeps_alive():
     assert held_bytes(cache) == 2 * 2 * 20 * 4 * 4
     cache.layers[0].keys = cache.layers[0].keys.clone()
     assert held_bytes(cache) == 2 * 4 * 4 * (5 + 20)
-
-
-def test_a_policy_is_checked_by_the_name_that_commands_take(capsys):
-    assert factory_named("snapkv:0.25") is SnapKV and factory_named("streaming") is StreamingLLM
-    assert "0.25 is not used" in capsys.readouterr().err

@@ -52,18 +52,6 @@ def test_every_check_has_a_fault_that_it_names_and_a_place_in_the_order():
     assert {fault.check for fault in FAULTS.values()} == set(CHECKS) and len(FAULTS) >= 22
 
 
-def test_an_error_of_a_cache_is_a_failure():
-    class Broken(Keeper):
-        def update(self, *states, **more):
-            raise KeyError("turn 2")
-
-    def broken(config):
-        return cache_of(config, lambda: Broken(8))
-
-    found = Kit(broken).checked(CHECKS["a_second_turn_continues_the_first"])
-    assert (found.verdict, found.seen) == ("fails", "KeyError: 'turn 2'")
-
-
 def test_bytes_count_at_every_call_and_not_at_the_last_alone():
     """A cache that frees what it evicts with the third generated token holds too much before."""
 

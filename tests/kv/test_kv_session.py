@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from intervention_kit import bridge_of, nnsight_of
+from intervention_kit import bridge_of
 from kv_kit import Drawn, decode, prompts
 from kv_kit import shallow_of as model_of
 from organisms.examine import model_state
@@ -42,16 +42,6 @@ def ignore(_):
 def run_it(model):
     hf = target_of(model).hf
     hf.generate(IDS, attention_mask=MASK, max_new_tokens=4, pad_token_id=3)
-
-
-def test_a_session_leaves_no_trace_on_the_model():
-    stock = model_of("llama")
-    for model in (stock, nnsight_of(stock, tiny_model("llama")[1]), tiny_multimodal()):
-        run_it(model)
-        for way in (Drawn(budget=6), Observe(ignore), Full() | Observe(ignore, last=1)):
-            with unchanged(model), way.on(model):
-                run_it(model)
-                assert target_of(model).config._attn_implementation == "sinkscope"
 
 
 def test_the_vision_tower_beside_the_decoder_attends_as_ever():

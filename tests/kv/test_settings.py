@@ -13,7 +13,7 @@ from refusals import refused
 
 import sinkscope as ss
 from sinkscope.generation.conversation import Conversation
-from sinkscope.kv import H2O, make_policy
+from sinkscope.kv import make_policy
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.shapes import AShape
@@ -82,16 +82,3 @@ def test_a_share_of_a_prompt_is_the_same_number_everywhere(percent, prompt):
     empty = Scores(torch.zeros(1, prompt, 1), torch.zeros(1, prompt, 1), 1.0)
     shape = AShape(budget=share).lines(empty, 0)
     assert shape.vertical.sum() + shape.slash.sum() == want
-
-
-@given(st.sampled_from([ss.kv.SnapKV, ss.kv.AdaKV, ss.kv.Pyramid]), st.integers(2, 400), st.integers(0, 9))
-def test_the_window_is_at_most_half_of_the_budget_and_grows_with_it(policy, budget, first):
-    """A window that is the whole budget keeps nothing that it votes for."""
-    snap = policy(budget + first, first=first)
-    window = snap.always_kept(budget + first)[1]
-    assert 1 <= window <= min(64, max(1, budget // 2))
-    assert 0 <= snap.always_kept(budget + first + 1)[1] - window <= 1
-
-
-def test_integers_are_taken_for_floats():
-    assert ss.LoopServe(alpha=1, dense_above=1).alpha == H2O(recent=1).recent == 1

@@ -158,7 +158,7 @@ def test_nothing_in_the_recorded_choice_waits_for_the_device_or_reads_the_host(m
     replayed(query, key, rows)  # fills caches
     with OnDevice():
         results = replayed.work()
-        assert len(results) == 8
+        assert len(results) == 7
         for waits in (rows.nonzero, rows[0].item):  # what a recording may not do is noticed
             with pytest.raises((RuntimeError, NotImplementedError)):
                 waits()
