@@ -102,23 +102,26 @@ class LengthIsWhatIsHeld(Keeper):
         return self.get_seq_length() + query_length, 0
 
 
-def rotated(keys, places: int):
+def rotated(keys, places: int, config):
     """Keys rotated by so many more places."""
     half = keys.shape[-1] // 2
-    theta = 10000.0 ** (-torch.arange(half) / half)
+    theta = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
     cos, sin = (theta * places).cos(), (theta * places).sin()
     a, b = keys[..., :half], keys[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-@faulty_layer("facts_on_both_sides_of_a_hole_are_recalled")
-class EvictedTwiceRotated(Keeper):
-    def evict(self):
-        gone = max(0, self.keys.shape[2] - self.budget)
-        super().evict()
-        if gone:
-            moved = rotated(self.keys[:, :, self.first :].float(), -gone).to(self.keys.dtype)
-            self.keys = torch.cat([self.keys[:, :, : self.first], moved], 2)
+@fault("facts_on_both_sides_of_a_hole_are_recalled", keeper)
+def evicted_twice_rotated(config, budget):
+    class Moved(Keeper):
+        def evict(self):
+            gone = max(0, self.keys.shape[2] - self.budget)
+            super().evict()
+            if gone:
+                moved = rotated(self.keys[:, :, self.first :].float(), -gone, config).to(self.keys.dtype)
+                self.keys = torch.cat([self.keys[:, :, : self.first], moved], 2)
+
+    return cache_of(config, lambda: Moved(budget))
 
 
 @faulty_layer("positions_are_right_after_eviction_inside_the_text")
