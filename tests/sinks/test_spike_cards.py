@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_results import FIRST, sample_find_sinks, spike
+from sample_results import FIRST, WITHOUT, sample_find_sinks, spike
 
 from sinkscope.results.cards import Card
+from sinkscope.results.effect import Effect
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.cards import readers, spike_card
 from sinkscope.sinks.spikes.records import (
@@ -101,11 +102,17 @@ def test_no_number_makes_a_card_that_is_wrong_or_too_long(drawn):
     assert shown == " ".join(f"{card.title} {' '.join(f'{label} {said}' for label, said in card.rows)}".split())
 
 
-@given(st.integers(0, 9999), st.integers(1, 9999), MARGINS)
-def test_the_conclusion_has_one_count_and_its_margin(heads, total, margin):
-    said = readers(Readers("the first token", heads, total, margin, 12))
+@given(st.integers(0, 9999), st.integers(1, 9999), MARGINS, st.integers(1, 40), SHARES, SHARES)
+def test_the_conclusion_has_a_count_its_margin_neurons_and_the_control(heads, total, margin, count, value, beside):
+    without = replace(WITHOUT, parts=tuple(f"L{number}.E7.N50000" for number in range(count)))
+    one = replace(spike(FIRST, 232.0), without_writers=without)
+    read = Readers("the first token", heads, total, margin, 12)
+    said = readers(read, one, Effect(value, None, {"random neurons": beside}))
     assert said.startswith(f"{heads:,} of {total:,} heads give the first token more than 0.3 of their attention")
     assert ("±" in said) == (margin is not None and margin >= 0.5) and len(said.split()) <= 30
+    assert "; ablating L0.E7.N50000" in said and ("more" in said.partition(";")[2]) == (count > 2)
+    assert re.search(r"by -?[\d.,]+% \(random neurons: -?[\d.,]+%\)\.$", said)
+    assert readers(read).endswith((" attention.", ")."))
 
 
 def test_equal_neurons_are_named_together_and_many_small_ones_are_one_clause():

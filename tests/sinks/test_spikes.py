@@ -82,7 +82,10 @@ def test_shares_and_what_is_left_are_those_of_plain_hooks(name, family):
         assert spike.needed.left == pytest.approx(left.left, abs=1e-3)
 
 
-HEADS = "20 of 48 heads give the first token more than 0.3 of their attention."
+HEADS = (
+    "20 of 48 heads give the first token more than 0.3 of their attention; ablating L1.N338 cuts it by 85% (random "
+    "neurons: 0%)."
+)
 """What is said of the model in the package."""
 
 

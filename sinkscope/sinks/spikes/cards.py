@@ -17,8 +17,9 @@ from sinkscope.sinks.spikes.records import (
 )
 from sinkscope.sinks.thresholds import COUNTS, STANDS_OUT
 
-READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{margin}."
-LOSE = "{edit} {parts} cuts the attention that {heads} {pay} to {place} by {value} ({control})."
+READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{margin}{lost}."
+LOST = "; ablating {parts} cuts {what} by {value} ({control})"
+LOSE = "Replacing {parts} cuts the attention that {heads} {pay} to {place} by {value} ({control})."
 MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike remains{others}{heads}."
 NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike remain."
 ITSELF = "The embedding has the spike at {place} itself, so nothing marks it."
@@ -40,18 +41,29 @@ PLACES = 2  # places that a row names
 GAP = "   "  # between the items of a row
 
 
-def readers(said: Readers) -> str:
-    """Return how many heads attend to a place."""
-    margin = "" if said.margin is None or said.margin < 0.5 else f" (± {said.margin:,.0f})"
-    return READERS.format(heads=f"{said.heads:,}", total=f"{said.total:,}", place=said.place, margin=margin)
+def readers(said: Readers, spike: SpikeResult | None = None, attention: Effect | None = None) -> str:
+    """Return how many heads attend to a place, and how much of that is lost without the neurons that write its spike.
+
+    Args:
+        said: The heads of all layers.
+        spike: The spike at the place, which needs neurons.
+        attention: What its readers lose without those that write it.
+    """
+    margin, lost = "", ""
+    if said.margin is not None and said.margin >= 0.5:
+        margin = f" (± {said.margin:,.0f})"
+    if spike is not None and attention is not None and spike.without_writers is not None:
+        neurons = spike.without_writers.parts
+        what = "it" if spike.heads == said.heads else f"that of {spike.heads:,}"
+        lost = attention.sentence(LOST, parts=word_list(neurons, 2 if len(neurons) == 2 else 1), what=what)
+    heads, total = f"{said.heads:,}", f"{said.total:,}"
+    return READERS.format(heads=heads, total=total, place=said.place, margin=margin, lost=lost)
 
 
 def readers_lose(spike: SpikeResult, attention: Effect) -> str:
-    """Return how much of their attention to a spike its readers lose without what writes it."""
-    edit = "Ablating" if spike.needed is not None and spike.needed.neurons else "Replacing"
-    words = {"edit": edit, "parts": writers_of(spike), "place": spike.place.words}
-    pay = word_form(spike.heads, "pays", "pay")
-    return attention.sentence(LOSE, heads=count_of(spike.heads, "head"), pay=pay, **words)
+    """Return how much of their attention to a spike its readers lose without the components that it needs."""
+    heads, pay = count_of(spike.heads, "head"), word_form(spike.heads, "pays", "pay")
+    return attention.sentence(LOSE, parts=writers_of(spike), heads=heads, pay=pay, place=spike.place.words)
 
 
 def writers_of(spike: SpikeResult) -> str:

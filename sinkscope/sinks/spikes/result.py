@@ -87,9 +87,12 @@ class SpikesFound(Result):
         return self.spike.needed.neurons
 
     def conclusion(self) -> str:
-        """Return how many heads attend where; or, if none does, the spikes alone."""
+        """Return how many heads attend where, and what they lose without the neurons that write the spike there."""
         if self.readers.heads or self.spikes:
-            return cards.readers(self.readers)
+            attention = None
+            if self.spike is not None and self.needed:
+                attention = lost_without(self.spike).get("attention")
+            return cards.readers(self.readers, self.spike, attention)
         if self.learned_heads:
             return cards.LEARNED.format(heads=self.learned_heads, total=self.readers.total)
         return self._no_spike
@@ -106,10 +109,10 @@ class SpikesFound(Result):
         return made if elsewhere is None else [*made, elsewhere]
 
     def details(self) -> list[str]:
-        """Return what its readers lose without the first spike, and what the labels mean; or that there is no spike."""
+        """Return what readers lose without the components that a spike needs, and what the labels mean."""
         if self.spike is not None:
             effects, lines = lost_without(self.spike), list[str]()
-            if "attention" in effects:
+            if "attention" in effects and not self.needed:
                 lines.append(cards.readers_lose(self.spike, effects["attention"]))
             without = [one.without_writers for one in self.spikes if one.without_writers is not None]
             if without and all(one.perplexity is None for one in without):
