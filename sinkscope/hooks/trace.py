@@ -128,24 +128,18 @@ def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]
             raise SinkscopeError(
                 f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}"
             )
-        chosen |= _in_layers(target, matches)
+        absent, there = dict[str, NoSiteError](), set[str]()  # by the last part of their names
+        for name in matches:
+            part = name.split(".", 2)[-1]
+            try:
+                chosen[name] = _site(target, name)
+                there.add(part)
+            except NoSiteError as error:
+                absent.setdefault(part, error)
+        for part, error in absent.items():
+            if part not in there:
+                raise error
     return [chosen[name] for name in names if name in chosen]
-
-
-def _in_layers(target: Target, names: Sequence[str]) -> dict[str, Site]:
-    """The sites of these names in the layers that have them; each has to be in one."""
-    found: dict[str, Site] = {}
-    absent: dict[str, NoSiteError] = {}
-    for name in names:
-        try:
-            found[name] = _site(target, name)
-        except NoSiteError as error:
-            absent.setdefault(name.split(".", 2)[-1], error)
-    there = {name.split(".", 2)[-1] for name in found}
-    for part, error in absent.items():
-        if part not in there:
-            raise error
-    return found
 
 
 def _site(target: Target, name: str) -> Site:
@@ -186,14 +180,14 @@ def _module(target: Target, layer: int, part: str) -> nn.Module:
             f"proved: {reason}; leave it out of sites, or mend the row of the adapter"
         )
     problem = ""
-    if part.startswith("mlp.") and target.is_mixture(layer):
+    if part.startswith("mlp.") and layer in target.mixtures:
         problem = f"layer {layer} is a mixture, so it is per expert: use find_sinks for its neurons, or hook_mlp_out"
     elif "fused_qkv" in parts and adapter.fused_qkv is not None and adapter.qkv_layout is None:
         problem = "the layout of q, k and v in one module varies"
     elif not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
         problem = "layers do more than add their parts"
     else:
-        is_sum = part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1
+        is_sum = part == "hook_mlp_out" and layer in target.with_neurons and len(target.mlp_writers(layer)) > 1
         lacks_up = part == "mlp.hook_pre_linear" and not target.is_gated(layer)
         if is_sum or lacks_up or (parts and target.paths[layer].keys().isdisjoint(parts)):
             problem = "no module gives it alone"

@@ -37,7 +37,7 @@ def scope_line(target: Target) -> str:
     layers = range(target.n_layers)
     policies = [layer for layer in cache_layers(target) if layer in target.attending]
     parts = {
-        "sink neurons and patches": [layer for layer in layers if target.has_neurons(layer)],
+        "sink neurons and patches": [layer for layer in layers if layer in target.with_neurons],
         "attention": target.attending,
         "cache policies and guards": policies,
     }

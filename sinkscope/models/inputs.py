@@ -48,7 +48,7 @@ def check_site(
     _check_number(target, "head", head or 0, target.n_heads)
     if neuron is None:
         return
-    is_mixture, has_down = target.is_mixture(layer), "down" in target.paths[layer]
+    is_mixture, has_down = layer in target.mixtures, "down" in target.paths[layer]
     if is_mixture != (expert is not None) and not (is_mixture and has_down):
         is_like = "one MLP without experts; give (layer, neuron)"
         if is_mixture:

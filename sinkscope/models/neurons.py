@@ -47,7 +47,7 @@ def column_factor(target: Target, layer: int, expert: int | None = None) -> floa
     factor = target.adapter.down_factor
     if expert is not None:
         factor = target.adapter.expert_factor
-    elif target.is_mixture(layer):
+    elif layer in target.mixtures:
         factor = target.adapter.shared_factor
     return factor * target.adapter.write_factor
 
@@ -120,7 +120,7 @@ def view_layer(
         where: The positions.
         start: What entered a layer up to this one when these texts were read; the pass begins there.
     """
-    chosen, is_mixture = where.flatten(), target.is_mixture(layer)
+    chosen, is_mixture = where.flatten(), layer in target.mixtures
     parts: dict[str, Tensor] = {}
 
     def keep(part: str, value: Tensor) -> None:

@@ -62,6 +62,8 @@ class Target:
         n_layers: Number of decoder layers.
         paths: Where each layer has its parts, by names of an adapter's fields; parts that it lacks are not there.
         attending: The layers that attend with a softmax; layers of hybrid models may keep a state instead.
+        with_neurons: The layers that have an MLP, dense or a mixture.
+        mixtures: The layers whose MLP is a mixture of experts (some models mix both kinds).
         d_model: Width of the residual stream.
         n_heads: Query heads of a layer.
         n_kv_heads: Key/value heads of a layer.
@@ -86,6 +88,8 @@ class Target:
     n_layers: int = field(init=False)
     paths: list[dict[str, str]] = field(init=False)
     attending: list[int] = field(init=False)
+    with_neurons: list[int] = field(init=False)
+    mixtures: list[int] = field(init=False)
     d_model: int = field(init=False)
     n_heads: int = field(init=False)
     n_kv_heads: int = field(init=False)
@@ -116,7 +120,7 @@ class Target:
             getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or None
         )
         self.skips_layers = adapter.from_any_layer and adapter.adds
-        self.paths = []
+        self.paths, self.attending, self.with_neurons, self.mixtures = [], [], [], []
         for number, layer in enumerate(self.layers):
             row, paths = adapter.rows[number] if adapter.rows else adapter, dict[str, str]()
             for part in PATHS:
@@ -125,8 +129,12 @@ class Target:
                         layer.get_submodule(path)
                         paths.setdefault(part, path)
             self.paths.append(paths)
-        attention = "attn" if adapter.o is None else "o"
-        self.attending = [layer for layer, paths in enumerate(self.paths) if attention in paths]
+            if ("attn" if adapter.o is None else "o") in paths:
+                self.attending.append(number)
+            if "experts" in paths:
+                self.mixtures.append(number)
+            if "experts" in paths or "down" in paths:
+                self.with_neurons.append(number)
 
     @cached_property
     def available_tokenizer(self) -> Any:
@@ -164,7 +172,7 @@ class Target:
 
     def n_experts(self, layer: int) -> int:
         """Return the number of routed experts in a layer; 0 if it is not a mixture."""
-        return self.experts(layer).count if "experts" in self.paths[layer] else 0
+        return self.experts(layer).count if layer in self.mixtures else 0
 
     def width(self, layer: int, expert: int | None = None) -> int:
         """Return the number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
@@ -175,9 +183,9 @@ class Target:
     @cached_property
     def d_mlp(self) -> int:
         """Neurons of one MLP (of one expert in a mixture)."""
-        for layer in filter(self.is_mixture, range(self.n_layers)):
-            return self.width(layer, 0)
-        return self.width(next(filter(self.has_neurons, range(self.n_layers))))
+        if self.mixtures:
+            return self.width(self.mixtures[0], 0)
+        return self.width(self.with_neurons[0])
 
     @property
     def device(self) -> torch.device:
@@ -205,14 +213,6 @@ class Target:
             f"layer {layer} of {self.name} has no part {parts[-1]!r}; `sinkscope models --check MODEL` says what "
             "is served"
         )
-
-    def is_mixture(self, layer: int) -> bool:
-        """Return whether this layer's MLP is a mixture of experts (some models mix both kinds)."""
-        return "experts" in self.paths[layer]
-
-    def has_neurons(self, layer: int) -> bool:
-        """Return whether a layer has an MLP, dense or a mixture."""
-        return "experts" in self.paths[layer] or "down" in self.paths[layer]
 
     def experts(self, layer: int) -> Experts:
         """Return the routed experts of a layer.
@@ -305,7 +305,7 @@ class Target:
     def mlp_writers(self, layer: int) -> list[nn.Module]:
         """Return the modules whose sum is what the MLP gives: one, or a mixture and the shared expert beside it."""
         writers, paths = [self.sub(layer, "mlp")], self.paths[layer]
-        is_shared = "experts" in paths and "down" in paths
+        is_shared = layer in self.mixtures and "down" in paths
         if is_shared and not f"{paths['down']}.".startswith(f"{paths['mlp']}."):
             writers.append(self.sub(layer, "down"))
         return writers

@@ -26,25 +26,6 @@ _STYLES = (
 """Styles of tensor parallelism after which a hook sees the columns of a process, or the whole."""
 
 
-def unwrap(model: object) -> tuple[nn.Module, ModelKind]:
-    """Return the plain Hugging Face module inside `model`, and the kind of object that `model` is.
-
-    Weights of a model of nnsight that was made by name are loaded.
-
-    Raises:
-        SinkscopeError: `model` is none of the three kinds.
-        UnsupportedError: The model is split over processes.
-    """
-    hf, kind = _inside(model)
-    if not _is_served(hf, kind):
-        raise UnsupportedError(
-            f"this {type(model).__name__} is split over processes in a way that is not served (FSDP, a pipeline, "
-            "experts, DTensors of one's own, transformers before 5.19): load it in one process (device_map= spreads it "
-            "over devices), or let transformers split a plain model by tensor parallelism alone"
-        )
-    return hf, kind
-
-
 def _is_served(hf: Any, kind: ModelKind) -> bool:
     """Whether a model is whole, or a plain one that transformers has split by tensor parallelism alone."""
     for module in hf.modules():
@@ -64,6 +45,13 @@ def _is_served(hf: Any, kind: ModelKind) -> bool:
 
 
 def _inside(model: object) -> tuple[nn.Module, ModelKind]:
+    """The plain Hugging Face module inside `model`, and the kind of object that `model` is.
+
+    Weights of a model of nnsight that was made by name are loaded.
+
+    Raises:
+        SinkscopeError: `model` is none of the three kinds.
+    """
     inside = getattr(model, "_orig_mod", None)  # of a compiled model
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inside = model.module
@@ -137,11 +125,21 @@ def target_of(model: object, tokenizer: Any = None) -> Target:
 
     Warns if the model runs with an attention that drops its soft cap, as transformers 5.17 chooses for Gemma 2, or that
     is wrong on its device.
+
+    Raises:
+        SinkscopeError: `model` is no model, or holds no weights.
+        UnsupportedError: It is split over processes in an unserved way, or of an architecture that is not known.
     """
     if isinstance(model, Target):
         return model
-    unwrapped, kind = unwrap(model)
-    hf: Any = unwrapped
+    inside, kind = _inside(model)
+    hf: Any = inside
+    if not _is_served(hf, kind):
+        raise UnsupportedError(
+            f"this {type(model).__name__} is split over processes in a way that is not served (FSDP, a pipeline, "
+            "experts, DTensors of one's own, transformers before 5.19): load it in one process (device_map= spreads it "
+            "over devices), or let transformers split a plain model by tensor parallelism alone"
+        )
     config = hf.config
     if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
         tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)

@@ -113,7 +113,7 @@ def _plain(
 ) -> tuple[Any, str]:
     """The plain model with its tokenizer, and the fingerprint of what it was made from."""
     files = Files(source.where, revision=source.revision)
-    files.fetch_all()
+    files.fetch_beside(weights=True)
     name, folder, gguf = source.name, files.folder, files.gguf
     config = read_config(name, folder, gguf=gguf, layers=layers)
     if is_split:
@@ -273,6 +273,7 @@ def open_stream(
     if not isinstance(source, SafetensorsSource):
         source = SafetensorsSource(source)
     name = name or source.name
+    source.fetch_beside()
     config = read_config(name, source.folder)
     kind = parse_dtype(dtype) or dtype_on(place, config)
     try:
@@ -297,7 +298,6 @@ def open_stream(
     layer_bytes = kind.itemsize * sum(parameter.numel() for parameter in target.layers[-1].parameters())
     store.resident = resident or max(1, LAYER_BYTES // max(layer_bytes, 1))
     if tokenizer is None:
-        source.fetch_tokenizer()
         target = replace(target, tokenizer=read_tokenizer(name, source.folder))
     check_vocabulary(target.tokenizer, target.hf)
     return target

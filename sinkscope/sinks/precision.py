@@ -193,7 +193,7 @@ def precision(
     """
     target = setup.target
     names: list[Scheme] = list(dict.fromkeys(schemes))
-    if any(map(target.is_mixture, range(target.n_layers))):
+    if target.mixtures:
         names = [name for name in names if "kv" in SCHEMES[name]]
     if not names:
         raise UnsupportedError(

@@ -248,10 +248,6 @@ class Attention:
             return None
         return shown(self.mask_of(slice(self.queries - 1, self.queries))).all(1, keepdim=True)
 
-    def visible(self, part: slice) -> Bool[Tensor, "batch 1 query key"]:
-        """Return the keys that the model's mask shows to some of the queries in any head."""
-        return shown(self.mask_of(part)).any(1, keepdim=True)
-
     def mask_of(self, part: slice) -> Shaped[Tensor, "batch _ query key"]:
         """Return the model's mask, bool or additive, for some of the queries, whatever form its attention takes."""
         keys, mask = self.key.shape[2], self.mask
@@ -296,7 +292,8 @@ class Attention:
         """Show rows under the mask to `observer(layer, first_query, rows, visible)`, with the keys that it shows."""
 
         def tell(begin: int, rows: Tensor) -> None:
-            observer(self.layer, begin, rows, self.visible(slice(begin, begin + rows.shape[2])))
+            mask = self.mask_of(slice(begin, begin + rows.shape[2]))
+            observer(self.layer, begin, rows, shown(mask).any(1, keepdim=True))
 
         self.show(tell, needs_mask=True, first=first, chunk=chunk)
 

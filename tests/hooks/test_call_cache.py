@@ -58,8 +58,7 @@ def generated(model) -> list[int]:
     return model.generate(IDS, attention_mask=torch.ones_like(IDS), **options)[0].tolist()
 
 
-@pytest.mark.parametrize("positional", [False, True], ids=["by name", "by place"])
-@pytest.mark.parametrize("name", CACHE_NAMES)
+@pytest.mark.parametrize(("name", "positional"), zip(CACHE_NAMES, [False, True], strict=True))
 def test_positions_go_on_and_policies_act_whatever_the_cache_is_called(name, positional):
     model, plain = named(name, positional=positional), stock()
     model.load_state_dict(plain.state_dict())

@@ -12,18 +12,13 @@ from torch.utils.checkpoint import checkpoint
 import sinkscope as ss
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.edit import Ablate, SinkPatch
-from sinkscope.hooks.edit.edits import Add
 from sinkscope.kv.observe import Observe
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 EDITS = {
     "patch": SinkPatch(layer=1, neurons=[3, 11]),
-    "head": Ablate(heads="L2.H1"),
     "write": Ablate(layer=0, neurons=[5], value=3.0, positions=2),
-    "add": Add(torch.ones(32), "blocks.1.hook_attn_out"),
-    "mean": Ablate(layer=1, neurons=[3, 4], value="mean"),
-    "mean of a head": Ablate(heads="L1.H2", value="mean"),
-    "two": Ablate(layer=1, neurons=[3]) | Ablate(layer=1, neurons=[3], value=2.0, positions="first"),
+    "mean": Ablate(layer=1, neurons=[3, 4], heads="L1.H2", value="mean"),
 }
 
 
@@ -39,11 +34,10 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("family", "precision"), [("gpt2", 1e-6), ("llama", 1e-3)])  # Llama's norms are in float32
 @pytest.mark.parametrize("edit", EDITS)
-def test_gradients_are_those_of_the_edited_model(edit, family, precision):
+def test_gradients_are_those_of_the_edited_model(edit):
     """Small steps along the gradient change the loss under the edit as the gradient says (four, by Richardson)."""
-    model = tiny_model(family)[0].double()
+    model = tiny_model("gpt2")[0].double()  # whose norms have no type of their own
     with EDITS[edit].on(model):
         found = gradients(model)
     name = max(found, key=lambda name: float(found[name].norm()))
@@ -59,7 +53,7 @@ def test_gradients_are_those_of_the_edited_model(edit, family, precision):
                 model.get_parameter(name).sub_(found[name] / size, alpha=sign * step)
         return (loss[0] - loss[1]) / (2 * step)
 
-    assert (4 * slope(1e-3) - slope(2e-3)) / 3 == pytest.approx(float(size), rel=precision)
+    assert (4 * slope(1e-3) - slope(2e-3)) / 3 == pytest.approx(float(size), rel=1e-6)
 
 
 @pytest.mark.parametrize("edit", ["patch", "mean"])

@@ -68,7 +68,7 @@ PLACES = ["model.layers.0", "model.layers.1.self_attn.o_proj", "model.layers.2.m
 ERRORS = [KeyboardInterrupt, SystemExit, GeneratorExit, Stop, RuntimeError]
 
 
-@pytest.mark.parametrize(("way", "path"), each_other(EDITS, PLACES, len(PLACES)))
+@pytest.mark.parametrize(("way", "path"), each_other(EDITS, PLACES, 2 * len(PLACES)))
 def test_an_interrupted_call_leaves_nothing_for_the_next(way, path, model):
     number = [*EDITS].index(way) + PLACES.index(path)
     call, error = (1, 2, 4)[number % 3], ERRORS[number % 5]

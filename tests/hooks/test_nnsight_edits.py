@@ -15,7 +15,6 @@ from torch.testing import assert_close
 import sinkscope as ss
 
 IDS = torch.arange(5, 25)[None]
-SITES = [(2, 28), (2, 179)]
 GENERATE = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 
 
@@ -41,10 +40,8 @@ def edits():
     width = planted().model.config.hidden_size
     return {
         "ablate": ss.Ablate(layer=2, neurons=[28, 179]),
-        "patch": ss.SinkPatch(sites=SITES, calibrated={(2, 28): 0.1, (2, 179): 0.1}),
         "add": ss.Add(torch.linspace(-1, 1, width), "blocks.1.hook_resid_post"),
         "h2o": ss.kv.H2O(12),
-        "streaming": ss.kv.StreamingLLM(12),
     }
 
 

@@ -99,10 +99,8 @@ def test_layers_without_an_mlp_are_rounded():
     [
         ({}, ("nothing is to be rounded", "activations=8")),
         ({"activations": 1}, ("1", "2")),
-        ({"kv": 8, "places": [(0, -1)]}, ("places", "-1")),
         ({"kv": 8, "places": [(1, 2), (3, 0)]}, ("places has (3, 0)", "3 rows", "from 0 to 2")),
         ({"kv": 8, "layers": [1.5]}, ("layers", "1.5")),
-        ({"kv": 8, "positions": "last"}, ("last", "first")),
         ({"activations": 8, "layers": [99]}, ("layer 99",)),
         ({"activations": 8, "neurons": ["L1.N99999"]}, ("99999",)),
     ],

@@ -30,9 +30,7 @@ def patch_for(o: Organism, calibrated: float | None = None, **settings) -> SinkP
 # --- it repairs, and only that -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1], 4)
-)
+@pytest.mark.parametrize(("family", "seed"), each_other(["llama", "gemma2", "neox", "mixtral"], [0, 1], 4))
 def test_repairs_repetition_and_nothing_else(family, seed):
     o = organism(family, seed)
     layer, repeats = o.truth.sink_layer, 2 * o.truth.repeats_expected
@@ -65,9 +63,6 @@ def test_which_site_repairs_which_sink(kind, seed):
             left[site] = norms(o.model, ids)[layer, 0, -1] / before
     assert left["post"] < 0.2
     assert left["up"] < 0.2 if kind == "up" else left["up"] > 0.8
-
-
-# --- the same numbers however it is called ------------------------------------------------------------------------
 
 
 # --- which neutral value -------------------------------------------------------------------------------------------

@@ -23,9 +23,8 @@ from sinkscope.opening.load import load
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 HYBRIDS = ["jamba", "bamba", "falcon_h1", "qwen3_next", "recurrent_gemma"]
 UNSUPPORTED = {("falcon", "bridge")}
-# Every second architecture in one kind of model, each kind with a third of them; those between are streamed by default
-# (test_stream.py), and all other pairs are slow.
-QUICK = {(name, get_args(ModelKind)[number // 2 % 3]) for number, name in enumerate(MODEL_TYPES) if number % 2}
+# Every fourth architecture in one kind of model; others are streamed by default (test_stream.py) or drawn (tests/ways).
+QUICK = {(name, get_args(ModelKind)[number // 4 % 3]) for number, name in enumerate(MODEL_TYPES) if number % 4 == 1}
 SUPPORTED = [pair for pair in product(MODEL_TYPES, get_args(ModelKind)) if pair not in UNSUPPORTED]
 PAIRS = covering(SUPPORTED, QUICK | {("falcon", "hf")})
 D_MLP = {"qwen2_moe": 32, "qwen3_moe": 32, "glm4_moe": 24}

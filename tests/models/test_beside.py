@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import checkpoint
+from covering import each_other
 from refusals import refused
 
 import sinkscope as ss
@@ -49,8 +50,7 @@ def model(tmp_path):
     return copy
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "damage"), each_other(FILES, DAMAGES, 3))
 def test_a_damaged_file_beside_the_weights_is_refused(model, name, damage):
     DAMAGES[damage](model / name)
     with refused(name.partition(".")[0] if "config" in name and not name.startswith("tok") else "tokenizer|special"):

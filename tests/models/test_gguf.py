@@ -32,10 +32,6 @@ def yarn(writer: Any) -> None:
     writer.add_rope_scaling_type(kind("yarn"))
     writer.add_rope_scaling_factor(4.0)
     writer.add_rope_scaling_orig_ctx_len(16)
-
-
-def yarn_betas(writer: Any) -> None:
-    yarn(writer)
     writer.add_rope_scaling_yarn_beta_fast(8.0)
     writer.add_rope_scaling_yarn_beta_slow(2.0)
 
@@ -71,10 +67,8 @@ SCALED = {
     none: {},
     linear: {"rope_type": "linear", "factor": 4.0},
     old_linear: {"rope_type": "linear", "factor": 4.0},
-    yarn: {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    yarn_betas: {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
-                 "beta_fast": 8.0, "beta_slow": 2.0},
-    frequencies: FACTORS,
+    yarn: {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0,
+           "beta_slow": 2.0},
     linear_frequencies: 4 * FACTORS,
     longrope: FACTORS,
 }  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from covering import each_other
 from intervention_kit import KINDS
 from organisms import tiny_model
 from refusals import refused
@@ -48,10 +47,7 @@ def test_every_form_gives_the_same(kind):
     assert [r.prompt_tokens for r in made] == [len(row) for row in rows_of(tokenizer)]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reduce"),  # rotary and absolute positions
-    each_other(["llama", "gpt2"], ["raw", "norm", "mean", "first", "last"], always=["raw"]),
-)
+@pytest.mark.parametrize(("model_type", "reduce"), [("llama", "raw"), ("gpt2", "norm"), ("gpt2", "first")])
 def test_rows_of_several_lengths_are_what_they_are_alone(model_type, reduce):
     model, tokenizer = tiny_model(model_type)
     rows = rows_of(tokenizer)
@@ -113,22 +109,18 @@ def masked(ids, mask) -> dict:
     ("tokens", "more", "words"),
     [
         (None, {}, ["no tokens are given", "list of texts"]),
-        ([], {}, ["no token id in a row"]),
         ([[1, 2], []], {}, ["no token id in a row"]),
         ([[1, -2]], {}, ["token id -2", "expected 0 to"]),
         (torch.tensor([[1, 96]]), {}, ["token id 96", "0 to 95"]),
         ([1.0, 2.0], {}, ["token id 1.0", "expected"]),
-        (torch.ones(2, 2, dtype=torch.bool), {}, ["token id True"]),
         (torch.ones(1, 2, 3, dtype=torch.long), {}, ["token id [1, 1, 1]"]),
         (object(), {}, ["type object"]),
         (["the dog", " "], {}, ["prompt 2 is empty"]),
         (["the dog", 5], {}, ["token id 'the dog'"]),
-        ({"pixels": [1]}, {}, ["no tokens are given"]),
         ([1, 2], {"bos": True}, ["bos=True", "texts"]),
         (masked([[1, 2], [3]], [[1, 1], [1, 0]]), {}, ["several lengths"]),
         (masked([[1, 2]], [[1, 1, 1]]), {}, ["(1, 3)", "(1, 2)"]),
         (masked([[1, 2]], [[0, 0]]), {}, ["real token in every row"]),
-        (masked([[1, 2]], [[0.0, -10000.0]]), {}, ["1 at real tokens"]),
         ([[1, 2**63]], {}, ["token id 9223372036854775808"]),
     ],
 )

@@ -12,16 +12,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.hooks.edit.edits import Ablate
+from sinkscope.models.adapters import layer_kinds
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.neurons import columns, gain_of, view_layer
+from sinkscope.models.neurons import columns, gain_of, groups_of, neurons_point, view_layer
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.edited import run_edits
-from sinkscope.sinks.spikes.places import Place, PlaceWords
-from sinkscope.sinks.spikes.records import SpikeResult
-from sinkscope.sinks.spikes.spike import Spike
-from sinkscope.sinks.spikes.survey import Survey, read_survey
+from sinkscope.sinks.spikes.survey import read_survey
 
 IDS = torch.arange(20, 44).view(2, 12)
 # A shared expert beside the mixture; a norm in some layers; experts in three layouts; more than an addition.
@@ -57,36 +54,11 @@ def after(target: Target, layer: int, ids: Tensor = IDS) -> Tensor:
     return kept[0]
 
 
-def direction(target: Target) -> Tensor:
-    return torch.nn.functional.normalize(torch.randn(target.d_model, generator=torch.Generator().manual_seed(1)), dim=0)
-
-
-def along(target: Target, layer: int, at: int, edit: tuple[Neuron, ...]) -> Tensor:
-    """Projection of a position after a layer on a direction, intact and without some neurons: [state, text]."""
-    mask = torch.zeros_like(IDS, dtype=torch.bool)
-    mask[:, at] = True
-    place = Place(mask, PlaceWords("here", "", 1.0), lambda ids: mask)
-    zero, way = torch.zeros(target.d_model), direction(target)
-    result = SpikeResult(place.label, (layer, layer), layer, 1.0, 1.0, 1.0, layer, None, 1.0, ())
-    spike = Spike(survey_of(target), place, ~mask, zero, way, 1.0, result)
-    return run_edits(spike, IDS, mask, [(), edit]).projection
-
-
-def survey_of(target: Target) -> Survey:
-    """A survey that read nothing."""
-    states = torch.zeros(target.n_layers + 1, *IDS.shape, target.d_model)
-    heads = torch.zeros(target.n_layers, target.n_heads, *IDS.shape)
-    seen = torch.zeros(target.n_layers, IDS.shape[1])
-    return Survey(target, IDS, states, states[1:], heads, heads[..., 0], seen, heads[..., 0])
-
-
 @pytest.mark.parametrize("model_type", every_nth(TYPES, 4))
 @torch.no_grad()
 def test_zeroed_neurons_are_columns_of_zeros(model_type):
     target = target_of(decoder(model_type))
-    for layer in range(target.n_layers):
-        if not target.has_neurons(layer):
-            continue
+    for layer in sorted({*layer_kinds(target.layers)} & {*target.with_neurons}):
         sites = [(expert, 5) for expert in range(target.n_experts(layer))]
         edit = [(layer, *site) for site in sites]
         if "down" in target.paths[layer]:
@@ -95,14 +67,17 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
         other = target_of(decoder(model_type))
         for expert, neuron in sites:
             if expert is None:
-                down = other.sub(layer, "down")
-                down.weight[:, neuron] = 0
+                other.sub(layer, "down").weight[:, neuron] = 0
             else:
                 expert_views(other.sub(layer, "experts"), expert).down[neuron] = 0
-        for at in (0, 5):
-            intact, kept = along(target, layer, at, tuple(map(Neuron.of, edit)))
-            assert_close(kept, after(other, layer)[:, at].float() @ direction(target), rtol=1e-4, atol=1e-4)
-            assert (kept - intact).abs().max() > 1e-4
+        intact = after(target, layer)
+        where = torch.tensor([False, True])[:, None, None]  # the rows of a pass
+        groups = groups_of([Neuron.of(site) for site in edit])
+        with target.hooks(*[neurons_point(target, group).rows(where, torch.zeros_like) for group in groups]):
+            kept = after(target, layer)
+        assert_close(kept[0], intact[0])
+        assert_close(kept[1], after(other, layer)[1], rtol=1e-4, atol=1e-4)
+        assert (kept - intact)[1].abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("model_type", every_nth(["granitemoeshared", "axk1", "gemma4_text", "beam"], 2, 1))

@@ -47,7 +47,6 @@ def test_a_model_is_found_by_every_spelling_and_no_other_is(spelling):
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("lama-2-7b", "llama-2-7b"),
         ("llama2-7b", "llama-2-7b"),
         ("qwen3-235b", "qwen3-235b-a22b"),
     ],

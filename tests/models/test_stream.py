@@ -12,7 +12,6 @@ import torch
 from checkpoints import with_images
 from covering import covering
 from organisms import MODEL_TYPES, tiny_model
-from organisms.decoders import decoder
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -74,8 +73,8 @@ def llama(tmp_path_factory):
     return model, folder
 
 
-# Every second architecture, in turns in one file and in half precision and shards; what else there is is slow.
-QUICK = {(name, number % 4 == 2) for number, name in enumerate(MODEL_TYPES) if number % 2 == 0}
+# Every third architecture, in turns in one file and in half precision and shards; what else there is is slow.
+QUICK = {(name, number % 6 == 3) for number, name in enumerate(MODEL_TYPES) if number % 3 == 0}
 SAVED = covering(product(MODEL_TYPES, (False, True)), QUICK)
 
 
@@ -93,7 +92,7 @@ def test_equals_the_resident_model(model_type, half, tmp_path):
     assert layers_read(streamed) == set(range(resident.n_layers))
     assert not [n for n in streamed.store.source.read if "lm_head" in n or "embed_out" in n]
     for layer in range(resident.n_layers):
-        expert = 1 if resident.is_mixture(layer) else None
+        expert = 1 if layer in resident.mixtures else None
         every = range(resident.width(layer, expert))
         assert_close(w_out(streamed, layer, every, expert), w_out(resident, layer, every, expert))
 
@@ -114,12 +113,6 @@ def test_text_part_of_a_vision_language_model(tmp_path):
         expected = model.model.language_model(input_ids=ids, attention_mask=mask).last_hidden_state
     assert_close(streamed.forward(ids, mask).last_hidden_state, expected, atol=1e-6, rtol=0)
     assert not [name for name in streamed.store.source.read if "vision" in name]
-
-
-def test_a_text_part_that_transformers_does_not_list(tmp_path):
-    model = decoder("emu3")
-    model.save_pretrained(tmp_path)
-    assert_same_outputs(target_of(model), open_stream(tmp_path, resident=2))
 
 
 def test_names_without_prefix_and_old_buffers(tmp_path):
@@ -157,8 +150,6 @@ def test_loaded_holds_a_layer_while_others_are_called(llama):
     streamed.forward(*ids_and_mask())
     assert 3 not in held(streamed), "a pin has to end with its `with`"
     assert torch.equal(w_out(streamed, 1, [4, 2]), w_out(target_of(model), 1, [4, 2]))
-    with target_of(model).loaded(3):
-        pass
 
 
 def test_leaves_random_numbers_and_logging_alone(llama):
@@ -183,16 +174,13 @@ def spoil(folder: Path, into: Path, change) -> Path:
 NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop(NORM), "lacks tensors of the part around the layers, the first is norm.weight"),
-        (lambda t: t.pop(DOWN), "lacks tensors of layer 2, the first is mlp.down_proj.weight"),
-    ],
-)
-def test_broken_checkpoints(llama, change, message, tmp_path):
-    with refused(message):
-        open_stream(spoil(llama[1], tmp_path, change)).forward(*ids_and_mask())
+def test_broken_checkpoints(llama, tmp_path):
+    for tensor, message in (
+        (NORM, "the part around the layers, the first is norm"),
+        (DOWN, "layer 2, the first is mlp"),
+    ):
+        with refused(f"lacks tensors of {message}"):
+            open_stream(spoil(llama[1], tmp_path, lambda t, tensor=tensor: t.pop(tensor))).forward(*ids_and_mask())
 
 
 def test_refuses_what_it_cannot_stream(llama, tmp_path):

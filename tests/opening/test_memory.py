@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -10,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sinkscope.opening import load as opening
 from sinkscope.opening.load import fits, fits_in_memory, free_memory, stored_bytes
 
 GB = 1 << 30
@@ -43,8 +41,3 @@ def test_weights_are_counted_as_they_are_loaded(dtype, size, tmp_path, monkeypat
     have(monkeypatch, 2 * size * numbers - 2, 0)
     assert not fits_in_memory(tmp_path, "cpu")
     assert not fits_in_memory("gpt2") and not fits_in_memory(tmp_path / "none")
-
-
-def test_no_system_call_of_one_system_is_used():
-    """`SC_AVPHYS_PAGES` is not known on macOS."""
-    assert "sysconf" not in Path(opening.__file__).read_text()

@@ -57,13 +57,11 @@ def test_half_precision_is_no_false_alarm(model_type, dtype):
         ("phi3", {}, {"fused_gate_up": False}, "."),
         ("mixtral", {}, {"experts": "mlp.gate"}, "."),
         ("mixtral", {}, {"mlp": "self_attn"}, r"does not change the layer as the adapter says"),
-        ("qwen2_moe", {}, {"shared_gate": None}, "."),
         ("qwen2_moe", {}, {"down": "mlp.shared_expert.up_proj"}, "."),
         ("llama", {}, {"attn": ""}, "."),
         ("falcon", {}, {"attn": "mlp"}, "."),
         ("granite", {}, {"write_factor": 1.0}, "."),
         ("falcon_h1", {}, {"down_factor": 1.0}, "."),
-        ("qwen3_moe", {}, {"post_mlp_norm": "post_attention_layernorm"}, "."),
         ("axk1", {}, {"post_mlp_norm": None}, "."),
         ("llama4_text", {}, {"mlp": "feed_forward.shared_expert"}, "."),
         ("gemma4_text", {}, {"adds": True}, "."),
@@ -103,7 +101,7 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
     [
         *(
             (name, lambda real, a, k: real(*a, **{**k, "scaling": 0.9 * k["scaling"]}), "differs from the model's own")
-            for name in ("llama", "gpt2", "qwen3", "gemma3_text", "olmo2")
+            for name in ("llama", "gpt2")
         ),
         ("gpt_oss", lambda real, a, k: real(*a, **{**k, "sinks": None}), "differs from the model's own"),
         ("llama", lambda real, a, k: 0.99 * real(*a, **k), "differs from the model's own"),

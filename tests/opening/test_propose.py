@@ -23,13 +23,13 @@ from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.live import target_of
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 8))
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 10))
 def test_what_is_proposed_does_not_depend_on_the_precision(model_type):
     model = tiny_model(model_type)[0]
     assert propose(model) == propose(model.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "phi3", "gpt_neox", "falcon", "gpt2", "qwen2_moe"])
+@pytest.mark.parametrize("model_type", ["gemma2", "phi3", "gpt_neox", "falcon"])
 def test_what_a_row_does_not_say_is_found_by_passes(model_type, monkeypatch):
     """The row has the paths alone; factors, layouts and the form of attention come out as they are."""
     whole = target_of(tiny_model(model_type)[0]).adapter

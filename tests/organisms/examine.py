@@ -162,8 +162,8 @@ def _plant(target: Target) -> Planted:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(10, 250, PLANTED, generator=generator)
     ids[:, 0] = 0
-    layer = next(number for number in [*range(1, target.n_layers), 0] if target.has_neurons(number))
-    is_mixture = target.is_mixture(layer)
+    layer = next(number for number in [*range(1, target.n_layers), 0] if number in target.with_neurons)
+    is_mixture = layer in target.mixtures
     seen = {}
 
     def keep(_module, args, kwargs):
@@ -254,7 +254,7 @@ def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: in
     down[:, 5] = 0
     for other in range(target.n_experts(layer)):
         expert_views(target.sub(layer, "experts"), other).down[:, 5] = 0
-    if target.is_mixture(layer) and "down" in target.paths[layer]:
+    if layer in target.mixtures and "down" in target.paths[layer]:
         shared = target.sub(layer, "down")
         shared.weight[5] = 0
     down[NEURON] = 0

@@ -158,7 +158,7 @@ class Explorer(ModelSink):
         """
         target, neurons = self.setup.target, named_neurons(self)
         edit = None if switch is None else switch.edit
-        if edit is not None and any(target.is_mixture(neuron.layer) for neuron in neurons):
+        if edit is not None and any(neuron.layer in target.mixtures for neuron in neurons):
             return ()
         with under(edit, target):
             fired = activations(target, torch.tensor([ids]), neurons)

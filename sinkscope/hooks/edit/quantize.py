@@ -111,7 +111,7 @@ class Quantize(PlacedEdit):
             if layer in self.layers:
                 continue
             if self.activations is not None:
-                if target.is_mixture(layer):
+                if layer in target.mixtures:
                     raise UnsupportedError(
                         f"layer {layer} of {target.name} is a mixture whose experts are one module, so that the inputs "
                         f"of their projections are not seen: add {layer} to layers, or round keys and values only "

@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory, warn
+from sinkscope.files.output import read_json
 from sinkscope.files.records import checked_value
 from sinkscope.models.adapters import stack_of
 from sinkscope.models.checkpoints.config import (
@@ -74,33 +75,32 @@ class Files:
         folder: The folder with config.json or the GGUF file; for a hub repo, its snapshot in the cache, which is named
             after the commit.
         repo: The hub repo; None for a file or folder.
+        commit: The hub's commit; None for a file or folder.
         gguf: Name of the GGUF file, if it is one.
+        config: The content of config.json; empty if it is one GGUF file.
 
     Raises:
         SinkscopeError: The folder is not a whole checkpoint, or the repo cannot be downloaded.
-        UnsupportedError: The repo holds another kind of model.
+        UnsupportedError: It holds another kind of model.
     """
 
     def __init__(self, where: str | Path, *, revision: str | None = None) -> None:
         self.repo: str | None = None
+        self.commit: str | None = None
         self.gguf: str | None = None
-        if not isinstance(where, Path):
-            self.folder, self.name, self.repo = hub_folder(where, revision), where, where
-            check_kind(where, self.config())  # before its weights are downloaded
-        elif where.is_file():
+        self.config: Any = {}
+        if isinstance(where, Path) and where.is_file():
             self.folder, self.name, self.gguf = where.parent, where.name, where.name
-        else:
+            return
+        if isinstance(where, Path):
             self.folder, self.name = where, where.resolve().name
+        else:
+            self.folder, self.name, self.repo = hub_folder(where, revision), where, where
+            self.commit = self.folder.name
+        self.config = read_checkpoint_json(self.folder / "config.json")
+        if self.repo is None:
             self._check()
-
-    @property
-    def commit(self) -> str | None:
-        """The hub's commit; None for a file or folder."""
-        return None if self.repo is None else self.folder.name
-
-    def config(self) -> Any:
-        """Return the content of its config.json."""
-        return read_checkpoint_json(self.folder / "config.json")
+        check_kind(self.name, self.config)  # before weights are downloaded
 
     def _first_of(self, names: Iterable[str]) -> str | None:
         """The first of some files that the model has; it is then in the folder."""
@@ -147,26 +147,27 @@ class Files:
         return shards
 
     def _check(self) -> None:
-        """Check that it is a whole checkpoint. Reads JSON files and headers of weight files, but no weights."""
-        self.config()
+        """Check that weights are whole. Reads indexes and headers of weight files, but no weights."""
         for shard in self.weights():
             if shard.suffix == ".safetensors":
                 open_weights(shard)
 
-    def fetch_tokenizer(self) -> None:
-        """Download the files of the tokenizer, and of generation, that a hub repo has."""
-        if self.repo is not None:
-            for name in TOKENIZER_FILES:
-                optional_file(self.repo, name, self.folder.name)
+    def fetch_beside(self, *, weights: bool = False) -> None:
+        """Download what a hub repo has beside its weights: the files of the tokenizer, and of generation.
 
-    def fetch_all(self) -> None:
-        """Download what a whole model needs.
+        Args:
+            weights: Whether the weights are downloaded as well.
 
         Raises:
-            SinkscopeError: The repo has no weights, or they cannot be downloaded.
+            SinkscopeError: A JSON file is damaged, the repo has no weights, or they cannot be downloaded.
         """
-        if self.repo is not None:
-            self.fetch_tokenizer()
+        for name in TOKENIZER_FILES if self.gguf is None else ():
+            if self.repo is not None:
+                optional_file(self.repo, name, self.folder.name)
+            file, remedy = self.folder / name, "download it again"
+            if name.endswith(".json") and file.exists() and not isinstance(read_json(file, remedy), dict):
+                raise SinkscopeError(f"{name} is no JSON object; {remedy}")
+        if weights and self.repo is not None:
             self._check()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -51,24 +51,6 @@ def read_checkpoint_json(file: Path) -> Any:
             "writes it, or a .gguf file itself"
         )
     return read_json(file, "download it again")
-
-
-def check_side_files(folder: Path, names: Iterable[str]) -> None:
-    """Check that each of these JSON files of a checkpoint, if it exists, holds an object.
-
-    Args:
-        folder: The checkpoint.
-        names: Names of its files.
-
-    Raises:
-        SinkscopeError: One cannot be read, or is damaged.
-    """
-    for name in names:
-        file, remedy = folder / name, "download it again"
-        if not name.endswith(".json") or not file.exists():
-            continue
-        if not isinstance(read_json(file, remedy), dict):
-            raise SinkscopeError(f"{name} is no JSON object; {remedy}")
 
 
 @contextmanager
@@ -211,7 +193,7 @@ def reads_images(model_type: str) -> bool:
 
 
 def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int | None = None) -> Any:
-    """Read the configuration of a causal language model.
+    """Read the configuration of a causal language model, whose config.json was checked (`check_kind`).
 
     Args:
         name: Name of the model, for errors.
@@ -227,9 +209,6 @@ def read_config(name: str, folder: Path, *, gguf: str | None = None, layers: int
 
     config: Any
     if gguf is None:
-        raw = read_checkpoint_json(folder / "config.json")
-        check_kind(name, raw)
-        check_side_files(folder, ["generation_config.json"])  # else it is ignored
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     else:
         header = GgufHeader(folder / gguf)
@@ -273,7 +252,6 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None) -> Any:
 
     if gguf is not None:
         return AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-    check_side_files(folder, TOKENIZER_FILES)
     if not any((folder / file).is_file() for file in _VOCABULARIES):
         return None
     try:

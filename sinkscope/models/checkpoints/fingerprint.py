@@ -47,7 +47,7 @@ def fingerprint(source: Files | nn.Module) -> str:
     if isinstance(source, Files):
         if source.commit is not None:
             return source.commit
-        config: dict[str, Any] = source.config() if source.gguf is None else {}
+        config: dict[str, Any] = source.config
         for file in source.weights():
             parts |= _described_once(file)
     else:

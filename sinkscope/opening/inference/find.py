@@ -57,10 +57,14 @@ def adapter_of(target: Target, *, proves: bool = True, every_layer: bool = False
     with _LOCK:  # another thread may be opening a model of the same configuration
         key = _key(target.hf)
         is_known = key in _KNOWN
-        runs_itself = not (_is_elsewhere(target) or _is_wrapped(target))
+        # In other processes, or brought for each call (but not read layer by layer).
+        is_elsewhere = target.is_offloaded or target.processes > 1
+        # By modules that are not those of transformers with plain weights.
+        is_wrapped = target.kind == "bridge" or bool(getattr(target.hf, "is_quantized", False))
+        runs_itself = not is_elsewhere and not is_wrapped
         if not is_known:
-            _KNOWN[key] = _inferred(target, proves, every_layer and runs_itself)
-        if every_layer and (is_known or not runs_itself) and not _is_elsewhere(target):
+            _KNOWN[key] = _inferred(target, proves, every_layer and runs_itself, runs_itself)
+        if every_layer and (is_known or not runs_itself) and not is_elsewhere:
             target = replace(target, adapter=_KNOWN[key])
             report = probe(target)
             if report.problem is not None:
@@ -69,7 +73,7 @@ def adapter_of(target: Target, *, proves: bool = True, every_layer: bool = False
         return _KNOWN[key]
 
 
-def _inferred(target: Target, proves: bool, every_layer: bool) -> Found:
+def _inferred(target: Target, proves: bool, every_layer: bool, runs_itself: bool) -> Found:
     """Steps 2 to 5: what `adapter_of` returns of a model that is not known."""
     hf = target.hf
     row = row_of(hf.config.model_type)
@@ -77,7 +81,7 @@ def _inferred(target: Target, proves: bool, every_layer: bool) -> Found:
         raise UnsupportedError(f"{target.name} ({type(hf).__name__}) is an encoder-decoder model: {EXPECTED_MODEL}")
     if getattr(hf.config, "alibi", False):
         raise UnsupportedError(f"{target.name} adds ALiBi to its masks, which is not served: use another model")
-    if _is_elsewhere(target) or _is_wrapped(target):
+    if not runs_itself:
         sample = sample_of(hf)
         target = Target(sample, sample, "hf", DRAFT)
     elif target.kind == "hf" and target.resident:  # other threads go on with the model, and hooks on it are the user's
@@ -101,16 +105,6 @@ def _inferred(target: Target, proves: bool, every_layer: bool) -> Found:
     if report.problem is not None:  # the model does not run so
         return replace(adapter, unproved=(("*", report.problem),))
     return adapter
-
-
-def _is_elsewhere(target: Target) -> bool:
-    """Whether weights are in other processes, or are brought for each call, but not read layer by layer."""
-    return target.is_offloaded or target.processes > 1
-
-
-def _is_wrapped(target: Target) -> bool:
-    """Whether modules are not those of transformers with plain weights."""
-    return target.kind == "bridge" or bool(getattr(target.hf, "is_quantized", False))
 
 
 @contextmanager

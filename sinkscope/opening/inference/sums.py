@@ -126,12 +126,12 @@ class MlpEdits:
         self.target, self.layer, self.adapter = target, layer, target.adapter
         self.errors = list[float]()
         self.factors = dict[str, float]()
-        self.is_mixture = target.is_mixture(layer)
+        self.is_mixture = layer in target.mixtures
         self.post, self.experts, self.mlp, self.up, self.shared_gate = (PassRecorder() for _ in range(5))
         neuron: int | None = 0
         if "down" in target.paths[layer]:
             neuron = typical_neuron(target, layer)
-        self.is_silent = neuron is None or not target.has_neurons(layer)
+        self.is_silent = neuron is None or layer not in target.with_neurons
         self.neuron = neuron or 0
 
     def hooks(self) -> list[Hook]:
@@ -280,7 +280,7 @@ class LayerSums:
         hooks += self.edits.hooks()
         replaced = on_hidden(self._replace_mlp)
         behind = on_part("post_mlp_norm", "post", replaced)
-        if target.has_neurons(layer):
+        if layer in target.with_neurons:
             hooks += behind or [(writer, "post", replaced) for writer in target.mlp_writers(layer)]
         hooks += on_part("mid", "pre", on_input(self.mid.keep))
         return [*hooks, (target.layers[layer], "post", on_hidden(self._finish))]

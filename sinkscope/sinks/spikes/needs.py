@@ -188,7 +188,7 @@ def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
     """Return at most two backups: neurons that write the spike only when its writers are gone."""
     spike, target, found = texts.spike, texts.spike.survey.target, dict[Neuron, float]()
     with Ablate(sites=tuple(members)).on(target):
-        for layer in filter(target.has_neurons, range(spike.result.peak + 1)):
+        for layer in [layer for layer in target.with_neurons if layer <= spike.result.peak]:
             shares = of_layer(spike, layer)[0].mean(1)
             for number in shares.topk(min(4, len(shares))).indices.tolist():
                 neuron = Neuron(layer, *expert_and_neuron(target, layer, number))

@@ -200,7 +200,7 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
             survey.learned[layer] = 1 - probs.sum(-1).mean(-1).T.cpu()
 
     hooks: list[Hook] = [(target.layers[0], "first", on_input(partial(_keep, survey.entered[0])))]
-    for layer in filter(target.has_neurons, range(depth)):
+    for layer in target.with_neurons:
         take = partial(_keep, survey.mlp[layer])
         if not target.adapter.adds:
             hooks.append(keep_call(target, layer, calls))

@@ -79,8 +79,8 @@ def neurons_of(spike: Spike, writers: Sequence[PartShare]) -> tuple[tuple[Neuron
     """
     found, written, target = list[NeuronShare](), dict[int, Tensor](), spike.survey.target
     of_mlp, skips = {one.part: abs(one.share) for one in writers}, target.skips_layers
-    for layer in filter(target.has_neurons, range(spike.result.peak + 1)):
-        if not skips and of_mlp.get(f"mlp {layer}", 0.0) < NAMED:
+    for layer in target.with_neurons:
+        if layer > spike.result.peak or (not skips and of_mlp.get(f"mlp {layer}", 0.0) < NAMED):
             continue
         with target.loaded(layer):
             shares, view = of_layer(spike, layer, spike.survey.start(layer))
@@ -188,7 +188,7 @@ def components(target: Target, last_layer: int) -> list[Component]:
             parts.append(Component("attention", layer))
         elif mixer_of(target, layer) is not None:
             parts.append(Component("mixer", layer))
-        if target.has_neurons(layer):
+        if layer in target.with_neurons:
             parts.append(Component("mlp", layer))
     return parts
 
