@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_texts import HONEST, novelty
 
-from experiments.loopguard.variants import OneSignal, Timed, Ungated
+from experiments.loopguard.variants import OneSignal
 from experiments.loopset.compare import number
 from sinkscope.loops import Monitor, MonitorSettings, PaperSettings, Step, compression_ratio, tail_period
 from sinkscope.loops.text.outputs import split
@@ -35,8 +35,6 @@ SMALL = {
 }
 PAPER = PaperSettings()
 VARIANTS = [PaperSettings(**SMALL, votes=votes) for votes in (1, 2, 3)]
-VARIANTS += [OneSignal(**SMALL, signal=signal) for signal in ("ttr", "cr", "p1", "stall", "tail")]
-VARIANTS += [Timed(**SMALL, every=7), Timed(**SMALL, every=0), Ungated(**SMALL)]
 # Pieces that repeat, between tokens that do not: what a run looks like, in few tokens.
 RUN = st.lists(
     st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(1, 12)), min_size=1, max_size=5
@@ -51,11 +49,7 @@ def _anew(ids: list[int], p: list[float], s: PaperSettings) -> Iterator[Step]:
         votes = {"ttr": ttr < s.theta_ttr, "cr": cr < s.theta_cr, "p1": streak >= s.streak}
         stall = t >= s.stall and all(n < s.theta_nov for *_, n, _ in signals[t - s.stall : t])
         held = t >= s.tail_hold and all(found is not None for *_, found in signals[t - s.tail_hold : t])
-        due = sum(votes.values()) >= s.votes and (stall or held or isinstance(s, Ungated))
-        if isinstance(s, OneSignal):
-            due = {**votes, "stall": stall, "tail": held}[s.signal]
-        if isinstance(s, Timed):
-            due = t % s.every == 0 if s.every else False
+        due = sum(votes.values()) >= s.votes and (stall or held)
         trigger = due and t >= s.warmup and (last is None or t > last + s.cooldown)
         if trigger:
             last = t

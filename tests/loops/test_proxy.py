@@ -33,8 +33,7 @@ from starlette.routing import Route
 
 from sinkscope.files.store import json_lines
 from sinkscope.loops import MonitorSettings
-from sinkscope.loops.servers.answers import StreamWatch
-from sinkscope.loops.servers.asked import Asked, asked_in
+from sinkscope.loops.servers.answers import Asked, StreamWatch, asked_in
 from sinkscope.loops.servers.counts import MOST_MODELS, Counts
 from sinkscope.loops.servers.proxy import NEEDS, application
 

@@ -15,8 +15,7 @@ from urllib.parse import unquote
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
 from sinkscope.files.provenance import install_command
-from sinkscope.loops.servers.answers import StreamWatch
-from sinkscope.loops.servers.asked import asked_in
+from sinkscope.loops.servers.answers import StreamWatch, asked_in
 from sinkscope.loops.servers.counts import Counts, own_pages
 from sinkscope.loops.text.monitor import Settings
 
