@@ -64,7 +64,7 @@ def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
 def test_the_default_guard_ends_loops_that_older_copies_hold():
     o = made(None)
     prompt = o.looping_prompt(16, delay=20)
-    tokens, events = guarded(o, [prompt.ids], LoopGuard(), 210)
+    tokens, events = guarded(o, [prompt.ids], LoopGuard(), 190)
     assert events and {e.data["taken_back"] for e in events} == {0}
     assert events[0].data["generated"] <= prompt.onset + 2 * 16 + 64 + 4, "64 tokens after two copies"
     tail = tokens[0][events[-1].data["generated"] + 1 :]

@@ -167,28 +167,16 @@ def tail_period(ids: Ids, *, repeats: int | float = 3, shortest: int = 0, longes
     size = len(ids)
     best: Tail | None = None
     covered = 0
-    equal = _equal_ends(ids, min(size - 1, size // 2 if longest is None else longest))
-    for period in range(1, len(equal)):
-        if equal[period] + period >= max(repeats * period, shortest, covered + 1):
-            covered = equal[period] + period
+    for period in range(1, min(size - 1, size // 2 if longest is None else longest) + 1):
+        if best is not None and period <= covered and period % best.period == 0:
+            continue  # it covers the same tokens
+        equal = 0
+        while equal < size - period and ids[~equal] == ids[~equal - period]:
+            equal += 1
+        if equal + period >= max(repeats * period, shortest, covered + 1):
+            covered = equal + period
             best = Tail(period, size - covered, covered / period)
     return best
-
-
-def _equal_ends(ids: Sequence[int], longest: int) -> list[int]:
-    """By period: how many of the last ids equal those a period before. The Z function, whose time is linear."""
-    equal = [0] * (longest + 1)
-    copy = reached = 0  # the period of the earlier copy of the end that reaches furthest back, and how far
-    for period in range(1, len(equal)):
-        count = 0
-        if period < reached:
-            count = min(reached - period, equal[period - copy])
-        while count < len(ids) - period and ids[~count] == ids[~count - period]:
-            count += 1
-        equal[period] = count
-        if period + count > reached:
-            copy, reached = period, period + count
-    return equal
 
 
 def is_loop(ids: Ids, max_new: int | None = MAX_NEW) -> bool:
