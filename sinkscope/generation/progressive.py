@@ -82,7 +82,8 @@ class Progressive(Policy):
             kv.settle()
             if kv.slots <= min(rows.total) or not self.pays(kv):
                 continue
-            keep = self.chosen(LayerMoment(kv, moment, session, rows))
+            at = LayerMoment(kv, moment, session, rows)
+            keep = self.select(self.checked_scores(at), at, self.layer_budget(at))
             if self.mode == "evict":
                 kv.evict(keep)
             else:
