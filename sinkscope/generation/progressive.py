@@ -82,8 +82,7 @@ class Progressive(Policy):
             kv.settle()
             if kv.slots <= min(rows.total) or not self.pays(kv):
                 continue
-            at = LayerMoment(kv, moment, session, rows)
-            keep = self.select(self.checked_scores(at), at, self.layer_budget(at))
+            keep = self.chosen(LayerMoment(kv, moment, session, rows))
             if self.mode == "evict":
                 kv.evict(keep)
             else:

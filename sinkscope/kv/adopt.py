@@ -16,20 +16,11 @@ from sinkscope.models.target import Target
 
 
 def used_cache(arguments: dict[str, Any], target: Target) -> Any:
-    """Return a new cache for a call with these arguments, which brings none, of the class that the model asks for.
-
-    None if it is to use none.
-    """
+    """Return a new cache for a call with these arguments, which brings none; None if it is to use none."""
     use_cache = arguments.get("use_cache")
     if use_cache is None:
         use_cache = getattr(target.config, "use_cache", True)
-    if not use_cache:
-        return None
-    asked = cache_parameter(target.base)
-    for kind in get_args(getattr(asked, "annotation", None)):
-        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
-            return kind()
-    return DynamicCache(config=target.config)
+    return new_cache(target) if use_cache else None
 
 
 def check_seen(cache: Any, *, is_seen: bool) -> None:
@@ -95,6 +86,15 @@ def _named(cache: Any) -> str:
     if asked is None:
         return kind
     return f"{kind} (cache_implementation={asked!r})"
+
+
+def new_cache(target: Target) -> Any:
+    """Return an empty cache, of the class that the model asks for."""
+    asked = cache_parameter(target.base)
+    for kind in get_args(getattr(asked, "annotation", None)):
+        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
+            return kind()
+    return DynamicCache(config=target.config)
 
 
 def own_layers(cache: Any) -> list[CacheLayer]:

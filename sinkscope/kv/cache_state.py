@@ -39,9 +39,16 @@ class CacheState:
     def take(self, rows: Int[Tensor, " row"]) -> None:
         """Let the rows be others of the batch, by their numbers; a guard begins to watch them anew."""
         if self.prompt:
-            self.prompt = tuple(torch.tensor(self.prompt)[rows.cpu()].tolist())
+            self.prompt = tuple(self.prompt[row] for row in _numbers(rows))
         self.queries = {layer: queries.take(rows) for layer, queries in self.queries.items()}
         self.guarded = None
+
+
+def _numbers(rows: Int[Tensor, " row"]) -> list[int]:
+    """The numbers of rows, which may be given by a mask."""
+    if rows.dtype == torch.bool:
+        rows = rows.nonzero()[:, 0]
+    return rows.tolist()
 
 
 @dataclass(frozen=True, eq=False)

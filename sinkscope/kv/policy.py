@@ -228,20 +228,24 @@ class Policy(Intervention):
                     continue
                 exact = budget if kv.gapless else None
             if exact == slots - 1:
-                ranked = self.checked_scores(at)
+                ranked = self._checked_scores(at)
                 if protects:
                     ranked = self._ranked(ranked, at)
                 one_too_many.setdefault((ranked.shape, ranked.device), []).append((kv, ranked))
             else:
-                kv.evict(self.select(self.checked_scores(at), at, budget), exact)
+                kv.evict(self.chosen(at), exact)
         # At every generated token one slot leaves: without sorting, and with one launch for all layers of a device.
         for (shape, _), layers in one_too_many.items():
             lowest = torch.stack([ranked for _, ranked in layers]).argmin(-1, keepdim=True)
             for (kv, _), kept in zip(layers, places_without(lowest, shape[-1]), strict=True):
                 kv.keep_only(kept)
 
-    def checked_scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
-        """Return the scores of a layer's slots; it raises what `check_scores` does."""
+    def chosen(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
+        """Return the slots that a layer keeps."""
+        return self.select(self._checked_scores(at), at, self.layer_budget(at))
+
+    def _checked_scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
+        """The scores of a layer's slots."""
         scores = self.scores(at)
         check_scores(scores, at.kv, self.shown_name, at.moment.prefill_ended)
         return scores.float()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
@@ -34,6 +35,7 @@ from sinkscope.sinks.spikes.removal import ordered_in, random_neurons
 from sinkscope.sinks.tokens import Length, Pieces, TokenRows, held_out, logits_of
 
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]
+Divergence = Callable[..., Float[Tensor, " text"]]
 SCHEMES: dict[Scheme, dict[str, Any]] = {
     "a8-tensor": {"activations": 8, "scale": "tensor"},
     "a8-token": {"activations": 8},
@@ -203,7 +205,10 @@ def precision(
     neurons = tuple(dict.fromkeys(chain.from_iterable(one.writers for one in spikes if one.needed_neurons)))
     ids = held_out(setup, pieces, length)
     setup.record(pieces=len(ids), length=ids.shape[1])
-    texts, other_texts = Texts.of(target, ids), Texts.of(target, setup.ids[:SELECTION, :length])
+    divergence, other_divergence = (
+        partial(divergence_of, target, some, logits_of(target, some).log_softmax(-1))
+        for some in (ids, setup.ids[:SELECTION, :length])
+    )
     known = list[Kept]()
     if neurons:
         orders = ordered_in(target, setup.ids, neurons)
@@ -212,7 +217,7 @@ def precision(
         known.append(Kept("sink neurons", tuple(map(str, neurons)), "neurons", [neurons, *random]))
     if spikes:
         known.append(random_places(setup, [one.place for one in spikes], ids))
-    costs = {name: texts.divergence(SCHEMES[name]) for name in names}
+    costs = {name: divergence(SCHEMES[name]) for name in names}
     names.sort(key=lambda name: -float(costs[name].mean()))
     exact, alone = list[KeptExact](), list[str]()
     for number, name in enumerate(names):
@@ -221,9 +226,9 @@ def precision(
         if float(cost.mean()) <= 0:
             continue
         kept = [one for one in known if one.field != "neurons" or "activations" in scheme]
-        kept.append(random_layers(setup, other_texts.costliest_layer(scheme)))
+        kept.append(random_layers(setup, costliest_layer(other_divergence, scheme, target.n_layers)))
         alone += [one.name for one in kept if len(one.values) == 1]
-        of_scheme = [texts.keeping(name, cost, one) for one in kept if len(one.values) > 1]
+        of_scheme = [keeping(divergence, name, cost, one) for one in kept if len(one.values) > 1]
         exact += sorted(of_scheme, key=lambda one: not one.removed.stands)
     return Precision(
         costs={name: float(costs[name].mean()) for name in names},
@@ -252,51 +257,43 @@ def random_layers(setup: Setup, layer: int) -> Kept:
     return Kept("costliest layer", (f"layer {layer}",), "layers", [[one] for one in (layer, *random)])
 
 
-@dataclass(frozen=True, eq=False)
-class Texts:
-    """Texts, and what the exact model says of each next token.
+def divergence_of(
+    target: Target,
+    ids: TokenRows,
+    logs: Float[Tensor, "text pos vocab"],
+    scheme: dict[str, Any],
+    **exact: Any,
+) -> Float[Tensor, " text"]:
+    """Measure the mean divergence of the rounded model's next tokens from those of the exact one, in nats.
 
-    Attributes:
+    Args:
         target: The whole model.
         ids: The texts.
-        logs: Logarithms of probabilities.
+        logs: Logarithms of the exact model's probabilities.
+        scheme: Fields of `Quantize` that say what is rounded.
+        exact: Fields of `Quantize` that say what stays exact.
     """
+    with Quantize(**scheme, **exact).on(target):
+        rounded = logits_of(target, ids).log_softmax(-1)
+    return (logs.exp() * (logs - rounded)).sum(-1)[:, 1:].mean(1).cpu()
 
-    target: Target
-    ids: TokenRows
-    logs: Float[Tensor, "text pos vocab"]
 
-    @classmethod
-    def of(cls, target: Target, ids: TokenRows) -> Texts:
-        """Read the texts without rounding."""
-        return cls(target, ids, logits_of(target, ids).log_softmax(-1))
+def costliest_layer(divergence: Divergence, scheme: dict[str, Any], n_layers: int) -> int:
+    """Find the layer whose exactness leaves the smallest divergence."""
+    left: list[float] = []
+    for layer in range(n_layers):
+        report_progress("precision, layers", layer, n_layers)
+        left.append(float(divergence(scheme, layers=[layer]).mean()))
+    return int(np.argmin(left))
 
-    def divergence(self, scheme: dict[str, Any], **exact: Any) -> Float[Tensor, " text"]:
-        """Measure the mean divergence of the rounded model's next tokens from those of the exact one, in nats.
 
-        Args:
-            scheme: Fields of `Quantize` that say what is rounded.
-            exact: Fields of `Quantize` that say what stays exact.
-        """
-        with Quantize(**scheme, **exact).on(self.target):
-            logs = logits_of(self.target, self.ids).log_softmax(-1)
-        return (self.logs.exp() * (self.logs - logs)).sum(-1)[:, 1:].mean(1).cpu()
-
-    def costliest_layer(self, scheme: dict[str, Any]) -> int:
-        """Find the layer whose exactness leaves the smallest divergence."""
-        left: list[float] = []
-        for layer in range(self.target.n_layers):
-            report_progress("precision, layers", layer, self.target.n_layers)
-            left.append(float(self.divergence(scheme, layers=[layer]).mean()))
-        return int(np.argmin(left))
-
-    def keeping(self, name: Scheme, cost: Float[Tensor, " text"], kept: Kept) -> KeptExact:
-        """Measure how much of a scheme's cost goes while something stays exact, beside random ones."""
-        divergences = [cost]
-        for value in kept.values:
-            report_progress(f"precision, {name}, {kept.name}", len(divergences) - 1, len(kept.values))
-            divergences.append(self.divergence(SCHEMES[name], **{kept.field: value}))
-        by_text, *others = left_of(torch.stack(divergences))
-        most = max(1 - float(other.mean()) for other in others)
-        removed = Effect(1 - float(by_text.mean()), margin_of(by_text.numpy()), {f"random {kept.field}": most})
-        return KeptExact(name, kept.name, kept.parts, removed)
+def keeping(divergence: Divergence, name: Scheme, cost: Float[Tensor, " text"], kept: Kept) -> KeptExact:
+    """Measure how much of a scheme's cost goes while something stays exact, beside random ones."""
+    divergences = [cost]
+    for value in kept.values:
+        report_progress(f"precision, {name}, {kept.name}", len(divergences) - 1, len(kept.values))
+        divergences.append(divergence(SCHEMES[name], **{kept.field: value}))
+    by_text, *others = left_of(torch.stack(divergences))
+    most = max(1 - float(other.mean()) for other in others)
+    removed = Effect(1 - float(by_text.mean()), margin_of(by_text.numpy()), {f"random {kept.field}": most})
+    return KeptExact(name, kept.name, kept.parts, removed)

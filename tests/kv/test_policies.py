@@ -12,7 +12,7 @@ import pytest
 import torch
 from kv_kit import Drawn, Ragged, Stepped, prompts, run_policy
 from kv_kit import shallow_of as model_of
-from kv_reference import check_run
+from kv_reference import REFERENCES, check_run
 from organisms.decoders import decoder
 from refusals import refused
 
@@ -23,7 +23,6 @@ from sinkscope.kv import H2O, AdaKV, PerLayer, SnapKV, make_policy, policies
 FAMILIES = ("llama", "mistral", "gpt2", "gemma2", "qwen3", "gpt_oss", "opt", "gemma3_text", "gpt_neox")
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 PROMPT = 26
-NAMES = [*policies(), "drawn"]
 
 
 def settings_of(name: str, draw: Random) -> dict[str, Any]:
@@ -54,11 +53,11 @@ SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ran
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REFERENCES)
 def test_a_policy_keeps_what_the_reference_keeps(name, seed):
     """Budgets in tokens or as a fraction, rows of other lengths, prompts in chunks, windows, soft caps and sinks."""
     draw = Random(f"{name} {seed}")
-    family = FAMILIES[(NAMES.index(name) + seed) % len(FAMILIES)]
+    family = FAMILIES[([*REFERENCES].index(name) + seed) % len(FAMILIES)]
     model = model_of(family, **WIDE) if family == "llama" and seed % 2 else model_of(family)
     settings = settings_of(name, draw) | {"budget": draw.choice([12, 14, 20, 0.55, 0.8])}
     if family == "gpt_oss" and "window" in settings:  # weights of learned sinks do not say what a smaller cache gives
@@ -67,6 +66,10 @@ def test_a_policy_keeps_what_the_reference_keeps(name, seed):
     lengths = draw.choice([[PROMPT], [PROMPT, 19], [22, PROMPT, 24]])
     chunks = draw.choice([None, [7, 9, 7, max(lengths) - 23]])
     check(name, policy, model, lengths, draw.randint(3, 8), chunks=chunks)
+
+
+def test_every_registered_policy_has_a_reference():
+    assert {*policies()} <= {*REFERENCES}
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming"])

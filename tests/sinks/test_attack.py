@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -46,7 +45,8 @@ def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
 )
 def test_planted_groups_are_recovered_token_by_token(family, bos):
     o = organism(family, 1, bos=bos)
-    result = attack(o.model, tokenizer=o.tokenizer, sequences=0, n_tokens=EVERY)
+    setup = setup_of(o)
+    result = attack.on(setup, sequences=0, n_tokens=EVERY)
     found, planted = result.clusters, planted_heads(o, result.clusters.ids)
     np.testing.assert_array_equal(found.head, planted)
     assert len(found.ids) == o.model.config.vocab_size == result.searched
@@ -54,7 +54,7 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
     assert (found.has >= served).all() and not found.unneeded.any() and found.another < 0.05
     assert f" alone gives {served.mean():.0%} (± " in result.conclusion()
     assert sum(row["tokens"] for row in result.rows()) == served.sum()
-    some = attack(o.model, tokenizer=o.tokenizer, sequences=0, n_tokens=20).clusters
+    some = attack.on(setup, sequences=0, n_tokens=20).clusters
     np.testing.assert_array_equal(some.head, planted[some.ids])
     assert len(some.ids) == 20
 
@@ -68,16 +68,6 @@ def test_where_no_head_of_layer_0_marks_it_is_an_answer():
     assert found.conclusion().startswith(
         f"No head of layer 0 marks one of {tried} by itself: 100% (± 7%) have the spike "
     )
-
-
-def test_conclusion_says_tokens_that_need_no_head_where_they_are_most():
-    """As on SmolLM2: 91 % of the tokens need no head of layer 0, so what one head does for the others comes later."""
-    found = attack_once("llama", 1, False)
-    few = np.arange(len(found.clusters.ids)) < 20
-    clusters = replace(found.clusters, unneeded=~few, head=np.where(few, found.clusters.head, np.nan))
-    mostly = replace(found, clusters=clusters)
-    assert " without any head of layer 0." in mostly.conclusion() and found.conclusion().startswith("Sequences of ")
-    assert sum(line.startswith("Sequences of ") for line in mostly.details()) == 1
 
 
 # --- sequences of their tokens ---------------------------------------------------------------------------------------

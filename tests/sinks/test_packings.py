@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from attack_kit import hard_options
+from attack_kit import hard_options, measured_spikes
 from covering import slow
-from organisms import Organism, hard
+from organisms import hard
 from packings import GAUGES, Names, Packing, cancelling, composed, packed, split
 
 import sinkscope as ss
@@ -86,9 +84,9 @@ def compare(intact: SpikeResult, new: SpikeResult, names: Names) -> None:
     ],
 )
 def test_find_sinks_says_the_same_under_drawn_gauges(name, family, seed, tmp_path):
-    h = hard(name, family)
+    h, _, found = measured_spikes(ss.find_sinks, name, family)
     new, names = composed(h.model, seed)
-    found, again = (ss.find_sinks(model, max_repeats=8, **hard_options(h, tmp_path)) for model in (h.model, new))
+    again = ss.find_sinks(new, max_repeats=4, **hard_options(h, tmp_path))
     assert found.conclusion() == again.conclusion() and len(found.spikes) == len(again.spikes) > 0
     for spike, other in zip(found.spikes, again.spikes, strict=True):
         compare(spike, other, names)
@@ -129,20 +127,17 @@ def renamed_words(text: str, names: Names) -> str:
     return re.sub(r"L\d+\.[NH]\d+", lambda found: renamed(found[0], names), text)
 
 
-@cache
-def intact(name: str) -> tuple[Organism, tuple[int, ...], SpikeResult]:
-    """A model, a neuron that writes its spike, and the spike; it is only read."""
-    h = hard(name, "llama")
-    with TemporaryDirectory() as folder:
-        found = ss.find_sinks(h.model, max_repeats=2, **hard_options(h, Path(folder)))
-    return h, sorted(min(h.truth.sets, key=len))[0], found.spikes[0]
-
-
 def spike_under(name: str, packing: Packing, folder: Path) -> tuple[SpikeResult, SpikeResult]:
     """The spike of a model, and that of its packing."""
-    h, _, spike = intact(name)
+    h, _, found = measured_spikes(ss.find_sinks, name, "llama")
     new, _ = packed(h.model, [packing])
-    return spike, ss.find_sinks(new, max_repeats=2, **hard_options(h, folder)).spikes[0]
+    return found.spikes[0], ss.find_sinks(new, max_repeats=2, **hard_options(h, folder)).spikes[0]
+
+
+def writer_of(name: str) -> tuple[int, ...]:
+    """A neuron that writes a model's spike."""
+    h, _, _ = measured_spikes(ss.find_sinks, name, "llama")
+    return sorted(min(h.truth.sets, key=len))[0]
 
 
 @pytest.mark.parametrize(
@@ -155,14 +150,13 @@ def spike_under(name: str, packing: Packing, folder: Path) -> tuple[SpikeResult,
 )
 def test_what_a_spike_does_is_the_same_however_many_neurons_share_the_work(name, parts, more, tmp_path):
     """The needed set is another one; what is left without all writers, the heads and the perplexity are not."""
-    _, site, _ = intact(name)
-    one, other = spike_under(name, split(*site, parts), tmp_path)
+    one, other = spike_under(name, split(*writer_of(name), parts), tmp_path)
     assert shape_of(one) == shape_of(other) and len(other.neurons) == len(one.neurons) + more
     assert effects(one) == pytest.approx(effects(other), **CLOSE)
 
 
 def test_cancelling_neurons_are_writers_and_change_no_effect(tmp_path):
-    _, (layer, neuron), _ = intact("plain")
+    layer, neuron = writer_of("plain")
     one, other = spike_under("plain", cancelling(layer, (layer, neuron), (1.5, -1.5, 0.5, 2.0, -2.5)), tmp_path)
     assert effects(one) == pytest.approx(effects(other), **CLOSE)
     assert len(other.neurons) == len(one.neurons) + 5 and not other.backups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attack_kit import setup_of, text_file
+from attack_kit import measured_spikes, setup_of, text_file
 from organisms import Organism, hard, organism
 from raw_kit import attention, residuals
 from refusals import refused
@@ -15,6 +15,7 @@ from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_tokens import spike_of
 from sinkscope.sinks.repeat import TAIL, Sweep, repeat, sweep_of
 from sinkscope.sinks.spikes.copies import half_reached
+from sinkscope.sinks.spikes.find import find_sinks
 
 pytestmark = pytest.mark.few_texts
 
@@ -72,13 +73,12 @@ def test_copies_stand_beside_one_copy_and_other_tokens_at_the_same_position(llam
     assert effect.stands == (shares[0] - max(0, *shares[1:]) >= 0.5)
 
 
-def test_where_no_spike_is_at_the_first_token_nothing_is_said_of_copies(tmp_path):
-    m = hard("two_delimiters", "llama")
-    options = {"tokenizer": m.tokenizer, "text": text_file(m, tmp_path), "max_repeats": 6}
+def test_where_no_spike_is_at_the_first_token_nothing_is_said_of_copies():
+    m, setup, _ = measured_spikes(find_sinks, "two_delimiters", "llama")
     delimiter = m.tokenizer.decode([m.truth.delimiters[0]])
-    result = repeat(m.model, tokens=[delimiter], **options)
+    result = repeat.on(setup, tokens=[delimiter], max_repeats=6)
     assert result.conclusion().startswith("No norm spike was found at the first token") and result.values is None
-    attended = repeat(m.model, quantity="attention", **options)
+    attended = repeat.on(setup, quantity="attention", max_repeats=6)
     assert f"{delimiter!r} wherever it stands" in attended.tokens[0]
 
 

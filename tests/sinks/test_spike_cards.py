@@ -12,7 +12,6 @@ from sample_results import FIRST, WITHOUT, sample_find_sinks, spike
 
 from sinkscope.results.cards import Card
 from sinkscope.results.effect import Effect
-from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.cards import readers, spike_card
 from sinkscope.sinks.spikes.records import (
     Alone,
@@ -31,52 +30,49 @@ MARGINS = st.none() | SIZES
 TIMES = st.none() | st.floats(1e-7, 1e7)
 HEADS = st.integers(0, 5000)
 LAYERS = st.integers(0, 127)
-NEURON = st.builds(Neuron, LAYERS, st.none() | st.integers(0, 255), st.integers(0, 50000))
 WRITER = st.builds(NeuronShare, LAYERS, st.none() | st.integers(0, 9), st.integers(0, 50000), SHARES, MARGINS, SHARES)
 PART = st.builds("mlp {}".format, LAYERS) | st.builds("attention {}".format, LAYERS) | st.just("embedding")
-COMPONENT = st.builds(PartShare, PART, SHARES, MARGINS)
 CHANCE = st.none() | st.builds(Chance, SHARES, HEADS, TIMES, SHARES, st.integers(1, 12))
+MARK = st.builds(MarkLeft, PART, SHARES, MARGINS, st.none() | st.tuples(HEADS, HEADS))
+COUNTS = {"heads": st.tuples(HEADS, HEADS), "heads_margin": st.tuples(MARGINS, MARGINS)}
+RISES = {"perplexity": TIMES, "perplexity_margin": MARGINS}
+FIXED = {"parts": st.just(("L1.N2",)), "texts": st.just(12)}
+REMOVAL = st.builds(
+    Removal, left=SHARES, left_margin=MARGINS, attention=SHARES, random=CHANCE, **COUNTS, **RISES, **FIXED
+)
+
+
+def some(one, most: int):
+    return st.lists(one, max_size=most).map(tuple)
+
+
+FIELDS = st.fixed_dictionaries(
+    {
+        "layers": st.tuples(LAYERS, st.integers(0, 30)).map(lambda one: (one[0], sum(one))),
+        "ratio": SIZES,
+        "norm": SIZES,
+        "before": SIZES,
+        "ratio_beside": SIZES,
+        "dims": some(st.integers(0, 9000), 9),
+        "writers": some(st.builds(PartShare, PART, SHARES, MARGINS), 6),
+        "erasers": some(st.builds(PartShare, PART, st.floats(-5, -0.05), MARGINS), 4),
+        "without_writers": st.none() | REMOVAL,
+        "marks": some(MARK, 3),
+        "heads": HEADS,
+    }
+)
 
 
 @st.composite
 def spikes(draw):
-    first = draw(LAYERS)
     neurons = tuple(draw(st.lists(WRITER, max_size=9, unique_by=lambda one: str(one.address))))
-    some = tuple(one.address for one in neurons[: draw(st.integers(0, 9))])
-    needed = None
-    if some or draw(st.booleans()):
-        parts = tuple(map(str, some)) or tuple(draw(st.lists(PART, min_size=1, max_size=2)))
-        needed = Needed(some, parts, draw(SHARES), draw(MARGINS))
-    without = None
-    if draw(st.booleans()):
-        outcomes = draw(SHARES), draw(MARGINS), (draw(HEADS), draw(HEADS)), (draw(MARGINS), draw(MARGINS)), draw(SHARES)
-        perplexity = draw(TIMES), draw(MARGINS)
-        without = Removal(tuple(map(str, some)), *outcomes, *perplexity, draw(CHANCE), 12)
-    alone = tuple(
-        Alone(one.layer, one.expert, one.neuron, draw(SHARES), draw(HEADS), draw(TIMES), one.share)
-        for one in neurons[:3]
-    )
-    made = replace(
-        spike(FIRST, draw(SIZES)),
-        layers=(first, first + draw(st.integers(0, 30))),
-        norm=draw(SIZES),
-        before=draw(SIZES),
-        ratio_beside=draw(SIZES),
-        dims=tuple(draw(st.lists(st.integers(0, 9000), max_size=9))),
-        writers=tuple(draw(st.lists(COMPONENT, max_size=6))),
-        neurons=neurons,
-        erasers=tuple(draw(st.lists(st.builds(PartShare, PART, st.floats(-5, -0.05), MARGINS), max_size=4))),
-        needed=needed,
-        without_writers=without,
-        alone=alone,
-        backups=(),
-        marks=tuple(
-            draw(st.lists(st.builds(MarkLeft, PART, SHARES, MARGINS, st.none() | st.tuples(HEADS, HEADS)), max_size=3))
-        ),
-        heads=draw(HEADS),
-    )
-    others = [replace(made, heads=draw(HEADS)) for _ in range(draw(st.integers(0, 4)))]
-    return made, others
+    members = tuple(one.address for one in neurons[: draw(st.integers(0, 9))])
+    parts = tuple(map(str, members)) or draw(st.sampled_from([(), ("mlp 3",), ("embedding", "attention 11")]))
+    needed = Needed(members, parts, draw(SHARES), draw(MARGINS)) if parts else None
+    alone = [Alone(one.layer, one.expert, one.neuron, draw(SHARES), draw(HEADS), draw(TIMES), 0.1) for one in neurons]
+    own = {"neurons": neurons, "needed": needed, "alone": tuple(alone), "backups": ()}
+    made = replace(spike(FIRST, 1.0), **own, **draw(FIELDS))
+    return made, [replace(made, heads=draw(HEADS)) for _ in range(draw(st.integers(0, 4)))]
 
 
 @settings(max_examples=60, deadline=None)

@@ -32,7 +32,7 @@ TITLES = (
 
 
 def draw(result: Any) -> go.Figure:
-    """Draw the norms of a `SpikesFound`, what writes and erases each spike, and the attention of heads."""
+    """Draw the norms of a `FindSinks`, what writes and erases each spike, and the attention of heads."""
     fig = panels(TITLES, columns=2, spacing=0.12)
     layers = list(range(result.layers_read))
     first, typical = {"color": AFTER, "width": 3}, {"color": GREY}

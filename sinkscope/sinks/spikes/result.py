@@ -23,7 +23,7 @@ HEADS_OF_MARKS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpikesFound(Result):
+class FindSinks(Result):
     """The norm spikes of a model, what writes and needs them, and the heads that attend to their places.
 
     Attributes:
@@ -41,6 +41,8 @@ class SpikesFound(Result):
         first_ids: The ids before the text itself, such as BOS.
     """
 
+    kind = "find-sinks"  # read and drawn without the command, which stands in another module
+    drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
     percent = ("share", "remaining")
     tables_on_request = True
     columns = ("part", "role", "needed", "share", "remaining", "heads", "perplexity", "place", "layers")
@@ -201,15 +203,7 @@ def spike_rows(spike: SpikeResult) -> Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindSinks(SpikesFound):
-    """The norm spikes of a model, what writes and needs them, and the heads that attend to their places."""
-
-    kind = "find-sinks"  # read and drawn without the command, which stands in another module
-    drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Circuit(SpikesFound):
+class Circuit(FindSinks):
     """The circuit of each sink: what marks its place, what writes and needs its spike, who reads it, and copies."""
 
     kind = "circuit"

@@ -55,11 +55,11 @@ def writers_of(spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ..
     for part in components(survey.target, survey.target.n_layers - 1):
         along, layer = survey.added(part) @ spike.direction, part.layer or 0
         beyond = (along[mask] - along[spike.ordinary].mean()) / spike.size
-        share, margin = float(beyond.mean()), margin_of(per_text(beyond, mask).numpy())
-        if layer <= peak and abs(share) >= LISTED:
-            before.append(PartShare(str(part), share, margin))
-        elif peak < layer <= last + 1 and share <= -ERASES:
-            later.append(PartShare(str(part), share, margin))
+        share = float(beyond.mean())
+        writes = layer <= peak and abs(share) >= LISTED
+        if writes or (peak < layer <= last + 1 and share <= -ERASES):
+            one = PartShare(str(part), share, margin_of(per_text(beyond, mask).numpy()))
+            (before if writes else later).append(one)
     before.sort(key=lambda one: -abs(one.share))
     later.sort(key=lambda one: one.share)
     return tuple(before), tuple(later)
