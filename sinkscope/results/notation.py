@@ -82,16 +82,20 @@ def count_of(count: int, noun: str) -> str:
     return f"{count:,} {word_form(count, noun, f'{noun}s')}"
 
 
+def _read(pattern: re.Pattern[str], text: str, option: str, expected: str) -> tuple[int, ...]:
+    match = pattern.fullmatch(text.strip())
+    if match is None:
+        raise SinkscopeError(f"{option} {text!r}: expected {expected}")
+    return tuple(int(part) for part in match.groups() if part is not None)
+
+
 def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
     """Read a neuron's name as (layer, neuron) or (layer, expert, neuron); L1N338, 1.338 and 1:338 are names, too.
 
     Raises:
         SinkscopeError: It is no such name.
     """
-    match = _NEURON.fullmatch(text.strip())
-    if match is None:
-        raise SinkscopeError(f"{option} {text!r}: expected a neuron such as L1.N338, or L3.E2.N7 in a mixture")
-    return tuple(int(part) for part in match.groups() if part is not None)
+    return _read(_NEURON, text, option, "a neuron such as L1.N338, or L3.E2.N7 in a mixture")
 
 
 def read_head(text: str, option: str = "--heads") -> tuple[int, int]:
@@ -100,7 +104,5 @@ def read_head(text: str, option: str = "--heads") -> tuple[int, int]:
     Raises:
         SinkscopeError: It is no such name.
     """
-    match = _HEAD.fullmatch(text.strip())
-    if match is None:
-        raise SinkscopeError(f"{option} {text!r}: expected a head such as L5.H3")
-    return int(match[1]), int(match[2])
+    layer, head = _read(_HEAD, text, option, "a head such as L5.H3")
+    return layer, head

@@ -45,16 +45,10 @@ def own_options(words: str) -> dict[str, click.Parameter]:
 
 
 @EVERY
-def test_every_parameter_is_an_option_or_for_python_only(words):
-    options, known = own_options(words), parameters(words)
+def test_every_parameter_is_an_option_with_its_default_choices_and_kind(words):
+    known, options = parameters(words), own_options(words)
     assert options.keys() == known.keys() - PYTHON_ONLY
-    assert len({*options}) == len(options)
-
-
-@EVERY
-def test_defaults_choices_and_kinds_are_those_of_the_function(words):
-    known = parameters(words)
-    for name, option in own_options(words).items():
+    for name, option in options.items():
         one = known[name]
         default: Any = option.to_info_dict()["default"]
         expected = None if one.default is inspect.Parameter.empty else one.default

@@ -59,23 +59,17 @@ def other_command(words: str, point: EntryPoint) -> Command:
 def option_of(one: Parameter) -> click.Option | None:
     """Return the option of a parameter; None if its type is none that is typed."""
     flag = f"--{one.name.replace('_', '-')}"
-    kinds: dict[Any, click.ParamType] = {
-        str: click.STRING,
-        int: click.INT,
-        float: click.FLOAT,
-        bool: click.BOOL,
-        Path: click.Path(path_type=Path),
-    }
-    if get_origin(one.type) is Literal:
-        kinds[one.type] = click.Choice(get_args(one.type))
-    if one.type not in kinds:
+    kind: Any = one.type
+    if get_origin(kind) is Literal:
+        kind = click.Choice(get_args(kind))
+    elif kind not in (str, int, float, bool, Path):
         return None
     required = one.default is inspect.Parameter.empty
-    settings: dict[str, Any] = {"help": one.help, "required": required}
+    settings: dict[str, Any] = {"help": one.help, "required": required, "type": click.types.convert_type(kind)}
     if one.many:
-        return Several([flag], type=kinds[one.type], **settings)
+        return Several([flag], **settings)
     if not required:
         settings["default"] = one.default
-    if one.type is bool:
-        return click.Option([flag if one.default is False else f"{flag}/--no-{flag[2:]}"], is_flag=True, **settings)
-    return click.Option([flag], type=kinds[one.type], **settings)
+    if one.type is bool and one.default is not False:
+        flag = f"{flag}/--no-{flag[2:]}"
+    return click.Option([flag], is_flag=one.type is bool, **settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -50,33 +50,18 @@ class Request(BaseModel, extra="forbid"):
     off: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class OpenText:
-    """A text, and how the intact model reads it.
-
-    Attributes:
-        ids: Its tokens.
-        intact: How the intact model reads it.
-        shown: What a page shows of it, still without variants.
-    """
-
-    ids: list[int]
-    intact: TextReading
-    shown: ViewedText
-
-
 @dataclass
 class Explorer(ModelSink):
     """An open model, what is known of its sink, and the text that is shown.
 
     Attributes:
         text: The text that is shown where a request names none. None: a story.
-        latest: The text that was read last, after the request for it.
+        latest: The text that was read last, and how the intact model reads it.
         lock: Held by whoever runs the model.
     """
 
     text: str | None = None
-    latest: tuple[Any, OpenText] | None = None
+    latest: tuple[str | None, TextReading] | None = None
     lock: Any = field(default_factory=threading.RLock)
 
     @cached_property
@@ -89,29 +74,17 @@ class Explorer(ModelSink):
         """The neurons that the circuit names."""
         return pages_of(self)
 
-    def read(self, text: str | None = None, variants: int = 1) -> OpenText:
-        """Return a text, or a story, as the intact model reads it; a page has room for `variants` of it."""
-        if self.latest is None or self.latest[0] != (text, variants):
-            ids = ids_of(self.setup, text or STORY)
-            tokens = tuple(self.setup.tokenizer.decode([token]) for token in ids)
-            intact = read_tokens(self, ids)
-            heads = heads_that_fit(intact, PAGE_VALUES // variants)
-            shown = ViewedText(
-                name="text" if text else "a story",
-                tokens=tokens,
-                heads=heads,
-                variants=(),
-                spikes=spikes_of(self, intact),
-            )
-            self.latest = ((text, variants), OpenText(ids, intact, shown))
+    def read(self, text: str | None) -> TextReading:
+        """Return how the intact model reads a text, or a story; the last one is kept."""
+        if self.latest is None or self.latest[0] != text:
+            self.latest = (text, read_tokens(self, ids_of(self.setup, text or STORY)))
         return self.latest[1]
 
     def view(self, text: str | None = None) -> ModelView:
         """Return the model on a text, or on a story, intact and under its switches: all that a page shows alone."""
-        switches = [None, *switches_of(self)]
-        return self.result(self.read(text, len(switches)), switches)
+        return self.result(text, [None, *switches_of(self)])
 
-    def result(self, text: OpenText, shown: Sequence[Switch | None]) -> ModelView:
+    def result(self, text: str | None, shown: Sequence[Switch | None]) -> ModelView:
         """Return the view of a text under these switches, with all that is known of the sink; None is no switch."""
         setup, switches = self.setup, switches_of(self)
         return ModelView(
@@ -131,25 +104,29 @@ class Explorer(ModelSink):
             neuron_pages=self.neuron_pages,
         )
 
-    def viewed(self, text: OpenText, switches: Sequence[Switch | None]) -> ViewedText:
+    def viewed(self, text: str | None, switches: Sequence[Switch | None]) -> ViewedText:
         """Return a text under these switches; None is the intact model."""
+        intact = self.read(text)
+        tokens = tuple(self.setup.tokenizer.decode([token]) for token in intact.ids)
+        heads = heads_that_fit(intact, PAGE_VALUES // len(switches))
         variants: list[Variant] = []
         for switch in switches:
-            name, reading, sentence = "intact", text.intact, self.intact_sentence(text)
+            name, reading, sentence = "intact", intact, self.intact_sentence(intact, tokens)
             if switch is not None:
-                name, reading = switch.name, read_tokens(self, text.ids, switch.edit)
-                sentence = self.change(switch, text, reading)
+                name, reading = switch.name, read_tokens(self, intact.ids, switch.edit)
+                sentence = self.change(switch, intact, reading, tokens)
             variant = Variant(
                 name=name,
                 sentence=sentence,
                 norm=_rounded(reading.norm),
                 received=Packed.of(codes_of(reading.received)),
-                rows=tuple(Packed.of(reading.rows[head]) for head in text.shown.heads),
+                rows=tuple(Packed.of(reading.rows[head]) for head in heads),
                 following=reading.following,
-                activations=self.activations(text.ids, switch),
+                activations=self.activations(intact.ids, switch),
             )
             variants.append(variant)
-        return replace(text.shown, variants=tuple(variants))
+        name = "text" if text else "a story"
+        return ViewedText(name, tokens, heads, tuple(variants), spikes_of(self, intact))
 
     def activations(self, ids: list[int], switch: Switch | None) -> tuple[tuple[float, ...], ...]:
         """Return the activation of each named neuron at each token of a text; none of experts under an edit.
@@ -164,28 +141,28 @@ class Explorer(ModelSink):
             fired = activations(target, torch.tensor([ids]), neurons)
         return tuple(map(tuple, _rounded(fired[:, 0].numpy()).tolist()))
 
-    def intact_sentence(self, text: OpenText) -> str:
+    def intact_sentence(self, intact: TextReading, tokens: Sequence[str]) -> str:
         """Return how many tokens have a norm spike, and the largest norm beside typical text."""
-        layer, count = self.layer, len(text.shown.spikes)
-        norm = text.intact.norm[layer]
+        layer, count = self.layer, len(spikes_of(self, intact))
+        norm = intact.norm[layer]
         highest = int(norm.argmax())
         return (
             f"{count} of {len(norm)} tokens {word_form(count, 'has', 'have')} a norm spike after layer {layer}: "
-            f"the largest norm is {short(norm[highest])} at {text.shown.tokens[highest]!r}, where typical text has "
+            f"the largest norm is {short(norm[highest])} at {tokens[highest]!r}, where typical text has "
             f"{short(self.typical_norm[layer])}."
         )
 
-    def change(self, switch: Switch, text: OpenText, reading: TextReading) -> str:
+    def change(self, switch: Switch, intact: TextReading, reading: TextReading, tokens: Sequence[str]) -> str:
         """Return what an edit changes most, beside its control."""
         layer = self.layer
-        before, after = text.intact.norm[layer], reading.norm[layer]
+        before, after = intact.norm[layer], reading.norm[layer]
         position = int(np.abs(after - before).argmax())
         chance = ""
         if switch.control is not None:
             with switch.control.on(self.setup.target):
-                control = norms_at(self, text.ids, layer)
+                control = norms_at(self, intact.ids, layer)
             chance = f" (random control: {short(control[position])})"
-        token = f"{position}, {text.shown.tokens[position]!r}"
+        token = f"{position}, {tokens[position]!r}"
         name = f"{switch.name[:1].upper()}{switch.name[1:]}"
         return (
             f"{name}: after layer {layer}, the norm changes most at token "
@@ -202,7 +179,7 @@ class Explorer(ModelSink):
         try:
             asked = checked_value(Request, request, "the request")
             with self.lock:
-                text = self.read(asked.text or self.text)
+                text = asked.text or self.text
                 switch: Switch | None = None
                 if asked.switch is not None:
                     switch = switch_named(self, asked.switch)

@@ -81,12 +81,14 @@ class TextReading:
     """What one pass over a text shows.
 
     Attributes:
+        ids: The tokens of the text.
         norm: L2 norm of the residual stream after each layer.
         rows: Attention, in the codes of `Packed`.
         received: Attention that each position receives from later queries, on average.
         following: The likeliest next tokens after the text, with their probabilities.
     """
 
+    ids: list[int]
     norm: Float[np.ndarray, "layer pos"]
     rows: UInt8[np.ndarray, "layer head query key"]
     received: Float[Tensor, "layer head pos"]
@@ -114,7 +116,7 @@ def read_tokens(sink: ModelSink, ids: list[int], edit: Intervention | None = Non
     with under(edit, target), attention_rows(target, see), target.hooks(*hooks):
         logits = target.forward(torch.tensor([ids]), unembed=True).logits[0, -1].float().cpu()
     received /= torch.arange(length - 1, -1, -1).clamp(min=1)  # later queries
-    return TextReading(norms, rows, received, likeliest(sink, logits))
+    return TextReading(ids, norms, rows, received, likeliest(sink, logits))
 
 
 def likeliest(sink: ModelSink, logits: Float[Tensor, " vocab"]) -> tuple[tuple[str, float], ...]:
