@@ -99,19 +99,12 @@ class GgufHeader:
             UnsupportedError: transformers cannot scale rope in this way.
         """
         rope = getattr(config, "rope_parameters", None)
-        if not isinstance(rope, dict):
-            if self._is_scaled():
-                raise UnsupportedError(f"{self.name} scales rope, and {config.model_type} has no way to: give another")
-            return
-        rope = rope.get("full_attention", rope)  # layers with a window are not scaled
-        if rope.get("rope_type", "default") != "default":
-            return  # transformers has read it
-        rope.update(self._rope(config))
-
-    def _is_scaled(self) -> bool:
-        kind = self.scaling("type") or "none"
-        linear = self.value(f"{self.architecture}.rope.scale_linear")
-        return kind != "none" or bool(linear) or any(self.factors(name) for name in (_FREQUENCIES, _LONG))
+        if isinstance(rope, dict):
+            rope = rope.get("full_attention", rope)  # layers with a window are not scaled
+            if rope.get("rope_type", "default") == "default":  # else transformers has read it
+                rope.update(self._rope(config))
+        elif self._rope(config):
+            raise UnsupportedError(f"{self.name} scales rope, and {config.model_type} has no way to: give another")
 
     def _rope(self, config: Any) -> dict[str, Any]:
         """What the file says, in transformers' words; nothing if rope is not scaled."""
@@ -120,7 +113,7 @@ class GgufHeader:
         if linear and kind == "none":
             kind, factor = "linear", linear
         factor = float(factor or 1.0)
-        trained = int(self.scaling("original_context_length") or config.max_position_embeddings)
+        trained = int(self.scaling("original_context_length") or getattr(config, "max_position_embeddings", 0))
         has_tensor = any(self.factors(name) for name in (_FREQUENCIES, _LONG))
         if has_tensor and kind in ("none", "linear", "longrope"):
             return self._by_tensors(factor if kind == "linear" else 1.0, trained)
