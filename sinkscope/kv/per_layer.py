@@ -61,7 +61,7 @@ class PerLayer(Intervention):
             )
         session = Session.of(run)
         session.own_cache(self.policy.shown_name, self.policy.first)
-        self.policy.watch(session)
+        replace(self.policy, budget=1.0).watch(session)  # what any budget of a layer may need
         policies = [self.of_layer(layer) for layer in range(len(self.budgets))]
 
         def act(moment: Moment) -> None:

@@ -59,8 +59,11 @@ class SnapKV(Policy):
         return min(WINDOW, max(1, (budget - self.first) // 2))
 
     def watch(self, session: Session) -> None:
-        """Ask for the latest queries."""
-        session.window_queries(self.window or WINDOW, decoding=self.every != "prefill")
+        """Ask for the latest queries: as many as the longest window that a row can have."""
+        window = self.window or WINDOW
+        if isinstance(self.budget, int):
+            window = self.window_at(self.budget)
+        session.window_queries(window, decoding=self.every != "prefill")
 
     def always_kept(self, budget: int) -> tuple[int, int]:
         """Return the first tokens, and the window or `last` if that is more."""
