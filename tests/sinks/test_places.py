@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.sinks.spikes.places import among_tokens, at_position, sink_places, split_by_label
+from sinkscope.sinks.spikes.places import sink_places, split_by_label
 from sinkscope.sinks.thresholds import LEAST_CASES
 
 TEXTS, LENGTH, VOCAB = 48, 40, 60
@@ -107,12 +107,6 @@ def test_pieces_part_the_places_and_their_words_are_precise(seed, noise, bos):
     assert not bool((covered & ~there).any())
     left = there & ~covered
     assert int(left[:, 1:].sum()) < LEAST_CASES or float(left[:, 1:].any(1).float().mean()) < 0.2
-
-
-def test_rules_mean_the_same_positions_in_texts_of_any_length():
-    ids = torch.tensor([[COMMA, 3, COMMA, 3], [3, 3, 3, COMMA]])
-    assert among_tokens(ids, (COMMA,), first=True).nonzero().tolist() == [[0, 0], [1, 3]]
-    assert not at_position(ids, 9).any()
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_shares_and_what_is_left_are_those_of_plain_hooks(name, family):
         without = spike.without_writers
         left = plain.without(model, ids, own, [(one.layer, one.neuron) for one in spike.neurons])
         assert without.left == pytest.approx(left.left, abs=1e-3)
-        assert without.heads == (plain.readers(plain.run(model, ids).attention, own), left.heads)
+        assert without.heads == (plain.readers(seen.attention, own), left.heads)
         assert without.perplexity == pytest.approx(left.perplexity, rel=1e-3)
         left = plain.without(model, ids, own, [(one.layer, one.neuron) for one in spike.needed.neurons])
         assert spike.needed.left == pytest.approx(left.left, abs=1e-3)
