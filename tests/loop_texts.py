@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 from repository import ROOT
 
@@ -25,12 +26,13 @@ def prose(words: int, seed: int = 0) -> str:
     return " ".join(said[:words])
 
 
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The rows of a fixture."""
+    return [json.loads(line) for line in (ROOT / "tests/fixtures" / name).read_text(encoding="utf-8").splitlines()]
+
+
 def _texts(name: str) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for line in (ROOT / "tests/fixtures" / name).read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        texts[row["id"]] = row["prompt"]
-    return texts
+    return {row["id"]: row["prompt"] for row in rows_of(name)}
 
 
 HONEST = _texts("honest.jsonl")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
 import re
 import sys
 from dataclasses import replace
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loop_texts import TABLES, prose
+from loop_texts import TABLES, prose, rows_of
 from repository import python
 from server_streams import SERVERS, events
 
@@ -23,28 +22,12 @@ from sinkscope.loops import LoopCheck, check, check_file
 from sinkscope.loops.text.outputs import Splitter, spans, split
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
-        (f"{prose(200)} {'one more cup of tea, ' * 40}", "loops"),
-        (f"{prose(200)} {'one more cup of tea, ' * 40} and that is all.", "loops"),
-        (f"{prose(200)} {'one more cup of tea, ' * 40} {prose(60, 1)}", "looped"),
-        ('{"name": "Ada",' + "\n    " * 300, "loops"),
-        ("0 1 0 0\n" * 60, "suspicious"),
-        ("0 1 0 0\n" * 150, "loops"),
-        ("A: 10\n" * 50, "suspicious"),
-        ("ha" * 390, "loops"),
-        ("=" * 72, "clean"),
-        ("".join(f"{i}. I will open the file and read it again.\n" for i in range(30)), "loops"),
-        ("".join(f"{i}. I will open the file and read it again.\n" for i in range(16)), "suspicious"),
-        ("".join(f"{i}. Mona Ali\n" for i in range(41, 100)), "loops"),
-        ("".join(f'  {{"id": {i}, "name": "item", "done": false}},\n' for i in range(60)), "suspicious"),
-        (" ".join(" ".join(random.Random(i).sample("we open the old red box".split(), 6)) + "." for i in range(30)),
-         "suspicious"),
-        (prose(400), "clean"),
-    ],
-)  # fmt: skip
-def test_row_conclusion_code_and_json_say_the_same(text, verdict, tmp_path, monkeypatch, typed):
+@pytest.mark.parametrize("row", rows_of("verdicts.jsonl"))
+def test_row_conclusion_code_and_json_say_the_same(row, tmp_path, monkeypatch, typed):
+    """Each part of a text is repeated, with a number in place of {i}."""
+    verdict, text = row["verdict"], ""
+    for part, first, end in row["parts"]:
+        text += "".join(part.replace("{i}", str(number)) for number in range(first, end))
     monkeypatch.chdir(tmp_path)
     Path("x.txt").write_text(text)
     looping = verdict in ("loops", "looped")

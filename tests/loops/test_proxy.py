@@ -23,7 +23,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_texts import prose
+from loop_texts import prose, rows_of
 from served import served
 from server_streams import SERVERS, chat_chunk, choices_of, events
 from starlette.applications import Starlette
@@ -274,21 +274,10 @@ def test_however_lines_end_they_are_passed_on_at_once_and_cut_behind_an_event(en
     assert re.search(rb"(\n\n|\r\r|\r\n\r\n)\n*$", passed)
 
 
-@pytest.mark.parametrize(
-    ("body", "prompt", "answers"),
-    [
-        ({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "ten"}], "n": 2}, "ten", 2),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}, "a", 1),
-        ({"prompt": ["a", "b"], "n": 3}, "a b", 6),
-        ({"prompt": [1, 2, 3]}, "", 1),
-        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, "a", 1),
-        ({"n": "x", "messages": [{}]}, "", 1),
-        (None, "", 1),
-    ],
-)  # fmt: skip
-def test_what_a_request_asks_for(body, prompt, answers):
-    content = b"no json" if body is None else json.dumps(body).encode()
-    assert asked_in(content)[:2] == (prompt, answers)
+def test_what_a_request_asks_for():
+    for row in rows_of("requests.jsonl"):
+        assert asked_in(json.dumps(row["body"]).encode())[:2] == (row["prompt"], row["answers"])
+    assert asked_in(b"no json") == Asked()
 
 
 def test_copies_that_were_asked_for_pass_and_others_are_cut(plain):
