@@ -78,22 +78,18 @@ def _decoded(source: Any) -> Iterator[str]:
 
 def _beginning(text: Iterator[str], name: str) -> tuple[StreamForm, Iterator[str]]:
     """The form of an input, of which no more is read than that takes, and its text without headers."""
-    start = ""
+    start = body = ""
     for part in text:
         start += part
-        body = start[_end_of_headers(start) :]
-        form = None
-        if not body.lstrip().startswith("HTTP/"):  # of headers, which go on
-            form = form_of(body, name)
+        headers = _HEADERS.match(start)
+        body = start if headers is None else start[headers.end() :]
+        if body.lstrip().startswith("HTTP/"):  # headers that go on
+            body = ""
+            continue
+        form = form_of(body, name)
         if form is not None:
             return form, chain([body], text)
-    body = start[_end_of_headers(start) :]
     return form_of(f"{body}\n", name) or _default_form(name), iter([body])
-
-
-def _end_of_headers(start: str) -> int:
-    found = _HEADERS.match(start)
-    return 0 if found is None else found.end()
 
 
 def _default_form(name: str) -> StreamForm:
@@ -166,7 +162,8 @@ def _values(line: str, form: StreamForm) -> list[Any]:
         data = data.removeprefix("data:").strip() if data.startswith("data:") else ""
     if data in ("", "[DONE]"):
         return []
-    data.encode()  # refuses what is no UTF-8
+    if _NOT_DECODED.search(data):
+        raise ValueError("it is not UTF-8")
     value = parse_json(data)
     return value if isinstance(value, list) else [value]
 
