@@ -31,7 +31,7 @@ from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, on_output, without_compiler
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention, AttentionOutput, VisibleRowObserver, check_recomputed
-from sinkscope.tap.stock import NAME, STOCK, Stock, eager, stock_of, switched
+from sinkscope.tap.stock import NAME, STOCK, Stock, eager, switched
 
 
 @dataclass(eq=False)
@@ -206,7 +206,8 @@ def _within_blocks(
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:
     """The mask function that transformers calls once per forward call; no mask if a handler determines what is seen."""
-    name, number = stock_of(config).kind, id(config)
+    number = id(config)
+    name = (STOCK.get(number) or Stock(config)).kind
     for handler in HANDLERS.get():
         if number in handler.configs:
             if handler.replaces_mask:

@@ -83,7 +83,7 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
     phi3 = random("phi3", tmp_path, intermediate_size=63)  # two parts of unequal width
     mixtral = planted("mixtral", tmp_path)
     calls = {
-        qwen3: [*READ, *EDITS, *POLICIES, *REFUSED],
+        qwen3: [*READ, "SinkPatch", "Quantize", "LoopServe", "LoopGuard", "h2o", "snapkv", *REFUSED],
         phi3: ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "trace", "LoopServe"],
         mixtral: ["SinkPatch", "trace"],
     }
