@@ -5,31 +5,9 @@ from sinkscope.app.commands.command import Command
 
 __all__ = ["COMMANDS"]
 
-COMMANDS: dict[str, Command] = {
-    one.words: one
-    for one in (
-        sinks.find_sinks,
-        sinks.circuit,
-        sinks.heads,
-        sinks.patch_make,
-        sinks.patch_eval,
-        sinks.precision,
-        sinks.repeat,
-        sinks.attack,
-        loops.check_loops,
-        loops.barcode,
-        loops.why,
-        loops.lines,
-        bench.bench,
-        bench.bench_table,
-        bench.check_cache,
-        look.scan,
-        look.demo,
-        look.scan_table,
-        look.view_model,
-        look.print_models,
-        look.print_generated,
-        look.report,
-    )
-}
-"""The commands by their words, in the order of the help."""
+COMMANDS: dict[str, Command] = {}
+"""The commands by their words, in the order of the help: that of these files."""
+for module in (sinks, loops, bench, look):
+    for one in vars(module).values():
+        if isinstance(one, Command):
+            COMMANDS[one.words] = one
