@@ -69,7 +69,7 @@ ORDERS = {
 ORDERS[
     "import sys, sinkscope\nsinkscope.find_sinks\nprint([name for name in sys.modules if 'sinkscope.kv' in name])"
 ] = "[]"
-for module in ("sparse.lines", "loops.generate", "hooks.trace"):
+for module in ("sparse.lines", "loops.generate"):
     ORDERS[f"import sinkscope.{module} as other; print(other.__name__)"] = f"sinkscope.{module}"
 FORKS = """import multiprocessing, sys, transformers.modeling_utils
 for code in sys.argv[1:]:
