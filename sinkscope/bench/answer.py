@@ -133,20 +133,19 @@ class Answer:
             the first attended to, and `cached_peak`, the most that stayed cached after one, means over layers and kv
             heads; `cells`, the share of the prompt's causal cells that attention covered (None if the method does not
             change prompts); `seconds` of wall-clock time of its batch, divided by the rows.
-        read: `read` of each decoding step after the first.
         events: Actions of the method.
         steps: Numbers for each new token, by name.
-        whole: What each of these steps reads with a full cache, in layers with a sliding window the window.
+        first_lossy: The first decoding step after the first that read less than with a full cache, which is a sliding
+            window in some layers. None: no step did.
     """
 
     tokens: list[int]
     text: str
     ended: EndReason
     costs: Metrics
-    read: Sequence[float] = ()
     events: tuple[dict[str, Any], ...] = ()
     steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    whole: Sequence[float] = ()
+    first_lossy: int | None = None
 
 
 Logits = Float[Tensor, "row vocab"]
@@ -205,6 +204,7 @@ def answer_rows(
         edit = edit(target, max(map(len, rows)))
     output, events, held = _generated(target, edit, keep, **options)
     seconds = (time.perf_counter() - started) / len(rows)
+    by_step = {name: torch.stack(value).round(decimals=6) for name, value in values.items()}
     answers: list[Answer] = []
     windows = [layer_window(target, layer) for layer in target.attending]
     for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
@@ -212,10 +212,12 @@ def answer_rows(
         prompt, length = len(rows[row]), len(tokens)
         cached: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
         whole = [full_read(count, windows) for count in range(prompt + 1, prompt + length)]
-        read = whole
+        read, first_lossy = whole, None
         if edit is not None:
             read = [float(call.read_by_row()[row]) for call in held[1:length]]
             cached = [float(call.held_by_row()[row]) for call in held[1:length]]
+            less = [count < full - 1e-6 for count, full in zip(read, whole, strict=False)]
+            first_lossy = less.index(True) + 1 if True in less else None
         costs: Metrics = {
             "prompt_tokens": prompt,
             "length": length,
@@ -226,17 +228,9 @@ def answer_rows(
         }
         text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
         ended: EndReason = "eos" if tokens[-1] in ends and not along else "cap"
-        steps = _steps_of(values, row, length)
-        answers.append(Answer(tokens, text, ended, costs, read, row_events(events, row, length), steps, whole))
+        steps = {name: tuple(value[:length, row].tolist()) for name, value in by_step.items()}
+        answers.append(Answer(tokens, text, ended, costs, row_events(events, row, length), steps, first_lossy))
     return answers
-
-
-def _steps_of(values: dict[str, list[Tensor]], row: int, length: int) -> dict[str, tuple[float, ...]]:
-    """The numbers of each step of one answer, by name."""
-    steps: dict[str, tuple[float, ...]] = {}
-    for name, value in values.items():
-        steps[name] = tuple(round(number, 6) for number in torch.stack(value)[:length, row].tolist())
-    return steps
 
 
 def _generated(

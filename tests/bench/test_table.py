@@ -116,17 +116,16 @@ def test_the_conclusion_of_a_table(task: str, answers: list[str], said: str):
 def test_any_two_methods_are_compared_on_the_same_prompts():
     """Also two that are not the best; the interval is that of the differences, prompt by prompt."""
     answers = ["full 1*20", "h2o:4 1*20", "snapkv:4 1*10 0*10", "tova:4 1*8 0*12"]
-    records = [record for some in answers for record in scored("file", some)]
-    found = tabulate_records([BenchRun(records, SETTINGS)], beside="snapkv:4")
-    differences = np.array([0.0] * 8 + [-1.0] * 2 + [0.0] * 10)
-    interval = interval_of(differences, (-1.0, 1.0))
-    row = {row["method"]: row for row in found.rows()}["tova:4"]
+    runs = [BenchRun([record for some in answers for record in scored("file", some)], SETTINGS)]
+    found = tabulate_records(runs, beside="snapkv:4")
+    interval = interval_of(np.array([0.0] * 8 + [-1.0] * 2 + [0.0] * 10), (-1.0, 1.0))
+    (row,) = [row for row in found.rows() if row["method"] == "tova:4"]
     assert (row["difference"], row["from"], row["to"]) == (interval.mean, interval.low, interval.high)
     ends = f"{100 * interval.low:+.1f} to {100 * interval.high:+.1f}"
     assert f"file s: tova:4 - snapkv:4: -10.0 points, 95 % {ends}" in found.details()
-    assert " - h2o:4: -60.0 points" in "".join(tabulate_records([BenchRun(records, SETTINGS)]).details())
+    assert " - h2o:4: -60.0 points" in "".join(tabulate_records(runs).details())
     with refused("--beside c: expected full, h2o:4, snapkv:4, tova:4"):
-        tabulate_records([BenchRun(records, SETTINGS)], beside="c")
+        tabulate_records(runs, beside="c")
 
 
 def test_the_best_method_stands_first_beside_the_control():

@@ -71,15 +71,14 @@ def test_prompts_without_an_answer_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("read", "cells", "expected"),
+    ("first_lossy", "cells", "expected"),
     [
-        ([11.0, 12.0, 6.0], None, 4.0),  # the first token and two steps read everything
-        ([11.0, 12.0, 13.0], None, 2.5),  # nothing was left out
-        ([11.0, 12.0, 6.0], 0.4, 2.5),  # the prompt was
+        (3, None, 4.0),  # the first token and two steps read everything
+        (None, None, 2.5),  # nothing was left out
+        (3, 0.4, 2.5),  # the prompt was
     ],
 )
-def test_steps_that_read_everything_are_not_averaged(read: list[float], cells: float | None, expected: float):
-    costs = {"prompt_tokens": 10, "cells": cells}
-    answer = Answer([1, 2, 3, 4], "", "cap", costs, read, steps={"kl": (1.0, 2.0, 3.0, 4.0)}, whole=(11, 12, 13))
-    metrics = metrics_of(answer)
-    assert metrics == {"kl": expected, "first": 1.0}
+def test_steps_that_read_everything_are_not_averaged(first_lossy: int | None, cells: float | None, expected: float):
+    steps = {"kl": (1.0, 2.0, 3.0, 4.0)}
+    answer = Answer([1, 2, 3, 4], "", "cap", {"cells": cells}, steps=steps, first_lossy=first_lossy)
+    assert metrics_of(answer) == {"kl": expected, "first": 1.0}

@@ -112,11 +112,9 @@ def metrics_of(answer: Answer) -> Metrics:
     The first token comes from the prompt, and some policies then read everything for a while. Those steps lose nothing,
     unless the prompt itself was read along lines.
     """
-    steps = zip(answer.read, answer.whole, strict=True)
-    lossy = [step for step, (read, whole) in enumerate(steps, 1) if read < whole - 1e-6]
     begin = 0
-    if lossy and answer.costs["cells"] is None:
-        begin = lossy[0]
+    if answer.first_lossy is not None and answer.costs["cells"] is None:
+        begin = answer.first_lossy
     metrics: Metrics = {"first": answer.steps["kl"][0]}
     for name, values in answer.steps.items():
         metrics[name] = fmean(values[begin:])

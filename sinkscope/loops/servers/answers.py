@@ -103,8 +103,7 @@ class StreamWatch:
         self._events = events
         self._asked = asked
         self._written: dict[str, int] = {}  # pieces of text of each output, which servers send for each token
-        self._origin: Origin | None = None
-        self._begun = set[str]()
+        self._origin = Origin()
         self._alarms: dict[str, Alarm] = {}
 
     def feed(self, data: bytes) -> bytes:
@@ -126,13 +125,13 @@ class StreamWatch:
         saved = None
         if self.alarm is not None and self._asked.limit is not None:
             saved = sum(max(0, self._asked.limit - self._written.get(name, 0)) for name in self._watch.open)
-        told = alarm._replace(origin=Origin(self._origin.id if self._origin else "", self.model)).about()
+        told = alarm._replace(origin=Origin(self._origin.id, self.model)).about()
         return {**told, "cut": self.alarm is not None, "saved": saved}
 
     @property
     def model(self) -> str:
         """Name of the model: as the answer says, else as the request does."""
-        return (self._origin and self._origin.model) or self._asked.model
+        return self._origin.model or self._asked.model
 
     def ending(self) -> bytes:
         """Return the events that end the answer after an alarm; they say where the loop is, without its text."""
@@ -171,13 +170,13 @@ class StreamWatch:
                 self._last = data
             if data.get("type") == "response.created":
                 self._response = dict(data["response"])
-            self._origin = self._origin or origin_of(data)
+            if not any(self._origin):
+                self._origin = origin_of(data) or self._origin
             # It is one answer, although some servers give each chunk a new id.
             pieces = pieces_of({**data, "id": None}, 0) or []
         except UNREADABLE:
             return  # what is no output of a model is passed on
         for piece in pieces:
-            self._begun.add(piece.stream)
             self._written[piece.stream] = self._written.get(piece.stream, 0) + bool(piece.text)
             for alarm in self._watch.take(piece):
                 if alarm.cut:
@@ -185,7 +184,7 @@ class StreamWatch:
                 else:
                     self.suspect = self.suspect or alarm
         waiting = self._watch.open.keys()
-        if waiting and waiting <= self._alarms.keys() and len(self._begun) >= self._asked.answers:
+        if waiting and waiting <= self._alarms.keys() and len(self._written) >= self._asked.answers:
             self.alarm = max((self._alarms[name] for name in waiting), key=lambda alarm: alarm.token)
 
 
