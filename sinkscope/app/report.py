@@ -97,7 +97,7 @@ def report(
             result = result_at(path)
         except Exception as error:
             result = why_missing(error)
-        results[visible(path.relative_to(root).as_posix())] = result
+        results[path.relative_to(root).as_posix()] = result
     sections, missing = sections_of(results)
     if not sections:
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
