@@ -162,9 +162,11 @@ def replaced(model, name: str, place: Tensor, mean: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def without_part(model, ids: Tensor, spike: PlainSpike, name: str, at: int = 0) -> tuple[float, tuple[int, int]]:
+def without_part(
+    model, ids: Tensor, seen: Pass, spike: PlainSpike, name: str, at: int = 0
+) -> tuple[float, tuple[int, int]]:
     """What is left where a component writes its mean over ordinary positions; heads that attend, before and after."""
-    seen, kind, layer = run(model, ids), *name.partition(" ")[::2]
+    kind, _, layer = name.partition(" ")
     added = seen.states[0]
     if kind != "embedding":
         added = seen.mlp[int(layer)]

@@ -83,8 +83,9 @@ def test_the_mlp_of_layer_8_marks_the_late_spike_of_smollm2_and_most_heads_stay_
     found = circuit.on(setup_of_smollm2, max_repeats=64)
     ids = pieces(smollm2.tokenizer, typical(), [smollm2.tokenizer.bos_token_id])
     late, mark = found.first_spikes[0], found.first_spikes[0].marks[0]
-    (own,) = [one for one in plain.spikes(plain.run(smollm2.model, ids)) if one.first == late.layers[0]]
-    left, heads = plain.without_part(smollm2.model, ids, own, "mlp 8")
+    seen = plain.run(smollm2.model, ids)
+    (own,) = [one for one in plain.spikes(seen) if one.first == late.layers[0]]
+    left, heads = plain.without_part(smollm2.model, ids, seen, own, "mlp 8")
     assert mark.part == "mlp 8" and mark.left == pytest.approx(left, abs=1e-3) and mark.heads == heads
     assert left < 0.25 and heads[1] > 0.6 * heads[0]
     record = json.loads(found.to_json())["result"]["spikes"][0]["marks"][0]

@@ -21,6 +21,8 @@ from sinkscope.sinks.patch import PatchEvaluation, patch_eval
 from sinkscope.sinks.patch_proof import AfterCopies, OrdinaryText, PatchProof, Perplexity, random_patch
 from sinkscope.sinks.tokens import held_out
 
+pytestmark = pytest.mark.few_texts
+
 
 def loud(o: Organism) -> SinkPatch:
     """A patch that changes what the model says a lot."""

@@ -20,6 +20,8 @@ from sinkscope.measure import Setup
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.records import SpikeResult, part_of
 
+pytestmark = pytest.mark.few_texts
+
 CLOSE = {"rel": 1e-2, "abs": 2e-3}
 """How near numbers are: a hundredth, as float32 allows."""
 

@@ -89,8 +89,13 @@ HEADS = (
 """What is said of the model in the package."""
 
 
-def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it(tmp_path):
-    found = ss.find_sinks()
+@pytest.fixture(scope="module")
+def bundled() -> Setup:
+    return Setup.open(ss.load("bundled"))
+
+
+def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it(bundled, tmp_path):
+    found = find_sinks.on(bundled)
     assert found.needed == (Neuron(1, None, 338),)
     assert found.conclusion() == HEADS
     again = FindSinks.load(found.save(tmp_path / "sinks.json"))
@@ -99,14 +104,11 @@ def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it
     assert patch.checked_sites == (Neuron(1, None, 338),)
 
 
-def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_hooks_do():
-    model = ss.load("bundled")
-    setup = Setup.open(model)
-    found, ids = ss.circuit.on(setup, max_repeats=4), sinks_of(setup).survey.ids
-    (own,) = plain.spikes(plain.run(model, ids))
-    mark, *others = [
-        plain.without_part(model, ids, own, part) for part in ("attention 0", "embedding", "mlp 0", "attention 1")
-    ]
+def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_hooks_do(bundled):
+    model, ids = bundled.target.model, sinks_of(bundled).survey.ids
+    found, seen = ss.circuit.on(bundled, max_repeats=4), plain.run(model, ids)
+    (own,), parts = plain.spikes(seen), ("attention 0", "embedding", "mlp 0", "attention 1")
+    mark, *others = [plain.without_part(model, ids, seen, own, part) for part in parts]
     left = found.spikes[0].marks[0]
     assert (left.part, left.heads) == ("attention 0", mark[1])
     assert left.left == pytest.approx(mark[0], abs=1e-3)

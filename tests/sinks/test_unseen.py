@@ -14,6 +14,8 @@ from organisms.organism import PlantedSpike
 from sinkscope.sinks.spikes.find import circuit, sinks_of
 from sinkscope.sinks.spikes.records import SpikeResult
 
+pytestmark = pytest.mark.few_texts
+
 QUICK = {"restart": 0, "backup_of_two": 1, "second_position": 0, "saturated": 0, "attention_spike": 0, "relay": 1}
 CASES = []
 for name, families in BLIND.items():
@@ -69,6 +71,6 @@ def test_what_remains_without_a_mark_and_the_heads_are_those_of_plain_hooks(name
     spike, own, ids = found.spikes[0], sinks_of(setup).spikes[0], sinks_of(setup).survey.ids
     mark, (begin, end) = spike.marks[0], own.result.layers
     own = SimpleNamespace(first=begin, last=end, peak=spike.peak, ordinary=own.ordinary, along=own.along)
-    left, heads = plain.without_part(h.model, ids, own, mark.part, first)
+    left, heads = plain.without_part(h.model, ids, plain.run(h.model, ids), own, mark.part, first)
     assert mark.left == pytest.approx(left, abs=1e-3)
     assert mark.heads == heads and heads[0] > heads[1] == 0
