@@ -99,7 +99,7 @@ class LoopServe(SparsePrompts):
         budget: Tokens that each layer and kv head reads while decoding, besides those since the last selection.
         interval: Tokens between selections, and number of queries that vote (n_d).
         sample: Number of queries whose attention decides which columns and bands are chosen; half of them are at tokens
-            that repeat a phrase from far (`copies.py`), if the prompt has such tokens and is given by ids.
+            that repeat a phrase from far (`bands.Copies`), if the prompt has such tokens and is given by ids.
         checked: Number of other queries of each head that are checked for a single key which they seek: those that
             score the first tokens lowest. A key that holds half of the attention of one is kept.
         dense_rows: Number of queries at the end of the prompt that attend to everything, with those of the same 64.
