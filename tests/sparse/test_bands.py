@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.sparse import choice, recovered
-from sinkscope.sparse.attention import attention_of
+from sinkscope.sparse.attention import Scores, attention_of
 from sinkscope.sparse.bands import BAND, NEAR, PER, TILE, Bands, BlockGrid, Copies, lengths_of
 from sinkscope.sparse.choice import StoredRows, sampled_rows, select_bands
 
@@ -125,6 +125,25 @@ def test_the_threshold_is_the_highest_to_four_percent(thresholds, monkeypatch):
         limits = torch.cat([least, least * 1.043], 1)
         held = sample.held(columns, bands, limits) / sample.rows
         assert reached.all() and (held[:, 0] >= alpha).all() and (held[:, 1] < alpha).all()
+
+
+def test_planted_lines_are_found_and_little_else():
+    """Head 0 attends to two marked keys, head 1 to the key 200 positions before, in two bands; head 2 to everything."""
+    n, marked = 2000, [0, 700]
+    angle = torch.arange(n)[:, None] * 0.7 ** torch.arange(8)
+    turned = torch.cat([angle.cos(), angle.sin()], 1)
+    before = torch.arange(n)[:, None] * 0.7 ** torch.arange(8) - 200 * 0.7 ** torch.arange(8)
+    query, key = torch.zeros(3, n, 17), torch.zeros(3, n, 17)
+    key[0, marked, 16] = 1.0
+    query[0, :, 16] = 30.0
+    key[1, :, :16], query[1, :, :16] = turned, 8 * torch.cat([before.cos(), before.sin()], 1)
+    chosen = select_bands(Scores(query, key, 1.0), 0.9, begin=0)
+    assert chosen.columns[0].nonzero().flatten().tolist() == marked
+    assert not chosen.bands[0, NEAR:].any()
+    wanted = set(range(200 // BAND, (200 + TILE) // BAND + 2))  # bands that offset 200 crosses
+    found = set(chosen.bands[1, NEAR:].add(0).nonzero().flatten().add(NEAR).tolist())
+    assert found <= wanted | set(range(NEAR, 200 // BAND)) and len(found & wanted) >= PER
+    assert chosen.attended()[2] > 0.8 and (chosen.attended()[:2] < 0.2).all()
 
 
 def test_heads_above_the_limit_are_dense_and_others_are_not():
