@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lines_kit import dense, drawn_scores
 from refusals import refused
@@ -56,6 +56,7 @@ def seen(chosen: Bands) -> Tensor:
 
 
 @given(lengths=LENGTHS, dense_rows=st.sampled_from([0, 1, 16, 100]), seed=st.integers(0, 99))
+@settings(max_examples=12)
 def test_cells_are_those_of_the_definition_and_count_once(lengths, dense_rows, seed):
     queries, past = lengths
     chosen = random_bands(3, queries, queries + past, seed, dense_rows)
@@ -70,6 +71,7 @@ def test_cells_are_those_of_the_definition_and_count_once(lengths, dense_rows, s
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 99), sharp=st.sampled_from([0.0, 1.0, 4.0]))
+@settings(max_examples=12)
 def test_sums_are_those_under_masks(lengths, seed, sharp):
     queries, past = lengths
     scores, chosen = (
@@ -101,6 +103,7 @@ def test_sums_are_those_under_masks(lengths, seed, sharp):
     begin=st.sampled_from([0, 4]),
     seed=st.integers(0, 99),
 )
+@settings(max_examples=12)
 def test_a_choice_holds_alpha_of_the_sample(lengths, alpha, sharp, begin, seed):
     queries, past = lengths
     scores = drawn_scores(4, queries, queries + past, seed, sharp)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from experiments.gpu.flex import flex_bands
 
-SIZES = [(300, 0, 16), (130, 211, 0), (64, 64, 1), (200, 30, 40), (1, 70, 0)]
+SIZES = [(130, 211, 16), (64, 64, 1)]
 
 
 @pytest.mark.parametrize(("queries", "past", "dense_rows"), SIZES)
