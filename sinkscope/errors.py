@@ -71,3 +71,11 @@ _NO_MEMORY = (
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether Python, torch, CUDA or the dynamic linker ran out of memory; each says so in its own way."""
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, with the next one after a colon, or else the error's name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if lines[0].endswith(":"):
+        return " ".join(lines[:2])
+    return lines[0]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory, warn
+from sinkscope.errors import SinkscopeError, UnsupportedError, first_line, is_out_of_memory, warn
 from sinkscope.files.output import read_json
 from sinkscope.files.records import checked_value
 from sinkscope.models.adapters import stack_of
@@ -21,7 +21,6 @@ from sinkscope.models.checkpoints.config import (
     TOKENIZER_FILES,
     causal_class,
     check_kind,
-    first_line,
     read_checkpoint_json,
 )
 from sinkscope.models.checkpoints.hub import hub_file, hub_folder, optional_file

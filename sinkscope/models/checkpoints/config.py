@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError, first_line
 from sinkscope.files.output import read_json
 from sinkscope.models.checkpoints.gguf_file import GgufHeader
 from sinkscope.models.weights import local
@@ -33,14 +33,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, with the next one after a colon, or else the error's name."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if lines[0].endswith(":"):
-        return " ".join(lines[:2])
-    return lines[0]
 
 
 def read_checkpoint_json(file: Path) -> Any:

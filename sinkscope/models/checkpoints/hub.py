@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoints.config import first_line
+from sinkscope.errors import SinkscopeError, first_line
 
 ADAPTER_CONFIG = "adapter_config.json"
 

@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sinkscope.errors import SinkscopeError, warn
+from sinkscope.errors import SinkscopeError, first_line, warn
 from sinkscope.files.plain import visible
-from sinkscope.models.checkpoints.config import first_line
 
 Chat = bool | Literal["auto"]
 """Whether texts are put into the chat template: "auto" does it if there is one and they are not in one already."""

@@ -16,9 +16,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import UnsupportedError, first_line
 from sinkscope.models.adapters import PATHS, layer_kinds
-from sinkscope.models.checkpoints.config import first_line
 from sinkscope.models.grouped_heads import head_projection, per_query_head
 from sinkscope.models.hooks import Hook, on_input, on_output
 from sinkscope.models.target import Target

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError, first_line
 from sinkscope.models.adapters import (
     DRAFT,
     PATHS,
@@ -29,7 +29,6 @@ from sinkscope.models.adapters import (
     not_inferred,
     stack_of,
 )
-from sinkscope.models.checkpoints.config import first_line
 from sinkscope.models.experts import experts_of
 from sinkscope.models.hooks import Hook, LayerInput, first_tensor, on_input, on_output, parameters_of
 from sinkscope.models.target import Target
