@@ -109,7 +109,7 @@ def test_every_kind_of_result_is_in_the_module_that_is_named():
         assert result_class(kind).__module__ == module
 
 
-def test_help_and_typing_errors_load_no_torch():
+def test_help_typing_errors_and_names_of_models_load_no_torch():
     code = """
 import sys
 from sinkscope.app.cli import main
@@ -120,6 +120,7 @@ def announce(bar, words, done, total):
 ProgressBar.__call__ = announce
 for words in ('--help', '--modle x', '--max-repeats x', '--text none'):
     print(main(['find-sinks', *words.split()]), 'torch' in sys.modules)
+print(main(['models', 'llama']), 'torch' in sys.modules)
 """
     ends = [line for line in python(code).stdout.splitlines() if line.endswith((" True", " False"))]
-    assert ends == ["0 False", "2 False", "2 False", "Loading bundled ... False", "130 False"]
+    assert ends == ["0 False", "2 False", "2 False", "Loading bundled ... False", "130 False", "0 False"]
