@@ -21,7 +21,7 @@ from sinkscope.files.records import Natural
 from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Hook, first_tensor, on_hidden, on_input
 from sinkscope.models.inputs import read_inputs
-from sinkscope.models.neurons import norms_of
+from sinkscope.models.neurons import mlp_writers, norms_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.tap.tap import attention_rows
@@ -187,7 +187,7 @@ def _module(target: Target, layer: int, part: str) -> nn.Module:
     elif not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
         problem = "layers do more than add their parts"
     else:
-        is_sum = part == "hook_mlp_out" and layer in target.with_neurons and len(target.mlp_writers(layer)) > 1
+        is_sum = part == "hook_mlp_out" and layer in target.with_neurons and len(mlp_writers(target, layer)) > 1
         lacks_up = part == "mlp.hook_pre_linear" and not target.is_gated(layer)
         if is_sum or lacks_up or (parts and target.paths[layer].keys().isdisjoint(parts)):
             problem = "no module gives it alone"

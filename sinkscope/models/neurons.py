@@ -39,6 +39,34 @@ def norms_of(tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
     return torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.promote_types(tensor.dtype, torch.float32)).float()
 
 
+def mlp_writers(target: Target, layer: int) -> list[nn.Module]:
+    """Return the modules whose sum is what the MLP gives: one, or a mixture and the shared expert beside it."""
+    writers, paths = [target.sub(layer, "mlp")], target.paths[layer]
+    is_shared = layer in target.mixtures and "down" in paths
+    if is_shared and not f"{paths['down']}.".startswith(f"{paths['mlp']}."):
+        writers.append(target.sub(layer, "down"))
+    return writers
+
+
+def on_mlp(target: Target, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
+    """Return hooks by which `see` gets what the MLP gives, before any norm after it."""
+    writers = mlp_writers(target, layer)
+    if len(writers) == 1:
+        return [(writers[0], "post", on_hidden(see))]
+    given: list[Tensor] = []
+
+    def keep(output: Tensor) -> None:
+        given.append(output)
+        if len(given) == len(writers):
+            total = given[0]
+            for other in given[1:]:
+                total = total + other.view_as(total)
+            given.clear()
+            see(total)
+
+    return [(writer, "post", on_hidden(keep)) for writer in writers]
+
+
 _TYPICAL = 1024  # neurons among which a typical one is looked for
 
 
@@ -134,7 +162,7 @@ def view_layer(
         with brought(experts.module):
             parts["post"] = _expert_activations(experts, routed, chosen)
 
-    hooks = target.on_mlp(layer, partial(keep, "mlp"))
+    hooks = on_mlp(target, layer, partial(keep, "mlp"))
     hooks += target.part_hooks(layer, "down", "pre", on_input(partial(keep, "shared" if is_mixture else "post")))
     if is_mixture:
         hooks += target.part_hooks(layer, "experts", "post", experts_done)
@@ -229,7 +257,7 @@ def keep_call(target: Target, layer: int, calls: list[Added]) -> Hook:
 
         @torch.no_grad()
         def added(resid: Tensor) -> Tensor:
-            silenced = target.mlp_writers(layer)[0], "post", on_hidden(torch.zeros_like)
+            silenced = mlp_writers(target, layer)[0], "post", on_hidden(torch.zeros_like)
             with target.loaded(layer), target.hooks(silenced):
                 return resid - first_tensor(target.layers[layer].forward(*args, **kwargs))
 

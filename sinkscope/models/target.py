@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import DRAFT, PATHS, Found
 from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.hooks import Hook, LayerInput, bounded, hooked, on_hidden, parameters_of, stop
+from sinkscope.models.hooks import Hook, LayerInput, bounded, hooked, parameters_of, stop
 from sinkscope.models.weights import Shards, brought, input_width, shards_of, split_weight
 
 ModelKind = Literal["bridge", "hf", "nnsight"]
@@ -34,6 +33,30 @@ def check_divides(config: Any, name: str, count: int) -> None:
             raise SinkscopeError(
                 f"{count} processes cannot share the {heads} heads ({what}) of {name}: start a number that divides them"
             )
+
+
+def sizes_of(config: Any) -> tuple[int, int, int | None]:
+    """Return what the configuration of a decoder says: query heads, key and value heads, and the longest context."""
+    heads = kv_heads = int(getattr(config, "num_attention_heads", 0))
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        kv_heads = 1
+    elif config.model_type == "falcon":
+        kv_heads = int(config.num_kv_heads)
+    elif getattr(config, "num_key_value_heads", None):
+        kv_heads = int(config.num_key_value_heads)
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return heads, kv_heads, longest or None
+
+
+def parts_of(layer: nn.Module, row: Any) -> dict[str, str]:
+    """Return where a layer has the parts that an adapter, or its row for the layer, names."""
+    paths: dict[str, str] = {}
+    for part in PATHS:
+        for path in filter(None, (getattr(row, part) or "").split("|")):
+            with suppress(AttributeError):
+                layer.get_submodule(path)
+                paths.setdefault(part, path)
+    return paths
 
 
 @dataclass(eq=False)
@@ -109,25 +132,11 @@ class Target:
         self.base = self.hf.get_submodule(adapter.base)
         self.layers = list(self.hf.get_submodule(adapter.layers).children())
         self.n_layers, self.d_model = len(self.layers), int(config.hidden_size)
-        self.n_heads = self.n_kv_heads = int(getattr(config, "num_attention_heads", 0))
-        if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-            self.n_kv_heads = 1
-        elif config.model_type == "falcon":
-            self.n_kv_heads = int(config.num_kv_heads)
-        elif getattr(config, "num_key_value_heads", None):
-            self.n_kv_heads = int(config.num_key_value_heads)
-        self.max_positions = (
-            getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or None
-        )
+        self.n_heads, self.n_kv_heads, self.max_positions = sizes_of(config)
         self.skips_layers = adapter.from_any_layer and adapter.adds
         self.paths, self.attending, self.with_neurons, self.mixtures = [], [], [], []
         for number, layer in enumerate(self.layers):
-            row, paths = adapter.rows[number] if adapter.rows else adapter, dict[str, str]()
-            for part in PATHS:
-                for path in filter(None, (getattr(row, part) or "").split("|")):
-                    with suppress(AttributeError):
-                        layer.get_submodule(path)
-                        paths.setdefault(part, path)
+            paths = parts_of(layer, adapter.rows[number] if adapter.rows else adapter)
             self.paths.append(paths)
             if ("attn" if adapter.o is None else "o") in paths:
                 self.attending.append(number)
@@ -301,29 +310,3 @@ class Target:
             return []
         module = self.layers[layer].get_submodule(self.paths[layer][part])
         return [(module, when, function) for function in functions]
-
-    def mlp_writers(self, layer: int) -> list[nn.Module]:
-        """Return the modules whose sum is what the MLP gives: one, or a mixture and the shared expert beside it."""
-        writers, paths = [self.sub(layer, "mlp")], self.paths[layer]
-        is_shared = layer in self.mixtures and "down" in paths
-        if is_shared and not f"{paths['down']}.".startswith(f"{paths['mlp']}."):
-            writers.append(self.sub(layer, "down"))
-        return writers
-
-    def on_mlp(self, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
-        """Return hooks by which `see` gets what the MLP gives, before any norm after it."""
-        writers = self.mlp_writers(layer)
-        if len(writers) == 1:
-            return [(writers[0], "post", on_hidden(see))]
-        given: list[Tensor] = []
-
-        def keep(output: Tensor) -> None:
-            given.append(output)
-            if len(given) == len(writers):
-                total = given[0]
-                for other in given[1:]:
-                    total = total + other.view_as(total)
-                given.clear()
-                see(total)
-
-        return [(writer, "post", on_hidden(keep)) for writer in writers]

@@ -111,7 +111,6 @@ class Run:
             self.stack.enter_context(without_continuous_batching(self.target.hf, _no_packed_rows(self.target)))
             if self.target.kind == "bridge":
                 self.stack.enter_context(self.target.hooks(*bridge_hooks(self.target.hf)))
-            self.stack.callback(self._forget_rows)
             # Hooks of every thread, which find out by themselves whose call it is.
             self.stack.enter_context(
                 self.target.hooks(
@@ -141,9 +140,7 @@ class Run:
     @property
     def usage(self) -> list[Any]:
         """What each cache of the run held (`kv.usage.Usage`, in tokens and bytes); empty without a cache policy."""
-        if self.session is None:
-            return []
-        return self.session.usage
+        return [] if self.session is None else self.session.usage
 
     @property
     def call(self) -> Call | None:
@@ -237,15 +234,12 @@ class Run:
             )
 
     def _close(self) -> None:
-        """Act on no call that begins from now on, and wait for those of other threads that have begun."""
+        """Act on no call that begins from now on, wait for those of other threads, and leave caches as they were."""
         self._is_open = False
         self._drop_call()
         me = threading.current_thread()
         while any(thread is not me and thread.is_alive() for thread in list(self._live.values())):
             time.sleep(_WAIT)
-
-    def _forget_rows(self) -> None:
-        """Leave caches as they were."""
         for cache in list(self._caches):
             forget_rows(cache, self.number)
 

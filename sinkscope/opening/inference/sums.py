@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from sinkscope.models.experts import experts_of
 from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
-from sinkscope.models.neurons import column_factor, typical_neuron, w_out
+from sinkscope.models.neurons import column_factor, mlp_writers, on_mlp, typical_neuron, w_out
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention, relative_error
 from sinkscope.tap.tap import attention_rows, listening
@@ -147,7 +147,7 @@ class MlpEdits:
         else:
             hooks += on_part("up", "post", on_hidden(self.up.edited(self._scale_up)))
         hooks += on_part("shared_gate", "post", on_hidden(self.shared_gate.keep))
-        return hooks + target.on_mlp(layer, self.mlp.keep)
+        return hooks + on_mlp(target, layer, self.mlp.keep)
 
     def finish(self) -> None:
         """Compare the actual changes with the expected ones, at the end of the layer."""
@@ -281,7 +281,7 @@ class LayerSums:
         replaced = on_hidden(self._replace_mlp)
         behind = on_part("post_mlp_norm", "post", replaced)
         if layer in target.with_neurons:
-            hooks += behind or [(writer, "post", replaced) for writer in target.mlp_writers(layer)]
+            hooks += behind or [(writer, "post", replaced) for writer in mlp_writers(target, layer)]
         hooks += on_part("mid", "pre", on_input(self.mid.keep))
         return [*hooks, (target.layers[layer], "post", on_hidden(self._finish))]
 

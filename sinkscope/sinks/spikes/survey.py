@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.hooks import Hook, LayerInput, on_hidden, on_input, on_output
-from sinkscope.models.neurons import keep_call
+from sinkscope.models.neurons import keep_call, on_mlp
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.parts import Component
@@ -207,7 +207,7 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
         elif "post_mlp_norm" in target.paths[layer]:
             hooks += target.part_hooks(layer, "post_mlp_norm", "post", on_hidden(take))
         else:
-            hooks += target.on_mlp(layer, take)
+            hooks += on_mlp(target, layer, take)
     for layer, module in enumerate(target.layers):
         hooks.append((module, "post", on_output(partial(after, layer))))
     rows = visible_rows(target, attend, rows_per_chunk=ids.shape[1]) if target.attending else nullcontext()

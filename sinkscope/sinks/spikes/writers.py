@@ -23,6 +23,7 @@ from sinkscope.models.neurons import (
     flat_number,
     gain_of,
     heads_point,
+    mlp_writers,
     neutral_post,
     view_layer,
 )
@@ -218,5 +219,5 @@ def hook_points_of(target: Target, part: Part) -> list[HookPoint]:
         case "mlp" if "post_mlp_norm" in target.paths[layer]:
             modules = [target.sub(layer, "post_mlp_norm")]
         case _:
-            modules = target.mlp_writers(layer)
+            modules = mlp_writers(target, layer)
     return [HookPoint(module, "post") for module in modules]
