@@ -265,7 +265,7 @@ def test_the_page_in_a_browser(view, opened):
 
     for number, variant in enumerate(text.variants):  # a switch changes the sentence, the tokens and the heads
         chrome.click(f"#variant-{number}")
-        assert chrome.text("#sentence") == variant.sentence
+        chrome.wait(f"document.querySelector('#sentence').textContent === {json.dumps(variant.sentence)}")
         assert f"norm {float(f'{variant.norm[view.layer, 0]:.4g}'):,g} after" in chrome.text("#readout")
         attention = variant.received.array()[2, 0, 0]
         assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"

@@ -48,6 +48,7 @@ INSIDE = ("falcon", "bloom", "gpt_neo", "mpt", "codegen", "gptj")
 READS = tuple(name for name, edit in EDITS.items() if edit.site is not None)
 LEAVES_CACHE = ("zero", "head", "add", "add embed", "add;zero", "expert", *READS, *MEMORIES)
 """Edits that leave the cache and the attention alone."""
+THREADS = ("plain thread", "thread with a trace")
 COPIES = ("copied", "copied from")
 
 
@@ -124,6 +125,14 @@ KNOWN: dict[str, Cause] = {
         draw_of(family="olmo2", dtype="float16"),
         lambda draw: draw["family"] == "olmo2" and draw["dtype"] == "float16",
         "words: refused: model type 'olmo2' has a row",
+        passes=_may_pass,
+        race=True,
+    ),
+    # transformers asks twice for the name of the attention while it makes a mask, and a block may end in between.
+    "a block ends while a plain call of another thread makes its mask": Cause(
+        draw_of(attention="own without mask", edit="observe", other="plain thread"),
+        lambda draw: draw["attention"] == "own without mask" and draw["other"] in THREADS,
+        "other thread: KeyError: 'ways_bare'",
         passes=_may_pass,
         race=True,
     ),
