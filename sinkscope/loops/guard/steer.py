@@ -93,7 +93,8 @@ class Steering:
         every = max(self.since, len(ids) - self.window)
         compared = ids
         if self.is_number is not None:
-            compared = [NUMBER if self.is_number(token) else token for token in ids]
+            numbers = {token for token in set(ids) if self.is_number(token)}  # each token is asked about once
+            compared = [NUMBER if token in numbers else token for token in ids]
         before: dict[int, float] = {}
         losses: dict[int, float] = {}
         for place, length in earlier_copies(compared, len(ids) - self.since):
