@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from .draws import draw_of
@@ -37,11 +36,7 @@ class Cause:
         return self.reaches(draw) and re.match(self.says, said) is not None
 
 
-POSITIONAL = ("gpt2", "neox", "falcon", "bloom", "mpt", "gpt_bigcode", "codegen", "gptj")
-"""Families whose names of arguments nnsight hides."""
-RIGHT = r"right: (off by|other tokens)"
 MOVES = ("reordered", "selected", "repeated")
-PADS = ("zero", "head", "observe", "mean", "patch")
 MEMORIES = ("mean", "patch", "tensor 8 bits")
 INSIDE = ("falcon", "bloom", "gpt_neo", "mpt", "codegen", "gptj")
 """Families that compute attention inside their modules."""
@@ -49,7 +44,6 @@ READS = tuple(name for name, edit in EDITS.items() if edit.site is not None)
 LEAVES_CACHE = ("zero", "head", "add", "add embed", "add;zero", "expert", *READS, *MEMORIES)
 """Edits that leave the cache and the attention alone."""
 THREADS = ("plain thread", "thread with a trace")
-COPIES = ("copied", "copied from")
 
 
 def _attends(draw: Draw) -> bool:
@@ -63,19 +57,6 @@ def _owns_cache(draw: Draw) -> bool:
 
 def _may_pass(_draw: Draw) -> bool:
     return True
-
-
-def _is_begun(draw: Draw) -> bool:
-    return draw["cache"] in ("begun before", "begun inside")
-
-
-def _race(other: str, edit: str) -> Cause:
-    reaches = partial(_in_a_thread, other)
-    return Cause(draw_of(other=other, edit=edit), reaches, r"(words|other thread|right)", _may_pass, race=True)
-
-
-def _in_a_thread(other: str, draw: Draw) -> bool:
-    return draw["other"] == other
 
 
 @dataclass(frozen=True)
