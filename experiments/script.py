@@ -24,6 +24,17 @@ def run(main: Callable[..., None], argv: Sequence[str] | None = None) -> None:
         main: the function.
         argv: the words after the name of the script. By default those of this process.
     """
+    command, words = command_of(main, sys.argv[1:] if argv is None else argv)
+    try:
+        command.main(words, prog_name=f"python -m {command.name}", standalone_mode=False)
+    except (SinkscopeError, click.ClickException) as error:
+        said = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        print(f"error: {said}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def command_of(main: Callable[..., None], argv: Sequence[str]) -> tuple[click.Command, list[str]]:
+    """The command of a function, and the words of its command line as click reads them."""
     module = inspect.getmodule(main)
     name = main.__module__
     if name == "__main__" and module is not None and module.__spec__ is not None:
@@ -34,13 +45,7 @@ def run(main: Callable[..., None], argv: Sequence[str] | None = None) -> None:
     about = (inspect.getdoc(module) or "").partition("\n")[0]
     command = click.Command(name, params=params, help=about, callback=lambda **given: _call(main, given))
     lists = [f"--{one.name.replace('_', '-')}" for one in every if one.many]
-    words = _repeated(sys.argv[1:] if argv is None else argv, lists)
-    try:
-        command.main(words, prog_name=f"python -m {name}", standalone_mode=False)
-    except (SinkscopeError, click.ClickException) as error:
-        said = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        print(f"error: {said}", file=sys.stderr)
-        raise SystemExit(2) from None
+    return command, _repeated(argv, lists)
 
 
 def _call(main: Callable[..., None], given: Row) -> None:

@@ -1,7 +1,8 @@
 """Lists the figures whose code has changed since they were made: python -m tools.stale_figures
 
 The code of a figure is the module that makes it, and what this imports of `sinkscope` and `experiments`. A figure's
-JSON names its commit; without one, the commit that wrote the JSON counts. The exit code is 1 if there are such figures.
+JSON names its commit; where it names none, or one that is not in this repository, the commit that wrote the JSON
+counts. The exit code is 1 if there are such figures.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ def stale() -> dict[str, list[str]]:
         made = data["provenance"]
         argv = made.get("argv") or made["command"].split()
         module = argv[argv.index("-m") + 1] if "-m" in argv else kind_modules()[data["kind"]]
-        commit = made.get("commit") or git("log", "-1", "--format=%H", "--", str(file))[0]
-        changed = git("diff", "--name-only", commit.rstrip("+"), "--", *CODE)
+        named = (made.get("commit") or "").rstrip("+")
+        known = named and git("rev-list", "--ignore-missing", "-1", named)
+        (commit,) = known or git("log", "-1", "--format=%H", "--", str(file))
+        changed = git("diff", "--name-only", commit, "--", *CODE)
         files = [one for one in code_of(module) if one in changed]
         if files:
             found[file.stem] = files

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import io
 import json
 import os
 import re
-import shlex
 import sys
-from contextlib import redirect_stdout
 from functools import cache, partial
-from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
 
@@ -20,9 +15,6 @@ import torch
 from repository import ROOT, ran
 
 import sinkscope
-from experiments.script import run as run_script
-from sinkscope.app.cli import main
-from sinkscope.app.commands import COMMANDS
 from sinkscope.files.kinds import kind_modules
 from sinkscope.kv import registry
 from sinkscope.models import adapters
@@ -139,43 +131,6 @@ _MARKED = re.compile(r"((?:^<!-- (?:test|output): [^\n]*-->\n)*)^```(\w+)\n(.*?)
 _WITH = re.compile(r'<!-- test: with "(.+?)" for "(.+?)", because (.+?) -->')
 _SKIPPED = re.compile(r"<!-- test: skipped, because (.+?) -->")
 _OUTPUT = re.compile(r"<!-- output: (.+?) -->")
-
-
-def typed(page: Path) -> set[str]:
-    """The commands that a page shows, in its blocks, its lines and its tables."""
-    text = page.read_text().replace("\\\n", " ").replace("\\|", "|")
-    lines = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)).splitlines()
-    lines += re.findall(r"`((?:sinkscope|python -m experiments\.)[^`]*)`", text.replace("\n", " "))
-    parts = [part.strip() for line in lines for part in re.split(r" [|&;]+ *", line.partition("  #")[0])]
-    return {part for part in parts if re.match(r"sinkscope [a-z]|python -m experiments\.", part)}
-
-
-@cache
-def help_of(name: str) -> str:
-    """What `--help` prints after the words of a command, or after `-m` and a script."""
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        if name.startswith("-m "):
-            run_script(importlib.import_module(name.removeprefix("-m ")).main, ["--help"])
-        else:
-            assert main([*name.split(), "--help"]) == 0, name
-    return printed.getvalue()
-
-
-def test_every_command_is_shown_and_the_options_beside_it_are_those_of_its_help():
-    shown = set()
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "figures").glob("*.md")]:
-        for line in typed(page):
-            words = shlex.split(line, comments=True)
-            name = " ".join(words[1:3])
-            if name not in COMMANDS and words[0] == "sinkscope":
-                name = words[1]
-            shown.add(name)
-            for word in words:
-                if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word):
-                    assert re.search(rf"{word.partition('=')[0]}[ ,\n\]]", help_of(name)), f"{line}: no {word}"
-            assert help_of(name), line
-    assert set(COMMANDS) <= shown and len(shown) > 50
 
 
 @pytest.mark.slow

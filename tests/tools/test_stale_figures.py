@@ -39,3 +39,11 @@ def test_a_figure_is_stale_if_what_its_script_imports_has_changed(tmp_path, monk
     assert stale_figures.stale() == {"a": ["experiments/helper.py"]}
     commit_of.cache_clear()
     assert commit_of(tmp_path) == f"{first}+"
+
+    gone = json.dumps({"kind": "a", "provenance": {**made, "commit": "1" * 40}})
+    (tmp_path / "figures/a.json").write_text(gone)  # a commit that was rewritten: that of the JSON counts
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "-m", "second")
+    assert stale_figures.stale() == {}
+    (code / "helper.py").write_text("x = 3\n")
+    assert stale_figures.stale() == {"a": ["experiments/helper.py"]}
