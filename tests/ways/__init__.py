@@ -1,7 +1,8 @@
 """A net of drawn ways of using a model, beside plain transformers as the truth.
 
 1. A draw names one value of each dimension (`draws.DIMENSIONS`): family, attention, wrapper, rows and padding, length,
-   what is done to the cache, how the model is called, options of `generate`, what else runs, and an intervention.
+   what is done to the cache, how the model is called, options of `generate`, what else runs, an intervention, and the
+   device (`--only device=cuda`, where there is one).
 2. The truth comes by plain means (`edits`): a zeroed column, a plain hook, or the same intervention on each row alone.
 3. Five promises are checked (`promises`): right, alone, clean, words, seen.
 4. A draw that fails is made smaller until only what matters is left (`draws`).

@@ -172,7 +172,7 @@ def copied(use: Use, goes_on: int = 1) -> Tensor:
 
 def reordered(use: Use) -> Tensor:
     """After a token rows change places, as in a beam search."""
-    cache, order = use.cache(), torch.arange(len(use.ids)).flip(0)
+    cache, order = use.cache(), torch.arange(len(use.ids), device=use.ids.device).flip(0)
     with use.inside():
         found = [use.run(0, use.prompt, cache), use.run(use.prompt, use.prompt + 1, cache)]
         cache.reorder_cache(order)
@@ -183,7 +183,7 @@ def reordered(use: Use) -> Tensor:
 
 def selected(use: Use) -> Tensor:
     """After a token only the last row goes on."""
-    cache, last = use.cache(), torch.tensor([len(use.ids) - 1])
+    cache, last = use.cache(), torch.tensor([len(use.ids) - 1], device=use.ids.device)
     with use.inside():
         found = [use.run(0, use.prompt, cache), use.run(use.prompt, use.prompt + 1, cache)]
         cache.batch_select_indices(last)
@@ -195,7 +195,7 @@ def selected(use: Use) -> Tensor:
 
 def repeated(use: Use) -> Tensor:
     """Each row goes on as two, which say the same."""
-    cache, order = use.cache(), torch.arange(len(use.ids)).repeat_interleave(2)
+    cache, order = use.cache(), torch.arange(len(use.ids), device=use.ids.device).repeat_interleave(2)
     with use.inside():
         found = [use.run(0, use.prompt, cache)]
         cache.batch_repeat_interleave(2)
@@ -391,14 +391,14 @@ def replayed(use: Use, ids: Tensor, events: Sequence[Any]) -> Tensor:
     found: list[Tensor] = []
     for number in range(len(ids)):
         row = ids[number, int((use.mask[number] == 0).sum()) :]
-        sees = torch.ones(len(row), len(row), dtype=torch.bool).tril()
+        sees = torch.ones(len(row), len(row), dtype=torch.bool, device=row.device).tril()
         for event in events:
             if event.row == number:
-                stays = torch.zeros(event.position + 1, dtype=torch.bool)
+                stays = torch.zeros(event.position + 1, dtype=torch.bool, device=row.device)
                 for start, stop in event.data["kept"]:
                     stays[start:stop] = True
                 sees[event.position + 1 :, : event.position + 1] &= stays
-        places = torch.arange(len(row))[None]
+        places = torch.arange(len(row), device=row.device)[None]
         hidden = torch.where(sees, 0.0, torch.finfo(torch.float32).min)
         output = use.model(input_ids=row[None], attention_mask=hidden[None, None], position_ids=places, use_cache=False)
         found.append(output.logits[:, -25:-1])
@@ -421,7 +421,7 @@ def ss_generate(use: Use) -> Tensor:
     if use.edits is None:
         written = []
         for row in rows:
-            ids = torch.tensor([row])
+            ids = torch.tensor([row], device=use.ids.device)
             settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": PAD}
             output = use.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
             written.append(output[0, len(row) :].tolist())
@@ -457,7 +457,7 @@ def conversation(use: Use, answers: str = "recompute") -> Tensor:
         if chat is not None:
             said.append(list(chat.ask(prompt, max_new_tokens=4).ids))
             continue
-        ids = torch.tensor([text + prompt])
+        ids = torch.tensor([text + prompt], device=use.ids.device)
         settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": PAD}
         output = use.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
         said.append(output[0, ids.shape[1] :].tolist())
@@ -589,4 +589,4 @@ def inputs(draw: Draw, seed: int) -> tuple[Tensor, Tensor]:
             count = int(torch.randint(1, max(2, length // 2), (1,), generator=generator))
             where = slice(0, count) if draw["padding"] == "left" else slice(length - count, length)
             ids[row, where], mask[row, where] = PAD, 0
-    return ids, mask
+    return ids.to(draw["device"]), mask.to(draw["device"])

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations
 from typing import Any
 
+import torch
+
 from .calls import CALLS, OPTIONS, ROW_ALONE, SAMPLES, TEXTS, WAYS
 from .edits import EDITS, Draw
 from .families import ENDS, FAMILIES
@@ -28,6 +30,7 @@ DIMENSIONS: dict[str, Mapping[Any, Any]] = {
     "text": dict.fromkeys(TEXTS),
     "ends": dict.fromkeys(ENDS),
     "dtype": dict.fromkeys(("float32", "bfloat16", "float16")),
+    "device": dict.fromkeys(("cpu", *(["cuda"] if torch.cuda.is_available() else []))),
 }
 """All values of each dimension; the first one is the plain one."""
 PLAIN: dict[str, Any] = {name: next(iter(values)) for name, values in DIMENSIONS.items()}

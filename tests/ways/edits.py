@@ -73,8 +73,8 @@ def zero_head(model: nn.Module, family: Family) -> None:
 def add_vector(model: nn.Module, family: Family) -> None:
     def add(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (output[0] + VECTOR.to(output[0].dtype), *output[1:])
-        return output + VECTOR.to(output.dtype)
+            return (output[0] + VECTOR.to(output[0]), *output[1:])
+        return output + VECTOR.to(output)
 
     family.block(model, LAYER).register_forward_hook(add)
 
@@ -97,7 +97,7 @@ def mean_of_real(tensor: Tensor, real: Tensor) -> Tensor:
 
 
 def last_real(tensor: Tensor, real: Tensor) -> Tensor:
-    last = (real * torch.arange(1, real.shape[1] + 1)).argmax(1)
+    last = (real * torch.arange(1, real.shape[1] + 1, device=real.device)).argmax(1)
     return tensor[torch.arange(len(tensor)), last]
 
 
@@ -111,9 +111,9 @@ def add_before(model: nn.Module, family: Family) -> None:
 
     def add(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:
-            return (args[0] + VECTOR.to(args[0].dtype), *args[1:]), kwargs
+            return (args[0] + VECTOR.to(args[0]), *args[1:]), kwargs
         hidden = kwargs["hidden_states"]
-        return args, {**kwargs, "hidden_states": hidden + VECTOR.to(hidden.dtype)}
+        return args, {**kwargs, "hidden_states": hidden + VECTOR.to(hidden)}
 
     family.block(model, 0).register_forward_pre_hook(add, with_kwargs=True)
 

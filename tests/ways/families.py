@@ -249,9 +249,9 @@ def _made(name: str, dtype: str) -> nn.Module:
     return model.to(getattr(torch, dtype))
 
 
-def model_of(name: str, dtype: str = "float32", ends: str = "usual") -> nn.Module:
+def model_of(name: str, dtype: str = "float32", ends: str = "usual", device: str = "cpu") -> nn.Module:
     """A model of one's own, always the same."""
     model = copy.deepcopy(_made(name, dtype))
     for settings in (model.config, model.generation_config):
         settings.eos_token_id, settings.pad_token_id = ENDS[ends]
-    return model
+    return model.to(device)

@@ -51,8 +51,21 @@ def _may_be_a_tie(draw: Draw, said: str) -> bool:
     return jumps and draw["other"] == "nothing" and said.startswith("right: o")
 
 
+@contextlib.contextmanager
+def repeatable(device: str) -> Iterator[None]:
+    """A GPU adds in one order, so that the same call gives the same bits; memory that nobody wrote is NaN."""
+    if device == "cpu":
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def _broken(draw: Draw, seed: int) -> str | None:
-    with ATTENTIONS[draw["attention"]].registered(), torch.no_grad():
+    with ATTENTIONS[draw["attention"]].registered(), torch.no_grad(), repeatable(draw["device"]):
         ids, mask = inputs(draw, seed)
         try:
             model = _model(draw)
@@ -72,15 +85,16 @@ def _broken(draw: Draw, seed: int) -> str | None:
             right = torch.zeros_like(got)
         if wrong:
             return f"other thread: {wrong[0]}"
+        got = got.cpu()
         return (
-            _differs(draw, got, right, mask)
+            _differs(draw, got, right.cpu(), mask.cpu())
             or _unclean(before, _state(model), wrapper.same_bits, plain, _forward(draw, call, model, ids, mask))
-            or _unseen(draw, run, plain, got)
+            or _unseen(draw, run, plain.cpu(), got)
         )
 
 
 def _model(draw: Draw) -> nn.Module:
-    model = model_of(draw["family"], draw["dtype"], draw["ends"])
+    model = model_of(draw["family"], draw["dtype"], draw["ends"], draw["device"])
     name = ATTENTIONS[draw["attention"]].name
     if name is not None:
         model.set_attn_implementation(name)
@@ -129,7 +143,7 @@ def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
         if draw["options"] == "lookup":
             said = said.argmax(-1)
         if not way.tokens:  # back to where the row stands in the batch
-            wide = torch.full((1, len(row), said.shape[-1]), torch.nan)
+            wide = torch.full((1, len(row), said.shape[-1]), torch.nan, device=row.device)
             wide[0, real] = said[0].float()
             said = wide
         found.append(said)

@@ -136,7 +136,7 @@ def _nnsight(model: nn.Module) -> Any:
 def _offloaded(model: nn.Module) -> nn.Module:
     from accelerate import cpu_offload
 
-    return cpu_offload(model, execution_device=torch.device("cpu"))
+    return cpu_offload(model, execution_device=next(model.parameters()).device)
 
 
 def _traced(model: Any) -> Callable[..., Any]:
@@ -161,7 +161,8 @@ def tokenizer() -> Any:
 
 
 def _one_call(draw: Draw) -> bool:
-    return draw["cache"] == "none" and draw["padding"] == "none" and draw["other"] == "nothing"
+    alone = draw["cache"] == "none" and draw["padding"] == "none" and draw["other"] == "nothing"
+    return alone and find_spec("nnsight") is not None
 
 
 WRAPPERS = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import placed
 import pytest
 
+from . import promises
 from .__main__ import walk
 from .calls import BY_TOKENS, WAYS
-from .draws import cover, text_of
+from .draws import cover, draw_of, text_of
 from .edits import Draw
+from .families import LAYERS, model_of
 from .known import KNOWN, MENDED, Cause, causes_of, may_be_refused
 from .promises import check
 
@@ -54,6 +57,21 @@ def test_a_known_cause_still_fails(name):
 @pytest.mark.parametrize("name", MENDED)
 def test_a_mended_cause_stays_mended(name):
     assert check(MENDED[name], 1) is None
+
+
+@pytest.mark.parametrize("cache", ["reordered", "selected", "conversation"])
+def test_a_draw_can_be_asked_of_another_device(cache, monkeypatch):
+    """The device does not exist, but an operation that mixes its tensors with a CPU's fails, as it would."""
+
+    def moved(family, dtype, ends, device):
+        model = model_of(family, dtype, ends)
+        placed.spread(model, [device] * LAYERS)
+        return model
+
+    monkeypatch.setattr(promises, "model_of", moved)
+    rows = 1 if cache == "conversation" else 2
+    with placed.places():
+        assert check(draw_of(cache=cache, edit="zero", rows=rows, device="ipu:0"), 1) is None
 
 
 @pytest.mark.slow
