@@ -46,6 +46,7 @@ class Use:
         mask: 1 where they are real.
         inside: Opens the context and gives its runs.
         edits: The interventions, for functions that enter them by themselves; none by plain means.
+        shift: Where the first token stands, if a call has to say so.
     """
 
     call: Callable[..., Any]
@@ -55,6 +56,7 @@ class Use:
     mask: Tensor
     inside: Inside
     edits: Sequence[Any] | None = None
+    shift: int = 0
 
     @property
     def length(self) -> int:
@@ -74,6 +76,8 @@ class Use:
         if order is not None:
             ids, mask = ids[order], mask[order]
         more = {} if cache is None else {"past_key_values": cache}
+        if self.shift:
+            more["position_ids"] = torch.arange(start, stop)[None] + self.shift
         return CALLS[self.draw["call"]].make(self, ids, mask, more)
 
 

@@ -86,9 +86,15 @@ def _has_row_alone(draw: Draw) -> bool:
         return False
     if draw["cache"] == "generate" and (draw["rows"] > 1 or draw["options"] not in ROW_ALONE):
         return False  # rows end at different times
-    if draw["padding"] == "left" and family.absolute and draw["call"] != "positions" and not WAYS[draw["cache"]].tokens:
-        return False  # such a model counts the padding, too
+    if counts_padding(draw) and EDITS[draw["edit"]].budget and family.absolute:
+        return False  # policies count real tokens
     return draw["dtype"] == "float32" and draw["attention"] != "replaced"
+
+
+def counts_padding(draw: Draw) -> bool:
+    """Whether a model that is not told positions counts the padding in front of a row, too."""
+    takes = FAMILIES[draw["family"]].positions and draw["call"] != "positions"
+    return draw["padding"] == "left" and takes and not WAYS[draw["cache"]].tokens
 
 
 def drawn(generator: random.Random, fixed: Mapping[str, Any]) -> dict[str, Any] | None:

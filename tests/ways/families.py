@@ -121,7 +121,6 @@ FAMILIES = {
         "self_attention.dense",
         mask_second=False,
         dispatches=False,
-        positions=False,
     ),
     "bloom": Family(
         lambda: tf.BloomConfig(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import sinkscope as ss
 
 from .calls import AS_GREEDY, SILENT, WAYS, Use, inputs, positions_of
+from .draws import counts_padding
 from .edits import EDITS, LAYER, PATTERN, Draw
 from .families import FAMILIES, model_of
 from .known import may_be_refused
@@ -130,7 +131,11 @@ def _read(model: nn.Module, family: Any, site: str, ids: Tensor, mask: Tensor) -
 
 
 def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """The same intervention in the plainest way: each row by itself without padding, on the bare model."""
+    """The same intervention in the plainest way: each row by itself without padding, on the bare model.
+
+    It stands where it stands in the batch: even in float64 angles of rotary embeddings are made in float32, so that other
+    positions change logits by 1e-4, and a number that is rounded to 8 bits may jump.
+    """
     way = WAYS[WAYS[draw["cache"]].alone]
     plainer = {**draw, "rows": 1, "padding": "none", "call": "keyword"}
     if draw["options"] in AS_GREEDY:
@@ -139,7 +144,8 @@ def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     for row, real in zip(ids, mask.bool(), strict=True):
         one = row[real][None]
         enter = partial(_entered, draw, model, model, EDITS[draw["edit"]].make(), [])
-        said = way.run(Use(model, model, plainer, one, torch.ones_like(one), enter, EDITS[draw["edit"]].make()))
+        shift = int((~real).sum()) if counts_padding(draw) else 0
+        said = way.run(Use(model, model, plainer, one, torch.ones_like(one), enter, EDITS[draw["edit"]].make(), shift))
         if draw["options"] == "lookup":
             said = said.argmax(-1)
         if not way.tokens:  # back to where the row stands in the batch
