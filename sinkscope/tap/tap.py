@@ -31,7 +31,7 @@ from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, on_output, without_compiler
 from sinkscope.models.target import Target
 from sinkscope.tap.call import Attention, AttentionOutput, VisibleRowObserver, check_recomputed
-from sinkscope.tap.stock import NAME, STOCK, Stock, eager, switched
+from sinkscope.tap.stock import NAME, STOCK, Stock, eager, stock_of, switched
 
 
 @dataclass(eq=False)
@@ -121,11 +121,17 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     """Context manager: every configuration of the model selects the tap's attention; yields their ids.
 
     The names are registered with transformers once; this changes no other model. A model may be tapped several times.
-    Attention outside transformers' interface is not seen.
+    Attention outside transformers' interface is not seen. An attention of the user's that was registered without a mask
+    function gets one that makes no masks: transformers looks the name up twice while it makes a mask, and another
+    thread may enter or leave in between.
     """
     if NAME not in AttentionInterface():
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, _mask)
+    for config in target.configs:
+        name = stock_of(config).kind
+        if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(name, _no_mask)
     with switched(target, NAME, STOCK) as configs, without_compiler():
         yield configs
 
@@ -214,10 +220,11 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
                 return None
             if handler.needs_mask:
                 name = "sdpa"
-    # Nothing stands here for an attention that was registered alone: transformers gives it no mask either.
-    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
-        return None
     return ALL_MASK_ATTENTION_FUNCTIONS[name](config=config, **kwargs)
+
+
+def _no_mask(**_: Any) -> None:
+    """The mask function of an attention that has none, to which transformers gives no mask either."""
 
 
 RowObserver = Callable[[int, int, Tensor], None]

@@ -33,6 +33,17 @@ def test_half_precision_is_no_false_alarm(model_type, dtype):
     assert probe(target_of(tiny_model(model_type)[0].to(dtype))).problem is None
 
 
+@pytest.mark.parametrize("model_type", ["olmo2", "flex_olmo"])
+def test_an_mlp_without_a_norm_before_it_does_not_overflow(model_type):
+    """The last token is a thousand times as large, and the gate times up a million times."""
+    model = tiny_model(model_type)[0] if model_type in MODEL_TYPES else decoder(model_type)
+    for layer in model.model.layers:
+        for name, weight in layer.mlp.named_parameters():
+            if "gate" in name or "up" in name:
+                weight.data.normal_(std=0.3)
+    assert probe(target_of(model.half())).problem is None
+
+
 # -- planted wrong: the MLP ----------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,6 @@ INSIDE = ("falcon", "bloom", "gpt_neo", "mpt", "codegen", "gptj")
 READS = tuple(name for name, edit in EDITS.items() if edit.site is not None)
 LEAVES_CACHE = ("zero", "head", "add", "add embed", "add;zero", "expert", *READS, *MEMORIES)
 """Edits that leave the cache and the attention alone."""
-THREADS = ("plain thread", "thread with a trace")
 
 
 def _attends(draw: Draw) -> bool:
@@ -53,10 +52,6 @@ def _attends(draw: Draw) -> bool:
 
 def _owns_cache(draw: Draw) -> bool:
     return _attends(draw) and draw["edit"] != "observe"
-
-
-def _may_pass(_draw: Draw) -> bool:
-    return True
 
 
 @dataclass(frozen=True)
@@ -101,27 +96,14 @@ def may_be_refused(draw: Draw, line: str | None = None) -> bool:
     return any(one.reaches(draw) and (line is None or one.says in line) for one in REFUSED)
 
 
-KNOWN: dict[str, Cause] = {
-    "half precision is too coarse for the proof of a family": Cause(
-        draw_of(family="olmo2", dtype="float16"),
-        lambda draw: draw["family"] == "olmo2" and draw["dtype"] == "float16",
-        "words: refused: model type 'olmo2' has a row",
-        passes=_may_pass,
-        race=True,
-    ),
-    # transformers asks twice for the name of the attention while it makes a mask, and a block may end in between.
-    "a block ends while a plain call of another thread makes its mask": Cause(
-        draw_of(attention="own without mask", edit="observe", other="plain thread"),
-        lambda draw: draw["attention"] == "own without mask" and draw["other"] in THREADS,
-        "other thread: KeyError: 'ways_bare'",
-        passes=_may_pass,
-        race=True,
-    ),
-}
+KNOWN: dict[str, Cause] = {}
 
 
 MENDED = {
     "an attention function without a mask function": draw_of(attention="own without mask"),
+    "a block ends while another thread makes its mask": draw_of(
+        attention="own without mask", edit="observe", other="plain thread"
+    ),
     "names of arguments under nnsight": draw_of(wrapper="nnsight", family="gpt2"),
     "a call that began inside the block": draw_of(cache="begun inside", edit="zero"),
     "memory of rows that change places": draw_of(cache="reordered", edit="mean", rows=2),

@@ -133,8 +133,8 @@ def _read(model: nn.Module, family: Any, site: str, ids: Tensor, mask: Tensor) -
 def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     """The same intervention in the plainest way: each row by itself without padding, on the bare model.
 
-    It stands where it stands in the batch: even in float64 angles of rotary embeddings are made in float32, so that other
-    positions change logits by 1e-4, and a number that is rounded to 8 bits may jump.
+    It stands where it stands in the batch: even in float64 angles of rotary embeddings are made in float32, so that
+    other positions change logits by 1e-4, and a number that is rounded to 8 bits may jump.
     """
     way = WAYS[WAYS[draw["cache"]].alone]
     plainer = {**draw, "rows": 1, "padding": "none", "call": "keyword"}

@@ -156,6 +156,8 @@ class MlpEdits:
         if not (self.mlp.ran and (self.experts if self.is_mixture else self.post).ran):
             self.errors.append(math.inf)
             return
+        for recorder in (self.post, self.experts, self.mlp, self.up, self.shared_gate):
+            recorder.rows = recorder.rows[:, :-1]  # the last token may be beyond float16 where no norm precedes the MLP
         if self.post.ran:
             column = w_out(self.target, self.layer, [self.neuron])[0]
             written = self.post.change(_MOVED)[:, self.neuron, None] * column.to(self.post.rows.device)
@@ -191,9 +193,10 @@ class MlpEdits:
         """Compare what experts give with what they must give according to their layout."""
         experts = experts_of(module)
         if experts is not None:
-            given = first_tensor(output).flatten(0, -2).float()
+            by_token = self.experts.by_row
+            given = by_token(first_tensor(output))[:, :-1].float()
             try:
-                computed = experts.output(experts.routed(args, kwargs)).float()
+                computed = by_token(experts.output(experts.routed(args, kwargs)))[:, :-1].float()
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
                 self.errors.append(math.inf)  # they compute something else than an MLP each
             else:
