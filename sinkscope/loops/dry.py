@@ -18,7 +18,7 @@ from transformers import LogitsProcessor
 
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
-from sinkscope.loops.text.repetition import earlier_copies
+from sinkscope.loops.text.repetition import copy_length
 
 LONGEST_COPY = 64  # tokens of a repetition that count; the loss of more is beyond any logit
 LARGEST_LOSS = 1e9  # beyond any logit, and within float32
@@ -69,7 +69,10 @@ class DRY(LogitsProcessor):
             while longest < min(LONGEST_COPY, len(ids)) and ids[-1 - longest] not in self._ignore:
                 longest += 1
             losses: dict[int, float] = {}
-            for place, length in earlier_copies(ids, longest):
+            for place in range(1, len(ids)):
+                if ids[place - 1] != ids[-1]:
+                    continue
+                length = copy_length(ids, place, longest)
                 if length >= self._allowed_length:
                     loss = self._loss(length - self._allowed_length)
                     losses[ids[place]] = max(loss, losses.get(ids[place], 0.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Collection
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -26,6 +27,7 @@ from sinkscope.loops import MonitorSettings
 from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard, Steer, ranges_of, tokens_to_keep
 from sinkscope.loops.guard.steer import Steering
+from sinkscope.loops.text.repetition import EarlierCopies
 from sinkscope.measure.edit_options import edit_from_options
 
 ALWAYS = LoopGuard.paper(**SMALL, monitor=Timed(window=16, every=9, warmup=0, cooldown=0))
@@ -102,12 +104,16 @@ def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard(model)
             assert kept[:first] == list(range(first)) and len(kept) <= policy.budget + 1
 
 
-def losses_of(ids: list[int], since: int, window: int) -> dict[int, float]:
-    """What tokens lose after a row, from all pairs of slices: 0.5 for each token of a copy but the first two."""
+def losses_of(ids: list[int], since: int, window: int, equal: Collection[int] = ()) -> dict[int, float]:
+    """What tokens lose after a row, from all pairs of slices: 0.5 for each token of a copy but the first two.
+
+    Tokens of `equal` count as one.
+    """
     every, longest = Counter[int](), Counter[int]()
+    masked = [-1 if token in equal else token for token in ids]
     for place in range(1, len(ids)):
         lengths = range(min(place, len(ids) - since) + 1)
-        length = max(n for n in lengths if ids[place - n : place] == ids[len(ids) - n :])
+        length = max(n for n in lengths if masked[place - n : place] == masked[len(ids) - n :])
         loss = max(0, length - 2) / 2
         if place >= max(since, len(ids) - window):
             every[ids[place]] += loss
@@ -120,12 +126,29 @@ PIECE = st.lists(st.integers(0, 3), min_size=1, max_size=5)
 
 
 @settings(max_examples=60)
-@given(st.lists(PIECE, min_size=1, max_size=15), st.integers(0, 10), st.integers(1, 12))
-def test_losses_count_each_copy_since_the_act_and_the_longest_before(pieces, since, window):
-    """In a row in which a piece comes again and again, between others."""
+@given(
+    st.lists(PIECE, min_size=1, max_size=15),
+    st.integers(0, 10),
+    st.integers(1, 12),
+    st.lists(st.integers(0, 30), max_size=3),
+    st.sampled_from([(), (2, 3)]),
+)
+def test_losses_count_each_copy_since_the_act_and_the_longest_before(pieces, since, window, backs, equal):
+    """In a row in which a piece comes again and again between others, also where tokens were taken back and come anew.
+
+    Args:
+        equal: Tokens that count as one.
+    """
     ids = [token for other in pieces for token in (*pieces[0], *other, *pieces[0])]
-    steering = Steering(0.5, window, min(since, len(ids)))
-    assert steering.losses(ids) == losses_of(ids, steering.since, window)
+    steering = Steering(0.5, window, min(since, len(ids)), copies=EarlierCopies(3, equal.__contains__))
+    for back in backs:
+        steering.losses(ids)
+        del ids[max(1, len(ids) - back) :]
+        steering.copies.take_back(len(ids))
+        steering.since = min(since, len(ids))
+        assert steering.losses(ids) == losses_of(ids, steering.since, window, equal)
+        ids += pieces[-1] + pieces[0]
+    assert steering.losses(ids) == losses_of(ids, steering.since, window, equal)
 
 
 def test_a_penalty_rises_with_each_act_in_succession():

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import partial
+from unittest.mock import patch
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kv_kit import prompts
 from loop_texts import TABLES
 from organisms import tiny_model
@@ -14,8 +20,9 @@ from transformers import AutoTokenizer
 from experiments.loopguard.variants import OneSignal
 from sinkscope.generation.decode import ForcedAnswer
 from sinkscope.loops import Monitor, MonitorSettings
-from sinkscope.loops.guard import LoopGuard
+from sinkscope.loops.guard import LoopGuard, detect
 from sinkscope.loops.guard.detect import WatchedRow, monitors, push
+from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.monitor import Settings
 
 BUNDLED = ROOT / "sinkscope/models/bundled"
@@ -117,3 +124,47 @@ def test_a_token_that_is_padding_elsewhere_ends_no_row_of_a_model_without_an_end
         ask = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
         model.generate(ids, logits_processor=[ForcedAnswer([row], 9)], **ask)
     assert run.events and run.events[0].data["period"] == 4
+
+
+PIECES = st.lists(
+    st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.integers(1, 5)), min_size=1, max_size=6
+)
+SOON = MonitorSettings(tail_shortest=8, tail_beyond=4, tail_longest=9, cooldown=0, counter_copies=3, counter_tokens=9)
+
+
+def looped_row() -> WatchedRow:
+    """A row that a guard steers; two of its five tokens are numbers."""
+    row = WatchedRow(partial(Monitor, SOON, lambda ids: [["cat", "7", "8", "dog", "sun"][token] for token in ids]))
+    row.steering = Steering(1.0, 16, 0)
+    row.monitor.rule.looped = True
+    return row
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(PIECES, st.integers(0, 60)), min_size=1, max_size=4), PIECES)
+def test_a_row_that_was_taken_back_goes_on_like_one_that_never_had_those_tokens(turns, rest):
+    """Its monitor is marked every 5 tokens; pieces come once or several times in a row."""
+    row, plain = looped_row(), looped_row()
+    with patch.multiple(detect, MARKED_EVERY=5, MARKS=3):
+        for pieces, back in turns:
+            for token in [token for piece, times in pieces for token in piece * times]:
+                row.add(token, None)
+            row.steering.losses(row.ids)
+            row.take_back(min(back, row.written))
+            row = deepcopy(row)
+    for token in row.ids:
+        plain.add(token, None)
+    for token in [token for piece, times in rest for token in piece * times]:
+        assert row.add(token, None) == plain.add(token, None) and row.monitor.last == plain.monitor.last
+        assert row.steering.losses(row.ids) == plain.steering.losses(row.ids)
+
+
+def test_what_is_taken_back_of_a_long_row_that_looped_is_not_read_again_from_its_beginning(monkeypatch):
+    row, read = looped_row(), []
+    for token in torch.randint(5, (9000,), generator=torch.Generator().manual_seed(0)).tolist():
+        row.add(token, None)
+    monkeypatch.setattr(Monitor, "update", lambda one, token, p_max: read.append(token) or one.last)
+    row.take_back(160)
+    assert len(read) <= 1024
+    row.take_back(6000)  # further than what is marked
+    assert len(read) <= 1024 + 2840

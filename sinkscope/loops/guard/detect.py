@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -14,6 +15,9 @@ from torch import Tensor
 from sinkscope.loops.guard.steer import Steering
 from sinkscope.loops.text.monitor import Monitor, Settings
 from sinkscope.loops.text.outputs import split
+
+MARKED_EVERY, MARKS = 1024, 4
+"""The monitor of a row that looped is copied every 1024 tokens, and the last 4 copies stay: less is read again."""
 
 
 class WatchedRow:
@@ -32,8 +36,8 @@ class WatchedRow:
     """
 
     def __init__(self, monitor: Callable[[], Monitor], prompt: int = 0, prompt_ids: Sequence[int] = ()) -> None:
-        self._new_monitor = monitor
         self.monitor = monitor()
+        self._marks = [monitor()]
         self.prompt = prompt
         self.ids = list(prompt_ids)
         self._prompt_ids = len(self.ids)
@@ -53,16 +57,29 @@ class WatchedRow:
     def add(self, token: int, p_max: float | None) -> bool:
         """Pass the next token, and the largest probability of the one after it, to the monitor; whether it triggers."""
         self.ids.append(token)
-        return self.monitor.update(token, p_max).trigger
+        return self._read(token, p_max)
 
     def take_back(self, count: int) -> None:
-        """Forget the last `count` tokens, as if they had never arrived: a new monitor reads those that stay."""
+        """Forget the last `count` tokens, as if they had never arrived: an earlier monitor reads those after it."""
         del self.ids[len(self.ids) - count :]
+        if self.steering is not None:
+            self.steering.copies.take_back(len(self.ids))
+        while self._marks[-1].last.step > self.written:
+            self._marks.pop()
         looped = self.monitor.rule.looped
-        self.monitor = self._new_monitor()
-        for token in self.ids[self._prompt_ids :]:
-            self.monitor.update(token, 0.0)
+        self.monitor = deepcopy(self._marks[-1])
+        for token in self.ids[self._prompt_ids + self.monitor.last.step :]:
+            self._read(token, 0.0)
         self.monitor.rule.looped = looped
+
+    def _read(self, token: int, p_max: float | None) -> bool:
+        """Pass a token to the monitor, and mark it now and then if the row looped; whether it triggers."""
+        found = self.monitor.update(token, p_max)
+        is_late = self.written < found.step + MARKS * MARKED_EVERY
+        if self.steering is not None and is_late and found.step % MARKED_EVERY == 0:
+            self._marks.append(deepcopy(self.monitor))
+            del self._marks[1:-MARKS]
+        return found.trigger
 
 
 @dataclass(eq=False)

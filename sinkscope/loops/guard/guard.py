@@ -38,10 +38,10 @@ from sinkscope.loops.guard.cut import (
     tokens_to_keep,
 )
 from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting, largest_probability, monitors, push
-from sinkscope.loops.guard.steer import Steer, Steering
+from sinkscope.loops.guard.steer import LENIENT, Steer, Steering
 from sinkscope.loops.text.copies import CopyRule
 from sinkscope.loops.text.monitor import MonitorSettings, PaperSettings, Settings
-from sinkscope.loops.text.repetition import asked_copies
+from sinkscope.loops.text.repetition import EarlierCopies, asked_copies
 from sinkscope.models.draws import draws, gumbel, in_order
 from sinkscope.results.notation import count_of
 
@@ -406,8 +406,9 @@ class GuardRun:
             penalty = 0.0 if self.guard.steer is None else self.guard.steer.penalty
             row.steering = Steering(penalty, self.settings.window, row.length - taken_back)
         found, rule = row.monitor.last.tail, row.monitor.rule
-        if found is not None and not found.exact and isinstance(rule, CopyRule):
-            row.steering.is_number = rule.is_number
+        has_numbers = found is not None and not found.exact
+        if has_numbers and isinstance(rule, CopyRule) and not row.steering.copies.equates_numbers:
+            row.steering.copies = EarlierCopies(LENIENT + 1, rule.is_number)
         rule.looped = True
         level = row.steering.act(row.ids, taken_back, now)
         if taken_back:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Whole, check_fields
-from sinkscope.loops.text.repetition import NUMBER, earlier_copies
+from sinkscope.loops.text.repetition import EarlierCopies
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LENIENT = 2
@@ -61,7 +62,7 @@ class Steering:
         since: Number of tokens of the row at the first act, without those that were taken back.
         until: Last generated token at which an act is soon after the one before.
         level: Number of acts before the last one, each soon after the one before.
-        is_number: Says which tokens are numbers, after a loop whose numbers change: they count as equal.
+        copies: Finds the copies; numbers count as equal after a loop whose numbers change.
     """
 
     penalty: float
@@ -69,7 +70,7 @@ class Steering:
     since: int
     until: int = -1
     level: int = 0
-    is_number: Callable[[int], bool] | None = None
+    copies: EarlierCopies = field(default_factory=partial(EarlierCopies, LENIENT + 1), repr=False)
 
     def act(self, ids: Sequence[int], taken_back: int, now: int) -> int:
         """Steer a row from here on, and raise the level l (section 5.3) if the act before was recent.
@@ -88,16 +89,13 @@ class Steering:
         return self.level
 
     def losses(self, ids: Sequence[int]) -> dict[int, float]:
-        """Return what the logits of tokens lose after a row of ids."""
+        """Return what the logits of tokens lose after a row of ids, the row of the last call with more tokens."""
         strength = self.penalty * (self.level + 1)
         every = max(self.since, len(ids) - self.window)
-        compared = ids
-        if self.is_number is not None:
-            numbers = {token for token in set(ids) if self.is_number(token)}  # each token is asked about once
-            compared = [NUMBER if token in numbers else token for token in ids]
+        self.copies.follow(ids)
         before: dict[int, float] = {}
         losses: dict[int, float] = {}
-        for place, length in earlier_copies(compared, len(ids) - self.since):
+        for place, length in self.copies.of_end(len(ids) - self.since):
             token, loss = ids[place], strength * (length - LENIENT)
             if loss <= 0:
                 continue

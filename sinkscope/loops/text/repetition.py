@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sinkscope.loops.text.signals import Tail
 
@@ -52,7 +52,7 @@ class TailRepetition:
         self._length = shortest // 2
         self._seen = 0
         self._ids: list[int] = []  # the last ones
-        self._ends: dict[tuple[int, ...], int] = {}  # stretch -> number of tokens up to its last end, the oldest first
+        self._ends: dict[int, int] = {}  # hash of a stretch -> tokens up to its last end, the oldest first
         self._starts: dict[int, int] = {}  # period -> first position of the first copy
 
     def add(self, token: int) -> Tail | None:
@@ -85,7 +85,7 @@ class TailRepetition:
         ids, seen = self._ids, self._seen
         if seen < self._length:
             return
-        stretch = tuple(ids[-self._length :])
+        stretch = hash(tuple(ids[-self._length :]))
         end = self._ends.pop(stretch, None)
         self._ends[stretch] = seen
         if len(self._ends) > self._longest:  # the oldest one is too far back
@@ -93,10 +93,7 @@ class TailRepetition:
         if end is None or seen - end > self._longest or seen - end in self._starts:
             return
         period = seen - end
-        equal = 0
-        most = len(ids) - period
-        while equal < most and ids[~equal] == ids[~equal - period]:
-            equal += 1
+        equal = copy_length(ids, len(ids) - period, len(ids))  # exact, also if only the hash is equal
         self._starts[period] = seen - equal - period
 
 
@@ -149,18 +146,52 @@ def asked_copies(prompt: str) -> int:
     return most
 
 
-def earlier_copies(ids: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
-    """Yield the place behind each earlier copy of the last ids, and the length of the copy, at most `longest`.
+class EarlierCopies:
+    """Finds where the last tokens of a row stand earlier; a token costs the work of these copies, and not of the row.
 
     Args:
-        ids: The ids.
-        longest: Largest length, from which on a copy is not compared.
+        shortest: Tokens of the shortest copy.
+        is_number: Says which tokens are numbers, if these count as equal.
     """
-    for end, token in enumerate(ids[:-1]):
-        if token != ids[-1]:
-            continue
-        length = 0
-        while length < min(end + 1, longest) and ids[end - length] == ids[-1 - length]:
-            length += 1
-        if length:
-            yield end + 1, length
+
+    def __init__(self, shortest: int, is_number: Callable[[int], bool] | None = None) -> None:
+        self._shortest = shortest
+        self._is_number = is_number
+        self._row: list[int] = []
+        self._places: dict[tuple[int, ...], list[int]] = {}  # last tokens -> places behind them, ascending
+
+    @property
+    def equates_numbers(self) -> bool:
+        """Whether numbers count as equal."""
+        return self._is_number is not None
+
+    def follow(self, ids: Sequence[int]) -> None:
+        """Read what is new at the end of a row."""
+        for token in ids[len(self._row) :]:
+            is_number = self._is_number is not None and self._is_number(token)
+            self._row.append(NUMBER if is_number else token)
+            self._places_of_end().append(len(self._row))
+
+    def take_back(self, length: int) -> None:
+        """Forget all but the first tokens."""
+        while len(self._row) > length:
+            self._places_of_end().pop()
+            self._row.pop()
+
+    def of_end(self, longest: int) -> Iterator[tuple[int, int]]:
+        """Yield the place behind each earlier copy of the last tokens, and its length, which counts to `longest`."""
+        for place in self._places_of_end()[:-1]:
+            yield place, copy_length(self._row, place, longest)
+
+    def _places_of_end(self) -> list[int]:
+        """The places behind the last tokens; at the beginning of a row these are fewer, and equal no others."""
+        return self._places.setdefault(tuple(self._row[-self._shortest :]), [])
+
+
+def copy_length(ids: Sequence[int], place: int, longest: int) -> int:
+    """Return how many of the last ids stand before an earlier place as well, up to `longest`."""
+    most = min(place, longest)
+    length = 0
+    while length < most and ids[place - 1 - length] == ids[~length]:
+        length += 1
+    return length
