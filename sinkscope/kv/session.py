@@ -26,7 +26,7 @@ from sinkscope.kv.windows import attention_elsewhere, check_mask, check_servable
 from sinkscope.models.call_cache import cache_in, with_cache
 from sinkscope.models.hooks import AroundCall, Kwargs
 from sinkscope.tap.internals import GenerateFollower, following_generate
-from sinkscope.tap.tap import check_attention_recomputed, tapped
+from sinkscope.tap.tap import check_attention_recomputed, check_masks_made, tapped
 
 _ACTING: WeakValueDictionary[int, Run] = WeakValueDictionary()
 """The run that acts on the cache and the attention of a model, by the id of the model; others may watch."""
@@ -129,7 +129,8 @@ class Session:
             first: Number of first positions that the policy or guard keeps, and that others are to keep, too.
 
         Raises:
-            UnsupportedError: Another run on this model already does this, or another policy was entered before.
+            UnsupportedError: Another run on this model already does this, another policy was entered before, or no mask
+                hides what is beyond a window.
         """
         if policy is not None and self._policy_name is not None:
             raise UnsupportedError(
@@ -138,6 +139,8 @@ class Session:
         self._policy_name = policy or self._policy_name
         self.anchors = max(self.anchors, first)
         if not self.watching.owns_cache:
+            if any(self.watching.windows):
+                check_masks_made(self.target)
             self._own_model()
             self.watching.owns_cache = True
             self.run.stack.callback(self._settle)

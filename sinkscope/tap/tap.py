@@ -227,6 +227,20 @@ def _no_mask(**_: Any) -> None:
     """The mask function of an attention that has none, to which transformers gives no mask either."""
 
 
+def check_masks_made(target: Target) -> None:
+    """Refuse a model with windows whose attention gets no masks.
+
+    Raises:
+        UnsupportedError: What such an attention sees depends on what the stock cache has dropped.
+    """
+    name = stock_of(target.config).kind
+    if ALL_MASK_ATTENTION_FUNCTIONS.get(name, _no_mask) is _no_mask:
+        raise UnsupportedError(
+            f"attention {name!r} of {target.name} was registered without a mask function, so that nothing hides what "
+            f"is beyond its window: register one, as with AttentionMaskInterface.register({name!r}, sdpa_mask)"
+        )
+
+
 RowObserver = Callable[[int, int, Tensor], None]
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from .calls import CALLS, OPTIONS, ROW_ALONE, SAMPLES, TEXTS, WAYS
+from .calls import CALLS
 from .edits import EDITS, Draw
 from .families import ENDS, FAMILIES
 from .settings import ATTENTIONS, HOOKS, OTHERS, WRAPPERS
+from .texts import ASSISTED, OPTIONS, ROW_ALONE, SAMPLES
+from .ways import TEXTS, WAYS
 
 DIMENSIONS: dict[str, Mapping[Any, Any]] = {
     "family": FAMILIES,
@@ -68,6 +70,8 @@ def _meet(draw: Draw) -> bool:
         return False
     if draw["options"] != "greedy" and draw["cache"] != "generate":
         return False
+    if draw["options"] in ASSISTED and draw["wrapper"] == "offloaded":  # plain models cannot do it
+        return False
     if draw["dtype"] != "float32" and (draw["cache"] not in ("none", "generate") or draw["options"] in SAMPLES):
         return False
     if edit.acts != (draw["cache"] == "looping") or edit.steers != (draw["cache"] in ("steered", "ss.generate")):
@@ -93,7 +97,7 @@ def _has_row_alone(draw: Draw) -> bool:
 
 def counts_padding(draw: Draw) -> bool:
     """Whether a model that is not told positions counts the padding in front of a row, too."""
-    takes = FAMILIES[draw["family"]].positions and draw["call"] != "positions"
+    takes = FAMILIES[draw["family"]].positions and draw["call"] not in ("positions", "whole mask")
     return draw["padding"] == "left" and takes and not WAYS[draw["cache"]].tokens
 
 
@@ -134,16 +138,32 @@ def pairs_of(draw: Draw, names: Iterable[str]) -> set[tuple[str, Any, str, Any]]
 
 
 RARE = {
-    "wrapper": ("compiled", "lora", "offloaded"),
+    "wrapper": ("compiled", "compiled module", "lora", "offloaded", "dispatched", "recast"),
+    "call": ("whole mask", "embeds", "everything"),
     "length": (300, 600),
     "other": tuple(OTHERS)[1:],
-    "cache": ("copied from", "repeated", "conversation kept"),
-    "options": ("nucleus", "bad words", "stop text", "returned", "penalty", "min", "suppress", "no eos", "dry"),
+    "cache": ("copied from", "repeated", "conversation kept", "pickled", "in a thread", "turns", "prefix"),
+    "options": (
+        "nucleus",
+        "bad words",
+        "stop text",
+        "returned",
+        "penalty",
+        "min",
+        "suppress",
+        "no eos",
+        "dry",
+        "assistant",
+        "static",
+    ),
     "edit": (
         *"guard h2o snapkv streaming tova loopserve zero;full add;zero".split(),
         *("loopserve 0", "add embed", "trace mean", "trace most", "trace last", "pattern mean", "pattern last"),
         *("pattern most", "streaming 12", "h2o 12", "tova 12", "adakv 12", "pyramid 12", "progressive 12"),
-        "guard steers",
+        *("guard steers", "value", "zero first", "add at", "zero|streaming 12", "patch;snapkv 12", "h2o 12 a layer"),
+        *("half snapkv", "a shape", "a shape 12", "minference", "minference 12", "head mean", "patch up"),
+        *("patch calibrated", "token 8 bits", "keys 8 bits", "keys 8 bits a row", "mean|guard", "trace zero"),
+        *("trace post", "trace z", "trace logits", "trace norm"),
     ),
 }
 """Values that take long or are like others: the suite meets each of them once, and `-m slow` in many draws."""

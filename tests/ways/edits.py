@@ -19,6 +19,7 @@ from .families import FAMILIES, HIDDEN, Family
 BIG = 10_000
 LAYER, NEURONS, HEAD, EXPERT = 1, [3, 17], 1, 2
 RESID, PATTERN = f"blocks.{LAYER}.hook_resid_post", f"blocks.{LAYER}.attn.hook_pattern"
+POST, Z = f"blocks.{LAYER}.mlp.hook_post", f"blocks.{LAYER}.attn.hook_z"
 VECTOR = torch.linspace(-1, 1, HIDDEN)
 Draw = Mapping[str, Any]
 
@@ -64,6 +65,15 @@ def clear_columns(module: nn.Module, columns: list[int]) -> None:
 
 def zero_neurons(model: nn.Module, family: Family) -> None:
     clear_columns(family.block(model, LAYER).get_submodule(family.down), NEURONS)
+
+
+def set_neurons(model: nn.Module, family: Family) -> None:
+    def put(_module: nn.Module, args: Any) -> Any:
+        post = args[0].clone()
+        post[..., NEURONS] = 0.5
+        return (post,)
+
+    family.block(model, LAYER).get_submodule(family.down).register_forward_pre_hook(put)
 
 
 def zero_head(model: nn.Module, family: Family) -> None:
@@ -122,6 +132,11 @@ def has_mlp(draw: Draw) -> bool:
     return FAMILIES[draw["family"]].down is not None
 
 
+def has_gate(draw: Draw) -> bool:
+    """Whether an MLP has a linear factor of its own."""
+    return draw["family"] in ("llama", "qwen3", "mistral", "gemma2", "gemma3", "granite", "olmo2", "phi3", "gemma4")
+
+
 def add_and_zero(model: nn.Module, family: Family) -> None:
     zero_neurons(model, family)
     add_vector(model, family)
@@ -155,6 +170,11 @@ EDITS = {
     "observe": Edit(lambda: [kv.Observe(lambda rows: None)]),
     "loopserve 0": Edit(lambda: [ss.LoopServe(alpha=1.0, budget=BIG, shortest=0)]),
     "trace": Edit(_nothing, site=RESID),
+    "trace zero": Edit(lambda: [_zero()], zero_neurons, site=RESID, fits=has_mlp),
+    "trace post": Edit(_nothing, site=POST, fits=has_mlp),
+    "trace z": Edit(_nothing, site=Z),
+    "trace logits": Edit(_nothing, site="logits"),
+    "trace norm": Edit(_nothing, site=RESID, reduce="norm", reduced=lambda tensor, real: tensor.norm(dim=-1)),
     "trace mean": Edit(_nothing, site=RESID, reduce="mean", reduced=mean_of_real),
     "trace last": Edit(_nothing, site=RESID, reduce="last", reduced=last_real),
     "trace most": Edit(_nothing, site=RESID, reduce=most, reduced=lambda tensor, real: most(tensor), **WHOLE),
@@ -163,6 +183,9 @@ EDITS = {
     "pattern last": Edit(_nothing, **ROWS, reduce="last", reduced=lambda tensor, real: tensor[:, -1]),
     "pattern most": Edit(_nothing, **ROWS, reduce=most, reduced=lambda tensor, real: most(tensor)),
     "zero": Edit(lambda: [_zero()], **ZERO),
+    "value": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value=0.5)], set_neurons, fits=has_mlp, events=True),
+    "zero first": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, positions="first")], alone=True, fits=has_mlp),
+    "add at": Edit(lambda: [ss.Add(VECTOR, RESID, positions=slice(2, 17))], alone=True),
     "zero|guard": Edit(lambda: [_zero() | ss.LoopGuard(budget=BIG)], **ZERO),
     "zero;full": Edit(lambda: [_zero(), kv.Full()], **ZERO),
     "head": Edit(lambda: [ss.Ablate(heads=[(LAYER, HEAD)])], zero_head, events=True),
@@ -183,6 +206,16 @@ EDITS = {
         lambda: [ss.LoopServe(alpha=0.8, budget=12, shortest=0, interval=2, first=0, sample=8, dense_rows=2)], **EVICTS
     ),
     "guard|streaming 12": Edit(lambda: [kv.StreamingLLM(budget=12) | ss.LoopGuard(budget=12)], **EVICTS),
+    "zero|streaming 12": Edit(lambda: [_zero() | kv.StreamingLLM(budget=12)], **EVICTS, fits=has_mlp),
+    "patch;snapkv 12": Edit(
+        lambda: [ss.SinkPatch(layer=LAYER, neurons=[3]), kv.SnapKV(budget=12, window=6)], **EVICTS, fits=has_mlp
+    ),
+    "h2o 12 a layer": Edit(lambda: [kv.PerLayer(kv.H2O(), [12, 8, 16])], **EVICTS),
+    "half snapkv": Edit(lambda: [kv.SnapKV(budget=0.5, window=6)], **EVICTS),
+    "a shape": Edit(lambda: [ss.AShape(first=4, local=BIG)]),
+    "a shape 12": Edit(lambda: [ss.AShape(first=4, local=8)], **EVICTS),
+    "minference": Edit(lambda: [ss.MInference(vertical=BIG, slash=BIG)]),
+    "minference 12": Edit(lambda: [ss.MInference(vertical=6, slash=6, last=4)], **EVICTS),
     "guard acts": Edit(
         lambda: [ss.LoopGuard(14, anchors=3, monitor=Timed(every=5, cooldown=0, warmup=0), act="cut", steer=None)],
         acts=True,
@@ -190,6 +223,19 @@ EDITS = {
     "guard steers": Edit(lambda: [ss.LoopGuard(14, anchors=3, monitor=SOON, act="cut")], alone=True, steers=True),
     "guard rewinds": Edit(lambda: [ss.LoopGuard(14, anchors=3, monitor=SOON)], alone=True, steers=True),
     "mean": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value="mean")], alone=True, fits=has_mlp),
+    "head mean": Edit(lambda: [ss.Ablate(heads=[(LAYER, HEAD)], value="mean")], alone=True),
+    "patch up": Edit(lambda: [ss.SinkPatch(layer=LAYER, neurons=[3], site="up")], alone=True, fits=has_gate),
+    "patch calibrated": Edit(
+        lambda: [ss.SinkPatch(sites=[(LAYER, 3)], calibrated={(LAYER, 3): 0.25})], alone=True, fits=has_mlp
+    ),
+    "token 8 bits": Edit(lambda: [ss.Quantize(activations=8)], alone=True, fits=has_mlp),
+    "keys 8 bits": Edit(lambda: [ss.Quantize(kv=8)], alone=True),
+    "keys 8 bits a row": Edit(lambda: [ss.Quantize(kv=8, scale="tensor", positions="first")], alone=True),
+    "mean|guard": Edit(
+        lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value="mean") | ss.LoopGuard(budget=BIG)],
+        alone=True,
+        fits=has_mlp,
+    ),
     "patch": Edit(lambda: [ss.SinkPatch(layer=LAYER, neurons=[3])], alone=True, fits=has_mlp),
     "tensor 8 bits": Edit(lambda: [ss.Quantize(activations=8, scale="tensor")], alone=True, fits=has_mlp),
 }

@@ -227,6 +227,8 @@ FAMILIES = {
 }
 
 
+INSIDE = ("falcon", "bloom", "gpt_neo", "mpt", "codegen", "gptj")
+"""Families that compute attention inside their modules."""
 ENDS: dict[str, tuple[int | None, int | None]] = {
     "usual": (EOS, PAD),
     "none": (None, PAD),

@@ -12,6 +12,8 @@ from typing import Any
 
 from .draws import draw_of
 from .edits import EDITS, Draw
+from .families import INSIDE
+from .texts import ASSISTED
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,12 @@ class Cause:
 
 
 MOVES = ("reordered", "selected", "repeated")
-MEMORIES = ("mean", "patch", "tensor 8 bits")
-INSIDE = ("falcon", "bloom", "gpt_neo", "mpt", "codegen", "gptj")
-"""Families that compute attention inside their modules."""
+MEMORIES = ("mean", "head mean", "patch", "patch up", "tensor 8 bits", "keys 8 bits a row")
 READS = tuple(name for name, edit in EDITS.items() if edit.site is not None)
-LEAVES_CACHE = ("zero", "head", "add", "add embed", "add;zero", "expert", *READS, *MEMORIES)
+LEAVES_CACHE = (
+    *("zero", "head", "add", "add embed", "add;zero", "expert", "value", "zero first", "add at", "patch calibrated"),
+    *("token 8 bits", "keys 8 bits", *READS, *MEMORIES),
+)
 """Edits that leave the cache and the attention alone."""
 
 
@@ -73,8 +76,13 @@ REFUSED = [
         "rows of the cache changed places",
     ),
     Refusal(lambda draw: draw["options"] == "no cache" and _owns_cache(draw), "use_cache=False"),
-    Refusal(lambda draw: draw["options"] == "lookup" and _owns_cache(draw), "assisted generation"),
-    Refusal(lambda draw: draw["cache"] == "static" and _attends(draw), "the cache is StaticCache"),
+    Refusal(lambda draw: draw["options"] in ASSISTED and _owns_cache(draw), "assisted generation"),
+    Refusal(lambda draw: "static" in (draw["cache"], draw["options"]) and _attends(draw), "the cache is StaticCache"),
+    Refusal(lambda draw: draw["cache"] == "pickled", "tokens were read before this run was entered"),
+    Refusal(lambda draw: draw["family"] in INSIDE and draw["edit"] == "trace z", "hook_z' does not exist"),
+    Refusal(lambda draw: draw["cache"] == "gradients" and "minference" in draw["edit"], "has no gradients"),
+    Refusal(lambda draw: draw["edit"] == "half snapkv", "is below the 6 tokens that are always kept"),
+    Refusal(lambda draw: draw["cache"] == "pickled", "the latest queries were not seen"),
     Refusal(lambda draw: draw["cache"] == "outside", "in a DynamicSlidingWindowLayer, which may have dropped some"),
     Refusal(lambda draw: draw["family"] == "gemma4", "whose positions are not known"),
     Refusal(lambda draw: draw["family"] == "gemma4" and _attends(draw), "attend to the keys of earlier layers"),
@@ -84,9 +92,9 @@ REFUSED = [
     ),
     Refusal(lambda draw: draw["options"] == "no cache" and draw["edit"] in MEMORIES, "without a cache each call is"),
     Refusal(lambda draw: draw["family"] == "mpt", "without a cache each call is"),  # its settings say use_cache=False
-    Refusal(lambda draw: draw["options"] == "lookup" and draw["edit"] == "tensor 8 bits", "tokens that it takes back"),
+    Refusal(lambda draw: draw["options"] in ASSISTED, "assisted generation reads tokens that it takes back"),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "are padded on the right"),
-    Refusal(lambda draw: draw["attention"] == "own without mask", "hides keys in another way"),  # and no window
+    Refusal(lambda draw: draw["attention"] == "own without mask", "was registered without a mask function"),
 ]
 """A refusal that stands here is no failure; any other one is."""
 
@@ -101,6 +109,9 @@ KNOWN: dict[str, Cause] = {}
 
 MENDED = {
     "an attention function without a mask function": draw_of(attention="own without mask"),
+    "an attention without a mask function and a window": draw_of(
+        attention="own without mask", family="mistral", cache="generate", edit="full"
+    ),
     "a block ends while another thread makes its mask": draw_of(
         attention="own without mask", edit="observe", other="plain thread"
     ),

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 import sinkscope as ss
 
-from .calls import AS_GREEDY, SILENT, WAYS, Use, inputs, positions_of
+from .calls import SILENT, Use, positions_of
 from .draws import counts_padding
-from .edits import EDITS, LAYER, PATTERN, Draw
+from .edits import EDITS, LAYER, PATTERN, RESID, Draw, Z
 from .families import FAMILIES, model_of
 from .known import may_be_refused
 from .settings import ATTENTIONS, HOOKS, OTHERS, WRAPPERS
+from .texts import AS_GREEDY, ASSISTED
+from .ways import WAYS, inputs
 
 TOLERATED = {"float64": 1e-5, "float32": 2e-3, "bfloat16": 1.5, "float16": 0.1}
 """Largest difference, in units of the spread of the logits."""
@@ -80,7 +82,8 @@ def _broken(draw: Draw, seed: int) -> str | None:
         wrapper = WRAPPERS[draw["wrapper"]]
         wrapped = wrapper.around(model)
         call = wrapper.called(wrapped)
-        before, plain = _state(model), _forward(draw, call, model, ids, mask)
+        plain = _forward(draw, call, model, ids, mask)  # transformers may leave hooks of its own
+        before = _state(model)
         got, run, wrong = _used(draw, wrapped, call, model, ids, mask)
         if WAYS[draw["cache"]].nothing:
             right = torch.zeros_like(got)
@@ -121,13 +124,21 @@ def _read(model: nn.Module, family: Any, site: str, ids: Tensor, mask: Tensor) -
         return model(input_ids=ids, attention_mask=mask, output_attentions=True, **more).attentions[LAYER]
     kept: list[Tensor] = []
 
-    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-        kept.append(output[0] if isinstance(output, tuple) else output)
+    def keep(_module: nn.Module, args: Any, output: Any = None) -> None:
+        passed = args if output is None else output
+        kept.append(passed[0] if isinstance(passed, tuple) else passed)
 
-    hook = family.block(model, LAYER).register_forward_hook(keep)
-    model(input_ids=ids, attention_mask=mask, **more)
+    block = family.block(model, LAYER)
+    if site == RESID:
+        hook = block.register_forward_hook(keep)
+    else:
+        hook = block.get_submodule(family.out if site == Z else family.down).register_forward_pre_hook(keep)
+    logits = model(input_ids=ids, attention_mask=mask, **more).logits
     hook.remove()
-    return kept[0]
+    if site == "logits":
+        return logits
+    read = kept[0].reshape(*ids.shape, -1)
+    return read.unflatten(-1, (4, -1)) if site == Z else read
 
 
 def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
@@ -146,7 +157,7 @@ def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
         enter = partial(_entered, draw, model, model, EDITS[draw["edit"]].make(), [])
         shift = int((~real).sum()) if counts_padding(draw) else 0
         said = way.run(Use(model, model, plainer, one, torch.ones_like(one), enter, EDITS[draw["edit"]].make(), shift))
-        if draw["options"] == "lookup":
+        if draw["options"] in ASSISTED:
             said = said.argmax(-1)
         if not way.tokens:  # back to where the row stands in the batch
             wide = torch.full((1, len(row), said.shape[-1]), torch.nan, device=row.device)
@@ -209,7 +220,7 @@ def _differs(draw: Draw, got: Tensor, right: Tensor, mask: Tensor) -> str | None
         same = (got.argmax(-1) == right.argmax(-1)).long().cumprod(1).roll(1, 1)
         same[:, 0] = 1
         counts &= same.bool()[..., None]
-    if got.dim() == 4:  # attention: at padding it means nothing
+    if EDITS[draw["edit"]].site == PATTERN and got.dim() == 4:  # attention: at padding it means nothing
         counts &= (mask[:, None, :, None] * mask[:, None, None, :]).bool()
     elif got.shape[1:2] == mask.shape[1:] and not WAYS[draw["cache"]].tokens and draw["call"] != "no mask":
         counts &= mask.bool().reshape(*mask.shape, *[1] * (got.dim() - 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +23,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import sinkscope as ss
+from sinkscope.kv import StreamingLLM
 
 from .edits import LAYER, Draw
-from .families import BOS, EOS, FAMILIES, HIDDEN, PAD, VOCAB, Family
+from .families import BOS, EOS, FAMILIES, HIDDEN, INSIDE, PAD, VOCAB, Family
 
 
 def _own(*args: Any, **kwargs: Any) -> Any:
@@ -127,6 +129,44 @@ def _compiled(model: nn.Module) -> nn.Module:
     return model
 
 
+def _compiled_module(model: nn.Module) -> Any:
+    torch.compiler.reset()
+    return torch.compile(model, backend="eager")
+
+
+def _dispatched(model: nn.Module) -> nn.Module:
+    """By hooks of accelerate, as with `device_map`."""
+    from accelerate import dispatch_model
+
+    device = next(model.parameters()).device
+    return dispatch_model(model, {"": device}, main_device=device, force_hooks=True)
+
+
+def _recast(model: nn.Module) -> nn.Module:
+    """It was edited in float64 before."""
+    model.double()
+    with torch.no_grad(), _nothing().on(model):
+        model(input_ids=torch.full((1, 3), 7, device=next(model.parameters()).device))
+    return model.float()
+
+
+def _bridge(model: nn.Module) -> Any:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    model.config.architectures = [type(model).__name__]
+    return TransformerBridge.boot_transformers("ways", hf_model=model, tokenizer=tokenizer(), dtype=model.dtype)
+
+
+def _bridged(bridge: Any) -> Callable[..., Any]:
+    """Calls of a bridge."""
+
+    def call(*args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
+        logits = bridge(*args, **kwargs)
+        return SimpleNamespace(logits=logits) if return_dict else (logits,)
+
+    return call
+
+
 def _nnsight(model: nn.Module) -> Any:
     import nnsight
 
@@ -160,6 +200,11 @@ def tokenizer() -> Any:
     return tf.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
+def _in_double(draw: Draw) -> bool:
+    """Whether a model runs in float64, as experts do not."""
+    return draw["dtype"] == "float32" and FAMILIES[draw["family"]].experts is None
+
+
 def _one_call(draw: Draw) -> bool:
     alone = draw["cache"] == "none" and draw["padding"] == "none" and draw["other"] == "nothing"
     return alone and find_spec("nnsight") is not None
@@ -172,6 +217,11 @@ WRAPPERS = {
     "offloaded": Wrapper(_offloaded, fits=lambda draw: draw["cache"] != "gradients" and draw["other"] == "nothing"),
     "lora": Wrapper(_lora, fits=lambda draw: find_spec("peft") is not None),
     "compiled": Wrapper(_compiled, fits=lambda draw: draw["other"] == "nothing", same_bits=False),
+    "compiled module": Wrapper(
+        _compiled_module, fits=lambda draw: draw["other"] == "nothing" and draw["cache"] != "generate", same_bits=False
+    ),
+    "dispatched": Wrapper(_dispatched, fits=lambda draw: draw["other"] == "nothing"),
+    "recast": Wrapper(_recast, fits=_in_double),
     "nnsight": Wrapper(_nnsight, _traced, fits=_one_call),
 }
 
@@ -255,12 +305,38 @@ def _traces(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[
     return trace
 
 
+def _keeps_keys(draw: Draw) -> bool:
+    """Whether a policy acts on a family."""
+    family = FAMILIES[draw["family"]]
+    attends = draw["attention"] in ("sdpa", "eager", "own with mask") and draw["wrapper"] == "bare"
+    return attends and not family.shares_keys and draw["family"] not in INSIDE
+
+
+def _another_model(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
+    """A policy on another model of the same kind."""
+    other, short = copy.deepcopy(model), ids[:1, :9]
+    settings = {"attention_mask": torch.ones_like(short), "max_new_tokens": 3, "do_sample": False}
+
+    def written() -> list[int]:
+        with StreamingLLM(budget=6).on(other):
+            return other.generate(short, **settings)[0].tolist()
+
+    right = written()
+
+    def write() -> None:
+        if written() != right:
+            wrong.append("another model writes something else")
+
+    return write
+
+
 @dataclass(frozen=True)
 class Other:
     """What another thread does all the while."""
 
     beside: Beside | None = None
     block: Callable[[], Any] | None = None
+    fits: Callable[[Draw], bool] = lambda draw: True
 
     @contextlib.contextmanager
     def running(self, model: nn.Module, ids: torch.Tensor) -> Iterator[list[str]]:
@@ -298,4 +374,5 @@ OTHERS = {
     "plain thread": Other(_plain_calls),
     "thread with a block": Other(_own_calls, _nothing),
     "thread with a trace": Other(_traces),
+    "thread with another model": Other(_another_model, fits=_keeps_keys),
 }

@@ -7,12 +7,13 @@ import pytest
 
 from . import promises
 from .__main__ import walk
-from .calls import BY_TOKENS, WAYS
 from .draws import cover, draw_of, text_of
 from .edits import Draw
 from .families import LAYERS, model_of
 from .known import KNOWN, MENDED, Cause, causes_of, may_be_refused
 from .promises import check
+from .texts import BY_TOKENS
+from .ways import WAYS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -1,0 +1,236 @@
+"""What a user does with a cache. Logits of all positions come back, each row where it was at the beginning."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor
+
+from .calls import SILENT, Use
+from .families import FAMILIES
+
+
+def forward(use: Use) -> Tensor:
+    with use.inside():
+        return use.run(0, use.length)
+
+
+def steps(use: Use, cache: Any = None) -> Tensor:
+    cache = cache or use.cache()
+    with use.inside():
+        found = [use.run(0, use.prompt, cache)]
+        for start in range(use.prompt, use.length):
+            found.append(use.run(start, start + 1, cache))
+    return torch.cat(found, 1)
+
+
+def chunks(use: Use) -> Tensor:
+    cache, found = use.cache(), []
+    with use.inside():
+        for start in range(0, use.length, 7):
+            found.append(use.run(start, min(use.length, start + 7), cache))
+    return torch.cat(found, 1)
+
+
+def outside(use: Use) -> Tensor:
+    """The cache was filled before the block."""
+    cache = use.cache()
+    before = use.run(0, use.prompt, cache)
+    with use.inside():
+        return torch.cat([torch.full_like(before, SILENT), use.run(use.prompt, use.length, cache)], 1)
+
+
+def _diverted(use: Use, cache: Any) -> None:
+    """Another token than the next one comes to this cache."""
+    other = copy.copy(use)
+    other.ids = use.ids.flip(1).roll(1, 1)
+    other.run(use.prompt, use.prompt + 1, cache)
+
+
+def copied(use: Use, goes_on: int = 1) -> Tensor:
+    """It goes on with a copy (or with the first one: 0), and the other with something else."""
+    caches = [use.cache()]
+    with use.inside():
+        found = [use.run(0, use.prompt, caches[0])]
+        caches.append(copy.deepcopy(caches[0]))
+        _diverted(use, caches[1 - goes_on])
+        for start in range(use.prompt, use.length):
+            found.append(use.run(start, start + 1, caches[goes_on]))
+    return torch.cat(found, 1)
+
+
+def reordered(use: Use) -> Tensor:
+    """After a token rows change places, as in a beam search."""
+    cache, order = use.cache(), torch.arange(len(use.ids), device=use.ids.device).flip(0)
+    with use.inside():
+        found = [use.run(0, use.prompt, cache), use.run(use.prompt, use.prompt + 1, cache)]
+        cache.reorder_cache(order)
+        for start in range(use.prompt + 1, use.length):
+            found.append(use.run(start, start + 1, cache, order).flip(0))
+    return torch.cat(found, 1)
+
+
+def selected(use: Use) -> Tensor:
+    """After a token only the last row goes on."""
+    cache, last = use.cache(), torch.tensor([len(use.ids) - 1], device=use.ids.device)
+    with use.inside():
+        found = [use.run(0, use.prompt, cache), use.run(use.prompt, use.prompt + 1, cache)]
+        cache.batch_select_indices(last)
+        for start in range(use.prompt + 1, use.length):
+            rest = use.run(start, start + 1, cache, last)
+            found.append(torch.cat([torch.full_like(found[1][:-1], SILENT), rest]))
+    return torch.cat(found, 1)
+
+
+def repeated(use: Use) -> Tensor:
+    """Each row goes on as two, which say the same."""
+    cache, order = use.cache(), torch.arange(len(use.ids), device=use.ids.device).repeat_interleave(2)
+    with use.inside():
+        found = [use.run(0, use.prompt, cache)]
+        cache.batch_repeat_interleave(2)
+        for start in range(use.prompt, use.length):
+            found.append(use.run(start, start + 1, cache, order)[1::2])
+    return torch.cat(found, 1)
+
+
+def cropped(use: Use) -> Tensor:
+    """A token is taken back."""
+    cache = use.cache()
+    with use.inside():
+        found = [use.run(0, use.prompt, cache), use.run(use.prompt, use.prompt + 1, cache)]
+        other = copy.copy(use)
+        other.ids = use.ids.flip(1)
+        other.run(use.prompt + 1, use.prompt + 2, cache)
+        cache.crop(-1)
+        for start in range(use.prompt + 1, use.length):
+            found.append(use.run(start, start + 1, cache))
+    return torch.cat(found, 1)
+
+
+def pickled(use: Use) -> Tensor:
+    """The cache is saved behind the prompt, and what is read again goes on."""
+    cache, saved = use.cache(), io.BytesIO()
+    with use.inside():
+        found = [use.run(0, use.prompt, cache)]
+        torch.save(cache, saved)
+        saved.seek(0)
+        cache = torch.load(saved, weights_only=False)
+        for start in range(use.prompt, use.length):
+            found.append(use.run(start, start + 1, cache))
+    return torch.cat(found, 1)
+
+
+def in_a_thread(use: Use) -> Tensor:
+    """Another thread does it, as for streaming."""
+    found: list[Any] = []
+    other = copy.copy(use)
+    other.inside = nullcontext
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                found.append(steps(other))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    with use.inside():
+        thread.start()
+        thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def static(use: Use) -> Tensor:
+    return steps(use, tf.StaticCache(config=use.model.config, max_cache_len=use.length + 8))
+
+
+class Waiting:
+    """A call in another thread that waits before its first layer until it is told to go on."""
+
+    def __init__(self, use: Use):
+        self._use = use
+        self._go, self._there = threading.Event(), threading.Event()
+        self._given: list[Any] = []
+        self._thread = threading.Thread(target=self._work)
+        self._hook = FAMILIES[use.draw["family"]].block(use.model, 0).register_forward_pre_hook(self._wait)
+
+    def _wait(self, *_: Any) -> None:
+        if threading.current_thread() is self._thread:
+            self._there.set()
+            self._go.wait(20)
+
+    def _work(self) -> None:
+        try:
+            with torch.no_grad():
+                self._given.append(self._use.run(0, self._use.length))
+        except Exception as error:
+            self._given.append(error)
+        self._there.set()
+
+    def begin(self) -> None:
+        self._thread.start()
+        self._there.wait(20)
+
+    def go_on(self, after: float = 0.0) -> None:
+        threading.Timer(after, self._go.set).start()
+
+    def given(self) -> Tensor:
+        """What the call gives."""
+        self._thread.join()
+        self._hook.remove()
+        if isinstance(self._given[0], Exception):
+            raise self._given[0]
+        return self._given[0]
+
+
+def begun_before(use: Use) -> Tensor:
+    """A call that begins before the block goes on inside it."""
+    waiting = Waiting(use)
+    waiting.begin()
+    try:
+        with use.inside():
+            waiting.go_on()
+            return waiting.given()
+    finally:
+        waiting.go_on()
+
+
+def begun_inside(use: Use) -> Tensor:
+    """A call that begins inside the block still runs when the block is left."""
+    waiting = Waiting(use)
+    try:
+        with use.inside():
+            waiting.begin()
+            waiting.go_on(after=0.05)
+        return waiting.given()
+    finally:
+        waiting.go_on()
+
+
+def gradients(use: Use) -> Tensor:
+    """What the inputs do to the logits, beside these."""
+    embedded: list[Tensor] = []
+    me = threading.get_ident()
+
+    def keep(_module: Any, _args: Any, output: Tensor) -> Tensor:
+        if threading.get_ident() != me:
+            return output
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    hook = use.model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad(), use.inside():
+            logits = use.run(0, use.length)
+            (gradient,) = torch.autograd.grad((logits * use.mask[..., None]).tanh().sum(), embedded[-1:])
+    finally:
+        hook.remove()
+    return torch.cat([logits.detach(), gradient], -1)

@@ -1,0 +1,220 @@
+"""What a user lets a model write: the tokens or their logits come back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import MaxTimeCriteria
+
+import sinkscope as ss
+from sinkscope import DRY
+
+from .calls import NEW, Use
+from .edits import EDITS
+from .families import FAMILIES, PAD, model_of
+from .settings import tokenizer
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "min": {"min_new_tokens": NEW},
+    "suppress": {"suppress_tokens": [1, 5]},
+    "beams": {"num_beams": 3},
+    "returned": {"num_beams": 2, "num_return_sequences": 2},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "chunked": {"prefill_chunk_size": 7},
+    "assistant": {"num_assistant_tokens": 3},
+    "static": {"cache_implementation": "static"},
+    "no eos": {"eos_token_id": None},
+    "no cache": {"use_cache": False},
+    "drawn": {"do_sample": True, "temperature": 0.9, "top_k": 20},
+    "nucleus": {"do_sample": True, "top_p": 0.8},
+    "penalty": {"repetition_penalty": 1.3},
+    "dry": {"logits_processor": [DRY(multiplier=4.0, allowed_length=1)]},
+    "bad words": {"bad_words_ids": [[5], [7, 9]]},
+    "stop text": {"stopping_criteria": [MaxTimeCriteria(3_600)]},
+}
+SAMPLES = ("drawn", "nucleus")
+ASSISTED = ("lookup", "assistant")
+BY_TOKENS = ("beams", "returned", *ASSISTED)
+"""Options with which the logits of steps are not those of the rows."""
+ROW_ALONE = ("greedy", "min", "suppress", "no eos", "no cache", "penalty", "dry", *ASSISTED)
+"""Options under which a row says the same alone."""
+AS_GREEDY = ("no cache", "static", *ASSISTED)
+"""Options which say the same as none."""
+
+
+def generate(use: Use) -> Tensor:
+    option = use.draw["options"]
+    settings = {"max_new_tokens": NEW, "return_dict_in_generate": True, "do_sample": False, **OPTIONS[option]}
+    settings["output_logits"] = option not in BY_TOKENS
+    if option == "assistant":
+        settings["assistant_model"] = model_of("llama", ends=use.draw["ends"])
+    with use.inside():
+        torch.manual_seed(7)
+        output = use.model.generate(input_ids=use.ids, attention_mask=use.mask, **settings)
+    if option in BY_TOKENS:
+        return output.sequences[:, use.length :]
+    return torch.stack(output.logits, 1)
+
+
+def _went_on(use: Use, ids: Tensor, mask: Tensor, cache: Any) -> Any:
+    """What `generate` writes behind these ids, into this cache."""
+    mask = torch.cat([mask, torch.ones_like(ids[:, mask.shape[1] :])], 1)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    return use.model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, output_logits=True, **settings)
+
+
+def turns(use: Use) -> Tensor:
+    """Two turns of `generate` with one cache."""
+    cache = use.cache()
+    with use.inside():
+        first = _went_on(use, use.ids[:, : use.prompt], use.mask[:, : use.prompt], cache)
+        ids = torch.cat([first.sequences, use.ids[:, use.prompt :]], 1)
+        second = _went_on(use, ids, use.mask[:, : use.prompt], cache)
+    return torch.stack([*first.logits, *second.logits], 1)
+
+
+def prefix(use: Use) -> Tensor:
+    """A prompt is read once, and `generate` goes on twice from copies of its cache."""
+    cache = use.cache()
+    with use.inside():
+        use.run(0, use.prompt, cache)
+        found = []
+        for ids in (use.ids, torch.cat([use.ids[:, : use.prompt], use.ids[:, use.prompt :].flip(1)], 1)):
+            found += _went_on(use, ids, use.mask, copy.deepcopy(cache)).logits
+    return torch.stack(found, 1)
+
+
+def beam_scores(use: Use) -> Tensor:
+    """How far the scores of beams are from those of their tokens, read one by one into another cache: nowhere."""
+    settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "num_beams": 3, "length_penalty": 0.0}
+    with use.inside():
+        output = use.model.generate(
+            input_ids=use.ids,
+            attention_mask=use.mask,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **settings,
+        )
+        again = copy.copy(use)
+        again.inside = nullcontext
+        again.ids = output.sequences
+        again.mask = torch.cat([use.mask, torch.ones_like(output.sequences[:, use.length :])], 1)
+        again.draw = {**use.draw, "call": "positions" if FAMILIES[use.draw["family"]].positions else "keyword"}
+        cache = again.cache()
+        found = [again.run(0, use.length, cache)[:, -1:]]
+        for start in range(use.length, again.length - 1):
+            found.append(again.run(start, start + 1, cache))
+    logits = torch.cat(found, 1).float()
+    scores = logits.log_softmax(-1).gather(-1, again.ids[:, use.length :, None]).sum((1, 2))
+    return (output.sequences_scores - scores)[:, None, None]
+
+
+def looping(use: Use) -> Tensor:
+    """What is generated while a guard cuts the cache; right is the plain model under masks (`replayed`)."""
+    settings = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False}
+    with use.inside() as runs:
+        output = use.model.generate(
+            input_ids=use.ids,
+            attention_mask=use.mask,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **settings,
+        )
+    logits = torch.stack(output.logits, 1)
+    events = [event for run in runs or () for event in run.events if event.kind == "guard"]
+    return logits - replayed(use, output.sequences, events)
+
+
+def replayed(use: Use, ids: Tensor, events: Sequence[Any]) -> Tensor:
+    """Logits of each new token by the plain model, row by row, where what a guard had cut before is masked."""
+    found: list[Tensor] = []
+    for number in range(len(ids)):
+        row = ids[number, int((use.mask[number] == 0).sum()) :]
+        sees = torch.ones(len(row), len(row), dtype=torch.bool, device=row.device).tril()
+        for event in events:
+            if event.row == number:
+                stays = torch.zeros(event.position + 1, dtype=torch.bool, device=row.device)
+                for start, stop in event.data["kept"]:
+                    stays[start:stop] = True
+                sees[event.position + 1 :, : event.position + 1] &= stays
+        places = torch.arange(len(row), device=row.device)[None]
+        hidden = torch.where(sees, 0.0, torch.finfo(torch.float32).min)
+        output = use.model(input_ids=row[None], attention_mask=hidden[None, None], position_ids=places, use_cache=False)
+        found.append(output.logits[:, -25:-1])
+    return torch.cat(found)
+
+
+def steered(use: Use) -> Tensor:
+    """What is written while a guard cuts and steers."""
+    with use.inside():
+        output = use.model.generate(
+            input_ids=use.ids, attention_mask=use.mask, max_new_tokens=60, eos_token_id=None, do_sample=False
+        )
+    return output[:, use.length :]
+
+
+def ss_generate(use: Use) -> Tensor:
+    """What `ss.generate` writes after prompts of different lengths, which plain transformers reads one by one."""
+    rows = [row[real].tolist() for row, real in zip(use.ids, use.mask.bool(), strict=True)]
+    new = 60 if EDITS[use.draw["edit"]].steers else NEW
+    if use.edits is None:
+        written = []
+        for row in rows:
+            ids = torch.tensor([row], device=use.ids.device)
+            settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": PAD}
+            output = use.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+            written.append(output[0, len(row) :].tolist())
+    else:
+        found = ss.generate(
+            use.model,
+            rows,
+            interventions=list(use.edits),
+            max_new_tokens=new,
+            batch_size=len(rows),
+            tokenizer=tokenizer(),
+        )
+        written = [one.tokens for one in found]
+    wide = torch.full((len(rows), new), -1)
+    for number, tokens in enumerate(written):
+        wide[number, : len(tokens)] = torch.tensor(tokens)
+    return wide
+
+
+def joined(edits: Sequence[Any]) -> Any:
+    """Several interventions as one."""
+    return reduce(or_, edits) if edits else None
+
+
+def conversation(use: Use, answers: str = "recompute") -> Tensor:
+    """Two turns, which plain transformers reads as one text each."""
+    prompts, said = [use.ids[0, : use.prompt].tolist(), use.ids[0, use.prompt :].tolist()], []
+    chat = None
+    if use.edits is not None:
+        chat = ss.Conversation(use.model, joined(use.edits), answers=answers, tokenizer=tokenizer(), chat=False)
+    text: list[int] = []
+    for prompt in prompts:
+        if chat is not None:
+            said.append(list(chat.ask(prompt, max_new_tokens=4).ids))
+            continue
+        ids = torch.tensor([text + prompt], device=use.ids.device)
+        settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": PAD}
+        output = use.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+        said.append(output[0, ids.shape[1] :].tolist())
+        text = output[0].tolist()
+    wide = torch.full((2, 4), -1)
+    for number, tokens in enumerate(said):
+        wide[number, : len(tokens)] = torch.tensor(tokens)
+    return wide
+
+
+def conversation_kept(use: Use) -> Tensor:
+    return conversation(use, "keep")

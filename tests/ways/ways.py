@@ -1,0 +1,160 @@
+"""The ways of using a model: one row each; and what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .caches import (
+    begun_before,
+    begun_inside,
+    chunks,
+    copied,
+    cropped,
+    forward,
+    gradients,
+    in_a_thread,
+    outside,
+    pickled,
+    reordered,
+    repeated,
+    selected,
+    static,
+    steps,
+)
+from .calls import Use
+from .edits import EDITS, Draw
+from .families import FAMILIES, PAD, VOCAB
+from .texts import beam_scores, conversation, conversation_kept, generate, looping, prefix, ss_generate, steered, turns
+
+
+@dataclass(frozen=True)
+class Way:
+    """What is done with the model and its cache.
+
+    Attributes:
+        run: Does it.
+        alone: The plainest way with the same answer for a row by itself.
+        fits: Draws to which it belongs.
+        tokens: Whether new tokens are written, after the whole of the ids.
+        nothing: Whether right is 0, because differences are returned.
+        plain: Whether right is the plain model, because the call is none of the block's.
+    """
+
+    run: Callable[[Use], Tensor]
+    alone: str | None = None
+    fits: Callable[[Draw], bool] = field(default=lambda draw: True)
+    tokens: bool = False
+    plain: bool = False
+    nothing: bool = False
+
+
+def _rows_move(draw: Draw) -> bool:
+    return draw["rows"] > 1 and _long(draw)
+
+
+def _long(draw: Draw) -> bool:
+    return draw["length"] >= 20
+
+
+def _crops(draw: Draw) -> bool:
+    """A window has dropped what a crop needs, and so has a policy."""
+    return _long(draw) and FAMILIES[draw["family"]].window is None and not EDITS[draw["edit"]].budget
+
+
+def _another_thread(draw: Draw) -> bool:
+    wrapper = draw["wrapper"] in ("bare", "module") and draw["other"] == "nothing"
+    return wrapper and draw["hooks"] == "none" and not EDITS[draw["edit"]].alone
+
+
+def _bare(draw: Draw) -> bool:
+    """Whether the model stands by itself, in full precision."""
+    return draw["wrapper"] == "bare" and draw["dtype"] == "float32"
+
+
+def _one_row(draw: Draw) -> bool:
+    return draw["rows"] == 1 and _bare(draw) and _long(draw) and draw["hooks"] == "none"
+
+
+def _scores(draw: Draw) -> bool:
+    return _bare(draw) and not EDITS[draw["edit"]].budget
+
+
+def _replays(draw: Draw) -> bool:
+    """Whether a mask of one's own and positions are taken, and no window hides more."""
+    family = FAMILIES[draw["family"]]
+    takes = family.positions and family.dispatches and family.window is None and draw["attention"] != "own without mask"
+    return takes and EDITS[draw["edit"]].acts and draw["wrapper"] == "bare" and draw["hooks"] == "none"
+
+
+def _cached(draw: Draw) -> bool:
+    return _bare(draw) and _long(draw) and draw["padding"] != "right"
+
+
+WAYS = {
+    "none": Way(forward, "none", lambda draw: not EDITS[draw["edit"]].budget),
+    "steps": Way(steps, "steps"),
+    "chunks": Way(chunks, None, _long),
+    "outside": Way(outside, None, lambda draw: draw["edit"] in ("full", "guard")),
+    "copied": Way(copied, "steps", _long),
+    "copied from": Way(partial(copied, goes_on=0), "steps", _long),
+    "reordered": Way(reordered, "steps", _rows_move),
+    "selected": Way(selected, "steps", _rows_move),
+    "repeated": Way(repeated, "steps", _long),
+    "cropped": Way(cropped, "steps", _crops),
+    "static": Way(static, None, _long),
+    "pickled": Way(pickled, "steps", _long),
+    "in a thread": Way(in_a_thread, "steps", lambda draw: draw["other"] in ("nothing", "plain thread")),
+    "turns": Way(turns, "turns", _cached, tokens=True),
+    "prefix": Way(prefix, "prefix", _cached, tokens=True),
+    "begun before": Way(begun_before, None, _another_thread, plain=True),
+    "begun inside": Way(begun_inside, None, _another_thread),
+    "gradients": Way(gradients, None, lambda draw: draw["dtype"] == "float32" and draw["wrapper"] != "nnsight"),
+    "generate": Way(generate, "generate", tokens=True),
+    "beam scores": Way(beam_scores, "beam scores", _scores, tokens=True, nothing=True),
+    "looping": Way(looping, None, _replays, tokens=True, nothing=True),
+    "steered": Way(steered, "steered", lambda draw: draw["edit"] == "guard steers" and _bare(draw), tokens=True),
+    "ss.generate": Way(
+        ss_generate, "ss.generate", lambda draw: _bare(draw) and draw["padding"] != "right", tokens=True
+    ),
+    "conversation": Way(conversation, None, _one_row, tokens=True),
+    "conversation kept": Way(conversation_kept, None, _one_row, tokens=True),
+}
+
+
+def _drawn(rows: int, length: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=generator)
+
+
+def _with_pads(rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """Some real tokens are what padding is, too."""
+    ids = _drawn(rows, length, generator)
+    ids[torch.rand(ids.shape, generator=generator) < 0.3] = PAD
+    return ids
+
+
+def _repeating(rows: int, length: int, generator: torch.Generator) -> Tensor:
+    """A piece of three tokens again and again."""
+    return _drawn(rows, 3, generator).repeat(1, length // 3 + 1)[:, :length]
+
+
+TEXTS = {"random": _drawn, "has pads": _with_pads, "repeats": _repeating}
+"""The ids that are read."""
+
+
+def inputs(draw: Draw, seed: int) -> tuple[Tensor, Tensor]:
+    """Ids `[row pos]` and their mask."""
+    generator = torch.Generator().manual_seed(seed)
+    length, rows = draw["length"], draw["rows"]
+    ids = TEXTS[draw["text"]](rows, length, generator)
+    mask = torch.ones_like(ids)
+    if draw["padding"] != "none" and length > 4:
+        for row in range(1, rows):
+            count = int(torch.randint(1, max(2, length // 2), (1,), generator=generator))
+            where = slice(0, count) if draw["padding"] == "left" else slice(length - count, length)
+            ids[row, where], mask[row, where] = PAD, 0
+    return ids.to(draw["device"]), mask.to(draw["device"])
