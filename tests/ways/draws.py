@@ -197,7 +197,7 @@ def cover(fixed: Mapping[str, Any], tries: int = 8, seed: int = 0) -> list[dict[
             missing -= pairs_of(best, names)
     for name in RARE:
         for value in RARE[name]:
-            draw = drawn(generator, {name: value, **fixed})
+            draw = drawn(generator, {"wrapper": PLAIN["wrapper"], name: value, **fixed})
             if draw is not None:
                 chosen.append(draw)
     return chosen

@@ -39,6 +39,7 @@ class Cause:
 
 
 MOVES = ("reordered", "selected", "repeated")
+SHAPES = ("a shape", "minference")
 MEMORIES = ("mean", "head mean", "patch", "patch up", "tensor 8 bits", "keys 8 bits a row")
 READS = tuple(name for name, edit in EDITS.items() if edit.site is not None)
 LEAVES_CACHE = (
@@ -80,7 +81,8 @@ REFUSED = [
     Refusal(lambda draw: "static" in (draw["cache"], draw["options"]) and _attends(draw), "the cache is StaticCache"),
     Refusal(lambda draw: draw["cache"] == "pickled", "tokens were read before this run was entered"),
     Refusal(lambda draw: draw["family"] in INSIDE and draw["edit"] == "trace z", "hook_z' does not exist"),
-    Refusal(lambda draw: draw["cache"] == "gradients" and "minference" in draw["edit"], "has no gradients"),
+    Refusal(lambda draw: draw["family"] == "codegen" and "keys" in draw["edit"], "hook_k' does not exist"),
+    Refusal(lambda draw: draw["cache"] == "gradients" and draw["edit"] in SHAPES, "has no gradients"),
     Refusal(lambda draw: draw["edit"] == "half snapkv", "is below the 6 tokens that are always kept"),
     Refusal(lambda draw: draw["cache"] == "pickled", "the latest queries were not seen"),
     Refusal(lambda draw: draw["cache"] == "outside", "in a DynamicSlidingWindowLayer, which may have dropped some"),

@@ -107,7 +107,8 @@ WAYS = {
     "repeated": Way(repeated, "steps", _long),
     "cropped": Way(cropped, "steps", _crops),
     "static": Way(static, None, _long),
-    "pickled": Way(pickled, "steps", _long),
+    # What is read again has no queries of the prompt: Progressive lets those vote that it saw.
+    "pickled": Way(pickled, "steps", lambda draw: _long(draw) and draw["edit"] != "progressive 12"),
     "in a thread": Way(in_a_thread, "steps", lambda draw: draw["other"] in ("nothing", "plain thread")),
     "turns": Way(turns, "turns", _cached, tokens=True),
     "prefix": Way(prefix, "prefix", _cached, tokens=True),
