@@ -20,7 +20,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values
 from sinkscope.generation.decode import ForcedAnswer, decoding
 from sinkscope.hooks.call import RowState
-from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.base import Event, Intervention, Run, under
 from sinkscope.kv.adopt import refuse_states
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheState, Moment
@@ -250,7 +250,7 @@ class Conversation:
             target, **{"do_sample": False, "pad_token_id": min(end_ids(target), default=0), **generation, **ours}
         )
         ids = torch.tensor([whole], device=target.device)
-        with edit.on(target) as run, torch.no_grad():
+        with under(edit, target) as run, torch.no_grad():
             output = generate_with_rewind(
                 run,
                 target.hf,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import decode
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sites import head_of
 from sinkscope.kv.attention_watch import AttentionRows
 from sinkscope.kv.observe import Observe
@@ -285,7 +286,7 @@ def _record(setup: Setup, ids: list[int], prompt: int, tracks: dict[int, HeadTra
     observer = Observe(lambda rows: tracks[rows.layer].add(rows), list(tracks))
     surrounded = attention_name(setup.target.config) == NAME  # by interventions that the caller entered
     if setup.edit is None and not surrounded:
-        with observer.on(setup.target):
+        with under(observer, setup.target):
             setup.target.forward(torch.tensor([ids[:-1]]))
     else:
         acting = observer if setup.edit is None else setup.edit | observer

@@ -28,6 +28,7 @@ from transformers import DynamicCache
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Wording
 from sinkscope.generation.decode import decode
+from sinkscope.hooks.edit.base import under
 from sinkscope.kv import Full
 from sinkscope.kv.observe import RemoveTokens
 from sinkscope.kv.windows import check_servable
@@ -274,7 +275,7 @@ class LoopedText:
         """Let the model read the text to a position, into a cache of ours, which keeps all tokens in any layer."""
         target = self.setup.target
         new = torch.tensor([self.ids[cache.get_seq_length() : end]], device=target.device)
-        with Full().on(target):
+        with under(Full(), target):
             target.hf(input_ids=new, past_key_values=cache, use_cache=True)
 
     def goes_on(self, tokens: Sequence[int]) -> bool:

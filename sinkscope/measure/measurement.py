@@ -14,9 +14,11 @@ from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of, ref
 from sinkscope.files.output import WRITTEN
 from sinkscope.files.progress import watched_by
 from sinkscope.generation.decode import noted_decoding
+from sinkscope.hooks.edit.base import apart, check_apart
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.checkpoints.config import float32_by_default
+from sinkscope.opening.inference.find import evaluating
 from sinkscope.results.console import NotebookBar
 from sinkscope.results.result import Result
 
@@ -83,6 +85,7 @@ class Measurement(Generic[P, R]):
         """Its own parameters, then the parameters of all measurements."""
         return (*self.parameters, *self._shared.values())
 
+    @apart()
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. `help` shows the arguments."""
@@ -98,6 +101,7 @@ class Measurement(Generic[P, R]):
                 shared["progress"] = bar
             return self._measured(replace(Setup.open(**shared, loading=self.loading), edit=edit), own, arguments)
 
+    @apart()
     @float32_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:
         """Measure on an open model. The arguments are the measurement's own."""
@@ -120,7 +124,8 @@ class Measurement(Generic[P, R]):
     def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
         setup.target.shards.agree("setting", self.function.__name__, plan)
-        with noted_decoding() as decoding, watched_by(setup.progress):
+        check_apart(setup.target, self.function.__name__)
+        with noted_decoding() as decoding, watched_by(setup.progress), evaluating(setup.target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {
             "bos": setup.bos is not None,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.progress import report_progress
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.measure import Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
@@ -273,7 +274,7 @@ def divergence_of(
         scheme: Fields of `Quantize` that say what is rounded.
         exact: Fields of `Quantize` that say what stays exact.
     """
-    with Quantize(**scheme, **exact).on(target):
+    with under(Quantize(**scheme, **exact), target):
         rounded = logits_of(target, ids).log_softmax(-1)
     return (logs.exp() * (logs - rounded)).sum(-1)[:, 1:].mean(1).cpu()
 

@@ -27,12 +27,6 @@ def default():
     torch.set_default_dtype(torch.float32)
 
 
-def test_a_measurement_under_another_default(default):
-    want = ss.lines(count=2, length=64).to_dict()["result"]
-    default()
-    assert ss.lines(count=2, length=64).to_dict()["result"] == want and torch.get_default_dtype() == torch.float64
-
-
 def test_places_are_proved_and_measured_where_tensors_are_made_on_a_device(monkeypatch):
     """The meta device has no values, so what is made there by mistake fails here, as a draw on a GPU does."""
     planted = organism("llama")

@@ -159,7 +159,7 @@ class Explorer(ModelSink):
         position = int(np.abs(after - before).argmax())
         chance = ""
         if switch.control is not None:
-            with switch.control.on(self.setup.target):
+            with under(switch.control, self.setup.target):
                 control = norms_at(self, intact.ids, layer)
             chance = f" (random control: {short(control[position])})"
         token = f"{position}, {tokens[position]!r}"

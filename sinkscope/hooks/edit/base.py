@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.hooks.call import Call, RowState, begin_call, forget_rows, put_rows
 from sinkscope.models.call_cache import CACHE_NAMES, bridge_hooks, by_name, cache_in, tokens_in
 from sinkscope.models.hooks import Args, AroundCall, Hook, Kwargs
@@ -78,13 +78,15 @@ class Run:
 
     A run acts on forward calls of the thread that entered it, and of threads that have not entered a run on the same
     model themselves. Generating in a worker thread, as for streaming, therefore works unchanged, and two threads
-    with one run each do not disturb each other. A call that began before the run was entered stays plain to its end,
-    and one that began inside is edited to its end: leaving waits for it.
+    with one run each do not disturb each other. What sinkscope enters for itself, as in a measurement, is confined to
+    its own thread, and a measurement is left alone by other threads (`apart`). A call that began before the run was
+    entered stays plain to its end, and one that began inside is edited to its end: leaving waits for it.
     """
 
-    def __init__(self, target: Target, parts: tuple[Intervention, ...]) -> None:
+    def __init__(self, target: Target, parts: tuple[Intervention, ...], *, confined: bool = False) -> None:
         self.target = target
         self.parts = parts  # what acts, in order
+        self.confined = confined  # whether it acts in the thread that entered it alone
         self.stack = ExitStack()
         self.number = next(_NUMBERS)
         self.thread: int | None = None  # the one that entered it
@@ -162,6 +164,8 @@ class Run:
         me = threading.get_ident()
         if not self._is_open or me == self.thread:
             return self._is_open
+        if self.confined or _APART.is_on:
+            return False
         return all(other.thread != me for other in _ACTIVE.get(self.target.base, ()))
 
     @property
@@ -360,6 +364,40 @@ def runs_here(decoder: nn.Module) -> list[int]:
     return [run.number for run in _ACTIVE.get(decoder, ()) if run.acts_here()]
 
 
+class _Apart(threading.local):
+    """Whether no other thread's run acts on the calls of a thread."""
+
+    is_on = False
+
+
+_APART = _Apart()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Context manager, and decorator, in which no other thread's run acts on the calls of this thread."""
+    before, _APART.is_on = _APART.is_on, True
+    try:
+        yield
+    finally:
+        _APART.is_on = before
+
+
+def check_apart(target: Target, what: str) -> None:
+    """Warn of a run that is left out because another thread entered it, and would act on other calls of this thread.
+
+    Args:
+        target: The model.
+        what: What leaves it out.
+    """
+    me, runs = threading.get_ident(), _ACTIVE.get(target.base, ())
+    if any(not run.confined for run in runs) and all(run.thread != me for run in runs):
+        warn(
+            f"another thread is inside a `with` that edits {target.name}, and {what} measures the model without it: "
+            "enter it in the thread that measures"
+        )
+
+
 def _refuse_remote(*_: Any) -> None:
     """Stands in a model of nnsight where it makes what sends a trace."""
     raise UnsupportedError(
@@ -438,5 +476,5 @@ class Composed(Intervention):
 
 
 def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
-    """Return a `with` block in which the edit acts; without an edit, nothing does."""
-    return nullcontext() if edit is None else edit.on(target)
+    """Return a `with` block in which the edit acts on calls of this thread alone; without an edit, nothing does."""
+    return nullcontext() if edit is None else Run(target, edit.parts, confined=True)

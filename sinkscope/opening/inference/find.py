@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ from sinkscope.tap.internals import without_hooks
 
 _KNOWN: dict[tuple[type, Adapter | None, str], Found] = {}  # by the class, the row and the configuration of the model
 _LOCK = threading.RLock()
+_MODES = threading.Lock()
+_EVALUATED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many hold a module that was training
 _TOKENS = 64  # in the vocabulary of a small model
 _LENGTH = 9  # tokens of a text
 _AHEAD = 1e-4  # share of the largest logit by which an unread token may change logits
@@ -109,15 +112,21 @@ def _inferred(target: Target, proves: bool, every_layer: bool, runs_itself: bool
 
 @contextmanager
 def evaluating(hf: nn.Module) -> Iterator[None]:
-    """Context manager in which no dropout acts; afterwards every module has the mode it had."""
-    training = [module for module in hf.modules() if module.training]
-    try:
+    """Context manager in which no dropout acts; after the last that overlap, every module has the mode it had."""
+    with _MODES:
+        training = [module for module in hf.modules() if module.training or module in _EVALUATED]
         for module in training:
+            _EVALUATED[module] = _EVALUATED.get(module, 0) + 1
             module.training = False
+    try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        with _MODES:
+            for module in training:
+                _EVALUATED[module] -= 1
+                if not _EVALUATED[module]:
+                    del _EVALUATED[module]
+                    module.training = True
 
 
 def _noted(adapter: Found, problems: dict[int, dict[str, str]]) -> Found:

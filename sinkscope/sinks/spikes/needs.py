@@ -15,6 +15,7 @@ from itertools import combinations
 import torch
 
 from sinkscope.hooks.edit import Ablate
+from sinkscope.hooks.edit.base import under
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.results.parts import Component, Neuron
@@ -187,7 +188,7 @@ def pruned(texts: SpikeTexts, members: tuple[Neuron, ...], least: float) -> tupl
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
     """Return at most two backups: neurons that write the spike only when its writers are gone."""
     spike, target, found = texts.spike, texts.spike.survey.target, dict[Neuron, float]()
-    with Ablate(sites=tuple(members)).on(target):
+    with under(Ablate(sites=tuple(members)), target):
         for layer in [layer for layer in target.with_neurons if layer <= spike.result.peak]:
             shares = of_layer(spike, layer)[0].mean(1)
             for number in shares.topk(min(4, len(shares))).indices.tolist():

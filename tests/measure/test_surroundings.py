@@ -1,0 +1,96 @@
+"""A measurement says the same whatever surrounds it, disturbs no other thread, and leaves everything as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calls_kit import calls, edits, measured
+from covering import covering
+from same_kit import differences, plain
+from surroundings import SURROUNDINGS, state_of
+from transformers import AutoConfig
+
+import sinkscope as ss
+from sinkscope.hooks.edit import SinkPatch
+
+pytestmark = [
+    pytest.mark.few_texts,
+    pytest.mark.filterwarnings("ignore::sinkscope.errors.SinkscopeWarning"),  # of settings that are not used
+    pytest.mark.filterwarnings("ignore:`torch.compile`"),
+]
+
+
+def patch_eval(model: Any, *, tokenizer: Any) -> Any:
+    patch = SinkPatch(layer=1, neurons=[3])
+    return ss.patch_eval(model, patch, tokenizer=tokenizer, max_repeats=8, pieces=2, length=16)
+
+
+CONFIG = AutoConfig.from_pretrained(Path(ss.__file__).parent / "models/bundled")
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    **calls(CONFIG),
+    "precision": partial(measured, partial(ss.precision, schemes=["a8-tensor"], pieces=2, length=16)),
+    "patch eval": partial(measured, patch_eval),
+}
+MEASUREMENTS = [name for name in CALLS if name not in {"trace", "generate", *edits(CONFIG)}]
+"""Each measurement, and the guard; edits and traces are of the net of ways."""
+
+
+QUICK = {
+    "a thread that calls": "precision",
+    "a thread that writes": "barcode",
+    "a thread that edits": "heads",
+    "a thread that measures": "repeat",
+    "dropout": "attack",
+    "gradient checkpointing": "patch eval",
+    "no gradients": "lines",
+    "eager attention": "circuit",
+    "settings of generate": "why",
+    "settings of the tokenizer": "find_sinks",
+    "hooks": "LoopGuard",
+    "a wrapped forward": "probability",
+    "other seeds": "precision",
+    "inference mode": "repeat",
+    "float64 by default": "patch make",
+    "the meta device by default": "attack",
+    "deterministic algorithms": "barcode",
+    "numpy raises": "heads",
+    "warnings are errors": "why",
+    "torch.compile": "lines",
+    "a copy": "probability",
+    "a pickled copy": "LoopGuard",
+}
+"""Which measurement each surrounding meets by default."""
+CASES = covering([(name, one) for one in SURROUNDINGS for name in MEASUREMENTS], {(n, one) for one, n in QUICK.items()})
+
+
+@cache
+def alone(name: str) -> Any:
+    """What a measurement says of a model that nothing surrounds."""
+    model = ss.load()
+    return plain(CALLS[name](model, model.tokenizer))
+
+
+def said_of_decoding(result: Any) -> None:
+    """Leave out which settings of the checkpoint were not used."""
+    if isinstance(result, dict):
+        result["settings"].pop("decoding", None)
+
+
+@pytest.mark.parametrize(("name", "surrounding"), CASES)
+def test_a_measurement_says_the_same_whatever_surrounds_it(name, surrounding):
+    model = ss.load()
+    tokenizer = model.tokenizer
+    with SURROUNDINGS[surrounding](model) as surrounded:
+        before = state_of(model)
+        found = plain(CALLS[name](surrounded, tokenizer))
+        after = state_of(model)
+    wanted = plain(alone(name))
+    for result in (wanted, found):
+        said_of_decoding(result)
+    assert differences(wanted, found, 2e-3) == []
+    for what in before:
+        assert "thread" in surrounding or before[what] == after[what], what
