@@ -311,12 +311,11 @@ class Trainer:
         return json.dumps({k: v for k, v in asdict(self.settings).items() if k != "steps"}, sort_keys=True)
 
     def run(self, each: Callable[[int, float], None]) -> None:
-        """Train to the end, calling `each(step, loss)`; an interruption keeps what was done."""
-        end = self.settings.steps
+        """Train to the end, which `each(step, loss)` may change; an interruption keeps what was done."""
         saved = time.monotonic()
         self.model.train()
         try:
-            while self.step < end:
+            while self.step < self.settings.steps:
                 loss = self.train_step()
                 each(self.step, loss)
                 if time.monotonic() - saved > SAVED_EVERY:

@@ -1,24 +1,39 @@
 """Everything that is measured on a GPU, by one command that may be cut off at any time and given again.
 
-    python -m experiments.gpu.all --out DIR [--models FILE ...] [--only NAME ...] [--total 9] [--dry]
+    python -m experiments.gpu.all --out DIR [--total 9] [--models FILE ...] [--only NAME ...] [--dry]
 
-Parts, in order of value: a checkpoint of 7B shape with a planted circuit (`shape`), the package's own commands on it
-(`find-sinks`, `circuit`, `patch`; DIR/shape/truth.json has the answer) and on the models that are given, of these also
-rounding and loops (`precision`, `loops`); `overhead` (of a token) and `adapters` (models of true widths).
-Each runs in a process of its own. A part that fails says why and the next begins. After `--total` minutes the part that
-runs is ended with everything that it started; what it had written stays, and the next call goes on from there.
+Two calls of nine minutes on one card measure what no page has yet. What is timed runs alone, in the first; the others
+together, in the second, on as many cores as there are:
 
-DIR gets what each part writes, NAME.log, and NAME.done for a part that is not done again. `--dry` runs the parts with
-tiny shapes on a CPU, one after the other, in about two minutes. `bands`, which needs triton, is a command of its own,
-of about three minutes on a GPU: `python -m experiments.gpu.bands`.
+    python -m experiments.gpu.all --out DIR --only bands overhead
+    python -m experiments.gpu.all --out DIR --only fault net suite family-48m family-120m loops-gemma3-270m
+        --models real/gemma3-270m.gguf
+
+- `bands`: whole prompts along bands, the choice, and FlexAttention, from 8,192 to 131,072 tokens.
+- `overhead`: a token under each method over stock, one row and 16, after 4,096 and 32,768 tokens, and its profile.
+- `fault`: whether the card misreads the last token of a row, and whether `load` avoids that.
+- `net`, `suite`: drawn ways of using a model in float32 and bfloat16; the tests.
+- `loops-MODEL`: answers of 2,500 tokens of each model that is given, with and without the guard.
+- `family-48m`, `family-120m`: larger members of the bundled model's family.
+
+Without `--only` these are made in this order. By name alone: `adapters` (models of true widths), `shape` (a checkpoint
+of Llama-2-7B's shape with a planted circuit), the package's commands on it (`find-sinks-shape`, `circuit-shape`,
+`patch-shape`; DIR/shape/truth.json has the answer), and these and `precision-MODEL` on the models that are given.
+
+Each part runs in a process of its own. A part that fails says why and the others go on. `bands` and `overhead` have at
+most four minutes each; after `--total` minutes everything that runs is ended with what it started. What was written
+stays, and the next call goes on from there. DIR gets a JSON of each part, NAME.log, and NAME.done for a part that is
+not done again. `--dry` runs the parts with tiny shapes on a CPU; `bands` then needs triton (docs/gpu.md).
+`python -m experiments.gpu.tables DIR` makes the tables.
 
 What the machine needs: Python 3.11 or newer, torch >= 2.11, transformers >= 5.17 (with huggingface-hub below 2, as
 5.17 asks for), triton, accelerate, and of this package's other requirements those that are imported without
-TransformerLens and nnsight. Where there is no network, carry these as wheels, in a folder that git ignores
+TransformerLens and nnsight; `suite` also pytest, pytest-xdist, pytest-timeout, hypothesis and beartype, and GGUF files
+need gguf. Where there is no network, bring what is missing as wheels, in a folder that git ignores
 (`pip download --no-deps --dest wheels ...`), and install them with `pip install --no-index --find-links wheels
 --no-deps ...`: einops, jaxtyping, wadler-lindig, pydantic, pydantic-core, annotated-types, typing-inspection, plotly,
-narwhals, pandas, python-dateutil, rich, markdown-it-py, mdurl, pygments, click, lazy-loader.  The package
-itself runs from its tree.
+narwhals, pandas, python-dateutil, rich, markdown-it-py, mdurl, pygments, click, lazy-loader, gguf, beartype. The
+package itself runs from its tree.
 """
 
 from __future__ import annotations
@@ -30,12 +45,17 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
+from experiments.bundled.stories import marked
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
 
 ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "sinkscope/models/text/typical.txt"
+AT_MOST = 240  # seconds of a part that runs alone
 COMMANDS = {  # of the package, on every model
     "find-sinks": "find-sinks {model} --json {out}/find-sinks-{name}.json",
     "circuit": "circuit {model} --json {out}/circuit-{name}.json",
@@ -43,49 +63,143 @@ COMMANDS = {  # of the package, on every model
 }
 OF_REAL = {  # on models that have an unembedding
     "precision": "precision {model} --json {out}/precision-{name}.json",
-    "loops": "bench --model {model} --task loops --methods full,loopguard,loopguard:paper --batch-size 32 "
+    "loops": "bench --model {model} --task loops --methods loopguard,full,loopguard:paper --batch-size 32 "
     "--max-new-tokens 2500 --out {out}/loops-{name}",
 }
-REHEARSALS = {  # script -> what makes it small
-    "overhead": "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
-    "adapters": "--types gpt2 opt --layers 2",
+ALONE = {  # script -> what is measured, and what makes it small
+    "bands": (
+        "--only prompt choice flex --layers 8 --dtype {dtype} --seconds {seconds}",
+        "--only prompt flex --shape lines-128 --heads 2 --layers 1 --lengths 130 --prompts 130 --alphas .9 --rounds 1",
+    ),
+    "overhead": (
+        "--dtype {dtype} --seconds {seconds}",
+        "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
+    ),
 }
+FAMILY = "--story-tokens 1000 --steps 70 --tokens-per-step 1024 --new 40 --stories {out}/stories.txt"
+TOGETHER = {
+    "fault": ("", "--layers 2"),
+    "net": ("--seconds {seconds}", "--processes 1 --seconds 150"),
+    "suite": ("--seconds {seconds}", "--rooms tap --processes 1"),
+    "family-48m": ("--size 48m --seconds {seconds}", f"--size tiny {FAMILY}"),
+    "family-120m": ("--size 120m --seconds {seconds}", f"--size small {FAMILY}"),
+}
+BY_NAME = {"adapters": ("--dtype {dtype}", "--types gpt2 opt --layers 2")}
 
 
-def parts_of(out: Path, models: Sequence[Path], dry: bool) -> dict[str, list[str]]:
-    """The command of each part, by its name."""
+@dataclass(frozen=True)
+class Part:
+    """A part of the measurement.
+
+    Attributes:
+        words: Its command line behind `python -m`, with `{seconds}` for the time that it has.
+        alone: Whether nothing may run beside it.
+        by_name: Whether it is made only if it is named.
+    """
+
+    words: str
+    alone: bool = False
+    by_name: bool = False
+
+    def command(self, seconds: float) -> list[str]:
+        """The command when so much time is left."""
+        return [sys.executable, "-m", *self.words.replace("{seconds}", f"{seconds:.0f}").split()]
+
+
+def scripts_of(out: Path, dry: bool) -> dict[str, Part]:
+    """The parts that are scripts of this folder."""
+    dtype, device = ("float32", "cpu") if dry else ("bfloat16", "cuda")
+    parts: dict[str, Part] = {}
+    for table in (ALONE, TOGETHER, BY_NAME):
+        for name, (words, small) in table.items():
+            filled = f"{words} {small if dry else ''}".replace("{dtype}", dtype).replace("{out}", str(out))
+            script = f"experiments.gpu.{name.partition('-')[0]} --out {out / name}.json --device {device} {filled}"
+            parts[name] = Part(" ".join(script.split()), table is ALONE, table is BY_NAME)
+    return parts
+
+
+def parts_of(out: Path, models: Sequence[Path], dry: bool) -> dict[str, Part]:
+    """Each part by its name, in order of value."""
     shape, dtype, device = ("tiny", "float32", "cpu") if dry else ("llama-2-7b", "bfloat16", "cuda")
+    parts = scripts_of(out, dry)
     planted = out / "shape"
-    make = ["experiments.make_shape", "--shape", shape, "--dtype", dtype, "--out", str(planted)]
-    where = ["--device", device, "--dtype", dtype]
-    parts = {"shape": make}
+    make = f"experiments.make_shape --shape {shape} --dtype {dtype} --out {planted}"
+    parts["shape"] = Part(make, alone=True, by_name=True)
     for model in (planted, *models):
         commands = COMMANDS if model == planted else {**COMMANDS, **OF_REAL}
         for name, words in commands.items():
-            filled = [word.format(model=model, name=model.stem, out=out) for word in words.split()]
-            parts[f"{name}-{model.stem}"] = ["sinkscope", *filled, *where]
-    for name, small in REHEARSALS.items():
-        rehearsed = small.split() if dry else []
-        parts[name] = [f"experiments.gpu.{name}", "--out", str(out / f"{name}.json"), *where, *rehearsed]
-    return {name: [sys.executable, "-m", *words] for name, words in parts.items()}
+            filled = words.format(model=model, name=model.stem, out=out)
+            where = f"--device {device} --dtype {dtype if model == planted else 'float32'}"
+            parts[f"{name}-{model.stem}"] = Part(f"sinkscope {filled} {where}", by_name=name != "loops")
+    return parts
 
 
-def problem_of(command: Sequence[str], log: Path, seconds: float) -> str:
-    """Run a part for at most so long; what it says goes into a file. Why it is not done, or nothing."""
-    with log.open("ab") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+class Running:
+    """A part that runs in a process of its own; what it says goes into a file."""
+
+    def __init__(self, command: Sequence[str], log: Path, dry: bool) -> None:
+        self._log = log
+        environment = {**os.environ, "TRITON_INTERPRET": "1"} if dry else None
+        with log.open("ab") as said:
+            self._process = subprocess.Popen(
+                command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True, env=environment
+            )
+
+    def problem(self, seconds: float) -> str:
+        """Wait at most so long, and end it with everything that it started; why it is not done, or nothing."""
         try:
-            code = process.wait(seconds)
+            code = self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
-            return f"not done after {seconds / 60:.1f} minutes; give the command again to go on"
+            return "not done in time; give the command again to go on"
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if code == 0:
-        return ""
-    lines = log.read_text(errors="replace").split("\n")
-    return f"exit code {code}: {next(filter(None, reversed(lines)), 'it said nothing')}"
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if code == 0:
+            return ""
+        lines = self._log.read_text(errors="replace").split("\n")
+        return f"exit code {code}: {next(filter(None, reversed(lines)), 'it said nothing')}"
+
+
+class Calls:
+    """The parts of one call.
+
+    Args:
+        out: Folder of results and logs.
+        parts: All parts.
+        end: When everything is ended, on the monotonic clock.
+        dry: Whether this is a rehearsal.
+    """
+
+    def __init__(self, out: Path, parts: dict[str, Part], end: float, dry: bool) -> None:
+        self._out, self._parts, self._end, self._dry = out, parts, end, dry
+        self.problems: list[str] = []
+
+    def make(self, names: Sequence[str]) -> None:
+        """Make these parts at the same time."""
+        began = time.monotonic()
+        left = self._end - began
+        if len(names) == 1 and self._parts[names[0]].alone:
+            left = min(left, AT_MOST)
+        running: dict[str, Running] = {}
+        for name in names:
+            done = self._out / f"{name}.done"
+            if done.is_file() and done.read_text() == self._parts[name].words:
+                print(f"{name}: done before", flush=True)
+            elif left <= 0:
+                self._tell(name, "no time left; give the command again")
+            else:  # a script ends itself a little before it would be ended
+                command = self._parts[name].command(max(1.0, left - 15))
+                running[name] = Running(command, self._out / f"{name}.log", self._dry)
+        for name, one in running.items():
+            self._tell(name, one.problem(began + left - time.monotonic()))
+
+    def _tell(self, name: str, problem: str) -> None:
+        print(f"{name}: {problem or 'done'}", flush=True)
+        if problem:
+            self.problems.append(problem)
+        else:
+            (self._out / f"{name}.done").write_text(self._parts[name].words)
 
 
 def main(
@@ -112,28 +226,23 @@ def main(
             raise SinkscopeError("there is no CUDA device here: --dry rehearses on a CPU")
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + 60 * total
-    problems: list[str] = []
     parts = parts_of(out, models, dry)
-    for part in only or parts:
-        if part not in parts:
-            raise SinkscopeError(f"--only {part!r}: expected one of {', '.join(parts)}")
-        command = parts[part]
-        done = out / f"{part}.done"
-        if done.is_file() and done.read_text() == " ".join(command):
-            print(f"{part}: done before", flush=True)
-            continue
-        if time.monotonic() >= end:
-            problems.append("no time left")
-            print(f"{part}: no time left; give the command again", flush=True)
-            break
-        problem = problem_of(command, out / f"{part}.log", end - time.monotonic())
-        print(f"{part}: {problem or 'done'}", flush=True)
-        if problem:
-            problems.append(problem)
-        else:
-            done.write_text(" ".join(command))
-    if problems:
+    for name in only:
+        if name not in parts:
+            raise SinkscopeError(f"--only {name!r}: expected one of {', '.join(parts)}")
+    names = list(only) or [name for name, part in parts.items() if not part.by_name]
+    if dry:
+        (out / "stories.txt").write_text(marked(TEXT.read_text().split("\n\n") * 20))
+        if "bands" in names and find_spec("triton") is None:
+            names.remove("bands")
+            print("bands: not rehearsed, because triton is not installed", flush=True)
+    calls = Calls(out, parts, time.monotonic() + 60 * total, dry)
+    for name in names:
+        if parts[name].alone or dry:
+            calls.make([name])
+    if not dry:
+        calls.make([name for name in names if not parts[name].alone])
+    if calls.problems:
         raise SystemExit(1)
 
 

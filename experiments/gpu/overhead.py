@@ -1,17 +1,20 @@
 """What a token costs on a GPU under guard and policies, over stock attention, by context.
 
-    python -m experiments.gpu.overhead [--model NAME] [--contexts 4096 32768 131072] [--out FILE]
+    python -m experiments.gpu.overhead [--model NAME] [--contexts 4096 32768] [--batches 1 16] [--out FILE]
 
 Without `--model`, random weights of 7B shape. Each method decodes the same tokens after the same prompt as the stock
-model, in rounds whose order rotates; the ratio is the median over rounds with a 95 % bootstrap interval. Full, an
-untriggered LoopGuard, StreamingLLM, SnapKV, TOVA, H2O and LoopServe's decoding. A step is a context and a batch; a
-method for which memory does not suffice says so. Needs torch, transformers, accelerate, jaxtyping.
+model, in rounds whose order rotates; the ratio is the median over rounds with a 95 % bootstrap interval, of all tokens
+and of the median token behind the first, in which a policy cuts the prompt's cache. Full, an untriggered LoopGuard,
+StreamingLLM, SnapKV, TOVA, H2O and LoopServe's decoding. A step is a context and a batch, with half as many rounds
+where a prompt is longer than 4,096 tokens in all; a method for which memory does not suffice says so. The last step
+profiles a token of each method (`experiments.gpu.profiled`). No step begins after `--seconds`.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from experiments.gpu.profiled import TOKENS, profiled
 from experiments.gpu.steps import Steps, model_of
 from experiments.loopserve.latency import turn
 from experiments.planted_lines import text
@@ -62,6 +66,7 @@ def overhead(target: Target, ids: Int[Tensor, "batch pos"], context: int, budget
         arms[name] = partial(read, edit)
     runs = interleaved(arms, rounds)
     seconds: dict[str, list[float]] = {}
+    later: dict[str, list[float]] = {}
     rows: Row = {"context": context, "batch": len(ids)}
     for name, made in runs.items():
         failed = [one for one in made if isinstance(one, str)]
@@ -69,12 +74,13 @@ def overhead(target: Target, ids: Int[Tensor, "batch pos"], context: int, budget
             rows[name] = {"error": failed[0]}
         else:
             seconds[name] = [sum(one["seconds"][1:]) for one in made if not isinstance(one, str)]
+            later[name] = [statistics.median(one["seconds"][2:]) for one in made if not isinstance(one, str)]
     stock = seconds.pop("stock")
     rows["stock_ms_per_token"] = 1000 * statistics.median(stock) / (ids.shape[1] - context)
     for name, spent in seconds.items():
         last: Any = runs[name][-1]
         kept = {key: last[key] for key in ("tokens", "logical", "physical", "read")}
-        rows[name] = {**ratio(spent, stock), **kept}
+        rows[name] = {**ratio(spent, stock), "later": ratio(later[name], later["stock"]), **kept}
     return rows
 
 
@@ -82,12 +88,13 @@ def main(
     *,
     model: str | None = None,
     shape: str = "lines-7b",
-    contexts: Sequence[int] = (4096, 32768, 131072),
+    contexts: Sequence[int] = (4096, 32768),
     batches: Sequence[int] = (1, 16),
-    tokens: int = 1 << 17,
-    new: int = 64,
-    rounds: int = 5,
+    tokens: int = 1 << 16,
+    new: int = 32,
+    rounds: int = 4,
     budget: int = 1024,
+    seconds: float = 600.0,
     device: str = "cuda",
     dtype: str = "bfloat16",
     out: Path = Path("figures/gpu_overhead.json"),
@@ -100,16 +107,25 @@ def main(
         tokens: Most tokens of all contexts of a batch, for the memory.
         new: Tokens that are decoded.
         budget: Of guard and policies.
+        seconds: No step begins after so many.
     """
     settings = {"model": model, "shape": shape, "new": new, "rounds": rounds, "budget": budget, "dtype": dtype}
     steps = Steps("gpu-overhead", out, settings, device, dtype)
     target = model_of(model, shape, device, dtype)
+    end = time.monotonic() + seconds
+    ids = text(max(contexts) + max(new, 2 * TOKENS), 0.1).remainder(int(target.config.vocab_size))
+    ids = ids.to(torch.device(device))
     for context, batch in itertools.product(contexts, batches):
         if context * batch > tokens:
             continue
-        ids = text(context + new, 0.1).remainder(int(target.config.vocab_size)).to(torch.device(device))
-        step = partial(overhead, target, ids.expand(batch, -1), context, budget, rounds)
-        steps.do(f"{context} tokens, batch {batch}", step)
+        few = rounds if context * batch <= min(contexts) else max(2, rounds // 2)
+        given = ids[:, : context + new].expand(batch, -1)
+        if time.monotonic() < end:
+            steps.do(f"{context} tokens, batch {batch}", partial(overhead, target, given, context, budget, few))
+    every: dict[str, Intervention | None] = {"stock": None, **methods(budget)}
+    for name, edit in every.items():
+        if time.monotonic() < end:
+            steps.do(f"profile of {name}", partial(profiled, target, edit, ids, min(contexts)))
     steps.end()
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.record import Row, read_rows, record
+from experiments.record import Row, record
 from experiments.script import run
+from sinkscope.bench.record import read_run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 
@@ -58,9 +59,8 @@ def compared(cpu: Path, gpu: Path) -> Row:
 def answers(folder: Path) -> dict[str, Row]:
     """Means over the answers of each method."""
     methods: dict[str, list[Row]] = {}
-    for row in read_rows(folder / "runs.jsonl"):
-        if "metrics" in row:
-            methods.setdefault(row["method"], []).append(row["metrics"])
+    for answer in read_run(folder):
+        methods.setdefault(str(answer.method), []).append(answer.metrics)
     means: dict[str, Row] = {}
     for method, rows in methods.items():
         means[method] = {"answers": len(rows)}

@@ -6,11 +6,16 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments.gpu import all as script
+from experiments.gpu import fault
+from experiments.gpu.last_token import faulty_attention
+from experiments.gpu.tables import main as tables
 
 CHILD = """
 import os, sys, time
@@ -30,9 +35,19 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@dataclass(frozen=True)
+class Program(script.Part):
+    """A part whose words are a program, which is given a path."""
+
+    path: Path = Path()
+
+    def command(self, seconds: float) -> list[str]:
+        return [sys.executable, "-c", self.words, str(self.path)]
+
+
 def run(monkeypatch: pytest.MonkeyPatch, sources: dict[str, str], out: Path, total: float = 1.0) -> int:
     """The exit status of a call whose parts are these programs."""
-    parts = {part: [sys.executable, "-c", source, str(out / part)] for part, source in sources.items()}
+    parts = {part: Program(source, path=out / part) for part, source in sources.items()}
     monkeypatch.setattr(script, "parts_of", lambda *_: parts)
     try:
         script.main(out=out, total=total, dry=True)
@@ -45,7 +60,7 @@ def test_a_part_that_takes_too_long_is_ended_with_its_children_and_keeps_what_it
     began = time.monotonic()
     assert run(monkeypatch, {"long": CHILD}, tmp_path, total=0.04) == 1
     assert time.monotonic() - began < 50
-    assert "long: not done after 0.0 minutes" in capsys.readouterr().out
+    assert "long: not done in time" in capsys.readouterr().out
     child, end = int((tmp_path / "long").read_text()), time.monotonic() + 20
     while alive(child) and time.monotonic() < end:  # it was told to end, and nobody waits for it
         time.sleep(0.05)
@@ -67,27 +82,84 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(tmp_path, monkeypatch
     assert (tmp_path / "n").read_text() == "122"
 
 
+MEETS = """
+import pathlib, sys, time
+here = pathlib.Path(sys.argv[1])
+here.touch()
+while len(list(here.parent.glob("meets-?"))) < 2:
+    time.sleep(0.02)
+"""
+
+
+def test_what_is_not_timed_runs_at_the_same_time(tmp_path):
+    parts: dict[str, script.Part] = {name: Program(MEETS, path=tmp_path / name) for name in ("meets-1", "meets-2")}
+    calls = script.Calls(tmp_path, parts, time.monotonic() + 60, dry=False)
+    calls.make(list(parts))
+    assert calls.problems == []
+
+
+def test_a_part_that_runs_alone_leaves_time_for_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "AT_MOST", 0.2)
+    parts: dict[str, script.Part] = {"long": Program("import time; time.sleep(60)", alone=True)}
+    calls = script.Calls(tmp_path, parts, time.monotonic() + 500, dry=False)
+    began = time.monotonic()
+    calls.make(["long"])
+    assert time.monotonic() - began < 30
+    assert len(calls.problems) == 1
+
+
 def test_every_script_of_the_folder_is_a_part():
     folder = Path(script.__file__).parent
-    helpers = {"__init__", "all", "steps", "flex"}
-    alone = {"bands", "real", "last_token"}  # commands of their own
-    assert set(script.REHEARSALS) == {file.stem for file in folder.glob("*.py")} - helpers - alone
+    helpers = {"__init__", "all", "steps", "flex", "profiled", "tables"}
+    alone = {"real", "last_token"}  # commands of their own
+    parts = {name.partition("-")[0] for name in script.scripts_of(Path("out"), dry=False)}
+    assert parts == {file.stem for file in folder.glob("*.py")} - helpers - alone
+
+
+def test_what_no_page_has_yet_is_made_by_default_and_what_is_timed_comes_first():
+    parts = script.parts_of(Path("out"), [Path("real/m.gguf")], dry=False)
+    default = [name for name, part in parts.items() if not part.by_name]
+    assert default == ["bands", "overhead", "fault", "net", "suite", "family-48m", "family-120m", "loops-m"]
+    assert [name for name in default if parts[name].alone] == ["bands", "overhead"]
+    assert parts["bands"].command(99.6)[-2:] == ["--seconds", "100"]
 
 
 def test_models_that_are_given_are_read_by_the_commands_of_the_package():
     parts = script.parts_of(Path("out"), [Path("real/m.gguf")], dry=False)
     assert {*script.COMMANDS, *script.OF_REAL} == {name.removesuffix("-m") for name in parts if name.endswith("-m")}
-    for name, words in parts.items():
-        assert name == "shape" or words[-4:] == ["--device", "cuda", "--dtype", "bfloat16"]
+    for name, part in parts.items():
+        assert name == "shape" or "--device cuda" in part.words, name
+
+
+def test_the_fault_of_a_card_is_met_by_eager_attention():
+    with faulty_attention():
+        row = fault.read(1, "cpu", "float32")
+    assert (row["misreads"], row["chosen"], row["right"]) == (True, "eager", True)
+    assert row["sdpa, 1025 tokens"] > 0.01 > row["sdpa, 1024 tokens"]
+    right = fault.read(1, "cpu", "float32")
+    assert (right["misreads"], right["chosen"], right["right"]) == (False, "sdpa", True)
 
 
 @pytest.mark.slow
-def test_rehearsal(tmp_path):
+def test_rehearsal(tmp_path, capsys):
     """Every part runs on a CPU from the first line to the last, and its answers are right."""
-    script.main(out=tmp_path, dry=True)
+    script.main(out=tmp_path, dry=True, total=60)
+    script.main(out=tmp_path, dry=True, total=60, only=["adapters", "shape", "find-sinks-shape"])
     planted = json.loads((tmp_path / "shape/truth.json").read_text())["neurons"]
     needed = json.loads((tmp_path / "find-sinks-shape.json").read_text())["result"]["spikes"][0]["needed"]["neurons"]
     assert sorted(one["neuron"] for one in needed) == sorted(one["neuron"] for one in planted)
-    for name in script.REHEARSALS:
-        steps = json.loads((tmp_path / f"{name}.json").read_text())["result"]
-        assert steps and all(step.get("right", True) for step in steps.values()), steps
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in script.scripts_of(tmp_path, dry=True):
+        if (file := tmp_path / f"{name}.json").is_file():
+            results[name] = json.loads(file.read_text())["result"]
+            assert all(step.get("right", True) for step in results[name].values()), name
+    assert {"overhead", "fault", "net", "suite", "family-48m", "family-120m", "adapters"} <= results.keys()
+    assert results["net"]["bfloat16"]["draws"] > 0 < results["suite"]["tap"]["passed"]
+    assert results["family-48m"]["train"]["steps"] == 70
+    tables(tmp_path)
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("## ")][-3:] == [
+        "## A token over stock attention",
+        "## Checks",
+        "## Models",
+    ]

@@ -55,6 +55,11 @@ def test_the_shipped_model_has_the_numbers_of_the_record(shipped):
     assert measure.sink_heads(shipped, texts).sum(-1).tolist() == RECORD["planted"]["heads_per_layer"]
 
 
+def test_a_training_of_a_given_time_has_the_steps_that_fit():
+    assert train_bundled.steps_in(60, [100.0, 100.5, 101.0, 102.0]) == 90
+    assert train_bundled.steps_in(-5, [100.0, 101.0]) == 0
+
+
 @pytest.mark.slow
 def test_a_trained_model_is_measured_and_its_card_is_written(tmp_path, monkeypatch):
     """Two tiny runs, from stories to the card: what was planted is still there, and the card says so."""

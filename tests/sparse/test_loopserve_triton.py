@@ -119,18 +119,17 @@ def test_without_triton_lines_are_refused_on_its_devices_and_it_is_said_once(mon
     sparse._module.cache_clear()
 
 
-def measured(card: str) -> dict[str, Any]:
-    """What `experiments.gpu.bands` measured on a card."""
-    return json.loads((ROOT / f"experiments/gpu/measured/{card}/bands.json").read_text())["result"]
+NEWEST = "experiments/gpu/measured/h100/bands.json"
+"""The newest record of whole prompts on a GPU, which `SHORTEST` follows."""
 
 
 def test_on_a_gpu_no_prompt_is_read_along_bands_where_that_was_measured_to_be_slower():
     serve, cuda, at_default = LoopServe(), torch.device("cuda"), 0
-    for name, row in measured("h100").items():
+    for name, row in json.loads((ROOT / NEWEST).read_text())["result"].items():
         if name.startswith("prompt of") and row["alpha"] >= serve.alpha:
             assert serve.too_short(row["n"], row["n"], cuda) is not None or row["times_faster"] > 1, name
             at_default += 1
-    assert at_default == 2
+    assert at_default >= 2
     assert serve.too_short(1 << 17, 1 << 17, cuda) is None
     assert serve.too_short(256, 1 << 17, cuda) is not None  # a short turn
     assert LoopServe(shortest=0).too_short(1024, 1024, torch.device("cuda")) is None  # whatever that costs

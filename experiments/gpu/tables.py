@@ -1,0 +1,137 @@
+"""Tables of what a GPU was measured to do, in Markdown, from the files that `experiments.gpu.all` wrote.
+
+    python -m experiments.gpu.tables DIR
+
+DIR holds bands.json, overhead.json and the others; a file that is not there, or a step that failed, is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments import drawn
+from experiments.gpu.real import answers
+from experiments.record import Row
+from experiments.script import run
+from sinkscope.sparse.serve import LoopServe
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table, or nothing if it has no lines."""
+    return drawn.markdown(head, lines) + "\n\n" if lines else ""
+
+
+def rows_of(file: Path, begin: str = "") -> dict[str, Row]:
+    """The steps of a file whose names begin so, but for those that failed; empty if there is no file."""
+    if not file.is_file():
+        return {}
+    steps = json.loads(file.read_text())["result"]
+    return {name: row for name, row in steps.items() if name.startswith(begin) and "error" not in row}
+
+
+def prompts(file: Path) -> str:
+    """How many times as fast whole prompts are along bands, and from which length on that pays."""
+    rows = sorted(rows_of(file, "prompt").values(), key=lambda row: (-row["alpha"], row["n"]))
+    lines: list[list[str]] = []
+    for row in rows:
+        times = f"{row['times_faster']:.2f}"
+        lines.append([f"{row['n']:,}", f"{row['alpha']:g}", times, f"{row['attended']:.0%}", f"{row['ms']:.0f}"])
+    pays: int | None = None
+    for row in reversed([row for row in rows if row["alpha"] == LoopServe.alpha]):
+        if row["times_faster"] <= 1:
+            break
+        pays = row["n"]
+    table = markdown(("tokens", "alpha", "times as fast", "cells", "ms"), lines)
+    return table + (f"With the default alpha, {LoopServe.alpha}, bands pay from {pays:,} tokens on.\n" if pays else "")
+
+
+def layers(file: Path) -> str:
+    """The choice as it is launched and replayed, and FlexAttention beside the kernels."""
+    chosen: list[list[str]] = []
+    for row in rows_of(file, "choice").values():
+        times = [f"{row[name]:.2f}" for name in ("ms", "replayed_ms", "host_ms", "host_replayed_ms")]
+        chosen.append([f"{row['n']:,}", *times, str(row.get("same", ""))])
+    beside: list[list[str]] = []
+    for row in rows_of(file, "flex").values():
+        times = [f"{row[name]:.2f}" for name in ("ms", "lists_ms", "gather_ms", "ours_ms", "our_lists_ms")]
+        beside.append([f"{row['n']:,}", f"{row['cells']:.0%}", *times, f"{row['difference']:.1e}"])
+    head = ("tokens", "choice, launched (ms)", "replayed", "launched, host", "replayed, host", "the same")
+    flex = ("tokens", "cells", "FlexAttention (ms)", "its lists", "its gathering", "ours", "our lists", "difference")
+    return markdown(head, chosen) + markdown(flex, beside)
+
+
+def tokens(file: Path) -> str:
+    """A token over stock, all of them and behind the first; launches and milliseconds of one."""
+    over: list[list[str]] = []
+    for step, row in rows_of(file).items():
+        for name, one in row.items():
+            if isinstance(one, dict) and "interval" in one:
+                low, high = one["interval"]
+                later = f"{one['later']['median']:.2f}"
+                over.append([step, name, f"{one['median']:.2f} ({low:.2f} to {high:.2f})", later])
+    spent: list[list[str]] = []
+    for step, row in rows_of(file, "profile").items():
+        times = [f"{row['device_ms']:.2f}", f"{row['host_ms']:.2f}"]
+        slowest = ", ".join(list(row["kernels"] or row["calls"])[:3])
+        spent.append(
+            [step.removeprefix("profile of "), f"{row['launches']:.0f}", f"{row['waits']:.0f}", *times, slowest]
+        )
+    head = ("a token of", "launches", "waits", "device (ms)", "host, profiled (ms)", "slowest")
+    return markdown(("after", "method", "over stock", "behind the first"), over) + markdown(head, spent)
+
+
+def checks(out: Path) -> str:
+    """The net, the tests, and the fault of the last token."""
+    lines: list[list[str]] = []
+    for dtype, row in rows_of(out / "net.json").items():
+        failures = sum(one["kinds"] for one in row["of"])
+        lines.append([f"net, {dtype}", f"{row['draws']:,} draws", f"{failures} kinds of failures"])
+    for room, row in rows_of(out / "suite.json").items():
+        lines.append(
+            [f"tests/{room}", f"{row['passed']:,} passed, {row['skipped']} skipped", f"{len(row['failed'])} failed"]
+        )
+    for row in rows_of(out / "fault.json").values():
+        chosen = f"load chooses {row['chosen']}, {row['opened, 1025 tokens']:.1e} from eager"
+        lines.append(["last token", f"SDPA is {row['sdpa, 1025 tokens']:.1e} from eager", chosen])
+    return markdown(("what", "", ""), lines)
+
+
+def models(out: Path) -> str:
+    """Members of the family, and answers of real models."""
+    lines: list[list[str]] = []
+    for file in sorted(out.glob("family-*.json")):
+        rows = rows_of(file)
+        if {"train", "sink", "loops"} <= rows.keys():
+            trained, sink = rows["train"], rows["sink"]
+            loss = f"{trained['log'][-1]['loss']:.2f} ({trained['steps']:,} steps)"
+            planted = "the planted one" if sink["right"] else str(sink["needed"])
+            looped = [f"{one['loop']:.0%}" for name, one in rows["loops"].items() if name in ("full", "loopguard:1024")]
+            lines.append([file.stem, loss, planted, ", ".join(looped)])
+    answered: list[list[str]] = []
+    for folder in sorted(out.glob("loops-*")):
+        if (folder / "runs.jsonl").is_file():
+            for method, one in answers(folder).items():
+                shown = [f"{one[name]:.2f}" for name in ("loop", "eos", "length", "interventions", "ttr", "cr")]
+                answered.append([folder.name, method, str(one["answers"]), *shown])
+    head = ("model", "method", "answers", "loop", "end by themselves", "tokens", "acts", "TTR", "CR")
+    family = ("member", "loss", "sink neuron", "answers that loop: full, guard")
+    return markdown(family, lines) + markdown(head, answered)
+
+
+def main(out: Path) -> None:
+    """Make what the module describes."""
+    for title, table in {
+        "Sparse prompts": prompts(out / "bands.json"),
+        "Choice and FlexAttention": layers(out / "bands.json"),
+        "A token over stock attention": tokens(out / "overhead.json"),
+        "Checks": checks(out),
+        "Models": models(out),
+    }.items():
+        if table:
+            print(f"## {title}\n\n{table.rstrip()}\n")
+
+
+if __name__ == "__main__":
+    run(main)
