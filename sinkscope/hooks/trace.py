@@ -224,6 +224,8 @@ REDUCERS: dict[str, Callable[[Tensor, RealTokens], Tensor]] = {
     "first": _first,
 }
 """By name: called with the tensor, and with which of its positions hold tokens."""
+OVER_POSITIONS = ("mean", "last", "first")
+"""Of rows of attention, whose queries come in chunks, these are taken when all queries are there."""
 
 
 @checks_arguments
@@ -251,9 +253,10 @@ def trace(
             `attn.hook_z` and `attn.hook_pattern`; `ln_final`, the input of the unembedding, and `logits`, its output.
             `attn.hook_pattern` is recomputed in query chunks while fast attention runs.
         reduce: "raw", "norm" (L2 over the last dimension), "mean" over positions, "first" or "last" position, or a
-            function of one tensor. It runs inside the hook, so only its result is kept. Chunks of attention rows are
-            reduced one by one and joined along the query dimension. At other sites "mean", "first" and "last"
-            ignore padding; a function receives it with the rest.
+            function of one tensor. It runs inside the hook, so only its result is kept. "mean", "first" and "last"
+            ignore padding, and take positions of queries in rows of attention (`[batch head key]` is left); a
+            function receives padding with the rest. It reduces chunks of rows of attention one by one, which are
+            joined along the query dimension.
         attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`.
         batch_size: Rows per forward pass. None runs all at once.
         tokenizer: Tokenizer for texts, if the model carries none.
@@ -292,19 +295,26 @@ def trace(
                     f"site {site.name!r} was never reached on this {target.kind} model, because its module did not run "
                     "(a bridge replaces those that fuse several projections); leave it out of sites"
                 )
-            own, axis = chunks[site.name], 0
-            if len(own) > 1:  # rows of attention come in chunks of queries; every other site has one chunk
-                axis = _query_axis(reduce, site.name, target.n_heads)
-            batches[site.name].append(torch.cat(own, axis))
+            batches[site.name].append(_joined(chunks[site.name], reduce, site.name, target.n_heads, real))
     return {name: torch.cat(tensors) for name, tensors in batches.items()}
 
 
 def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: RealTokens, name: str, tensor: Tensor) -> None:
     """Reduce and keep what passes a site."""
-    if name.endswith("hook_pattern"):  # no dimension of it is that of the positions in `real`
-        real = torch.ones(tensor.shape[:2], dtype=torch.bool)
+    if name.endswith("hook_pattern") and reduce in OVER_POSITIONS:
+        reduce = "raw"
     # A copy: Falcon adds into its MLP's output in place after the hook has seen it.
     chunks.setdefault(name, []).append(_reduced(reduce, tensor, real).detach().to("cpu", copy=True))
+
+
+def _joined(chunks: list[Tensor], reduce: str | Reducer, name: str, heads: int, real: RealTokens) -> Tensor:
+    """Join the chunks of queries in which rows of attention come; every other site has one chunk."""
+    if not name.endswith("hook_pattern"):
+        return chunks[0]
+    if reduce in OVER_POSITIONS:
+        return _reduced(reduce, torch.cat(chunks, 2).transpose(1, 2), real)
+    axis = _query_axis(reduce, name, heads) if len(chunks) > 1 else 0
+    return torch.cat(chunks, axis)
 
 
 def _reduced(reduce: str | Reducer, tensor: Tensor, real: RealTokens) -> Tensor:

@@ -103,7 +103,8 @@ def has_experts(draw: Draw) -> bool:
 
 
 def mean_of_real(tensor: Tensor, real: Tensor) -> Tensor:
-    return (tensor * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+    weights = real.view(*real.shape, *[1] * (tensor.ndim - 2))
+    return (tensor * weights).sum(1) / weights.sum(1)
 
 
 def last_real(tensor: Tensor, real: Tensor) -> Tensor:
@@ -179,8 +180,12 @@ EDITS = {
     "trace last": Edit(_nothing, site=RESID, reduce="last", reduced=last_real),
     "trace most": Edit(_nothing, site=RESID, reduce=most, reduced=lambda tensor, real: most(tensor), **WHOLE),
     "pattern": Edit(_nothing, **ROWS),
-    "pattern mean": Edit(_nothing, **ROWS, reduce="mean", reduced=lambda tensor, real: tensor.mean(1)),
-    "pattern last": Edit(_nothing, **ROWS, reduce="last", reduced=lambda tensor, real: tensor[:, -1]),
+    "pattern mean": Edit(
+        _nothing, **ROWS, reduce="mean", reduced=lambda rows, real: mean_of_real(rows.transpose(1, 2), real)
+    ),
+    "pattern last": Edit(
+        _nothing, **ROWS, reduce="last", reduced=lambda rows, real: last_real(rows.transpose(1, 2), real)
+    ),
     "pattern most": Edit(_nothing, **ROWS, reduce=most, reduced=lambda tensor, real: most(tensor)),
     "zero": Edit(lambda: [_zero()], **ZERO),
     "value": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value=0.5)], set_neurons, fits=has_mlp, events=True),
