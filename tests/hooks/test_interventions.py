@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from covering import every_nth
@@ -14,8 +15,9 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.call import begin_call, put_rows
-from sinkscope.hooks.edit import Ablate
+from sinkscope.hooks.edit import Ablate, SinkPatch
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 PADDED = torch.tensor([[3, 3, 1, 5, 6, 7], [1, 8, 9, 10, 11, 12]])
@@ -49,6 +51,33 @@ def test_user_hooks_see_values_before_or_after_the_edit():
         inside.remove()
     assert_close(seen["before"], intact)
     assert (intact != 0).any() and (seen["inside"] == 0).all()
+
+
+def test_an_ablation_counts_every_value_that_it_changes():
+    """Also those that are small beside the value at the first token."""
+    model, _ = tiny_model("llama")
+    seen: list[Tensor] = []
+    handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(
+        lambda _module, args: seen.append(args[0][..., [3, 11]])
+    )
+    model(IDS)
+    handle.remove()
+    assert (seen[0].abs() < seen[0][:, :1].abs() / 10).any()
+    with Ablate(layer=1, neurons=[3, 11]).on(model) as run:
+        model(IDS)
+    assert run.counts["ablated"] == seen[0].count_nonzero() and "ablated 24 values" in run.summary()
+
+
+def test_numbers_of_numpy_and_torch_name_what_is_edited():
+    sites = Ablate(sites=[(1, 3), (1, 11)])
+    assert Ablate(layer=np.int64(1), neurons=np.array([3, 11])) == sites
+    assert Ablate(layer=1, neurons=torch.tensor([3, 11])) == Ablate(sites=torch.tensor([[1, 3], [1, 11]])) == sites
+    assert Ablate(heads=np.array([[0, 4]]), positions=torch.tensor([0, 2])) == Ablate(heads="L0.H4", positions=[0, 2])
+    assert Ablate(layer=1, neurons=3, value=torch.tensor(0.5)) == Ablate(layer=1, neurons=3, value=0.5)
+    with pytest.raises(SinkscopeError, match=r"positions slice\(-3, None, None\): expected"):
+        Ablate(layer=1, neurons=3, positions=slice(-3, None))
+    with pytest.raises(SinkscopeError, match="a dict has no spikes"):
+        SinkPatch.from_result({})
 
 
 # --- the mechanism, against edited weights -------------------------------------------------------------------------

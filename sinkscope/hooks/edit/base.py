@@ -172,7 +172,8 @@ class Run:
     def events(self) -> list[Event]:
         """Events so far, in order. Reading them waits for the device once.
 
-        An edit is logged if it moves a neuron by more than a tenth of that neuron's value at the row's first token.
+        `Ablate` logs every value that it changes, `SinkPatch` those that it moves by more than a tenth of the neuron's
+        value at the row's first token, where the sink is.
         Rows of a batch that have ended continue as padding, which `generate` treats as real, so they have events too.
         """
         with self._lock:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,7 @@ from sinkscope.hooks.edit.sites import (
     chosen_positions,
     head_of,
     listed,
+    plain,
     site_of,
 )
 from sinkscope.hooks.trace import resolve
@@ -35,9 +36,6 @@ from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.tap.internals import GenerateFollower, following_generate
-
-EVENT_SHARE = 0.1
-"""A change counts as an event when it moves the neuron by more than this part of its value at the first token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +148,8 @@ class NeuronEdit(PlacedEdit):
     site: Where = "post"
 
     KIND = "edited"
+    EVENT_SHARE: ClassVar[float] = 0.0
+    """A change is an event if it moves the neuron, or head, by more than this part of its value at the first token."""
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         numbers = listed("neurons", neurons)
@@ -196,7 +196,7 @@ class NeuronEdit(PlacedEdit):
         changed = new = self.new_values(values)
         size = _norm if isinstance(of, Head) else torch.abs
         first = size(memory.of_rows["first"].nan_to_num(0))[:, None]
-        has_moved = size((new - old).detach()) > EVENT_SHARE * first
+        has_moved = size((new - old).detach()) > self.EVENT_SHARE * first
         if isinstance(of, Head):
             old, new = _norm(old), _norm(new)
         moved = has_moved & (index >= 0)[..., None]
@@ -269,7 +269,8 @@ class Ablate(NeuronEdit):
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
         super().__post_init__(layer, neurons)
-        checked_value(Literal["zero", "mean"] | Finite, self.value, "value")
+        value = checked_value(Literal["zero", "mean"] | Finite, plain(self.value), "value")
+        object.__setattr__(self, "value", value)
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
     @property

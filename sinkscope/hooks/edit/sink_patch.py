@@ -18,7 +18,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, build, check_values
 from sinkscope.hooks.edit.edits import NeuronEdit, Values
-from sinkscope.hooks.edit.sites import Where, site_of
+from sinkscope.hooks.edit.sites import Where, plain, site_of
 from sinkscope.models.checkpoints.fingerprint import check_made_for
 from sinkscope.models.target import Target
 
@@ -64,12 +64,14 @@ class SinkPatch(NeuronEdit):
     model: Mapping[str, Any] | None = field(default=None, hash=False)
 
     KIND = "patched"
+    EVENT_SHARE = 0.1
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
-        check_values(Mapping[Any, Finite], calibrated=self.calibrated)
+        check_values(Mapping[Any, Any], calibrated=self.calibrated)
         check_values(Mapping[str, Any] | None, model=self.model)
-        calibrated = {site_of(site): value for site, value in self.calibrated.items()}
+        calibrated = {site_of(site): plain(value) for site, value in self.calibrated.items()}
+        check_values(Mapping[Any, Finite], calibrated=calibrated)
         object.__setattr__(self, "calibrated", calibrated)
         missing = [site for site in self.checked_sites if site not in calibrated]
         if missing and calibrated:
@@ -88,8 +90,14 @@ class SinkPatch(NeuronEdit):
                 first token that need neurons.
 
         Raises:
-            SinkscopeError: There is no such spike, it is not at the first token, or no neurons are needed for it.
+            SinkscopeError: There is no such spike, it is not at the first token, no neurons are needed for it, or
+                `result` is another object.
         """
+        if not hasattr(result, "first_spikes"):
+            raise SinkscopeError(
+                f"a {type(result).__name__} has no spikes: give the result of find_sinks or circuit, or "
+                "ss.Result.load(path) of its file"
+            )
         chosen = [one for one in result.first_spikes if one.needed is not None and one.needed.neurons]
         if spike is not None:
             if not 0 <= spike < len(result.spikes):

@@ -39,7 +39,7 @@ def site_of(site: Any) -> Neuron:
         return site.address
     if isinstance(site, str):
         site = read_neuron(site, "site")
-    return Neuron.of(checked_value(_SITE, site, "site "))
+    return Neuron.of(checked_value(_SITE, plain(site), "site "))
 
 
 def head_of(head: Any) -> tuple[int, int]:
@@ -50,11 +50,21 @@ def head_of(head: Any) -> tuple[int, int]:
     """
     if isinstance(head, str):
         return read_head(head, "head")
-    return checked_value(_HEAD, head, "head ")
+    return checked_value(_HEAD, plain(head), "head ")
+
+
+def plain(given: Any) -> Any:
+    """Numbers of NumPy and torch, such as those of `topk`, as Python's."""
+    if isinstance(given, tuple | list):
+        return tuple(map(plain, given))
+    if hasattr(given, "tolist"):
+        return plain(given.tolist())
+    return given
 
 
 def listed(name: str, given: Any) -> list[Any]:
     """Return one or several numbers, names or sites, as a list."""
+    given = plain(given)
     check_values(Iterable[Any] | int, **{name: given})
     if isinstance(given, int | str):
         return [given]
@@ -68,9 +78,10 @@ def checked_positions(positions: Any) -> Positions:
         SinkscopeError: These are not positions.
     """
     if isinstance(positions, slice):
-        checked_value(_POSITIONS, (positions.start or 0, positions.stop or 0, positions.step or 0), "positions ")
-        return positions
-    return checked_value(_POSITIONS, positions, "positions ")
+        ends = [end for end in (positions.start, positions.stop, positions.step) if end is not None]
+        if all(isinstance(end, int) and end >= 0 for end in ends):
+            return positions
+    return checked_value(_POSITIONS, plain(positions), "positions ")
 
 
 def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
