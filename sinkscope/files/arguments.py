@@ -75,6 +75,7 @@ def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C
         function: The function.
         others: Function that gets the `**settings` of this one, whose parameters are checked as well.
     """
+    takes_any = any(one.kind == one.VAR_KEYWORD for one in inspect.signature(function).parameters.values())
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -82,6 +83,7 @@ def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C
         given = dict(kwargs)
         if others is not None:
             parameters = {one.name: one for one in parameters_of(others)} | parameters
+        if others is not None or not takes_any:
             refuse_unknown(function.__name__, given, parameters)
         with suppress(TypeError):  # the call itself raises what Python says of such arguments
             given |= inspect.signature(function).bind(*args, **kwargs).arguments

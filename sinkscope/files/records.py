@@ -7,6 +7,7 @@ import os
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache, lru_cache, partial, wraps
 from math import nan
 from types import NoneType
@@ -194,12 +195,18 @@ def checked(cls: type[T]) -> type[T]:
     """Make a frozen dataclass whose fields are checked against their annotations; the error is a SinkscopeError."""
     frozen: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
     build: Callable[..., None] = frozen.__init__
+    known = [one.name for one in fields(frozen)]
 
     @wraps(build)
     def init(self: Any, *args: Any, **given: Any) -> None:
         try:
             build(self, *args, **given)
         except ValidationError as error:
+            unknown = [name for name in given if name not in known]
+            if unknown:
+                near = get_close_matches(unknown[0], known, 1) or known
+                names = f"{cls.__name__} has no field {unknown[0]!r}"
+                raise SinkscopeError(f"{names}: expected {', '.join(near)}") from None
             raise _refusal(error, given, "", "") from None
 
     frozen.__init__ = init

@@ -160,7 +160,7 @@ class Session:
         if _ACTING.setdefault(model, run) is not run:
             raise UnsupportedError(
                 f"{run.target.name} is already inside a `with` that acts on its cache: enter them together, "
-                "`(a | b).on(model)`"
+                "`(a | b).on(model)`, and around all threads that generate"
             )
         run.stack.callback(_ACTING.pop, model, None)
 

@@ -78,6 +78,8 @@ def generate(
     """Generate after each prompt, greedily or at a temperature.
 
     Only the special tokens of the checkpoint's generation settings are used (see `sinkscope.generation.decode`).
+    Streamers, logits processors and other options of `model.generate` are for `Conversation.ask`, or for
+    `model.generate` itself within `with edits.on(model):`.
 
     Args:
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`.

@@ -10,6 +10,7 @@ from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Finite, Natural, Share, Whole, checked, checked_value
+from sinkscope.loops.generate import generate
 
 
 @checked
@@ -35,12 +36,21 @@ class Settings:
         ({"count": True}, "count is True: expected a whole number"),
         ({"names": ("a", "c")}, "names[1] is 'c': expected 'a' or 'b'"),
         ({"names": "ab"}, "names is 'ab': expected a valid tuple"),
+        ({"shares": 0.5}, "Settings has no field 'shares': expected share"),
+        ({"foo": 1}, "Settings has no field 'foo': expected share, count, names, value"),
         ({"value": "third"}, "value is 'third': expected 'second' or a finite number"),
     ],
 )
 def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given, said):
     with refused(words=[said]):
         Settings(**given)
+
+
+def test_an_argument_that_a_function_does_not_take_is_named_with_what_it_takes():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperatur'; did you mean temperature"):
+        generate(None, "a", temperatur=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'logits_processor'; it takes .* on_text"):
+        generate(None, "a", logits_processor=[])  # type: ignore[call-arg]
 
 
 def test_what_fits_makes_an_ordinary_frozen_dataclass():

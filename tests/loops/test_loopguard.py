@@ -22,6 +22,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from experiments.loopguard.variants import Timed
+from sinkscope.hooks.edit.base import Event
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.generate import generate
@@ -60,6 +61,24 @@ def test_guard_keeps_the_plan(model):
             assert event.data["kept_count"] == len(held) <= SMALL["budget"]
         assert [e.data["level"] for e in events] == [0, 1, 2, 3]
         assert events[-1].data["period"] == 3 and events[-1].data["bad"][-1][1] == events[-1].position + 1
+
+
+def test_a_summary_says_what_the_guard_did_and_in_which_rows(model):
+    """Nothing is cut where alarms are only reported, or end the row."""
+    prompt, mask = prompts([14, 9])
+    new = torch.tensor([looping(5, 40), looping(21, 40)])
+    with ALWAYS.on(model) as run:
+        feed(model, prompt, mask, new)
+    assert run.summary().endswith("Then 7 more alarms followed, in rows 0 and 1.")
+    for act, then in (("report", "It changed nothing."), ("stop", "It ended the row.")):
+        guard = LoopGuard(monitor=EAGER, act=act)
+        with guard.on(model) as run:
+            model.generate(prompt, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=2)
+        run.log(lambda: [Event(1, 9, 30, None, None, "guard", {"period": 3, "generated": 24})])
+        assert (
+            run.summary()
+            == f"After 24 new tokens of row 1 the guard found a repetition of 3 tokens. {then} No further alarms."
+        )
 
 
 def test_a_new_turn_begins_anew(model):

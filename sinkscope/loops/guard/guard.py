@@ -43,7 +43,7 @@ from sinkscope.loops.text.copies import CopyRule
 from sinkscope.loops.text.monitor import MonitorSettings, PaperSettings, Settings
 from sinkscope.loops.text.repetition import EarlierCopies, asked_copies
 from sinkscope.models.draws import draws, gumbel, in_order
-from sinkscope.results.notation import count_of
+from sinkscope.results.notation import count_of, word_list
 
 CERTAIN = 1000.0  # a logit that leads by so much is drawn at any temperature, and has a place in float16
 ASKED_WITHIN = 512  # last tokens of a prompt that may ask for a repetition
@@ -159,9 +159,11 @@ class LoopGuard(Intervention):
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
-        more = len(cuts) - 1
-        then = f"Then {count_of(more, 'more alarm')} followed." if more else "No further alarms."
-        return f"{event_in_words(cuts[0])} {then}"
+        first, *more = cuts
+        rows = sorted({event.row for event in cuts})
+        where = f", in rows {word_list(rows)}" if len(rows) > 1 else ""
+        then = f"Then {count_of(len(more), 'more alarm')} followed{where}." if more else "No further alarms."
+        return f"{event_in_words(first, self.act)} {then}"
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""
@@ -219,17 +221,23 @@ class LoopGuard(Intervention):
         run.hook((run.target.hf, "post", guarding.on_logits))
 
 
-def event_in_words(event: Event) -> str:
+def event_in_words(event: Event, act: str | None = None) -> str:
     """Return what the guard found and did in one of its events."""
     data = event.data
     alarm = "an alarm"
     if data["period"] is not None:
         alarm = f"a repetition of {count_of(data['period'], 'token')}"
+    row = f" of row {event.row}" if event.row else ""
+    found = f"After {count_of(data['generated'], 'new token')}{row} the guard found {alarm}."
+    if act == "report":
+        return f"{found} It changed nothing."
+    if act == "stop":
+        return f"{found} It ended the row."
     cached = count_of(data["cached_before"], "cached token")
-    new, text = count_of(data["generated"], "new token"), f"took {count_of(data['taken_back'], 'token')} back"
+    text = f"took {count_of(data['taken_back'], 'token')} back"
     if data["left_in_text"]:
         text = f"left {count_of(data['left_in_text'], 'repeated token')} in the text"
-    return f"After {new} the guard found {alarm}. It kept {data['kept_count']} of {cached} and {text}."
+    return f"{found} It kept {data['kept_count']} of {cached} and {text}."
 
 
 @dataclass(eq=False)
