@@ -135,7 +135,7 @@ class Conversation:
         answers: "recompute" reads the previous answer again in the next turn; "keep" leaves it in the cache.
         tokenizer: For models that carry none; only needed for texts.
         chat: Whether prompts and answers are messages in the tokenizer's chat template. "auto": if there is one. A turn
-            reads what the template of the whole conversation adds, token for token, or is refused.
+            reads what the template of the whole conversation adds to the text so far, or is refused.
 
     Attributes:
         turns: The turns so far.

@@ -125,6 +125,23 @@ def test_turns_read_what_the_template_of_the_whole_conversation_gives(answers, s
     assert chat.ask("company", max_new_tokens=2).ids == branch.turns[-1].ids
 
 
+@pytest.mark.parametrize("trim", ["", " | trim"])
+@pytest.mark.parametrize(("answer", "end"), [("Ġthe Ġc at", "</s>"), ("Ġ t h e Ċ", "</s>"), ("Ġ t h e </s>", "")])
+def test_a_turn_goes_on_from_an_answer_in_other_tokens_than_the_tokenizer_would_make(answer, end, trim):
+    """A model may write a word in pieces, end by itself, and write a newline that the template trims."""
+    model = ss.load()
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m.role }}:{{ m.content TRIM }}</s>{% endfor %}<s>assistant:"
+    ).replace("TRIM", trim)
+    chat = ss.Conversation(model, tokenizer=tokenizer, chat=True)
+    chat.say("Hello.", tokenizer.convert_tokens_to_ids(answer.split()))
+    turn = chat.ask("Go on.", max_new_tokens=2)
+    assert (
+        list(turn.prompt) == tokenizer(f"{end}<s>user:Go on.</s><s>assistant:", add_special_tokens=False)["input_ids"]
+    )
+
+
 def test_what_a_template_writes_anew_is_refused_and_changes_nothing():
     model, tokenizer = chatty(FORGETFUL)
     chat = ss.Conversation(model, tokenizer=tokenizer, chat=True)

@@ -37,17 +37,34 @@ def uses_template(tokenizer: Any, text: str, chat: Chat, name: str) -> bool:
 def chat_ids(tokenizer: Any, messages: Messages, name: str, before: Sequence[int] = ()) -> list[int]:
     """Return the ids of what follows `before` in the messages by the chat template; arguments as for `chat_text`.
 
+    A model may write a text in other tokens than the tokenizer makes of it, so `before` is found by its text.
+
     Raises:
         SinkscopeError: As for `chat_text`, or the template does not go on where those ids end.
     """
     text = chat_text(tokenizer, messages, name, len(messages) - 1 if before else 0)
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    if ids[: len(before)] != [*before]:
+    if ids[: len(before)] == [*before]:
+        return ids[len(before) :]
+    rest = _behind(str(tokenizer.decode([*before], clean_up_tokenization_spaces=False)), text)
+    if rest is None:
         raise SinkscopeError(
             f"the chat template of {name} does not go on from the {len(before)} tokens so far, because it writes "
             "earlier turns in another way: begin a new conversation, or give chat=False"
         )
-    return ids[len(before) :]
+    return list(tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _behind(begin: str, text: str) -> str | None:
+    """What follows the beginning of a text, which may have other white space; None if the text begins otherwise."""
+    place = 0
+    for letter in "".join(begin.split()):
+        while place < len(text) and text[place].isspace():
+            place += 1
+        if not text.startswith(letter, place):
+            return None
+        place += 1
+    return text[place:].removeprefix(begin[len(begin.rstrip()) :])
 
 
 def chat_text(tokenizer: Any, messages: Messages, name: str, first: int = 0) -> str:
