@@ -41,7 +41,7 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     for name, value in config.to_diff_dict().items():
         if name not in _NO_CHOICE and not name.startswith("_"):
             settings.setdefault(name, neutral.get(name))
-            if (settings[name] or None) != (value or None):
+            if value != neutral.get(name) and (settings[name] or None) != (value or None):
                 ignored[name] = value
     used = {name: settings[name] for name in _IN_RESULTS if settings.get(name) is not None}
     record = _RECORD.get()
