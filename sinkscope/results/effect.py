@@ -40,7 +40,7 @@ class Effect:
         return min(self.controls.items(), key=lambda one: abs(one[1] - self.value))
 
     def sentence(self, template: str, **words: str) -> str:
-        """Return a sentence with {value}, {control} and other words in their places.
+        """Return a sentence with {value}, {control} and other words in their places; a margin is before the control.
 
         Shares have as many digits as it takes to tell them apart, two at most.
         """
@@ -49,4 +49,5 @@ class Effect:
         for digits in (1, 2):
             if said == beside and abs(self.value - control) >= 1e-3:
                 said, beside = percent(self.value, digits), percent(control, digits)
-        return template.format(value=said, control=f"{name}: {beside}", **words)
+        margin = f"± {percent(self.margin)}; " if self.margin else ""
+        return template.format(value=said, control=f"{margin}{name}: {beside}", **words)

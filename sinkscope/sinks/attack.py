@@ -176,10 +176,11 @@ class ClusterAttack(Result):
         if self.searched > len(clusters.ids):
             tried = f"{len(clusters.ids):,} tokens drawn from {self.searched:,}"
         if not clusters.has.any():
-            return [f"None of {tried} has {what} when it stands first without BOS, so no head can mark one."]
+            none = f"{_share(clusters.has)} of {tried} have {what} without BOS (the first tokens of texts: 100%)"
+            return [f"No head can mark a token: {none}."]
         without = _share(clusters.unneeded)
         if not clusters.heads:
-            left = f"{without} have {what} without its {self.n_heads} heads"
+            left = f"{without} have {what} without its {self.n_heads} heads (with them: {_share(clusters.has)})"
             return [f"No head of layer 0 marks one of {tried} by itself: {left}."]
         count = count_of(len(clusters.heads), "head")
         is_enough = f"One of {count}" if len(clusters.heads) > 1 else str(Head(0, clusters.heads[0]))
@@ -188,7 +189,7 @@ class ClusterAttack(Result):
         if clusters.another is not None:
             beside = f"another head: {clusters.another:.0%}"
         lines = [*self._of_sequences(), f"{is_enough} of layer 0 alone gives {share} {what} ({beside})."]
-        unneeded = f"{without} of {tried} have {what} without any head of layer 0."
+        unneeded = f"{without} of {tried} have {what} without any head of layer 0 (with them: {_share(clusters.has)})."
         if clusters.unneeded.mean() > clusters.served.mean():
             return [unneeded, *reversed(lines)]
         return [*lines, unneeded]

@@ -76,7 +76,7 @@ class MarkingHeads(Result):
         tokens = count_of(len(self.tokens), "token")
         if self.marking is None:
             left = f"{share_of(self.every.left, self.every.margin)} of the spike of {self.spike} remains at {tokens}"
-            return f"No head marks the first token: without all {len(self.heads)}, {left}."
+            return f"No head marks the first token: without all {len(self.heads)}, {left} (with them: 100%)."
         left, heads = share_of(self.marking.left, self.marking.margin), self.marking.heads
         names = word_list(heads)
         if len(heads) > NAMED:

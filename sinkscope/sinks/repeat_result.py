@@ -11,8 +11,9 @@ import plotly.graph_objects as go
 from jaxtyping import Float, Int
 
 from sinkscope.measure import Number, Result
+from sinkscope.measure.margin import share_interval
 from sinkscope.results.effect import Effect
-from sinkscope.results.notation import word_form, word_list
+from sinkscope.results.notation import percent, word_form, word_list
 from sinkscope.results.style import GREY, figure_of, long_table
 from sinkscope.results.tables import Table
 from sinkscope.sinks.thresholds import HALF
@@ -77,12 +78,15 @@ class Repeat(Result):
         if self.quantity != "norm" or self.repeats is None:
             copies = f"{self.copies:,} copies of a token"
             return self.effects[0].sentence(SENTENCES[self.quantity], copies=copies, layer=str(self.shown))
-        reached = [int(np.isfinite(repeats).sum()) for repeats in self.repeats]
-        said = [f"{count} in {condition}" for count, condition in zip(reached, self.conditions, strict=True)]
-        words = f"tokens {word_form(reached[0], 'reaches', 'reach')} half of the first token's spike"
-        said[0] = f"{reached[0]} of {len(self.tokens)} {words} in {self.conditions[0]}"
+        reached, total = [int(np.isfinite(repeats).sum()) for repeats in self.repeats], len(self.tokens)
+        said = [f"{count:,} in {condition}" for count, condition in zip(reached, self.conditions, strict=True)]
+        interval = share_interval(reached[0], total)
+        margin = "" if interval is None else f" (± {total * interval.margin:,.0f})"
+        words = f"tokens{margin} {word_form(reached[0], 'reaches', 'reach')} half of the first token's spike"
+        said[0] = f"{reached[0]:,} of {total:,} {words} in {self.conditions[0]}"
         within = "" if self.at is None else f" within {int(self.at[-1]):,} copies"
-        return f"{word_list(said)}{within}."
+        control = "".join(f" ({effect.control[0]}: {percent(effect.control[1])} of it)" for effect in self.effects[:1])
+        return f"{word_list(said)}{within}{control}."
 
     def details(self) -> list[str]:
         """Say how many tokens turn under each condition."""

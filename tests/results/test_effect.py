@@ -36,3 +36,8 @@ def test_a_sentence_has_the_nearest_control_and_tells_shares_apart(value, one, t
     assert abs(nearest - value) == min(abs(one - value), abs(two - value))
     assert shown != control or abs(nearest - value) < 2e-3
     assert float(shown[:-1]) / 100 == pytest.approx(value, abs=0.0051) and "-0%" not in said.split()
+
+
+def test_a_margin_stands_before_the_control():
+    said = Effect(0.8, 0.062, {"random places": 0.1}).sentence("It takes {value} ({control}).")
+    assert said == "It takes 80% (± 6%; random places: 10%)."

@@ -78,6 +78,7 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
     assert by_position.marking is None and by_position.every.left > 0.9
     assert np.abs(1 - by_position.left).max() < 0.1
     assert by_position.conclusion().startswith("No head marks the first token: without all ")
+    assert by_position.conclusion().endswith("tokens (with them: 100%).")
     none = measured(organism("llama", 0, kind="none"), tmp_path)
     assert none.spike is None and none.rows() == []
 

@@ -57,7 +57,8 @@ def test_a_marked_word_gets_the_spike_where_it_crosses_half_of_it(llama, setup):
     assert result.values[0, 1].max() < 0.1
     assert [row["repeats"] for row in result.rows()] == [marked, None]
     says = f"1 of 2 tokens reaches half of the first token's spike in {result.conditions[0]}"
-    assert result.conclusion() == f"{says} within {4 * expected:,} copies."
+    control = f"one copy: {result.effects[0].controls['one copy']:.0%} of it"
+    assert result.conclusion() == f"{says} within {4 * expected:,} copies ({control})."
 
 
 @pytest.mark.parametrize("group", [0, -1])

@@ -254,7 +254,7 @@ def marks(spike: SpikeResult) -> str:
         mark="mark" if len(parts) > 1 else "marks",
         place=place,
         them="both" if len(parts) > 1 else "it",
-        left=share_left(mark.left, None),
+        left=share_left(mark.left, mark.margin),
         others="" if mark.others is None else f" (without others: {share_left(mark.others, None)})",
         heads=heads,
     )
