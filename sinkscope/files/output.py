@@ -81,16 +81,18 @@ def check_writable(path: PathName, *, folder: bool = False) -> Path:
 
     Args:
         path: Path of a file.
-        folder: Whether it may also be a folder.
+        folder: Whether it is that of a folder.
 
     Raises:
-        SinkscopeError: The path is empty or a folder, it or its folder is not writable, or a part of it is not a
-            folder.
+        SinkscopeError: The path is empty, a folder where a file is written or the other way round, it or its folder is
+            not writable, or a part of it is not a folder.
     """
     name = os.fspath(path)
     target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
     if not name or (not folder and (os.path.isdir(target) or name.endswith(("/", os.sep)))):
         raise SinkscopeError(f"{name or 'a file without a name'} is a folder: give the name of a file to write")
+    if folder and os.path.isfile(target):
+        raise SinkscopeError(f"{name} is a file: give the name of a folder to write")
     try:
         if is_device(Path(name)):
             return Path(name)

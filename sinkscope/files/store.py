@@ -20,6 +20,21 @@ OURS = ".sinkscope-"
 """Beginning of the names of the lock and of files that are not finished."""
 
 
+def refuse_other_files(folder: Path, shown: str) -> None:
+    """Refuse a folder that holds files and that no run began.
+
+    Args:
+        folder: The folder, which need not be there.
+        shown: Its name in the message.
+
+    Raises:
+        SinkscopeError: It holds other files.
+    """
+    if folder.is_dir() and not (folder / SETTINGS).exists():
+        if not all(path.name.startswith(OURS) for path in folder.iterdir()):
+            raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
+
+
 def begun_by(folder: Path) -> str | None:
     """Return the command that began a folder, as its settings say; None if it has none, or they do not say it.
 
@@ -88,9 +103,7 @@ class Folder(Generic[R]):
         if world_size() > 1:
             raise SinkscopeError(f"{shown} is written by one process: run this without torchrun")
         try:
-            if self.folder.is_dir() and not (self.folder / SETTINGS).exists():
-                if not all(path.name.startswith(OURS) for path in self.folder.iterdir()):
-                    raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
+            refuse_other_files(self.folder, shown)
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self.folder / f"{OURS}lock")  # the system drops it when the process ends, however
             self._lock.acquire(blocking=False)

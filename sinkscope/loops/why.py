@@ -303,10 +303,16 @@ class LoopedText:
         return RemovalEffect(cause, goes_on, other, control, ends)
 
 
+def _refuse_unused(*, answer: Any, max_new_tokens: int | None, **_: Any) -> None:
+    if answer is not None and max_new_tokens is not None:
+        raise SinkscopeError("max_new_tokens has no effect on an answer that is given: leave one of the two out")
+
+
 @measurement(
     figure=draw,
     loading="whole",
     edits=True,
+    check=_refuse_unused,
 )
 def why(
     setup: Setup,
@@ -334,8 +340,6 @@ def why(
     """
     target = setup.target
     check_servable(target)
-    if answer is not None and max_new_tokens is not None:
-        raise SinkscopeError("max_new_tokens has no effect on an answer that is given: leave one of the two out")
     if answer is None:
         ids, prompt_tokens = prompt_and_continuation(setup, prompt, max_new_tokens, CONTINUED)
     else:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import PathName
+from sinkscope.files.output import PathName, is_device
 from sinkscope.files.records import read_records
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import read_row
@@ -66,8 +68,7 @@ def texts_of(
     if length is not None and not SHORTEST_TEXT <= length <= context:
         raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {context}, the context of the model")
     if data is not None:
-        records = read_records(data, TextRecord, 'JSON lines, each with a "text"')
-        texts = [record.text for record in records[:count]]
+        texts = [record.text for record in records_of(data)[:count]]
     if texts is not None:
         rows = [_row(setup, text, length or context) for text in texts]
     else:
@@ -76,6 +77,17 @@ def texts_of(
     if not rows or (texts is None and len(rows) < count):
         raise SinkscopeError(f"there are {len(rows)} texts: give more of them, a longer --text, or a smaller --count")
     return rows
+
+
+def records_of(data: PathName) -> list[TextRecord]:
+    """Return the lines of a file of JSON lines, each with a "text"."""
+    return read_records(data, TextRecord, 'JSON lines, each with a "text"')
+
+
+def check_data(*, data: PathName | None, **_: Any) -> None:
+    """Refuse a file that is missing or holds something else before a model is opened; what flows is read but once."""
+    if data is not None and data != "-" and not is_device(Path(data)):
+        records_of(data)
 
 
 def _row(setup: Setup, text: str | Sequence[int], most: int) -> Int[Tensor, " pos"]:

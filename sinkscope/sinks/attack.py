@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from pydantic import Field
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import SinkPatch
 from sinkscope.hooks.edit.base import under
 from sinkscope.measure import Natural, Result, Setup, Whole, measurement
@@ -42,6 +43,7 @@ from sinkscope.sinks.tokens import (
     vocabulary,
 )
 
+LENGTH = 8  # tokens of a sequence
 TOKENS = 128  # tokens of one pass; each takes two more rows than layer 0 has heads
 
 
@@ -232,9 +234,15 @@ def draw(result: ClusterAttack) -> go.Figure:
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=1000, height=480)
 
 
+def _refuse_unused(*, length: int, sequences: int, **given: Any) -> None:
+    refuse_unused(**given)
+    if not sequences and length != LENGTH:
+        raise SinkscopeError(f"--length {length} has no effect without sequences: leave it out, or --sequences 0")
+
+
 @measurement(
     figure=draw,
-    check=refuse_unused,
+    check=_refuse_unused,
 )
 def attack(
     setup: Setup,
@@ -242,7 +250,7 @@ def attack(
     tokens: Sequence[str] | None = None,
     n_tokens: Natural | None = None,
     spike: Whole | None = None,
-    length: Annotated[int, Field(ge=2)] = 8,
+    length: Annotated[int, Field(ge=2)] = LENGTH,
     sequences: Whole = 32,
 ) -> ClusterAttack:
     """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.

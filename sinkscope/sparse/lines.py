@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import PositiveShare, checked_value
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
-from sinkscope.measure.attention_texts import texts_of
+from sinkscope.measure.attention_texts import check_data, texts_of
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
@@ -165,6 +165,7 @@ def draw(result: LineWeights) -> go.Figure:
     figure=draw,
     loading="whole",
     edits=True,
+    check=check_data,
 )
 def lines(
     setup: Setup,

@@ -22,6 +22,7 @@ from organisms.tiny import tiny_model
 from organisms.tokens import word_tokenizer
 from safetensors.torch import load_file, save_file
 from sample_results import sample_find_sinks
+from transformers import PreTrainedModel
 
 from sinkscope.app.cli import main
 from sinkscope.app.commands import COMMANDS
@@ -29,7 +30,9 @@ from sinkscope.files.plain import visible
 
 pytestmark = pytest.mark.few_texts
 
-ROWS = re.findall("^(?!#)(.+) => (.+)$", Path(__file__).with_name("bad_input.txt").read_text(), re.MULTILINE)
+TEXT = Path(__file__).with_name("bad_input.txt").read_text()
+ROWS = re.findall("^(?!#)(.+) => (.+)$", TEXT, re.MULTILINE)
+EARLY = re.findall("^(?!#)(.+) => ", TEXT.partition("# Refused before a model is opened\n")[2], re.MULTILINE)
 LONG = "x" * 5000
 CONTENT = {
     "folder/mine": "mine",
@@ -127,6 +130,8 @@ def state(folder: Path) -> dict[Path, tuple[int, ...]]:
 )
 def test_bad_input_is_refused_in_one_line(line, says, prepared, monkeypatch, refusal):
     monkeypatch.chdir(prepared)
+    if line in EARLY:
+        monkeypatch.setattr(PreTrainedModel, "__init__", lambda *_, **__: pytest.fail("a model is opened"))
     if ".gguf" in line:
         pytest.importorskip("gguf")
     line, says = (text.encode().decode("unicode_escape").replace("{LONG}", LONG) for text in (line, says))

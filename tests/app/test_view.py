@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from sinkscope.app.view import command, page
 from sinkscope.app.view.explorer import Explorer
 from sinkscope.app.view.page import application
 from sinkscope.app.view.result import ViewedText
+from sinkscope.measure import Setup
 from sinkscope.results.notation import neuron_name
 
 
@@ -97,14 +99,17 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
 
 
 def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, typed, refusal):
-    monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
+    monkeypatch.setattr(Setup, "open", lambda *_, **__: bundled.setup)
+    monkeypatch.setattr(Explorer, "of", lambda _: replace(bundled))
     text = tmp_path / "text.txt"
     text.write_text("a block is a piece of text")
     data = json.loads(typed(f"view --text {text} --html {tmp_path}/a.html --json -").out)
     assert data["kind"] == "view" and data["model"]["name"] == "bundled"
     assert '" text"' in (tmp_path / "a.html").read_text()
-    text.write_text(" \n")
-    assert "no word that this tokenizer knows" in refusal(f"view --text {text} --json -")
+    monkeypatch.setattr(Explorer, "of", lambda _: pytest.fail("the model is measured"))
+    for wrong, said in ((" \n", "the text is empty"), ("a block " * 500, "a view shows 512 at most")):
+        text.write_text(wrong)
+        assert said in refusal(f"view --text {text} --json -")
 
 
 # Live
@@ -134,7 +139,7 @@ def test_the_live_page_answers_only_under_its_address(bundled, client):
     assert own["name"] == "without L1.N338" and "from 6" in own["sentence"] and "random" in own["sentence"]
     assert off["texts"][0]["tokens"][0] == "<s>"
     for wrong, reason in (
-        ({"text": " "}, "no word"),
+        ({"text": " "}, "the text is empty"),
         ({"off": ["L99.N1"]}, "L99|layer"),
         ({"switch": "other"}, "no switch"),
         ({"off": "L1.N338"}, "expected"),

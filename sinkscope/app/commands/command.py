@@ -15,9 +15,10 @@ import click
 from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.output import WRITTEN, check_output, check_writable, is_device, write_output
-from sinkscope.files.plain import visible
+from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import is_first, world_size
 from sinkscope.files.provenance import documented_at
+from sinkscope.files.store import refuse_other_files
 from sinkscope.results.console import ProgressBar, note, show, terminal_width
 from sinkscope.results.notation import word_list
 
@@ -93,7 +94,7 @@ class Command(click.Command):
         with ProgressBar() as progress:
             if any(one.name == "model" for one in self.params):
                 progress(f"Loading {given.get('model', 'bundled')} ...", 0, 0)
-            check_files(files, self.kinds, [given[name] for name in WRITTEN if name in given])
+            check_files(files, self.kinds, [one for one in self.params if one.name in WRITTEN], given)
             result = self.run(given, files, progress)
         if self.kinds and result is not None:
             deliver(result, files if is_first() else {}, explain)
@@ -174,19 +175,26 @@ def out_of_memory(command: click.Command) -> str:
     return f"out of memory: try {', '.join(remedies) or 'a smaller file'}"
 
 
-def check_files(files: Mapping[str, str], kinds: Sequence[str], written: Sequence[str]) -> None:
+def check_files(
+    files: Mapping[str, str], kinds: Sequence[str], others: Sequence[click.Parameter], given: Mapping[str, Any]
+) -> None:
     """Refuse, before any work begins, outputs that cannot be written or would replace other files.
 
     Args:
         files: The files of a result.
         kinds: Kinds of the results that may be there already.
-        written: Other files and folders that a command writes.
+        others: Options that name other files and folders for writing.
+        given: What is given for options.
     """
     targets: list[Path] = []
     for path in files.values():
         targets.append(Path(path) if path == "-" else check_output(path, kinds))
-    for path in written:
-        targets.append(check_writable(str(path), folder=True))
+    for one in others:
+        if one.name in given:
+            path = given[one.name]
+            targets.append(check_writable(path, folder=one.metavar != "FILE"))
+            if one.name == "out" and one.metavar != "FILE":
+                refuse_other_files(Path(path), f"--out {pathless(path)}")
     for target in targets:
         if targets.count(target) > 1 and not is_device(target):
             raise SinkscopeError(f"{target.name} is given for two outputs: give each its own file")

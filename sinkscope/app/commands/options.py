@@ -24,7 +24,8 @@ class TextFile(click.ParamType):
             return value
         text = read_text(value)
         if not text.strip():
-            raise SinkscopeError("the prompt is empty: write at least one word into the file")
+            name = "prompt" if param is None else param.opts[0].removeprefix("--").removesuffix("-file")
+            raise SinkscopeError(f"the {name} is empty: write at least one word into the file")
         return text
 
 

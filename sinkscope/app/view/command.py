@@ -43,11 +43,12 @@ def view_model(
     """
     if not to_files:
         check_server()
+    elif port:
+        raise SinkscopeError("--port has no effect on a page that is written: leave it out")
     given = None if text is None else read_text(str(text))
-    explorer = Explorer.open(model, **settings)
+    explorer = Explorer.showing(given, model, **settings)
     if to_files:
-        return explorer.view(given)
-    explorer.text = given
+        return explorer.view()
     name = explorer.setup.target.name
     end_bar(settings.get("progress"))
     serve(explorer.answer, name, port, lambda address: print(f"{name} is at {address} until Ctrl-C.", flush=True))
@@ -74,9 +75,8 @@ def view(model: object = None, text: str | None = None, **options: Any) -> Any:
     import anywidget
     import traitlets
 
-    explorer = Explorer.open(model, **options)
-    explorer.text = text
-    shown = explorer.view(text)
+    explorer = Explorer.showing(text, model, **options)
+    shown = explorer.view()
 
     class ViewWidget(anywidget.AnyWidget):
         _esm = source(*SCRIPTS)

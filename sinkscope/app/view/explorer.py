@@ -64,6 +64,23 @@ class Explorer(ModelSink):
     latest: tuple[str | None, TextReading] | None = None
     lock: Any = field(default_factory=threading.RLock)
 
+    @classmethod
+    def showing(cls, text: str | None, model: object, **options: Any) -> Explorer:
+        """Open a model for a text, or a story; a text that cannot be shown is refused before anything is measured.
+
+        Args:
+            text: The text.
+            model: As for `Setup.open`.
+            options: As for `Setup.open`.
+        """
+        if text is not None:
+            refuse_blank(text)
+        setup = Setup.open(model, **options, loading="whole")
+        ids_of(setup, STORY if text is None else text)
+        explorer = cls.of(setup)
+        explorer.text = text
+        return explorer
+
     @cached_property
     def column(self) -> tuple[CircuitSpike, ...]:
         """The circuit of each spike."""
@@ -77,12 +94,12 @@ class Explorer(ModelSink):
     def read(self, text: str | None) -> TextReading:
         """Return how the intact model reads a text, or a story; the last one is kept."""
         if self.latest is None or self.latest[0] != text:
-            self.latest = (text, read_tokens(self, ids_of(self.setup, text or STORY)))
+            self.latest = (text, read_tokens(self, ids_of(self.setup, STORY if text is None else text)))
         return self.latest[1]
 
     def view(self, text: str | None = None) -> ModelView:
-        """Return the model on a text, or on a story, intact and under its switches: all that a page shows alone."""
-        return self.result(text, [None, *switches_of(self)])
+        """Return the model on a text, intact and under its switches: all that a page shows alone."""
+        return self.result(self.text if text is None else text, [None, *switches_of(self)])
 
     def result(self, text: str | None, shown: Sequence[Switch | None]) -> ModelView:
         """Return the view of a text under these switches, with all that is known of the sink; None is no switch."""
@@ -190,15 +207,26 @@ class Explorer(ModelSink):
             return {"error": str(error)}
 
 
+def refuse_blank(text: str) -> None:
+    """Refuse a text of which no tokenizer makes a word.
+
+    Raises:
+        SinkscopeError: It is empty, or no Unicode.
+    """
+    check_encodable(text, "the text")
+    if not text.strip():
+        raise SinkscopeError("the text is empty: give one with at least one word")
+
+
 def ids_of(setup: Setup, text: str) -> list[int]:
     """Return the tokens of a text, after BOS if there is one.
 
     Raises:
         SinkscopeError: The text is empty, unknown to the tokenizer, or too long.
     """
-    check_encodable(text, "the text")
+    refuse_blank(text)
     ids = setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if not text.strip() or set(ids) <= {setup.tokenizer.unk_token_id}:
+    if set(ids) <= {setup.tokenizer.unk_token_id}:
         raise SinkscopeError(f"the text {text[:40]!r} has no word that this tokenizer knows: give another text")
     if setup.bos is not None and ids[0] != setup.bos:
         ids = [*beginning(setup.tokenizer, setup.bos), *ids]

@@ -45,7 +45,11 @@ class ModelSink:
     @classmethod
     def open(cls: type[S], model: object = None, **options: Any) -> S:
         """Open a model as `Setup.open` does, whole, and measure its sink."""
-        setup = Setup.open(model, **options, loading="whole")
+        return cls.of(Setup.open(model, **options, loading="whole"))
+
+    @classmethod
+    def of(cls: type[S], setup: Setup) -> S:
+        """Measure the sink of an open model."""
         setup.target.shards.check_alone("view")
         context = setup.target.max_positions or COPIES + 1
         return cls(setup, sinks_of(setup), circuit.on(setup, max_repeats=min(COPIES, context - 1)))
