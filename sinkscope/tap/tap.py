@@ -150,6 +150,8 @@ def _attend(
             listeners.append(handler)
             idle = idle and handler.idle
             needs_mask = needs_mask or handler.needs_mask
+            if handler.replaces_mask:  # one of queries and keys, as a caller may give, has keys that are gone
+                attention_mask = None
     chosen = None
     indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
     if indices is not None:

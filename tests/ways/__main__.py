@@ -9,13 +9,16 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .draws import DIMENSIONS, PLAIN, drawn, smaller, text_of
 from .edits import Draw
+from .families import add_real
 from .known import KNOWN
 from .promises import check
 
@@ -43,17 +46,17 @@ def breaks(promise: str, seed: int, draw: Draw) -> bool:
     return (check(draw, seed) or "").partition(":")[0] == promise
 
 
-def walk(seconds: float, seed: int, fixed: dict[str, Any], known: bool = False) -> int:
+def walk(seconds: float, seed: int, fixed: dict[str, Any], known: bool = False, families: Sequence[str] = ()) -> int:
     """Draw for so many seconds and print each kind of failure when it is first met; how many there were.
 
-    `known` prints the known causes as well, in their smallest form.
+    `known` prints the known causes as well, in their smallest form; `families` are drawn alone, if there are any.
     """
     generator, begin = random.Random(seed), time.monotonic()
     kinds: dict[tuple[str, str], list[str]] = {}
     expected: Counter[str] = Counter()
     count = 0
     while time.monotonic() - begin < seconds:
-        draw = drawn(generator, fixed)
+        draw = drawn(generator, {"family": generator.choice(families), **fixed} if families else fixed)
         if draw is None:
             sys.exit(f"error: --only {fixed}: no draw has these values together")
         count += 1
@@ -84,12 +87,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], metavar="DIMENSION=VALUE")
+    parser.add_argument("--real", type=Path, metavar="FOLDER", help="draw the real models of this folder alone")
     parser.add_argument("--known", action="store_true", help="show draws of known causes, too")
     chosen = parser.parse_args()
+    families = [] if chosen.real is None else add_real(chosen.real)
+    if chosen.real is not None and not families:
+        sys.exit(f"error: --real {chosen.real}: no model there: python -m experiments.real.models fetches them")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    sys.exit(walk(chosen.seconds, chosen.seed, fixed_by(chosen.only), chosen.known) > 0)
+    sys.exit(walk(chosen.seconds, chosen.seed, fixed_by(chosen.only), chosen.known, families) > 0)
 
 
 if __name__ == "__main__":

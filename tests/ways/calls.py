@@ -137,6 +137,6 @@ CALLS = {
     "no mask": Call(_no_mask, lambda draw: draw["padding"] == "none"),
     "tuple": Call(_tuple, lambda draw: draw["cache"] != "generate"),
     "whole mask": Call(_whole_mask, _takes_mask),
-    "embeds": Call(_embeds, lambda draw: draw["family"] != "gemma4" and draw["wrapper"] not in ("nnsight", "bridge")),
-    "everything": Call(_everything, lambda draw: draw["wrapper"] != "bridge"),
+    "embeds": Call(_embeds, lambda draw: draw["family"] != "gemma4" and draw["wrapper"] != "nnsight"),
+    "everything": Call(_everything),
 }

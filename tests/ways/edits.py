@@ -77,7 +77,8 @@ def set_neurons(model: nn.Module, family: Family) -> None:
 
 
 def zero_head(model: nn.Module, family: Family) -> None:
-    clear_columns(family.block(model, LAYER).get_submodule(family.out), list(range(16 * HEAD, 16 * HEAD + 16)))
+    width = getattr(model.config, "head_dim", None) or 16
+    clear_columns(family.block(model, LAYER).get_submodule(family.out), list(range(width * HEAD, width * HEAD + width)))
 
 
 def add_vector(model: nn.Module, family: Family) -> None:

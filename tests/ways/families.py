@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Family:
         dispatches: Whether its layers look an attention function up by its name.
         shares_keys: Whether layers read the keys of earlier ones.
         experts: Path of the experts in a layer, if it has any.
+        loaded: Loads a real model, which no configuration makes; it is read at short lengths, and no vector is added.
     """
 
     config: Callable[[], Any]
@@ -69,11 +71,20 @@ class Family:
     dispatches: bool = True
     shares_keys: bool = False
     experts: str | None = None
+    loaded: Callable[[], nn.Module] | None = None
+
+    def fits(self, draw: Any) -> bool:
+        """Whether a draw has what a real model takes: its logits fit into memory, and sizes are its own."""
+        sizes_of_its_own = draw["other"] in ("nothing", "plain thread") and "nnsight" != draw["wrapper"]
+        takes = sizes_of_its_own and draw["length"] <= 20 and draw["edit"] not in _SIZED and draw["wrapper"] != "recast"
+        return self.loaded is None or takes
 
     def block(self, model: nn.Module, number: int) -> nn.Module:
         return model.get_submodule(self.layer.format(number))
 
 
+_SIZED = ("add", "add embed", "add;zero", "add at", "h2o 12 a layer", "trace z")
+"""Edits that are as wide or as deep as a small model."""
 _H = "transformer.h.{}"
 FAMILIES = {
     "llama": Family(lambda: tf.LlamaConfig(**_LLAMA)),
@@ -229,6 +240,7 @@ FAMILIES = {
 
 INSIDE = ("falcon", "bloom", "gpt_neo", "mpt", "codegen", "gptj")
 """Families that compute attention inside their modules."""
+_REAL_WINDOWS = {"smollm2": None, "gemma3": 512}
 ENDS: dict[str, tuple[int | None, int | None]] = {
     "usual": (EOS, PAD),
     "none": (None, PAD),
@@ -238,8 +250,23 @@ ENDS: dict[str, tuple[int | None, int | None]] = {
 """The ids of end and padding."""
 
 
+def add_real(folder: Path) -> list[str]:
+    """Add the models of `experiments.real.models` that are in a folder; their names as families."""
+    from experiments.real.models import MODELS, loaded
+
+    names: list[str] = []
+    for name, like in (("smollm2", "llama"), ("gemma3", "gemma3")):
+        path = folder / MODELS[name].file
+        if path.exists():
+            FAMILIES[f"{name} real"] = replace(FAMILIES[like], loaded=partial(loaded, path), window=_REAL_WINDOWS[name])
+            names.append(f"{name} real")
+    return names
+
+
 @cache
 def _made(name: str, dtype: str) -> nn.Module:
+    if FAMILIES[name].loaded is not None:
+        return FAMILIES[name].loaded().requires_grad_(False).to(getattr(torch, dtype))
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(FAMILIES[name].config()).eval()
     with torch.no_grad():

@@ -114,6 +114,7 @@ MENDED = {
     "an attention without a mask function and a window": draw_of(
         attention="own without mask", family="mistral", cache="generate", edit="full"
     ),
+    "a mask of all keys where some are gone": draw_of(cache="steps", call="whole mask", edit="streaming 12"),
     "a block ends while another thread makes its mask": draw_of(
         attention="own without mask", edit="observe", other="plain thread"
     ),

@@ -150,23 +150,6 @@ def _recast(model: nn.Module) -> nn.Module:
     return model.float()
 
 
-def _bridge(model: nn.Module) -> Any:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    model.config.architectures = [type(model).__name__]
-    return TransformerBridge.boot_transformers("ways", hf_model=model, tokenizer=tokenizer(), dtype=model.dtype)
-
-
-def _bridged(bridge: Any) -> Callable[..., Any]:
-    """Calls of a bridge."""
-
-    def call(*args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
-        logits = bridge(*args, **kwargs)
-        return SimpleNamespace(logits=logits) if return_dict else (logits,)
-
-    return call
-
-
 def _nnsight(model: nn.Module) -> Any:
     import nnsight
 
@@ -198,6 +181,11 @@ def tokenizer() -> Any:
     backend.pre_tokenizer = WhitespaceSplit()
     special = {"bos_token": f"w{BOS}", "eos_token": f"w{EOS}", "pad_token": f"w{PAD}", "unk_token": "w3"}
     return tf.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def tokenizer_of(model: Any) -> Any:
+    """A real model's own, or a word for each id."""
+    return getattr(model, "tokenizer", None) or tokenizer()
 
 
 def _in_double(draw: Draw) -> bool:

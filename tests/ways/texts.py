@@ -19,7 +19,7 @@ from sinkscope import DRY
 from .calls import NEW, Use
 from .edits import EDITS
 from .families import FAMILIES, PAD, model_of
-from .settings import tokenizer
+from .settings import tokenizer_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -180,7 +180,7 @@ def ss_generate(use: Use) -> Tensor:
             interventions=list(use.edits),
             max_new_tokens=new,
             batch_size=len(rows),
-            tokenizer=tokenizer(),
+            tokenizer=tokenizer_of(use.model),
         )
         written = [one.tokens for one in found]
     wide = torch.full((len(rows), new), -1)
@@ -199,7 +199,9 @@ def conversation(use: Use, answers: str = "recompute") -> Tensor:
     prompts, said = [use.ids[0, : use.prompt].tolist(), use.ids[0, use.prompt :].tolist()], []
     chat = None
     if use.edits is not None:
-        chat = ss.Conversation(use.model, joined(use.edits), answers=answers, tokenizer=tokenizer(), chat=False)
+        chat = ss.Conversation(
+            use.model, joined(use.edits), answers=answers, tokenizer=tokenizer_of(use.model), chat=False
+        )
     text: list[int] = []
     for prompt in prompts:
         if chat is not None:
