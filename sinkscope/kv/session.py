@@ -7,10 +7,11 @@ attention rows are built. What is seen of the attention is in `attention_watch`,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 
@@ -25,11 +26,38 @@ from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import attention_elsewhere, check_mask, check_servable
 from sinkscope.models.call_cache import cache_in, with_cache
 from sinkscope.models.hooks import AroundCall, Kwargs
+from sinkscope.models.target import Target
 from sinkscope.tap.internals import GenerateFollower, following_generate
 from sinkscope.tap.tap import check_attention_recomputed, check_masks_made, tapped
 
-_ACTING: WeakValueDictionary[int, Run] = WeakValueDictionary()
-"""The run that acts on the cache and the attention of a model, by the id of the model; others may watch."""
+_ACTING: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
+"""The runs that act on the cache and the attention of a model, one for each thread; others may watch."""
+_LOCK = threading.Lock()
+
+
+def _own_model(run: Run) -> None:
+    """Let a run be the one that acts on its model in its thread, until it ends."""
+    with _LOCK:
+        acting = _ACTING.setdefault(run.target.hf, [])
+        if run in acting:
+            return
+        if any(other.thread == run.thread for other in acting):
+            raise UnsupportedError(
+                f"{run.target.name} is already inside a `with` that acts on its cache: enter them together, "
+                "`(a | b).on(model)`"
+            )
+        acting.append(run)
+    run.stack.callback(acting.remove, run)
+
+
+def _check_owned_once(target: Target) -> None:
+    """Refuse a call of a thread without a block on whose cache the runs of two other threads would act."""
+    acting = _ACTING.get(target.hf, ())
+    if len(acting) > 1 and sum(run.acts_here() for run in list(acting)) > 1:
+        raise UnsupportedError(
+            f"{target.name} is inside blocks of several threads that act on its cache, and this thread is in none: "
+            "enter one here, too, or a single one around all threads"
+        )
 
 
 def _check_token_by_token(method: str, options: Mapping[str, Any]) -> None:
@@ -129,8 +157,8 @@ class Session:
             first: Number of first positions that the policy or guard keeps, and that others are to keep, too.
 
         Raises:
-            UnsupportedError: Another run on this model already does this, another policy was entered before, or no mask
-                hides what is beyond a window.
+            UnsupportedError: Another run of this thread on this model already does this, another policy was entered
+                before, or no mask hides what is beyond a window.
         """
         if policy is not None and self._policy_name is not None:
             raise UnsupportedError(
@@ -141,7 +169,7 @@ class Session:
         if not self.watching.owns_cache:
             if any(self.watching.windows):
                 check_masks_made(self.target)
-            self._own_model()
+            _own_model(self.run)
             self.watching.owns_cache = True
             self.run.stack.callback(self._settle)
             follower = GenerateFollower(self.run.acts_here, self._begin_generation, self.generation.set_prompting)
@@ -152,17 +180,6 @@ class Session:
         self.generation.settings = settings
         if self.acts_on_tokens:
             _check_token_by_token(method, options)
-
-    def _own_model(self) -> None:
-        """Let this run be the one that acts on its model, until it ends."""
-        run = self.run
-        model = id(run.target.hf)
-        if _ACTING.setdefault(model, run) is not run:
-            raise UnsupportedError(
-                f"{run.target.name} is already inside a `with` that acts on its cache: enter them together, "
-                "`(a | b).on(model)`, and around all threads that generate"
-            )
-        run.stack.callback(_ACTING.pop, model, None)
 
     def watch(
         self, fn: Callable[[AttentionRows], None], layers: list[int] | None = None, last: int | None = None
@@ -175,10 +192,11 @@ class Session:
         """Let `compute` give the attention of calls with several tokens (`AttentionWatch.replacement`).
 
         Raises:
-            UnsupportedError: Another run on this model acts already, or another one in this run does the same.
+            UnsupportedError: Another run of this thread on this model acts already, or another one in this run does the
+                same.
         """
         check_attention_recomputed(self.target)
-        self._own_model()
+        _own_model(self.run)
         if self._reader is not None:
             raise UnsupportedError(
                 f"{self._reader} and {name} would both decide how prompts are read: enter one of them"
@@ -239,6 +257,8 @@ class Session:
         computes it if the cache lacks tokens, and shows rows to policies and observers; guards and observers look at
         what came out (`after_call`); and what the cache holds is counted.
         """
+        if self.watching.owns_cache or self.watching.replacement is not None:
+            _check_owned_once(self.target)
         cache, changed = call.cache, None
         if cache is None:
             cache = used_cache(given, self.target)

@@ -85,11 +85,13 @@ def following_generate(model: Any, follower: GenerateFollower) -> Iterator[None]
         return type(model)._get_candidate_generator(model, *args, **kwargs)
 
     with _placed(model, _prefill=prefill, _get_candidate_generator=candidates):
-        _FOLLOWERS[model] = [*_FOLLOWERS.get(model, ()), follower]
+        with _LOCK:
+            _FOLLOWERS[model] = [*_FOLLOWERS.get(model, ()), follower]
         try:
             yield
         finally:
-            _FOLLOWERS[model] = [one for one in _FOLLOWERS[model] if one is not follower]
+            with _LOCK:
+                _FOLLOWERS[model] = [one for one in _FOLLOWERS[model] if one is not follower]
 
 
 @contextmanager

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
-from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv import TOVA, Full, Observe, Session, SnapKV, StreamingLLM
@@ -175,6 +178,37 @@ def test_unsupported_models_are_refused_at_the_with(name, edit, said):
 def test_a_model_inside_a_with_takes_no_other_policy(model):
     with unchanged(model), refused("already inside a `with`"), Full().on(model), STREAMING.on(model):
         pass
+
+
+def test_threads_that_each_enter_a_policy_or_a_guard_write_as_they_do_alone(model):
+    """A call of a thread without a block is refused while two others are inside one."""
+    edits = STREAMING, LoopGuard(40), TOVA(budget=8), None
+    inside, refusals = threading.Barrier(len(edits)), list[str]()
+
+    def write(edit):
+        return model.generate(IDS[:1], max_new_tokens=40, do_sample=False, eos_token_id=None)
+
+    def beside(edit):
+        inside.wait(60)
+        for _ in range(3):
+            try:
+                written = write(edit)
+            except UnsupportedError as error:
+                refusals.append(str(error))
+        inside.wait(60)
+        return written if edit else None
+
+    def run(edit, work):
+        if edit is None:
+            return work(edit)
+        with edit.on(model):
+            return work(edit)
+
+    alone = [run(edit, write) for edit in edits[:3]]
+    with unchanged(model), ThreadPoolExecutor(len(edits)) as pool:
+        together = list(pool.map(partial(run, work=beside), edits))
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=False))
+    assert len(refusals) == 3 and "this thread is in none" in refusals[0]
 
 
 @pytest.mark.parametrize(
