@@ -185,21 +185,13 @@ def answer_rows(
     """
     started = time.perf_counter()
     ends = end_ids(target)
-    pad = max(0, min(ends, default=0))
-    ids, mask = padded(rows, pad, target.device)
-    options: dict[str, Any] = {"logits_processor": [] if sampler is None else [sampler]}
-    if along:
-        new = max(map(len, along))
-        options["logits_processor"].append(ForcedAnswer(list(along), ids.shape[1], pad))
+    options = _options(target, rows, new, sampler, along)
     values: dict[str, list[Tensor]] = {}
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         for name, value in measure(output.logits[:, -1].float()).items():
             values.setdefault(name, []).append(value.cpu().double())
 
-    options |= decoding(target, do_sample=False, pad_token_id=pad)
-    options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
-    options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new}
     if edit is not None and not isinstance(edit, Intervention):
         edit = edit(target, max(map(len, rows)))
     output, events, held = _generated(target, edit, keep, **options)
@@ -207,17 +199,14 @@ def answer_rows(
     by_step = {name: torch.stack(value).round(decimals=6) for name, value in values.items()}
     answers: list[Answer] = []
     windows = [layer_window(target, layer) for layer in target.attending]
-    for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
+    for row, written in enumerate(output[:, options["input_ids"].shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
         prompt, length = len(rows[row]), len(tokens)
         cached: Sequence[float] = range(prompt + 1, prompt + length)  # of a full cache: the first token is the prompt's
-        whole = [full_read(count, windows) for count in range(prompt + 1, prompt + length)]
-        read, first_lossy = whole, None
+        read = whole = [full_read(count, windows) for count in cached]
         if edit is not None:
             read = [float(call.read_by_row()[row]) for call in held[1:length]]
             cached = [float(call.held_by_row()[row]) for call in held[1:length]]
-            less = [count < full - 1e-6 for count, full in zip(read, whole, strict=False)]
-            first_lossy = less.index(True) + 1 if True in less else None
         costs: Metrics = {
             "prompt_tokens": prompt,
             "length": length,
@@ -229,8 +218,33 @@ def answer_rows(
         text = tokenizer_of(target).decode(tokens, skip_special_tokens=True)
         ended: EndReason = "eos" if tokens[-1] in ends and not along else "cap"
         steps = {name: tuple(value[:length, row].tolist()) for name, value in by_step.items()}
-        answers.append(Answer(tokens, text, ended, costs, row_events(events, row, length), steps, first_lossy))
+        less = _first_less(read, whole)
+        answers.append(Answer(tokens, text, ended, costs, row_events(events, row, length), steps, less))
     return answers
+
+
+def _options(
+    target: Target, rows: Sequence[list[int]], new: int, sampler: LogitsProcessor | None, along: Sequence[list[int]]
+) -> dict[str, Any]:
+    """What `generate` takes for these prompts; the arguments are those of `answer_rows`."""
+    pad = max(0, min(end_ids(target), default=0))
+    ids, mask = padded(rows, pad, target.device)
+    processors = [] if sampler is None else [sampler]
+    if along:
+        new = max(map(len, along))
+        processors.append(ForcedAnswer(list(along), ids.shape[1], pad))
+    options = decoding(target, do_sample=False, pad_token_id=pad)
+    options["do_sample"] = sampler is not None  # by which edits know whether tokens are drawn
+    options |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": new}
+    return {**options, "logits_processor": processors}
+
+
+def _first_less(read: Sequence[float], whole: Sequence[float]) -> int | None:
+    """The first step, from 1, that read less than with a full cache."""
+    for step, (count, full) in enumerate(zip(read, whole, strict=False), 1):
+        if count < full - 1e-6:
+            return step
+    return None
 
 
 def _generated(

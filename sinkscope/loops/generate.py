@@ -110,7 +110,7 @@ def generate(
             invalid, the policy does not exist, or its budget is too small for a prompt.
     """
     target = target_of(model, tokenizer)
-    tok = tokenizer_of(target)
+    tokenizer_of(target)  # a model without one is refused
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1"
@@ -129,21 +129,34 @@ def generate(
     with torch.random.fork_rng(devices=devices):
         for start in range(0, len(rows), batch_size):
             torch.manual_seed(seed_of(seed, f"prompts from {start}"))
-            batch = rows[start : start + batch_size]
-            with under(edit, target) as run:
-                session = Session.in_run(run)
-                rewinds = session is not None and session.rewinder is not None
-                options["streamer"] = None
-                if on_text is not None and not rewinds:
-                    options["streamer"] = _Streamer(tok, start, on_text)
-                written = _continued(target, batch, options, run)
-            for row, tokens in enumerate(written):
-                text = tok.decode(tokens, skip_special_tokens=True)
-                if on_text is not None and rewinds:
-                    on_text(start + row, text)
-                generated = Generated(text, tokens, len(batch[row]), [])
-                results.append(_with_run(generated, run, row, start))
+            results += _answers(target, rows[start : start + batch_size], start, edit, options, on_text)
     return results
+
+
+def _answers(
+    target: Target,
+    batch: list[list[int]],
+    start: int,
+    edit: Intervention | None,
+    options: dict[str, Any],
+    on_text: Callable[[int, str], None] | None,
+) -> list[Generated]:
+    """What is written after the prompts of a batch, the first of which is number `start`."""
+    tok = tokenizer_of(target)
+    with under(edit, target) as run:
+        session = Session.in_run(run)
+        rewinds = session is not None and session.rewinder is not None
+        streamer = None
+        if on_text is not None and not rewinds:
+            streamer = _Streamer(tok, start, on_text)
+        written = _continued(target, batch, {**options, "streamer": streamer}, run)
+    answers: list[Generated] = []
+    for row, tokens in enumerate(written):
+        text = tok.decode(tokens, skip_special_tokens=True)
+        if on_text is not None and rewinds:
+            on_text(start + row, text)
+        answers.append(_with_run(Generated(text, tokens, len(batch[row]), []), run, row, start))
+    return answers
 
 
 def _rows(target: Target, prompts: Any, bos: bool | None, chat: Chat) -> list[list[int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from sinkscope.loops.text.monitor import Settings
 if TYPE_CHECKING:
     import httpx
     from starlette.requests import Request
+    from starlette.responses import Response
 
 NEEDS = ("starlette", "uvicorn", "httpx", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -56,62 +58,84 @@ def application(
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
     waits = httpx.Timeout(None, connect=30)  # a server may think for long
-    server = httpx.URL(upstream)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
     client = httpx.AsyncClient(limits=limits, timeout=waits, trust_env=False, follow_redirects=False)
-    counts = Counts()
-
-    def ended(name: str, watch: StreamWatch) -> None:
-        report = watch.report()
-        if report is None:
-            counts.answer(watch.model)
-            return
-        counts.answer(watch.model, report["verdict"], report["cut"], report["saved"])
-        if told is not None:
-            told({**report, "request": name})
-        else:
-            log(f"{name}: {_said(report)}")
-
-    async def forward(request: Request) -> Response:
-        headers = _passed_on(request.headers.raw, without=("host", "content-length", "accept-encoding"))
-        headers.append((b"accept-encoding", b"identity"))  # the proxy has to read the answer
-        path: bytes = request.scope["raw_path"]
-        if leaves_folder(path):
-            problem = "sinkscope: a path with . or .. is not passed on"
-            return JSONResponse({"error": {"message": problem, "type": "proxy_error"}}, 400)
-        query = b"?" * bool(request.url.query) + request.scope["query_string"]
-        url = server.copy_with(raw_path=server.raw_path.rstrip(b"/") + path + query)  # as it was given, escapes too
-        content = await request.body()
-        try:
-            answer = await client.send(
-                client.build_request(request.method, url, headers=headers, content=content), stream=True
-            )
-        except httpx.HTTPError as error:
-            problem = f"sinkscope: the server does not answer: {type(error).__name__}"
-            return JSONResponse({"error": {"message": problem, "type": "proxy_error"}}, 502)
-        form = watched_form(answer.status_code, answer.headers)
-        watch = None
-        without: tuple[str, ...] = ()
-        if form is not None:
-            watch = StreamWatch(monitor, form == "sse", asked_in(content))
-            without = ("content-length",)
-        name = f"{request.method} {visible(path.decode('ascii', 'replace'))[:80]}"
-        if form is None and request.method == "POST" and answer.status_code == 200:
-            log(f"{name}: passed on unwatched, because the answer is not streamed")
-        response = StreamingResponse(_parts(answer, watch, partial(ended, name)), answer.status_code)
-        response.raw_headers = _passed_on(answer.headers.raw, without)
-        return response
-
+    passing = _Passing(client, httpx.URL(upstream), monitor, log, told)
     middleware: list[Middleware] = []
     if hosts:  # another site cannot reach the server through a name of its own that leads to this machine
         middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)))
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-    routes = [*own_pages(client, server, counts), Route("/{path:path}", forward, methods=methods)]
-    return Starlette(routes=routes, middleware=middleware)
+    pages = own_pages(client, passing.server, passing.counts)
+    return Starlette(routes=[*pages, Route("/{path:path}", passing.forward, methods=methods)], middleware=middleware)
+
+
+@dataclass(frozen=True, eq=False)
+class _Passing:
+    """Passes requests on to a server, and watches the answers; the fields are those of `application`."""
+
+    client: httpx.AsyncClient
+    server: httpx.URL
+    monitor: Settings
+    log: Callable[[str], object]
+    told: Callable[[dict[str, Any]], object] | None
+    counts: Counts = field(default_factory=Counts)
+
+    async def forward(self, request: Request) -> Response:
+        """Answer as the server does; an answer that loops ends there."""
+        import httpx
+        from starlette.responses import StreamingResponse
+
+        path: bytes = request.scope["raw_path"]
+        if leaves_folder(path):
+            return _problem("a path with . or .. is not passed on", 400)
+        content = await request.body()
+        try:
+            answer = await self.client.send(self._request(request, content), stream=True)
+        except httpx.HTTPError as error:
+            return _problem(f"the server does not answer: {type(error).__name__}", 502)
+        form = watched_form(answer.status_code, answer.headers)
+        watch = None
+        without: tuple[str, ...] = ()
+        if form is not None:
+            watch = StreamWatch(self.monitor, form == "sse", asked_in(content))
+            without = ("content-length",)
+        name = f"{request.method} {visible(path.decode('ascii', 'replace'))[:80]}"
+        if form is None and request.method == "POST" and answer.status_code == 200:
+            self.log(f"{name}: passed on unwatched, because the answer is not streamed")
+        response = StreamingResponse(_parts(answer, watch, partial(self.count, name)), answer.status_code)
+        response.raw_headers = _passed_on(answer.headers.raw, without)
+        return response
+
+    def count(self, name: str, watch: StreamWatch) -> None:
+        """Count an answer that has ended, and report one that was cut or repeats itself."""
+        report = watch.report()
+        if report is None:
+            self.counts.answer(watch.model)
+            return
+        self.counts.answer(watch.model, report["verdict"], report["cut"], report["saved"])
+        if self.told is not None:
+            self.told({**report, "request": name})
+        else:
+            self.log(f"{name}: {_said(report)}")
+
+    def _request(self, request: Request, content: bytes) -> httpx.Request:
+        """The request to the server, with the path as it was given, escapes too."""
+        headers = _passed_on(request.headers.raw, without=("host", "content-length", "accept-encoding"))
+        headers.append((b"accept-encoding", b"identity"))  # the proxy has to read the answer
+        path: bytes = request.scope["raw_path"]
+        query = b"?" * bool(request.url.query) + request.scope["query_string"]
+        url = self.server.copy_with(raw_path=self.server.raw_path.rstrip(b"/") + path + query)
+        return self.client.build_request(request.method, url, headers=headers, content=content)
+
+
+def _problem(what: str, status: int) -> Response:
+    """An answer of the proxy itself."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse({"error": {"message": f"sinkscope: {what}", "type": "proxy_error"}}, status)
 
 
 def _check(upstream: str) -> None:
