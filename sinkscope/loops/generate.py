@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Annotated, Any, Literal
@@ -125,10 +127,10 @@ def generate(
     options["logits_processor"] = LogitsProcessorList([_FiniteLogits(target)])
     target.shards.agree("prompt, temperature or seed", rows, max_new_tokens, temperature, seed)
     results: list[Generated] = []
-    devices = [target.device] if target.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with _drawing(target) if temperature > 0 else nullcontext():
         for start in range(0, len(rows), batch_size):
-            torch.manual_seed(seed_of(seed, f"prompts from {start}"))
+            if temperature > 0:
+                torch.manual_seed(seed_of(seed, f"prompts from {start}"))
             results += _answers(target, rows[start : start + batch_size], start, edit, options, on_text)
     return results
 
@@ -157,6 +159,17 @@ def _answers(
             on_text(start + row, text)
         answers.append(_with_run(Generated(text, tokens, len(batch[row]), []), run, row, start))
     return answers
+
+
+_DRAWING = threading.RLock()
+
+
+@contextmanager
+def _drawing(target: Target) -> Iterator[None]:
+    """Context manager in which torch's own random numbers may be set; threads that draw them wait for each other."""
+    devices = [target.device] if target.device.type == "cuda" else []
+    with _DRAWING, torch.random.fork_rng(devices=devices):
+        yield
 
 
 def _rows(target: Target, prompts: Any, bos: bool | None, chat: Chat) -> list[list[int]]:

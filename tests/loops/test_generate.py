@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -74,6 +75,10 @@ def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone():
     torch.manual_seed(7)
     one, again, other = (generate(model, PROMPTS[0], seed=s, **settings)[0].tokens for s in (1, 1, 2))
     assert one == again != other and torch.equal(torch.rand(1), want)
+    torch.manual_seed(7)
+    with ThreadPoolExecutor(3) as pool:  # torch's own numbers are those of all threads
+        drawn = pool.map(lambda seed: generate(model, PROMPTS[0], seed=seed, **settings)[0].tokens, [1, 2] * 6)
+    assert list(drawn) == [one, other] * 6 and torch.equal(torch.rand(1), want)
 
 
 def test_bos_stands_before_a_prompt_unless_it_is_refused():
