@@ -155,6 +155,9 @@ def _print_error(message: str, code: int = 2) -> int:
 
 def _prepare_streams() -> None:
     """Silence other libraries' notes and bars: what matters is said by sinkscope itself."""
+    if sys.stdout is None or sys.stderr is None:  # whoever started the program has closed it
+        unheard = open(os.devnull, "w")
+        sys.stdout, sys.stderr = sys.stdout or unheard, sys.stderr or unheard
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if callable(reconfigure):

@@ -66,6 +66,14 @@ def test_a_terminal_shows_what_a_pipe_receives(monkeypatch, capfd):
     assert written.startswith("\x1b[?25lLoading bundled ...") and "\x1b[2K" in written
 
 
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_command_runs_without_an_output(closed, monkeypatch, tmp_path):
+    """As in a service that has closed it."""
+    monkeypatch.setattr(sys, closed, None)
+    assert main(["lines", "--count", "2", "--length", "48", "--json", str(tmp_path / "a.json")]) == 0
+    assert (tmp_path / "a.json").is_file()
+
+
 def test_a_bar_that_has_ended_does_not_come_back(monkeypatch):
     terminal = on_terminal(monkeypatch)
     with ProgressBar() as progress:
