@@ -1,6 +1,6 @@
 """Everything that is measured on a GPU, by one command that may be cut off at any time and given again.
 
-    python -m experiments.gpu.all --out DIR [--total 9] [--models FILE ...] [--only NAME ...] [--dry]
+    python -m experiments.gpu.all --out DIR [--total 9] [--models FILE ...] [--teacher MODEL] [--only NAME ...] [--dry]
 
 Two calls of nine minutes on one card measure what no page has yet. What is timed runs alone, in the first; the others
 together, in the second, on as many cores as there are:
@@ -14,7 +14,8 @@ together, in the second, on as many cores as there are:
 - `fault`: whether the card misreads the last token of a row, and whether `load` avoids that.
 - `net`, `suite`: drawn ways of using a model in float32 and bfloat16; the tests.
 - `loops-MODEL`: answers of 2,500 tokens of each model that is given, with and without the guard.
-- `family-48m`, `family-120m`: larger members of the bundled model's family.
+- `family-48m`, `family-120m`: larger members of the bundled model's family, on stories that a teacher writes: a small
+  story model with a context of a few hundred tokens does so in half a minute, the model in the package takes longer.
 
 Without `--only` these are made in this order. By name alone: `adapters` (models of true widths), `shape` (a checkpoint
 of Llama-2-7B's shape with a planted circuit), the package's commands on it (`find-sinks-shape`, `circuit-shape`,
@@ -45,7 +46,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -63,8 +64,8 @@ COMMANDS = {  # of the package, on every model
 }
 OF_REAL = {  # on models that have an unembedding
     "precision": "precision {model} --json {out}/precision-{name}.json",
-    "loops": "bench --model {model} --task loops --methods loopguard,full,loopguard:paper --batch-size 32 "
-    "--max-new-tokens 2500 --out {out}/loops-{name}",
+    "loops": "bench --model {model} --task loops:source=text:count={count} --batch-size {count} --max-new-tokens {new} "
+    "--methods loopguard,full,loopguard:paper --out {out}/loops-{name}",
 }
 ALONE = {  # script -> what is measured, and what makes it small
     "bands": (
@@ -128,7 +129,8 @@ def parts_of(out: Path, models: Sequence[Path], dry: bool) -> dict[str, Part]:
     for model in (planted, *models):
         commands = COMMANDS if model == planted else {**COMMANDS, **OF_REAL}
         for name, words in commands.items():
-            filled = words.format(model=model, name=model.stem, out=out)
+            sizes = {"count": 2, "new": 20} if dry else {"count": 32, "new": 2500}
+            filled = words.format(model=model, name=model.stem, out=out, **sizes)
             where = f"--device {device} --dtype {dtype if model == planted else 'float32'}"
             parts[f"{name}-{model.stem}"] = Part(f"sinkscope {filled} {where}", by_name=name != "loops")
     return parts
@@ -206,6 +208,7 @@ def main(
     *,
     out: Path,
     models: Sequence[Path] = (),
+    teacher: Path | None = None,
     only: Sequence[str] = (),
     total: float = 9.0,
     dry: bool = False,
@@ -215,6 +218,7 @@ def main(
     Args:
         out: Folder for results and logs.
         models: Files or folders of real models.
+        teacher: Folder of a model that writes the stories which the family learns; by default that in the package.
         only: These parts alone.
         total: Limit of this call, in minutes. The next call goes on from there.
         dry: Tiny shapes on a CPU, to see that everything runs.
@@ -227,6 +231,10 @@ def main(
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     parts = parts_of(out, models, dry)
+    if teacher is not None:
+        for name, part in parts.items():
+            if name.startswith("family"):
+                parts[name] = replace(part, words=f"{part.words} --teacher {teacher.resolve()}")
     for name in only:
         if name not in parts:
             raise SinkscopeError(f"--only {name!r}: expected one of {', '.join(parts)}")

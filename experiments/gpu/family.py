@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from transformers import AutoConfig
 
 import sinkscope as ss
 from experiments import train_bundled
@@ -35,10 +36,11 @@ from experiments.record import Row, read_rows
 from experiments.script import run
 
 TRAINED = 0.65  # share of the time that is left behind the corpus; the rest measures
+AT_ONCE = 1 << 21  # tokens of the stories that are sampled at once, as long as they can be
 SHARED = ("tokens.npz", "tokenizer.json", "tokenizer_config.json", "corpus.json")
 
 
-def corpus(folder: Path, told: Path | None, teacher: str, tokens: int, rows: int, device: str) -> Row:
+def corpus(folder: Path, told: Path | None, teacher: str, tokens: int, device: str) -> Row:
     """Make the texts that all sizes learn, once."""
     folder.mkdir(parents=True, exist_ok=True)
     made_from = Path(told or teacher).name
@@ -47,6 +49,7 @@ def corpus(folder: Path, told: Path | None, teacher: str, tokens: int, rows: int
         if not (folder / "tokens.npz").exists():
             if told is None:
                 told = folder / "stories.txt"
+                rows = AT_ONCE // int(AutoConfig.from_pretrained(teacher).max_position_embeddings)
                 sample_stories(teacher=teacher, out=told, tokens=tokens, rows=rows, device=device)
             train_bundled.prepare(folder, Settings(), told)
     made = json.loads((folder / "corpus.json").read_text())
@@ -90,7 +93,6 @@ def main(
     teacher: str = str(Path(ss.__file__).parent / "models/bundled"),
     stories: Path | None = None,
     story_tokens: int = 5_000_000,
-    rows: int = 2048,
     steps: int = 1250,
     tokens_per_step: int = 16_384,
     new: int = 1000,
@@ -103,7 +105,6 @@ def main(
         teacher: Model that writes the stories.
         stories: A file of stories instead, as `experiments.bundled.stories` writes it.
         story_tokens: Of all stories.
-        rows: Stories that are sampled at once.
         steps: Most steps of the training.
         new: Tokens of an answer.
         seconds: Of everything.
@@ -112,7 +113,7 @@ def main(
     settings: Row = {"size": size, "tokens_per_step": tokens_per_step, "new": new}
     measured = Steps("gpu-family", out, settings, device, "float32")
     texts, model = out.parent / "corpus", out.with_suffix("")
-    measured.do("corpus", partial(corpus, texts, stories, teacher, story_tokens, rows, device))
+    measured.do("corpus", partial(corpus, texts, stories, teacher, story_tokens, device))
     left = TRAINED * max(0.0, begun + seconds - time.monotonic())
     measured.do("train", partial(train, texts, model, size, steps, tokens_per_step, left, device))
     torch.cuda.empty_cache()

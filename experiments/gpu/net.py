@@ -49,8 +49,10 @@ def of_dtype(dtype: str, seeds: Sequence[int], seconds: float, device: str) -> R
     """What all processes drew; none may break a promise."""
     with ThreadPoolExecutor(len(seeds)) as pool:
         rows = list(pool.map(lambda seed: drawn(dtype, seed, seconds, device), seeds))
-    row: Row = {"draws": sum(row["draws"] for row in rows), "of": rows}
-    return {**row, "right": not any(row["kinds"] for row in rows)}
+    kinds = sum(row["kinds"] for row in rows)
+    if not any(row["ended"] for row in rows) and not kinds:
+        return {"error": f"no process came to an end in {seconds:.0f} s"}
+    return {"draws": sum(row["draws"] for row in rows), "of": rows, "right": not kinds}
 
 
 def main(
