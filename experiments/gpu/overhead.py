@@ -6,8 +6,8 @@ Without `--model`, random weights of 7B shape. Each method decodes the same toke
 model, in rounds whose order rotates; the ratio is the median over rounds with a 95 % bootstrap interval, of all tokens
 and of the median token behind the first, in which a policy cuts the prompt's cache. Full, an untriggered LoopGuard,
 StreamingLLM, SnapKV, TOVA, H2O and LoopServe's decoding. A step is a context and a batch, with half as many rounds
-where a prompt is longer than 4,096 tokens in all; a method for which memory does not suffice says so. The last step
-profiles a token of each method (`experiments.gpu.profiled`). No step begins after `--seconds`.
+where a prompt is longer than 4,096 tokens in all; a method for which memory does not suffice says so. Behind the first
+step a token of each method is profiled (`experiments.gpu.profiled`). No step begins after `--seconds`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,17 +115,18 @@ def main(
     end = time.monotonic() + seconds
     ids = text(max(contexts) + max(new, 2 * TOKENS), 0.1).remainder(int(target.config.vocab_size))
     ids = ids.to(torch.device(device))
+    planned: dict[str, Callable[[], Row]] = {}
     for context, batch in itertools.product(contexts, batches):
         if context * batch > tokens:
             continue
         few = rounds if context * batch <= min(contexts) else max(2, rounds // 2)
         given = ids[:, : context + new].expand(batch, -1)
+        planned[f"{context} tokens, batch {batch}"] = partial(overhead, target, given, context, budget, few)
+        for name, edit in {"stock": None, **methods(budget)}.items():  # behind the first of all
+            planned.setdefault(f"profile of {name}", partial(profiled, target, edit, ids, context))
+    for name, step in planned.items():
         if time.monotonic() < end:
-            steps.do(f"{context} tokens, batch {batch}", partial(overhead, target, given, context, budget, few))
-    every: dict[str, Intervention | None] = {"stock": None, **methods(budget)}
-    for name, edit in every.items():
-        if time.monotonic() < end:
-            steps.do(f"profile of {name}", partial(profiled, target, edit, ids, min(contexts)))
+            steps.do(name, step)
     steps.end()
 
 

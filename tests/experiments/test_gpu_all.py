@@ -99,11 +99,11 @@ def test_what_is_not_timed_runs_at_the_same_time(tmp_path):
 
 
 def test_a_part_that_runs_alone_leaves_time_for_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "AT_MOST", 0.2)
-    parts: dict[str, script.Part] = {"long": Program("import time; time.sleep(60)", alone=True)}
+    monkeypatch.setitem(script.AT_MOST, "bands", 0.2)
+    parts: dict[str, script.Part] = {"bands": Program("import time; time.sleep(60)", alone=True)}
     calls = script.Calls(tmp_path, parts, time.monotonic() + 500, dry=False)
     began = time.monotonic()
-    calls.make(["long"])
+    calls.make(["bands"])
     assert time.monotonic() - began < 30
     assert len(calls.problems) == 1
 

@@ -28,8 +28,9 @@ from .settings import ATTENTIONS, HOOKS, OTHERS, WRAPPERS
 from .texts import AS_GREEDY, ASSISTED
 from .ways import WAYS, inputs
 
-TOLERATED = {"float64": 1e-5, "float32": 2e-3, "bfloat16": 1.5, "float16": 0.1}
-"""Largest difference, in units of the spread of the logits."""
+TOLERATED = {"float64": 1e-5, "float32": 2e-3, "bfloat16": 0.4, "float16": 0.04}
+"""Largest difference, in units of the spread of the logits. In half precision, the largest of 400 draws were 0.12 and
+0.011, of interventions that read the attention; others were exact."""
 
 
 def check(draw: Draw, seed: int) -> str | None:
