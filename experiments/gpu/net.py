@@ -23,7 +23,7 @@ from experiments.record import Row
 from experiments.script import run
 
 ROOT = Path(__file__).parents[2]
-LATE = 20  # seconds in which a draw may end, and a failure be made smaller
+LATE = 40  # seconds in which it is loaded, a draw may end, and a failure be made smaller
 
 
 def drawn(dtype: str, seed: int, seconds: float, device: str) -> Row:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import placed
 import pytest
 
 from . import promises
 from .__main__ import walk
 from .draws import cover, draw_of, text_of
-from .edits import Draw
+from .edits import EDITS, Draw
 from .families import LAYERS, model_of
 from .known import KNOWN, MENDED, Cause, causes_of, may_be_refused
 from .promises import check
@@ -58,6 +60,13 @@ def test_a_known_cause_still_fails(name):
 @pytest.mark.parametrize("name", MENDED)
 def test_a_mended_cause_stays_mended(name):
     assert check(MENDED[name], 1) is None
+
+
+def test_an_edit_that_is_forgotten_is_noticed_in_half_precision_too(monkeypatch):
+    """In Granite these neurons change logits by less than rounding may."""
+    draw = draw_of(family="granite", edit="zero", dtype="bfloat16")
+    monkeypatch.setitem(EDITS, "zero", replace(EDITS["zero"], make=list))
+    assert (check(draw, 1) or "").startswith("right: off by")
 
 
 @pytest.mark.parametrize("cache", ["reordered", "selected", "conversation"])
