@@ -23,7 +23,7 @@ from sinkscope.measure import Natural, Result, Setup, Whole, measurement
 from sinkscope.measure.margin import SCORES, margin_of
 from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_length
-from sinkscope.results.notation import count_of
+from sinkscope.results.notation import count_of, percent
 from sinkscope.results.parts import Head
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
@@ -180,9 +180,9 @@ class ClusterAttack(Result):
         if not clusters.has.any():
             none = f"{_share(clusters.has)} of {tried} have {what} without BOS (the first tokens of texts: 100%)"
             return [f"No head can mark a token: {none}."]
-        without = _share(clusters.unneeded)
+        without, intact = _share(clusters.unneeded), percent(clusters.has.mean())
         if not clusters.heads:
-            left = f"{without} have {what} without its {self.n_heads} heads (with them: {_share(clusters.has)})"
+            left = f"{without} have {what} without its {self.n_heads} heads (with them: {intact})"
             return [f"No head of layer 0 marks one of {tried} by itself: {left}."]
         count = count_of(len(clusters.heads), "head")
         is_enough = f"One of {count}" if len(clusters.heads) > 1 else str(Head(0, clusters.heads[0]))
@@ -191,7 +191,7 @@ class ClusterAttack(Result):
         if clusters.another is not None:
             beside = f"another head: {clusters.another:.0%}"
         lines = [*self._of_sequences(), f"{is_enough} of layer 0 alone gives {share} {what} ({beside})."]
-        unneeded = f"{without} of {tried} have {what} without any head of layer 0 (with them: {_share(clusters.has)})."
+        unneeded = f"{without} of {tried} have {what} without any head of layer 0 (with them: {intact})."
         if clusters.unneeded.mean() > clusters.served.mean():
             return [unneeded, *reversed(lines)]
         return [*lines, unneeded]
