@@ -122,7 +122,7 @@ def generate(
     _check_lengths(target, rows, max_new_tokens, edit)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature}
+        sampling = {"do_sample": True, "temperature": float(temperature)}
     options = decoding(target, max_new_tokens=max_new_tokens, **sampling)
     options["logits_processor"] = LogitsProcessorList([_FiniteLogits(target)])
     target.shards.agree("prompt, temperature or seed", rows, max_new_tokens, temperature, seed)

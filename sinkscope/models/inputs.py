@@ -219,7 +219,10 @@ def read_row(target: Target, given: Any, what: str = "the input", *, special: bo
 
 def _checked_mask(given: Any, ids: Ids) -> Ids:
     """Return the user's attention mask as `[batch pos]`, if it fits the ids."""
-    mask = torch.as_tensor(given)
+    try:
+        mask = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        mask = torch.empty(0)  # no numbers
     if mask.ndim == 1:
         mask = rearrange(mask, "pos -> 1 pos")
     is_binary = bool(((mask == 0) | (mask == 1)).all())

@@ -48,7 +48,7 @@ def _ways(model, tokenizer) -> list[Any]:
         [made.tokens for made in answer_rows(target, ids.tolist(), 12)],
         ss.Conversation(model).ask(ids[0].tolist(), max_new_tokens=12).ids,
         [made.tokens for made in ss.generate(model, "poem book tree", tokenizer=tokenizer, max_new_tokens=12)],
-        [made.tokens for made in ss.generate(model, ["poem", "book"], tokenizer=tokenizer, temperature=1.0, seed=3)],
+        [made.tokens for made in ss.generate(model, ["poem", "book"], tokenizer=tokenizer, temperature=1, seed=3)],
     ]
 
 

@@ -11,6 +11,7 @@ import pytest
 from loop_texts import prose
 from server_streams import LINES, STREAMS, filled
 
+import sinkscope as ss
 from sinkscope.files.store import json_lines
 from sinkscope.loops import LoopCheck, Watch, check, check_file
 
@@ -95,6 +96,12 @@ def test_loops_come_first_with_their_id_and_an_excerpt(tmp_path, typed):
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
     rows = [line for line in typed(f"loops {tmp_path}/x.jsonl", 3).out.splitlines() if "line " in line]
     assert rows[0].split()[:4] == ["line", "21", "loops", "bad"] and "I went to the market" in rows[0]
+
+
+def test_an_excerpt_begins_where_the_loop_began():
+    for words in ("Hello", "Hello there", "Hello, you"):
+        (one,) = ss.loops.check(f"{words} " + "I am sorry, but no. " * 30).records
+        assert one.excerpt == "I am sorry , but no ." and one.onset == len(words.replace(",", " ,").split())
 
 
 def test_fail_on_suspicious(tmp_path, typed):

@@ -120,6 +120,7 @@ def masked(ids, mask) -> dict:
         ([1, 2], {"bos": True}, ["bos=True", "texts"]),
         (masked([[1, 2], [3]], [[1, 1], [1, 0]]), {}, ["several lengths"]),
         (masked([[1, 2]], [[1, 1, 1]]), {}, ["(1, 3)", "(1, 2)"]),
+        (masked([[1, 2]], [["x", None]]), {}, ["attention_mask", "expected 1 at real tokens"]),
         (masked([[1, 2]], [[0, 0]]), {}, ["real token in every row"]),
         ([[1, 2**63]], {}, ["token id 9223372036854775808"]),
     ],

@@ -185,10 +185,14 @@ class Stream:
             self._suspected, self._onset = count, self._echoes.onset
 
     def _copy(self, tail: Tail | None) -> str:
-        """Text of one copy of the loop, or of the last tokens."""
+        """Text of one copy of the loop, from where it began on, or of the last tokens."""
         length = SHOWN_TOKENS if tail is None else tail.period
+        last = [*self._recent][-length:]
+        if tail is not None and len(last) == length:
+            begun = (self.monitor.last.step - tail.start) % tail.period  # tokens of the copy that is not complete
+            last = last[len(last) - begun :] + last[: len(last) - begun]
         gap = " " if self._has_words else ""
-        return on_one_line(gap.join([*self._recent][-length:]).strip(" "))
+        return on_one_line(gap.join(last).strip(" "))
 
     def checked(self, name: str) -> CheckedOutput:
         """Return the verdict on the output of this name, which has ended."""
