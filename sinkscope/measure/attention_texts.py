@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, is_device
-from sinkscope.files.records import read_records
+from sinkscope.files.records import check_values, read_records
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import read_row
 from sinkscope.models.text import beginning, note_second_bos, text_rows
@@ -46,7 +46,7 @@ class TextRecord:
 
 def texts_of(
     setup: Setup,
-    texts: Sequence[str | Sequence[int]] | None,
+    texts: Any,
     data: PathName | None,
     count: int,
     length: int | None,
@@ -55,7 +55,7 @@ def texts_of(
 
     Args:
         setup: The model and ordinary text.
-        texts: Texts or ids; all are used.
+        texts: One text, or several texts or rows of ids; all are used.
         data: A file of JSON lines with a "text" to use instead; the first `count` are used.
         count: Number of pieces of ordinary text, or of lines of the file.
         length: Maximum tokens per text; longer texts are shortened in the middle. None uses the context, or 512 for
@@ -69,7 +69,10 @@ def texts_of(
         raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {context}, the context of the model")
     if data is not None:
         texts = [record.text for record in records_of(data)[:count]]
+    if isinstance(texts, str):
+        texts = [texts]
     if texts is not None:
+        check_values(Iterable[Any], texts=texts)
         rows = [_row(setup, text, length or context) for text in texts]
     else:
         size = length or min(ORDINARY_TOKENS, context)

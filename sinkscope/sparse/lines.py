@@ -184,7 +184,7 @@ def lines(
     call: what acts later, as a guard or a policy that evicts once the prompt was read, changes nothing here.
 
     Args:
-        texts: Texts or lists of ids. By default pieces of ordinary text.
+        texts: A text, or several texts or lists of ids. By default pieces of ordinary text.
         data: File of JSON lines, each with a "text", to use instead.
         count: Number of pieces of ordinary text, or of lines of the file.
         length: Maximum tokens per text, at least 16; longer texts are shortened in the middle. By default the context,

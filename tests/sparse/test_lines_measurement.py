@@ -130,6 +130,10 @@ def test_a_file_of_texts_and_the_command(tmp_path, typed):
 
 def test_short_texts_and_other_models_are_refused():
     model, tokenizer = tiny_model("llama")
+    text = "poem dog book " * 6
+    assert lines(model, text, tokenizer=tokenizer).tokens == lines(model, [text], tokenizer=tokenizer).tokens
+    with refused("texts=5: expected"):
+        lines(model, 5, tokenizer=tokenizer)
     for texts, message in ((["ab"], r"a text has \d tokens, at least 16"), ([], "there are 0 texts: give more")):
         with refused(message):
             lines(model, texts, tokenizer=tokenizer)
