@@ -323,7 +323,7 @@ class ValuesAreChosenByTheFirstHead(HeadKeeper):
 # Numbers
 
 
-@faulty_layer("with_room_for_everything_logits_are_the_plain_models")
+@faulty_layer("with_room_for_everything_logits_are_those_of_the_plain_model")
 class EverythingIsKeptInBfloat16(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         own = key_states.dtype
@@ -338,7 +338,7 @@ class Float16IsKeptInBfloat16(DynamicLayer):
         return super().update(key_states, value_states)
 
 
-@faulty_layer("with_room_for_everything_logits_are_the_plain_models")
+@faulty_layer("with_room_for_everything_logits_are_those_of_the_plain_model")
 class SlotsBeyond512OverwriteTheFirst(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         keys, values = super().update(key_states, value_states)

@@ -38,7 +38,8 @@ class CacheCheck(Result):
     kind = "check-cache"
     page = "check_cache"
     table_of = "checks"
-    columns = ("check", "verdict")
+    columns = ("check", "verdict", "seen")
+    brief_rows = len(CHECKS)
 
     cache: str
     checks: tuple[CheckedBehaviour, ...]

@@ -60,7 +60,7 @@ def the_cache_knows_its_length(kit: Kit) -> str:
 
 
 @check
-def with_room_for_everything_logits_are_the_plain_models(kit: Kit) -> str:
+def with_room_for_everything_logits_are_those_of_the_plain_model(kit: Kit) -> str:
     """A cache that need not evict changes nothing, in a short text or a long one."""
     return kit.right(Flow(lengths=(6,), steps=2), Flow(), LONG_FLOW, budget=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -124,7 +125,7 @@ def _options(text: str, parts: Sequence[str], policy: type[Intervention]) -> dic
 
 
 def import_object(path: str, what: str, remedy: str = "") -> Any:
-    """Return the object at "package.module:name"; the current folder is searched, too.
+    """Return the object at "package.module:name", or at "folder/module.py:name"; the current folder is searched, too.
 
     Args:
         path: Where it is.
@@ -134,15 +135,18 @@ def import_object(path: str, what: str, remedy: str = "") -> Any:
     Raises:
         SinkscopeError: It cannot be imported.
     """
-    sys.path.insert(0, "")
+    module, _, name = path.partition(":")
+    folder = ""
+    if module.endswith(".py"):
+        folder, module = os.path.split(module.removesuffix(".py"))
+    sys.path.insert(0, folder)
     try:
-        module, _, name = path.partition(":")
         return getattr(import_module(module), name)
     except Exception as error:  # a module that others wrote may fail in any way
         reason = str(error).partition("\n")[0]
         raise SinkscopeError(f"{what} cannot be imported: {type(error).__name__}: {reason}{remedy}") from None
     finally:
-        sys.path.remove("")
+        sys.path.remove(folder)
 
 
 def _import_policy(path: str) -> type[Intervention]:

@@ -97,7 +97,7 @@ def test_a_cache_whose_evictions_are_all_refused_does_not_pass():
     def policy(budget):
         return _Scores(budget=budget)
 
-    easy = "with_room_for_everything_logits_are_the_plain_models"
+    easy = "with_room_for_everything_logits_are_those_of_the_plain_model"
     result = ss.check_cache(policy, only=[easy, *OF_A_BUDGET])
     assert [one.verdict for one in result.checks].count("passes") == 1 and result.exit_code == 1
     assert "no check of a budget applies: it refuses: it does not evict." in result.conclusion()

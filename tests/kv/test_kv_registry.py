@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -63,6 +64,12 @@ NAMES = {
     "loopguard": LoopGuard(),
     "loopguard:paper:0.5": LoopGuard.paper(budget=0.5),
 }
+
+
+def test_a_policy_is_found_by_the_path_of_its_file(tmp_path):
+    (tmp_path / "policies_of_a_file.py").write_text(textwrap.dedent(MODULE))
+    before = [*sys.path]
+    assert policy_named(f"{tmp_path}/policies_of_a_file.py:KeyNorm:7").budget == 7 and sys.path == before
 
 
 def test_names_modules_and_budgets(module, model):
