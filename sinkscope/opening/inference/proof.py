@@ -7,7 +7,7 @@ passes that end after the first layers, while every window, chunk and choice of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -133,9 +133,15 @@ def attention_error(target: Target) -> float:
             part = "fused_qkv"
         projected += target.part_hooks(layer, part, "post", on_output(partial(keep_projected, layer)))
     ids = token_ids(target, _LONG)
+    # SDPA drops a soft cap, and eager attention does not: what is compared is computed in one way.
+    capped = getattr(target.config.get_text_config(), "attn_logit_softcapping", None) is not None
     with _narrowed(target):
         tap = listening(target, keep_values, proving=True) if adapter.attention_interface else target.hooks(*projected)
-        with tap, attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3, proving=True):
+        with (
+            eager(target) if capped else nullcontext(),
+            tap,
+            attention_rows(target, keep_rows, layers=layers, rows_per_chunk=3, proving=True),
+        ):
             target.forward(ids, last_layer=layers[-1])
         with eager(target), target.hooks(*hooks):  # not under the tap, which may replace the model's attention
             target.forward(ids, last_layer=layers[-1])
