@@ -73,7 +73,7 @@ def _check_token_by_token(method: str, options: Mapping[str, Any]) -> None:
     if method != "_prefill":
         raise UnsupportedError(
             "assisted generation reads several tokens at a time and takes some back, and a cache policy acts on "
-            "tokens that come one by one: generate without an assistant, or use Full"
+            "tokens that come one by one: generate without an assistant or prompt lookup, or use Full"
         )
     if not options.get("use_cache") and cache_in(options) is None:
         raise UnsupportedError(
