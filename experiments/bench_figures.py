@@ -21,10 +21,11 @@ from experiments.drawn import error_bars, save
 from experiments.record import Row, earlier, record, value_of_each
 from experiments.script import run
 from sinkscope.bench.finding import BenchGroup, finding
-from sinkscope.bench.methods import read_method
+from sinkscope.bench.methods import Method, read_method
 from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.run import bench
 from sinkscope.bench.table import PERCENT, tabulate_records
+from sinkscope.errors import SinkscopeError
 from sinkscope.measure.margin import share_interval
 from sinkscope.results.console import ProgressBar
 from sinkscope.results.style import COLOURS, figure_of
@@ -108,9 +109,17 @@ def groups_of(rows: Sequence[Row], measure: str) -> list[BenchGroup]:
         low, high = row["low"], row["high"]
         if high is None:
             low = high = math.nan
-        place = (row.get("task", "loops"), row["model"], row["set"], row["temperature"], read_method(row["method"]))
+        place = (row.get("task", "loops"), row["model"], row["set"], row["temperature"], method_of(row["method"]))
         groups.append(BenchGroup(*place, row["answers"], row[measure], low, high, metrics=costs))
     return groups
+
+
+def method_of(text: str) -> Method:
+    """The method of a row; of a package that is not installed here by its text alone."""
+    try:
+        return read_method(text)
+    except SinkscopeError:
+        return Method(text)
 
 
 def main(

@@ -6,6 +6,7 @@ python -m experiments.gallery --draw NAME ...      # draws pictures again from t
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from importlib import import_module
@@ -70,13 +71,11 @@ def _page(picture: Path, data: Row) -> str:
     """Return the page of the result, or the first one that shows or names the picture of a script."""
     if data["kind"] in kind_modules():
         return type(Result.load(picture.with_suffix(".json"))).link().removeprefix("docs/")
-    texts = {}
-    for each in sorted(DOCS.rglob("*.md")):
-        if each.stem != "gallery":
-            texts[each] = each.read_text(encoding="utf-8")
-    for name in (f"figures/{picture.name})", f"figures/{picture.stem}."):
+    pages = [*sorted(DOCS.rglob("*.md")), *sorted(FIGURES.glob("*.md"))]
+    texts = {each: each.read_text(encoding="utf-8") for each in pages if each.stem != "gallery"}
+    for name in (f"figures/{picture.name})", f"figures/{picture.stem}.", f"]({picture.name})"):
         for path in (path for path, text in texts.items() if name in text):
-            return path.relative_to(DOCS).as_posix()
+            return os.path.relpath(path, DOCS)
     raise SystemExit(f"error: no page shows figures/{picture.name}: show it, or delete it")
 
 

@@ -88,15 +88,19 @@ def _stored(output: Any) -> Any:
     if data is not None:
         output["metadata"] = {}
         if PLOTLY in data:
-            figure = plotly.io.from_json(json.dumps(data[PLOTLY]), skip_invalid=True)
-            figure.update_layout(template="plotly_white")
-            picture = base64.b64encode(fewer_colours(figure.to_image(format="png", width=900))).decode()
             shown = {name: data[PLOTLY][name] for name in ("data", "layout")}
-            output["data"] = {PLOTLY: shown, "image/png": picture, "text/plain": "<Figure>"}
+            output["data"] = {PLOTLY: shown, "image/png": picture_of(data[PLOTLY]), "text/plain": "<Figure>"}
         elif "text/html" in data:  # the plain form of a result holds times and paths
             kind = re.match(r"\w+(?=\()", data["text/plain"])
             output["data"] = {"text/html": data["text/html"], "text/plain": kind[0] if kind else "table"}
     return output
+
+
+def picture_of(figure: Any) -> str:
+    """A small PNG of plotly's data, in base64."""
+    drawn = plotly.io.from_json(json.dumps(figure), skip_invalid=True)
+    drawn.update_layout(template="plotly_white")
+    return base64.b64encode(fewer_colours(drawn.to_image(format="png", width=900))).decode()
 
 
 def fewer_colours(picture: bytes) -> bytes:
@@ -108,9 +112,9 @@ def fewer_colours(picture: bytes) -> bytes:
 
 
 def text_of(notebook: Any) -> list[str]:
-    """Return what the cells say, figures left out and times hidden: equal for equal code.
+    """Return what the cells say, figures and spaces left out, times hidden, numbers rounded: equal for equal code.
 
-    What a cell prints is one text, which a kernel sends in pieces of any size.
+    What a cell prints is one text, which a kernel sends in pieces of any size. Processors differ beyond four digits.
     """
     found: list[str] = []
     for cell in notebook.cells:
@@ -122,7 +126,13 @@ def text_of(notebook: Any) -> list[str]:
             if data:
                 found.append(said)
         found.append(printed)
-    return [re.sub(r"\d[\d.,]* ?(s|ms|seconds|MB|GB)\b", "TIME", said) for said in found]
+    shown: list[str] = []
+    for said in found:
+        hidden = re.sub(r"\d[\d.,]* ?(s|ms|seconds|MB|GB)\b", "TIME", said)
+        rounded = re.sub(r"\d+\.\d{5,}", lambda number: f"{float(number[0]):.4g}", hidden)
+        rounded = re.sub(r"\d[\d.]*e-(0[4-9]|[1-9]\d)", "ROUNDING", rounded)
+        shown.append("".join(rounded.split()))
+    return shown
 
 
 def check(name: str, text: str) -> None:

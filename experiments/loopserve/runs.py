@@ -182,5 +182,5 @@ def _scores(records: Sequence[BenchRecord]) -> Row:
     for name in kept:
         found[name] = mean_known(one.metrics.get(name) for one in records)
     rate = interval_of(np.array([one.metrics["score"] for one in records]), SCORES)
-    assert rate is not None
+    assert rate is not None, "an interval needs three answers"
     return found | {"low": rate.low, "high": rate.high}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attack_kit import text_file
 from intervention_kit import loaded
 from organisms import organism
 from organisms.tiny import tiny_model
@@ -81,7 +82,8 @@ def entered(edit: Intervention, model) -> None:
 
 @pytest.mark.slow
 def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):
-    folder = organism("llama", 3).save(tmp_path / "m")
+    o = organism("llama", 3)
+    folder, text = o.save(tmp_path / "m"), text_file(o, tmp_path)
     found = ss.find_sinks(folder, max_repeats=4)
     patch, here = ss.SinkPatch.from_result(found), tmp_path / "p.json"
     patch.save(here)
@@ -96,7 +98,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path):
     for use in (
         lambda: entered(patch, model),
         lambda: ss.generate(model, "poem", patch=here, max_new_tokens=2),
-        lambda: ss.patch_eval(model, patch=here, pieces=2, length=16, max_repeats=8),
+        lambda: ss.patch_eval(model, patch=here, text=text, pieces=2, length=8, max_repeats=8),
     ):
         with pytest.warns(SinkscopeWarning, match="has the same shape and other weights"):
             use()

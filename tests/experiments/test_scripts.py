@@ -52,7 +52,7 @@ def small(name: str, task: Recall, methods: dict[str, str]) -> Panel:
     return Panel(name, runs.Suite(name, task), "score", methods)
 
 
-SHORT: dict[str, Any] = {"samples": 1, "turns": 1, "lengths": (320,), "least": 256, "hops": 1}
+SHORT: dict[str, Any] = {"samples": 3, "turns": 1, "lengths": (320,), "least": 256, "hops": 1}
 BESIDE = {"whole cache": "full", "LoopServe": "loopserve", "random part": "random:window=32"}
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import checkpoint
 from huggingface_hub import constants
+from intervention_kit import loaded
 from organisms import tiny_model
 from refusals import refused
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,8 @@ from transformers import PretrainedConfig
 
 from sinkscope.models.checkpoints import fingerprint as fingerprints
 from sinkscope.models.checkpoints.checkpoint import Files, SafetensorsSource
-from sinkscope.models.checkpoints.fingerprint import fingerprint
+from sinkscope.models.checkpoints.fingerprint import fingerprint, fingerprint_of
+from sinkscope.opening.live import target_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -185,3 +187,10 @@ def test_fingerprint_of_live_models():
     smaller = tiny_model("llama", num_hidden_layers=2)[0]
     for other in (changed, smaller, tiny_model("llama", seed=3)[0], tiny_model("llama")[0].half()):
         assert fingerprint(other) != first
+
+
+def test_a_bridge_has_the_fingerprint_of_the_files_until_its_weights_change(folder):
+    bridge = loaded("bridge", folder)
+    assert fingerprint_of(target_of(bridge)) == fingerprint(Files(folder))
+    bridge.unembed.original_component.bias.fill_(1.0)  # zeros, which the bridge added
+    assert fingerprint_of(target_of(bridge)) != fingerprint(Files(folder))

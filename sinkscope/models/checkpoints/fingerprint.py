@@ -57,13 +57,19 @@ def fingerprint(source: Files | nn.Module) -> str:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             plain = name.replace(_BRIDGE, "")
             path, _, attribute = name.rpartition(".")
-            if isinstance(tensor, nn.Parameter) or plain in stored:  # other buffers do not belong to a checkpoint
+            own = isinstance(tensor, nn.Parameter) or (plain in stored and not _added(name, tensor))
+            if own:  # other buffers do not belong to a checkpoint
                 module = model.get_submodule(path)
                 with brought(module) if tensor.is_meta else nullcontext():
                     parts[plain] = _described(getattr(module, attribute))
     config = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
     text = json.dumps([config, parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _added(name: str, buffer: Tensor) -> bool:
+    """Whether a buffer is the bias of zeros that a bridge gives to the unembedding of a model without one."""
+    return name.endswith(f"{_BRIDGE}.bias") and (buffer.is_meta or not buffer.any())
 
 
 def _described_file(file: Path) -> Described:
