@@ -21,6 +21,7 @@ from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
+from sinkscope.files.output import PathName
 from sinkscope.files.provenance import UNKNOWN_MODEL, ModelInfo, provenance
 from sinkscope.measure.margin import Interval, in_points, known_numbers, mean_known
 from sinkscope.results.result import Number, Result
@@ -208,7 +209,7 @@ class BenchTable(Result):
 
 @checks_arguments
 def bench_table(
-    folders: Sequence[Path],
+    folders: Sequence[PathName],
     *,
     by: str = "part",
     beside: str | None = None,
@@ -224,7 +225,7 @@ def bench_table(
     Raises:
         SinkscopeError: A folder is not of a run, or no run has that method.
     """
-    return tabulate_records([read_run(folder) for folder in folders], by, beside)
+    return tabulate_records([read_run(Path(folder)) for folder in folders], by, beside)
 
 
 def tabulate_records(runs: Sequence[BenchRun], by: str = "part", beside: str | None = None) -> BenchTable:

@@ -102,7 +102,7 @@ def test_folders_of_runs_are_their_tables(tmp_path):
     text = read_report(page).text
     assert files_shown(page) == ["talks"]
     assert "is no folder of `sinkscope bench`: give what --out was given" in text
-    assert bench_table([talks]).summary().splitlines()[0] in text
+    assert bench_table([str(talks)]).summary().splitlines()[0] in text
 
 
 def test_the_contents_say_what_each_result_concludes_by_model(folder):

@@ -142,7 +142,7 @@ def check(
     watch, started = Watch(settings, prompt), time.perf_counter()
     items: Any = id_list(outputs)
     if not isinstance(items, str | list | tuple) or not items:
-        raise SinkscopeError(f"{outputs!r} cannot be checked: give a text, token ids, or several of either")
+        raise SinkscopeError(f"{outputs!r:.80} cannot be checked: give a text, token ids, or several of either")
     if isinstance(items, str) or isinstance(items[0], int):
         items = [items]
     for place, output in enumerate(items, 1):
