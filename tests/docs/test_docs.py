@@ -91,6 +91,18 @@ def test_the_python_of_a_page_runs_and_does_what_it_says(run, page, holds):
     assert holds(**run(page))
 
 
+SHORTER = {
+    "attack": {'ss.load("llama-2-7b", layers=4)': "ss.load()", '"Sch", "Com"': '"the", "of"'},
+    "barcode": {},
+    "repeat": {"max_repeats=300": "max_repeats=20"},
+}
+
+
+@pytest.mark.parametrize(("name", "shorter"), SHORTER.items())
+def test_the_python_of_a_measurement_runs_on_the_model_in_the_package(run, name, shorter):
+    run(f"docs/measure/{name}.md", shorter)
+
+
 def test_the_page_of_the_cache_names_functions_and_its_policy_halves_later_layers(run):
     rows = re.findall(r"^\| (\d) \| .+ \| `(.+)` \|$", (ROOT / "docs/kv.md").read_text(), re.M)
     assert [int(number) for number, _ in rows] == [*range(1, 9), *range(1, 8)]
