@@ -344,7 +344,7 @@ def why(
         ids, prompt_tokens = prompt_and_continuation(setup, prompt, max_new_tokens, CONTINUED)
     else:
         if isinstance(answer, str):
-            answer = answer.removesuffix("\n")  # which a file ends with that `generate` has written
+            answer = answer.rstrip()  # a file ends with a newline, and a token of white space is no copy
         start = prompt_ids(setup, prompt)
         ids, prompt_tokens = [*start, *read_row(target, answer, special=False)], len(start)
     loop = end_loop(ids)

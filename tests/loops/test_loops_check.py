@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_texts import TABLES, prose, rows_of
+from refusals import refused
 from repository import python
 from server_streams import SERVERS, events
 
@@ -118,7 +119,7 @@ def test_a_text_that_resembles_a_stream_stays_a_text(text, tmp_path, typed):
 
 def test_ids_are_shown_apart(tmp_path, typed):
     (tmp_path / "x.json").write_text(json.dumps({"tokens": [12, 345, 678] * 60}))
-    assert '"345 678 12"' in typed(f"loops {tmp_path / 'x.json'}", 3).err
+    assert '"12 345 678"' in typed(f"loops {tmp_path / 'x.json'}", 3).err
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
@@ -168,3 +169,17 @@ def test_no_torch_is_loaded(tmp_path):
     done = python(code, str(tmp_path / "x.txt"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[] 3 3"
+
+
+def test_a_file_is_given_by_its_path_or_open_in_bytes(tmp_path):
+    file = tmp_path / "answer.txt"
+    file.write_text("I am sorry, I cannot. " * 60)
+    for source in (file, str(file), file.open("rb")):
+        assert [one.verdict for one in check_file(source).records] == ["loops"]
+    for wrong, words in (
+        (tmp_path / "no.txt", "cannot read no.txt"),
+        (file.open(), "is no binary file"),
+        (5, "5 is no"),
+    ):
+        with refused(words=[words]):
+            check_file(wrong)

@@ -17,6 +17,7 @@ from sinkscope.kv.observe import RemoveTokens
 from sinkscope.loops.text.signals import Tail
 from sinkscope.loops.why import LoopedText, Why, why
 from sinkscope.measure import Setup
+from sinkscope.opening.load import load
 
 CYCLE = [5, 6, 7]
 BEFORE = [*range(100, 140)]
@@ -65,6 +66,13 @@ def test_why_explains_a_given_answer():
     assert walk.conclusion() == "The 20 tokens after the prompt end in no loop." and walk.rows() == []
     with refused(r"text up to a cut has \d+ tokens and 24 more are to come"):
         why(made.model, made.cycle * 169, answer=made.cycle, **options)
+
+
+@pytest.mark.usefixtures("_few_tokens")
+def test_white_space_after_a_given_answer_is_no_part_of_the_loop():
+    model, answer = load(), " the bird said the bird." * 20
+    for end in ("", " ", " \n\n"):
+        assert why(model, "One day", answer=answer + end, cuts=3).period == 6
 
 
 @torch.no_grad()

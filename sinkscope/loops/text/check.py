@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
+from os import PathLike
 from typing import Any, Literal
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import read_bytes
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import ModelInfo, documented_at, provenance
 from sinkscope.loops.text.forms import StreamForm, pieces_of_output
@@ -168,7 +171,8 @@ def check_file(
     """Check the outputs of a file while it is read.
 
     Args:
-        source: A binary file or a pipe: a text, JSON lines, server-sent events, or one JSON value, which is read whole.
+        source: The path of a file, or a binary file or pipe: a text, JSON lines, server-sent events, or one JSON value,
+            which is read whole.
         form: Form of the source; "auto" decides by the first line.
         settings: Settings of the monitor.
         prompt: What was asked; copies that it asks for, such as "ten lines", are no loop.
@@ -179,6 +183,10 @@ def check_file(
     Raises:
         SinkscopeError: The source is empty, nothing in it can be read, or it is not UTF-8 text.
     """
+    if isinstance(source, str | PathLike):
+        source = BytesIO(read_bytes(source, "give another path"))
+    if not hasattr(source, "read1"):
+        raise SinkscopeError(f"{source!r:.80} is no binary file: expected a path, or open(path, 'rb')")
     watch, started = Watch(settings, prompt), time.perf_counter()
     for alarm in watch.read(source, form=form, name=name, field=field):
         if told is not None and alarm.cut:
