@@ -43,9 +43,7 @@ def check(draw: Draw, seed: int) -> str | None:
     """Return which promise a draw breaks, and how; None if it keeps all, or plain transformers has no answer."""
     try:
         said = _broken(draw, seed)
-        if said is not None and _may_be_a_tie(draw, said) and _broken({**draw, "dtype": "float64"}, seed) is None:
-            return None
-        return said
+        return None if said is not None and _is_a_tie(draw, said, seed) else said
     except ss.SinkscopeError as error:
         lines = str(error).strip().splitlines()
         if len(lines) > 1:
@@ -55,10 +53,17 @@ def check(draw: Draw, seed: int) -> str | None:
         return f"words: {_said(error)}"
 
 
-def _may_be_a_tie(draw: Draw, said: str) -> bool:
-    """Whether two numbers that differ by rounding may have been ranked or rounded in two ways; float64 tells."""
-    jumps = EDITS[draw["edit"]].alone and draw["dtype"] == "float32"
-    return jumps and draw["other"] == "nothing" and said.startswith("right: o")
+def _is_a_tie(draw: Draw, said: str, seed: int) -> bool:
+    """Whether two numbers that differ by rounding were ranked or rounded in two ways: float64 tells.
+
+    Another thread had no part in it if the same is wrong without one.
+    """
+    quiet = {**draw, "other": "nothing"}
+    if not EDITS[draw["edit"]].alone or draw["dtype"] != "float32" or not said.startswith("right: o"):
+        return False
+    if draw["other"] != "nothing" and _broken(quiet, seed) != said:
+        return False
+    return _broken({**quiet, "dtype": "float64"}, seed) is None
 
 
 @contextlib.contextmanager

@@ -123,8 +123,9 @@ class Quantize(PlacedEdit):
                     if isinstance(module, nn.Linear | Conv1D):
                         exact = channels.get(layer, []) if module is down else []
                         points.append((HookPoint(module, "pre"), _Rounded(_as_one_head, self.activations, exact)))
-            if self.kv is not None and layer in target.attending:
-                for site in resolve(target, [f"blocks.{layer}.attn.hook_[kv]"]):
+        if self.kv is not None:
+            for site in resolve(target, "blocks.*.attn.hook_[kv]"):  # some layers read the keys of earlier ones
+                if site.layer not in self.layers:
                     assert site.module is not None  # only attention rows have none
                     points.append((HookPoint(site.module, site.when), _Rounded(site.cut, self.kv, [])))
         return points
