@@ -43,6 +43,13 @@ def without_compiler() -> Iterator[None]:
             _FORCED.pop().__exit__(None, None, None)  # the first one's, which sets back what was before, comes last
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context manager in which no autocast of the caller rounds numbers on a device."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 @contextmanager
 def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
     """Context manager with hooks.

@@ -7,7 +7,6 @@ its scores.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries, per_query_head
+from sinkscope.models.hooks import without_autocast
 from sinkscope.tap.stock import Stock, eager_attention
 
 
@@ -108,10 +108,7 @@ def attention_probs(
     grouped = query.reshape(batch * kv_heads, -1, width)
     shared = key.reshape(batch * kv_heads, keys, width).mT
     is_half = query.is_cuda and query.dtype == key.dtype and query.dtype.itemsize == 2
-    exact = nullcontext()
-    if torch.is_autocast_enabled(query.device.type):  # it would round the scores
-        exact = torch.autocast(query.device.type, enabled=False)
-    with exact:
+    with without_autocast(query.device):
         if is_half and torch.version.hip is None and not torch.is_grad_enabled():
             scores = torch.bmm(grouped, shared, out_dtype=torch.float32)  # by tensor cores
         else:

@@ -44,6 +44,12 @@ def test_an_mlp_without_a_norm_before_it_does_not_overflow(model_type):
     assert probe(target_of(model.half())).problem is None
 
 
+def test_a_model_may_be_opened_under_autocast():
+    """What is proved is the model in its own precision."""
+    with torch.autocast("cpu", torch.bfloat16):
+        target_of(tiny_model("llama", vocab_size=37)[0])  # of a configuration that nobody has opened
+
+
 # -- planted wrong: the MLP ----------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import torch
 from .calls import CALLS
 from .edits import EDITS, Draw
 from .families import ENDS, FAMILIES
-from .settings import ATTENTIONS, HOOKS, OTHERS, WRAPPERS
+from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
 from .texts import ASSISTED, OPTIONS, ROW_ALONE, SAMPLES
 from .ways import TEXTS, WAYS
 
@@ -32,6 +32,7 @@ DIMENSIONS: dict[str, Mapping[Any, Any]] = {
     "text": dict.fromkeys(TEXTS),
     "ends": dict.fromkeys(ENDS),
     "dtype": dict.fromkeys(("float32", "bfloat16", "float16")),
+    "mode": MODES,
     "device": dict.fromkeys(("cpu", *(["cuda"] if torch.cuda.is_available() else []))),
 }
 """All values of each dimension; the first one is the plain one."""
@@ -92,7 +93,7 @@ def _has_row_alone(draw: Draw) -> bool:
         return False  # rows end at different times
     if counts_padding(draw) and EDITS[draw["edit"]].budget and family.absolute:
         return False  # policies count real tokens
-    return draw["dtype"] == "float32" and draw["attention"] != "replaced"
+    return draw["dtype"] == "float32" and draw["attention"] != "replaced" and draw["mode"] != "autocast"
 
 
 def counts_padding(draw: Draw) -> bool:
@@ -138,6 +139,7 @@ def pairs_of(draw: Draw, names: Iterable[str]) -> set[tuple[str, Any, str, Any]]
 
 
 RARE = {
+    "mode": ("inference", "autocast", "training"),
     "wrapper": ("compiled", "compiled module", "lora", "offloaded", "dispatched", "recast"),
     "call": ("whole mask", "embeds", "everything"),
     "length": (300, 600),

@@ -24,7 +24,7 @@ from .draws import counts_padding
 from .edits import EDITS, LAYER, PATTERN, RESID, Draw, Z
 from .families import FAMILIES, model_of
 from .known import may_be_refused
-from .settings import ATTENTIONS, HOOKS, OTHERS, WRAPPERS
+from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
 from .texts import AS_GREEDY, ASSISTED
 from .ways import WAYS, inputs
 
@@ -80,7 +80,8 @@ def repeatable(device: str) -> Iterator[None]:
 
 
 def _broken(draw: Draw, seed: int) -> str | None:
-    with ATTENTIONS[draw["attention"]].registered(), torch.no_grad(), repeatable(draw["device"]):
+    mode = MODES[draw["mode"]].around(torch.device(draw["device"]))
+    with ATTENTIONS[draw["attention"]].registered(), torch.no_grad(), repeatable(draw["device"]), mode:
         ids, mask = inputs(draw, seed)
         try:
             model = _model(draw)
@@ -114,7 +115,19 @@ def _model(draw: Draw) -> nn.Module:
     name = ATTENTIONS[draw["attention"]].name
     if name is not None:
         model.set_attn_implementation(name)
+    if MODES[draw["mode"]].trains:
+        without_dropout(model.train())
     return model
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Let a model in training give the same numbers again."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def _by_hand(draw: Draw, ids: Tensor, mask: Tensor) -> Tensor:
@@ -216,9 +229,10 @@ def _forward(draw: Draw, call: Any, model: nn.Module, ids: Tensor, mask: Tensor)
     return WAYS["none"].run(Use(call, model, plain, ids, mask, contextlib.nullcontext))
 
 
-def _state(model: nn.Module) -> tuple[str, int, tuple[type, ...]]:
+def _state(model: nn.Module) -> tuple[str, int, tuple[type, ...], list[bool]]:
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-    return model.config.to_json_string(), hooks, tuple(type(module) for module in model.modules())
+    classes = tuple(type(module) for module in model.modules())
+    return model.config.to_json_string(), hooks, classes, [module.training for module in model.modules()]
 
 
 def _differs(draw: Draw, got: Tensor, right: Tensor, mask: Tensor) -> str | None:
@@ -228,7 +242,8 @@ def _differs(draw: Draw, got: Tensor, right: Tensor, mask: Tensor) -> str | None
         return None if torch.equal(got, right) else "right: other tokens"
     got, right = got.float(), right.float()
     counts = ~right.isnan() & (got != SILENT)
-    if draw["dtype"] != "float32" and WAYS[draw["cache"]].tokens:  # a draw of two equal logits: the texts part there
+    precision = "bfloat16" if draw["mode"] == "autocast" else draw["dtype"]
+    if precision != "float32" and WAYS[draw["cache"]].tokens:  # a draw of two equal logits: the texts part there
         same = (got.argmax(-1) == right.argmax(-1)).long().cumprod(1).roll(1, 1)
         same[:, 0] = 1
         counts &= same.bool()[..., None]
@@ -238,13 +253,13 @@ def _differs(draw: Draw, got: Tensor, right: Tensor, mask: Tensor) -> str | None
         counts &= mask.bool().reshape(*mask.shape, *[1] * (got.dim() - 2))
     off, spread = (got - right)[counts].abs().max(), right[counts].std()
     exact = draw["edit"] in EXACT and draw["dtype"] in ("bfloat16", "float16") and draw["device"] == "cpu"
-    if off <= (0 if exact else TOLERATED[draw["dtype"]] * max(1.0, float(spread))):
+    if off <= (0 if exact else TOLERATED[precision] * max(1.0, float(spread))):
         return None
     return f"right: off by {float(off):.3g} where they spread by {float(spread):.3g}"
 
 
 def _unclean(before: Any, after: Any, same_bits: bool, plain: Tensor, again: Tensor) -> str | None:
-    for name, was, became in zip(("configuration", "hooks", "classes"), before, after, strict=True):
+    for name, was, became in zip(("configuration", "hooks", "classes", "modes"), before, after, strict=True):
         if was != became:
             return f"clean: other {name}"
     if same_bits and not torch.equal(plain, again):

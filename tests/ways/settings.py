@@ -42,9 +42,16 @@ def _dispatches(draw: Draw) -> bool:
     return FAMILIES[draw["family"]].dispatches
 
 
+SEVERAL_LATER = ("chunks", "turns", "prefix", "conversation", "conversation kept")
+"""Ways in which a call reads several tokens behind others."""
+LATER_OPTIONS = ("lookup", "assistant", "chunked", "no cache", "static")
+"""Options under which one does, or a stock cache does not drop what is beyond a window."""
+
+
 def _needs_no_mask(draw: Draw) -> bool:
     """Whether plain transformers is right without a mask: not of padding, nor of a later turn of several tokens."""
-    return _dispatches(draw) and draw["padding"] == "none" and not draw["cache"].startswith("conversation")
+    several = draw["cache"] in SEVERAL_LATER or draw["options"] in LATER_OPTIONS
+    return _dispatches(draw) and draw["padding"] == "none" and not several
 
 
 @dataclass(frozen=True)
@@ -258,6 +265,33 @@ def _user_hooks(model: nn.Module, family: Family) -> list[Any]:
 
 HOOKS = {"none": Hooks(fits=lambda draw: True), "before": Hooks(before=True), "inside": Hooks(inside=True)}
 HOOKS["changed inside"] = Hooks(leave=True)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """In which mode torch and the model are."""
+
+    around: Callable[[torch.device], Any] = lambda device: contextlib.nullcontext()
+    trains: bool = False
+    fits: Callable[[Draw], bool] = lambda draw: True
+
+
+def _in_one_thread(draw: Draw) -> bool:
+    """Modes of torch are those of a thread."""
+    threads = draw["other"] != "nothing" or draw["cache"] in ("in a thread", "begun before", "begun inside")
+    return not threads and draw["cache"] != "gradients"
+
+
+def _autocasts(draw: Draw) -> bool:
+    return _in_one_thread(draw) and draw["dtype"] == "float32" and draw["cache"] in ("none", "steps", "generate")
+
+
+MODES = {
+    "usual": Mode(),
+    "inference": Mode(lambda device: torch.inference_mode(), fits=_in_one_thread),
+    "autocast": Mode(lambda device: torch.autocast(device.type, torch.bfloat16), fits=_autocasts),
+    "training": Mode(trains=True),
+}
 
 
 Beside = Callable[[Any, torch.Tensor, list[str]], Callable[[], Any]]

@@ -83,13 +83,20 @@ def turns(use: Use) -> Tensor:
 
 def prefix(use: Use) -> Tensor:
     """A prompt is read once, and `generate` goes on twice from copies of its cache."""
-    cache = use.cache()
+    cache, first = use.cache(), told(use)
     with use.inside():
-        use.run(0, use.prompt, cache)
+        first.run(0, use.prompt, cache)
         found = []
         for ids in (use.ids, torch.cat([use.ids[:, : use.prompt], use.ids[:, use.prompt :].flip(1)], 1)):
             found += _went_on(use, ids, use.mask, copy.deepcopy(cache)).logits
     return torch.stack(found, 1)
+
+
+def told(use: Use) -> Use:
+    """Calls that say positions, as `generate` does."""
+    other = copy.copy(use)
+    other.draw = {**use.draw, "call": "positions" if FAMILIES[use.draw["family"]].positions else "keyword"}
+    return other
 
 
 def beam_scores(use: Use) -> Tensor:
@@ -104,11 +111,10 @@ def beam_scores(use: Use) -> Tensor:
             output_scores=True,
             **settings,
         )
-        again = copy.copy(use)
+        again = told(use)
         again.inside = nullcontext
         again.ids = output.sequences
         again.mask = torch.cat([use.mask, torch.ones_like(output.sequences[:, use.length :])], 1)
-        again.draw = {**use.draw, "call": "positions" if FAMILIES[use.draw["family"]].positions else "keyword"}
         cache = again.cache()
         found = [again.run(0, use.length, cache)[:, -1:]]
         for start in range(use.length, again.length - 1):

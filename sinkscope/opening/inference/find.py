@@ -26,6 +26,7 @@ from torch import nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import DRAFT, Adapter, Found, layer_kinds, row_of, shown_row, stack_of
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth, new_model
+from sinkscope.models.hooks import without_autocast
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.proof import probe
 from sinkscope.opening.inference.propose import propose
@@ -57,7 +58,8 @@ def adapter_of(target: Target, *, proves: bool = True, every_layer: bool = False
     Raises:
         UnsupportedError: Nothing is proposed, or the probe refuses it.
     """
-    with _LOCK:  # another thread may be opening a model of the same configuration
+    # Another thread may be opening a model of the same configuration.
+    with _LOCK, without_autocast(target.hf.device), without_autocast(torch.device("cpu")):
         key = _key(target.hf)
         is_known = key in _KNOWN
         # In other processes, or brought for each call (but not read layer by layer).
