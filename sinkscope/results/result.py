@@ -87,6 +87,15 @@ class Result(Envelope):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__repr__ = Result.__str__  # that of a dataclass would write every number out
+        cls.__eq__, cls.__hash__ = Result.__eq__, Result.__hash__  # those of a dataclass fail at arrays
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether two results are the same in everything that their JSON has, provenance included."""
+        return type(self) is type(other) and isinstance(other, Result) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        """Return the hash of the JSON."""
+        return hash(self.to_json())
 
     # What it says
 

@@ -66,6 +66,12 @@ def example(**changes) -> Sample:
     return replace(sample, **changes)
 
 
+def test_results_are_equal_if_their_json_is():
+    one, other = (Bare(value=np.array([1.0, np.nan])) for _ in range(2))
+    assert one == other and hash(one) == hash(other) and one != replace(one, value=np.array([1.0, 2.0]))
+    assert one != one.to_dict() and one != example()
+
+
 def test_a_saved_result_is_loaded_as_its_own_class(tmp_path):
     sample = example()
     sample.save(tmp_path / "x.json")
