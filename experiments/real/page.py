@@ -176,7 +176,7 @@ def patch(readings: Row) -> str:
     """What the patch of both neurons costs."""
     read = readings["patch"]
     return (
-        f"with the needed neurons at their median, perplexity {read['change']:+.2%} ± {read['two_errors']:.2%} and the "
+        f"with the needed neurons at their median, perplexity {read['change']:+.2%} ± {read['margin']:.2%} and the "
         f"400th copy of 'company' at {read['copies_left']:.0%} of the first token's norm"
     )
 

@@ -218,7 +218,7 @@ def patch(model: Any, readings: Row) -> Row:
     return {
         "perplexity": float(intact.mean().exp()),
         "change": float(change.mean().expm1()),
-        "two_errors": margin_of(change.numpy()),
+        "margin": margin_of(change.numpy()),
         "copies_left": float(norms[-1] / norms[0]),
         "copies_left_as_printed": float(printed[-1] / printed[0]),
     }
