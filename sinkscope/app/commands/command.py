@@ -18,7 +18,6 @@ from sinkscope.files.output import WRITTEN, check_output, check_writable, is_dev
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import is_first, world_size
 from sinkscope.files.provenance import documented_at
-from sinkscope.files.store import refuse_other_files
 from sinkscope.results.console import ProgressBar, note, show, terminal_width
 from sinkscope.results.notation import word_list
 
@@ -194,6 +193,8 @@ def check_files(
             path = given[one.name]
             targets.append(check_writable(path, folder=one.metavar != "FILE"))
             if one.name == "out" and one.metavar != "FILE":
+                from sinkscope.files.store import refuse_other_files  # loads pydantic, for which no help need wait
+
                 refuse_other_files(Path(path), f"--out {pathless(path)}")
     for target in targets:
         if targets.count(target) > 1 and not is_device(target):
