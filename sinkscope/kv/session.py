@@ -35,12 +35,12 @@ _ACTING: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
-def _own_model(run: Run) -> None:
-    """Let a run be the one that acts on its model in its thread, until it ends."""
+def _own_model(run: Run) -> list[Run]:
+    """Let a run be the one that acts on its model in its thread, until it ends; all that act there, as they come."""
     with _LOCK:
         acting = _ACTING.setdefault(run.target.hf, [])
         if run in acting:
-            return
+            return acting
         if any(other.thread == run.thread for other in acting):
             raise UnsupportedError(
                 f"{run.target.name} is already inside a `with` that acts on its cache: enter them together, "
@@ -48,12 +48,12 @@ def _own_model(run: Run) -> None:
             )
         acting.append(run)
     run.stack.callback(acting.remove, run)
+    return acting
 
 
-def _check_owned_once(target: Target) -> None:
+def _check_owned_once(target: Target, acting: list[Run]) -> None:
     """Refuse a call of a thread without a block on whose cache the runs of two other threads would act."""
-    acting = _ACTING.get(target.hf, ())
-    if len(acting) > 1 and sum(run.acts_here() for run in list(acting)) > 1:
+    if sum(run.acts_here() for run in list(acting)) > 1:
         raise UnsupportedError(
             f"{target.name} is inside blocks of several threads that act on its cache, and this thread is in none: "
             "enter one here, too, or a single one around all threads"
@@ -111,6 +111,7 @@ class Session:
         self.anchors = 0
         self.rewinder: Any = None
         self._caches: WeakSet[Any] = WeakSet()  # those that were used
+        self._acting: list[Run] = []  # on the cache or the attention of the model, in all threads
         self.meters: list[Meter] = []
         self._policy_name: str | None = None
         self._reader: str | None = None  # what decides how prompts are read
@@ -169,7 +170,7 @@ class Session:
         if not self.watching.owns_cache:
             if any(self.watching.windows):
                 check_masks_made(self.target)
-            _own_model(self.run)
+            self._acting = _own_model(self.run)
             self.watching.owns_cache = True
             self.run.stack.callback(self._settle)
             follower = GenerateFollower(self.run.acts_here, self._begin_generation, self.generation.set_prompting)
@@ -196,7 +197,7 @@ class Session:
                 same.
         """
         check_attention_recomputed(self.target)
-        _own_model(self.run)
+        self._acting = _own_model(self.run)
         if self._reader is not None:
             raise UnsupportedError(
                 f"{self._reader} and {name} would both decide how prompts are read: enter one of them"
@@ -257,8 +258,8 @@ class Session:
         computes it if the cache lacks tokens, and shows rows to policies and observers; guards and observers look at
         what came out (`after_call`); and what the cache holds is counted.
         """
-        if self.watching.owns_cache or self.watching.replacement is not None:
-            _check_owned_once(self.target)
+        if len(self._acting) > 1:
+            _check_owned_once(self.target, self._acting)
         cache, changed = call.cache, None
         if cache is None:
             cache = used_cache(given, self.target)
