@@ -338,8 +338,8 @@ def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, open
     assert chrome.texts(".tour p") == []  # once
 
 
-def test_the_live_page_in_a_browser(bundled, chrome):
-    bundled.text = TEXT
+def test_the_live_page_in_a_browser(bundled, chrome, monkeypatch):
+    monkeypatch.setattr(bundled, "text", TEXT)
     addresses = []
     threading.Thread(target=serve, args=(bundled.answer, "bundled", 0, addresses.append), daemon=True).start()
     while not addresses:
