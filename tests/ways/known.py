@@ -69,7 +69,8 @@ class Refusal:
 REFUSED = [
     Refusal(lambda draw: draw["family"] in INSIDE, "computes attention inside its modules"),
     Refusal(
-        lambda draw: draw["family"] in ("gpt_neo", "codegen", "gptj") and draw["edit"] == "head", "has no part 'o'"
+        lambda draw: draw["family"] in ("gpt_neo", "codegen", "gptj") and draw["edit"] in ("head", "head mean"),
+        "has no part 'o'",
     ),
     Refusal(lambda draw: draw["cache"] in MOVES and _owns_cache(draw), "rows of the cache changed places"),
     Refusal(
