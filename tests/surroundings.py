@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import random
-import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import numpy as np
 import torch
+from ways.settings import Beside, Other
 
 import sinkscope as ss
 
@@ -31,6 +32,12 @@ def _set(prepare: Callable[[Any], object], model: Any) -> Iterator[Any]:
 
 
 @contextmanager
+def _made(make: Callable[[Any], Any], model: Any) -> Iterator[Any]:
+    """What is made of a model."""
+    yield make(model)
+
+
+@contextmanager
 def _inside(enter: Callable[[], AbstractContextManager[Any]], model: Any) -> Iterator[Any]:
     """A model as it is, in a block of torch or of numpy."""
     with enter():
@@ -45,14 +52,6 @@ def _torch_setting(name: str, value: Any, before: Any, model: Any) -> Iterator[A
         yield model
     finally:
         getattr(torch, name)(before)
-
-
-@contextmanager
-def _errors(model: Any) -> Iterator[Any]:
-    """Each warning of Python is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield model
 
 
 def _with_dropout(model: Any) -> None:
@@ -100,64 +99,45 @@ def _wrapped(model: Any) -> None:
 
 
 @contextmanager
-def _beside(step_of: Callable[[Any], Callable[[], bool]], model: Any) -> Iterator[Any]:
+def _beside(step_of: Beside, model: Any) -> Iterator[Any]:
     """Another thread does something with the model all the while, which must go on as it does alone."""
-    step, stop, wrong = step_of(model), threading.Event(), list[object]()
-
-    def work() -> None:
-        try:
-            while not stop.is_set() and not wrong:
-                if not step():
-                    wrong.append("the other thread is disturbed")
-        except Exception as error:
-            wrong.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
+    with Other(step_of).running(model, IDS) as wrong:
         yield model
-    finally:
-        stop.set()
-        thread.join()
-    assert not wrong, wrong
+    assert not wrong, wrong[0]
 
 
-def _calls(model: Any) -> Callable[[], bool]:
-    run = torch.no_grad()(lambda: model(input_ids=IDS).logits)
+def _repeats(run: Callable[[], Any], same: Callable[[Any, Any], bool], wrong: list[str]) -> Callable[[], None]:
+    """Something that must give the same each time."""
     alone = run()
-    return lambda: torch.allclose(run(), alone, atol=1e-4)
+
+    def step() -> None:
+        if not same(run(), alone):
+            wrong.append("the other thread is disturbed")
+
+    return step
 
 
-def _writes(model: Any) -> Callable[[], bool]:
-    run = partial(model.generate, IDS, max_new_tokens=5, do_sample=False)
-    alone = run()
-    return lambda: torch.equal(run(), alone)
+_near = partial(torch.allclose, atol=1e-4)
 
 
-def _edits(model: Any) -> Callable[[], bool]:
-    @torch.no_grad()
+def _calls(model: Any, ids: torch.Tensor, wrong: list[str]) -> Callable[[], None]:
+    return _repeats(lambda: model(input_ids=ids).logits, _near, wrong)
+
+
+def _writes(model: Any, ids: torch.Tensor, wrong: list[str]) -> Callable[[], None]:
+    return _repeats(partial(model.generate, ids, max_new_tokens=5, do_sample=False), torch.equal, wrong)
+
+
+def _edits(model: Any, ids: torch.Tensor, wrong: list[str]) -> Callable[[], None]:
     def run() -> torch.Tensor:
         with SINK.on(model):
-            return model(input_ids=IDS).logits
+            return model(input_ids=ids).logits
 
-    alone = run()
-    return lambda: torch.allclose(run(), alone, atol=1e-4)
-
-
-def _measures(model: Any) -> Callable[[], bool]:
-    def run() -> Any:
-        return ss.heads(model, n_tokens=2).to_dict()["result"]
-
-    alone = run()
-    return lambda: run() == alone
+    return _repeats(run, _near, wrong)
 
 
-def _copied(copied: Callable[[Any], Any]) -> Surrounding:
-    @contextmanager
-    def give(model: Any) -> Iterator[Any]:
-        yield copied(model)
-
-    return give
+def _measures(model: Any, _ids: torch.Tensor, wrong: list[str]) -> Callable[[], None]:
+    return _repeats(lambda: ss.heads(model, n_tokens=2).to_dict()["result"], operator.eq, wrong)
 
 
 SURROUNDINGS: dict[str, Surrounding] = {
@@ -179,10 +159,10 @@ SURROUNDINGS: dict[str, Surrounding] = {
     "the meta device by default": partial(_torch_setting, "set_default_device", "meta", None),
     "deterministic algorithms": partial(_torch_setting, "use_deterministic_algorithms", True, False),
     "numpy raises": partial(_inside, partial(np.errstate, all="raise")),
-    "warnings are errors": _errors,
-    "torch.compile": _copied(partial(torch.compile, backend="eager")),
-    "a copy": _copied(copy.deepcopy),
-    "a pickled copy": _copied(lambda model: pickle.loads(pickle.dumps(model))),
+    "warnings are errors": partial(_inside, partial(warnings.catch_warnings, action="error")),
+    "torch.compile": partial(_made, partial(torch.compile, backend="eager")),
+    "a copy": partial(_made, copy.deepcopy),
+    "a pickled copy": partial(_made, lambda model: pickle.loads(pickle.dumps(model))),
 }
 """What surrounds a measurement, by name; the model that each takes is changed."""
 
@@ -195,7 +175,8 @@ def state_of(model: Any) -> dict[str, Any]:
         modules[name] = type(module), module.training, hooks, sorted(vars(module))
     for name, one in model.named_parameters():
         parameters[name] = one.requires_grad, one.grad, one._version
-    state = {
+    tokenizer = model.tokenizer
+    return {
         "modules": modules,
         "parameters": parameters,
         "settings": (model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict()),
@@ -203,8 +184,5 @@ def state_of(model: Any) -> dict[str, Any]:
         "torch": (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()),
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), np.geterr()),
         "filters": len(warnings.filters),
+        "tokenizer": (tokenizer.padding_side, tokenizer.truncation_side, tokenizer.model_max_length),
     }
-    with suppress(AttributeError):
-        tokenizer = model.tokenizer
-        state["tokenizer"] = tokenizer.padding_side, tokenizer.truncation_side, tokenizer.model_max_length
-    return state

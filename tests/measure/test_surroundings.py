@@ -67,17 +67,19 @@ QUICK = {
 CASES = covering([(name, one) for one in SURROUNDINGS for name in MEASUREMENTS], {(n, one) for one, n in QUICK.items()})
 
 
+def said(name: str, model: Any, tokenizer: Any) -> Any:
+    """What a measurement says, but for which settings of the checkpoint were not used."""
+    result = plain(CALLS[name](model, tokenizer))
+    if isinstance(result, dict):
+        result["settings"].pop("decoding", None)
+    return result
+
+
 @cache
 def alone(name: str) -> Any:
     """What a measurement says of a model that nothing surrounds."""
     model = ss.load()
-    return plain(CALLS[name](model, model.tokenizer))
-
-
-def said_of_decoding(result: Any) -> None:
-    """Leave out which settings of the checkpoint were not used."""
-    if isinstance(result, dict):
-        result["settings"].pop("decoding", None)
+    return said(name, model, model.tokenizer)
 
 
 @pytest.mark.parametrize(("name", "surrounding"), CASES)
@@ -86,11 +88,8 @@ def test_a_measurement_says_the_same_whatever_surrounds_it(name, surrounding):
     tokenizer = model.tokenizer
     with SURROUNDINGS[surrounding](model) as surrounded:
         before = state_of(model)
-        found = plain(CALLS[name](surrounded, tokenizer))
+        found = said(name, surrounded, tokenizer)
         after = state_of(model)
-    wanted = plain(alone(name))
-    for result in (wanted, found):
-        said_of_decoding(result)
-    assert differences(wanted, found, 2e-3) == []
+    assert differences(alone(name), found, 2e-3) == []
     for what in before:
         assert "thread" in surrounding or before[what] == after[what], what

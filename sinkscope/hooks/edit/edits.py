@@ -25,7 +25,7 @@ from sinkscope.hooks.edit.sites import (
     chosen_positions,
     head_of,
     listed,
-    plain,
+    python_numbers,
     site_of,
 )
 from sinkscope.hooks.trace import resolve
@@ -269,7 +269,7 @@ class Ablate(NeuronEdit):
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         object.__setattr__(self, "heads", tuple(dict.fromkeys(map(head_of, listed("heads", self.heads)))))
         super().__post_init__(layer, neurons)
-        value = checked_value(Literal["zero", "mean"] | Finite, plain(self.value), "value")
+        value = checked_value(Literal["zero", "mean"] | Finite, python_numbers(self.value), "value")
         object.__setattr__(self, "value", value)
         object.__setattr__(self, "positions", checked_positions(self.positions))
 

@@ -18,7 +18,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, build, check_values
 from sinkscope.hooks.edit.edits import NeuronEdit, Values
-from sinkscope.hooks.edit.sites import Where, plain, site_of
+from sinkscope.hooks.edit.sites import Where, python_numbers, site_of
 from sinkscope.models.checkpoints.fingerprint import check_made_for
 from sinkscope.models.target import Target
 
@@ -70,7 +70,7 @@ class SinkPatch(NeuronEdit):
         super().__post_init__(layer, neurons)
         check_values(Mapping[Any, Any], calibrated=self.calibrated)
         check_values(Mapping[str, Any] | None, model=self.model)
-        calibrated = {site_of(site): plain(value) for site, value in self.calibrated.items()}
+        calibrated = {site_of(site): python_numbers(value) for site, value in self.calibrated.items()}
         check_values(Mapping[Any, Finite], calibrated=calibrated)
         object.__setattr__(self, "calibrated", calibrated)
         missing = [site for site in self.checked_sites if site not in calibrated]

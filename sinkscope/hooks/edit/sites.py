@@ -39,7 +39,7 @@ def site_of(site: Any) -> Neuron:
         return site.address
     if isinstance(site, str):
         site = read_neuron(site, "site")
-    return Neuron.of(checked_value(_SITE, plain(site), "site "))
+    return Neuron.of(checked_value(_SITE, python_numbers(site), "site "))
 
 
 def head_of(head: Any) -> tuple[int, int]:
@@ -50,21 +50,21 @@ def head_of(head: Any) -> tuple[int, int]:
     """
     if isinstance(head, str):
         return read_head(head, "head")
-    return checked_value(_HEAD, plain(head), "head ")
+    return checked_value(_HEAD, python_numbers(head), "head ")
 
 
-def plain(given: Any) -> Any:
+def python_numbers(given: Any) -> Any:
     """Numbers of NumPy and torch, such as those of `topk`, as Python's."""
     if isinstance(given, tuple | list):
-        return tuple(map(plain, given))
+        return tuple(map(python_numbers, given))
     if hasattr(given, "tolist"):
-        return plain(given.tolist())
+        return python_numbers(given.tolist())
     return given
 
 
 def listed(name: str, given: Any) -> list[Any]:
     """Return one or several numbers, names or sites, as a list."""
-    given = plain(given)
+    given = python_numbers(given)
     check_values(Iterable[Any] | int, **{name: given})
     if isinstance(given, int | str):
         return [given]
@@ -81,7 +81,7 @@ def checked_positions(positions: Any) -> Positions:
         ends = [end for end in (positions.start, positions.stop, positions.step) if end is not None]
         if all(isinstance(end, int) and end >= 0 for end in ends):
             return positions
-    return checked_value(_POSITIONS, plain(positions), "positions ")
+    return checked_value(_POSITIONS, python_numbers(positions), "positions ")
 
 
 def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
