@@ -20,11 +20,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import flash_attention_mask
 
 from sinkscope.conformance.masked import attending, plain_logits, positions_of, window_of
+from sinkscope.engine.stock import set_attention
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.adopt import own_layers
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.opening.live import target_of
-from sinkscope.tap.stock import set_attention
 
 FAMILIES = (
     "gpt2 gpt_neox opt phi phi3 llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3_text olmo olmo2 gpt_oss"

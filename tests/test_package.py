@@ -24,7 +24,7 @@ ORDER = (
     "files",
     "results",
     "models",
-    "tap",
+    "engine",
     "opening",
     "hooks",
     "kv",

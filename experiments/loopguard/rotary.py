@@ -27,6 +27,8 @@ from torch import Tensor
 from experiments.drawn import powers, save
 from experiments.record import Row, record
 from experiments.script import run
+from sinkscope.engine.attention import Attention
+from sinkscope.engine.tap import listening
 from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import decode
 from sinkscope.loops.text.signals import tail_period
@@ -36,8 +38,6 @@ from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of, panels
-from sinkscope.tap.call import Attention
-from sinkscope.tap.tap import listening
 
 NOISE, DRAWS, STEPS = 0.01, 4, 96
 TAIL = 32  # positions of the window (the paper's B_t), rounded up to whole periods

@@ -17,10 +17,11 @@ from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, EndReason, Metrics
 from sinkscope.conformance.subject import entered
+from sinkscope.engine.block import Event
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.generation.decode import ForcedAnswer, decoding, noted_decoding, to_end
-from sinkscope.hooks.edit.base import Event, Intervention, under
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv.session import Session
 from sinkscope.kv.usage import HeldTokens, full_read
 from sinkscope.kv.windows import layer_window

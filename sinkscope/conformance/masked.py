@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from sinkscope.tap.stock import attention_name, eager_attention, set_attention
+from sinkscope.engine.stock import attention_name, eager_attention, set_attention
 
 _NAME = "sinkscope-masked"
 

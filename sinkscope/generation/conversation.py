@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList
 
+from sinkscope.engine.block import Event, Run
+from sinkscope.engine.step import RowState
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values
 from sinkscope.generation.decode import ForcedAnswer, decoding
-from sinkscope.hooks.call import RowState
-from sinkscope.hooks.edit.base import Event, Intervention, Run, under
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv.adopt import refuse_states
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheState, Moment

@@ -12,8 +12,9 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from sinkscope.engine.block import Event
 from sinkscope.errors import warn
-from sinkscope.hooks.edit.base import Event, Intervention, under
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.inputs import end_ids
 from sinkscope.models.target import Target
 

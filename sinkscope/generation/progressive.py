@@ -12,8 +12,8 @@ from typing import Literal
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinkscope.engine.block import Run
 from sinkscope.files.records import Natural, Whole
-from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.policy import LayerMoment, Policy

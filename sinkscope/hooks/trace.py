@@ -15,6 +15,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
@@ -24,7 +25,6 @@ from sinkscope.models.inputs import read_inputs
 from sinkscope.models.neurons import mlp_writers, norms_of
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
-from sinkscope.tap.tap import attention_rows
 
 
 class NoSiteError(UnsupportedError):

@@ -7,8 +7,8 @@ from typing import Any, get_args
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from sinkscope.engine.step import TokenPositions
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.call import TokenPositions
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.windows import cache_layers
 from sinkscope.models.call_cache import cache_parameter

@@ -10,8 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.engine.attention import Attention, View
+from sinkscope.engine.step import Call
+from sinkscope.engine.tap import Handler
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.call import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.latest_queries import LatestQueries
@@ -19,8 +21,6 @@ from sinkscope.kv.slots import Slots
 from sinkscope.kv.windows import layer_window
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.target import Target
-from sinkscope.tap.call import Attention, View
-from sinkscope.tap.tap import Handler
 
 
 @dataclass(frozen=True, eq=False)

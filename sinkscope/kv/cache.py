@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from sinkscope.engine.step import TokenPositions
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.hooks.call import TokenPositions
 from sinkscope.kv import slots as slots_of
 from sinkscope.kv.slots import Slots
 

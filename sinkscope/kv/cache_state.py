@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.hooks.call import Call
+from sinkscope.engine.step import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.kv.usage import Meter
@@ -18,7 +18,7 @@ from sinkscope.kv.usage import Meter
 
 @dataclass(eq=False)
 class CacheState:
-    """What is known about one cache across the calls of a run; it lies on the cache (`hooks.call`).
+    """What is known about one cache across the calls of a run; it lies on the cache (`engine.step`).
 
     Attributes:
         prefilling: Whether the last call read a prompt or part of one.

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.engine.block import Run
 from sinkscope.files.records import Budget
-from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session

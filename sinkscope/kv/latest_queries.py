@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.hooks.call import Call
+from sinkscope.engine.attention import Attention, View
+from sinkscope.engine.step import Call
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.tap.call import Attention, View
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,9 @@ from functools import partial
 from jaxtyping import Bool
 from torch import Tensor
 
+from sinkscope.engine.block import Run
 from sinkscope.files.records import Natural, check_fields
-from sinkscope.hooks.edit.base import Intervention, Run
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.attention_watch import AttentionRows
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.session import Session

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sinkscope.engine.block import Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, check_fields
-from sinkscope.hooks.edit.base import Intervention, Run
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.policy import Policy
 from sinkscope.kv.session import Session

@@ -16,9 +16,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
+from sinkscope.engine.block import Run
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
-from sinkscope.hooks.edit.base import Intervention, Run
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.session import Session

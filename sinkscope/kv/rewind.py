@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
+from sinkscope.engine.block import Run
 from sinkscope.errors import warn
-from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache_state import Generation
 from sinkscope.kv.session import Session
 from sinkscope.models.call_cache import cache_argument

@@ -15,9 +15,11 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 
+from sinkscope.engine.block import Run
+from sinkscope.engine.internals import GenerateFollower, following_generate
+from sinkscope.engine.step import Call
+from sinkscope.engine.tap import check_attention_recomputed, check_masks_made, tapped
 from sinkscope.errors import UnsupportedError, warn
-from sinkscope.hooks.call import Call
-from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.adopt import adopt, check_seen, own_layers, used_cache
 from sinkscope.kv.attention_watch import AttentionRows, AttentionWatch, Replacement, Watcher
 from sinkscope.kv.cache import COLUMNS, CacheLayer
@@ -27,8 +29,6 @@ from sinkscope.kv.windows import attention_elsewhere, check_mask, check_servable
 from sinkscope.models.call_cache import cache_in, with_cache
 from sinkscope.models.hooks import AroundCall, Kwargs
 from sinkscope.models.target import Target
-from sinkscope.tap.internals import GenerateFollower, following_generate
-from sinkscope.tap.tap import check_attention_recomputed, check_masks_made, tapped
 
 _ACTING: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
 """The runs that act on the cache and the attention of a model, one for each thread; others may watch."""

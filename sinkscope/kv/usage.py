@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.hooks.edit.base import Run
+from sinkscope.engine.attention import ChunkWindow
+from sinkscope.engine.block import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import LatestQueries
 from sinkscope.results.notation import count_of
-from sinkscope.tap.call import ChunkWindow
 
 
 @dataclass(frozen=True)

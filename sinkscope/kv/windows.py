@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
+from sinkscope.engine.attention import ChunkWindow
+from sinkscope.engine.step import Call
+from sinkscope.engine.stock import NAME, attention_name
 from sinkscope.errors import UnsupportedError
-from sinkscope.hooks.call import Call
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
-from sinkscope.tap.call import ChunkWindow
-from sinkscope.tap.stock import NAME, attention_name
 
 SERVED = ("DynamicLayer", "DynamicSlidingWindowLayer")
 """Classes of layers of a stock cache that hold keys and values alone."""

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from plotly.subplots import make_subplots
 from torch import Tensor
 
+from sinkscope.engine.stock import NAME, attention_name
 from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import under
@@ -27,7 +28,6 @@ from sinkscope.models.inputs import attending_layers, check_site, read_row
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import count_of, head_name, word_form, word_list
 from sinkscope.results.style import figure_of, long_table
-from sinkscope.tap.stock import NAME, attention_name
 
 SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard monitors
 LOCK_GAIN = 0.2  # gain from which a head counts as locked

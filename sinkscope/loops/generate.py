@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
+from sinkscope.engine.block import Event, Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
 from sinkscope.generation.decode import decode, decoding, to_end
-from sinkscope.hooks.edit.base import Event, Intervention, Run, under
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
 from sinkscope.kv.rewind import generate_with_rewind

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from textwrap import fill
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
+from sinkscope.engine.block import apart, check_apart
 from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of, refuse_unknown
 from sinkscope.files.output import WRITTEN
 from sinkscope.files.progress import watched_by
 from sinkscope.generation.decode import noted_decoding
-from sinkscope.hooks.edit.base import apart, check_apart
 from sinkscope.measure.edit_options import edit_from_options
 from sinkscope.measure.setup import Setup
 from sinkscope.models.checkpoints.config import float32_by_default

@@ -14,10 +14,11 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 
+from sinkscope.engine.block import runs_here
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Whole
-from sinkscope.hooks.edit.base import Intervention, runs_here, under
+from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text

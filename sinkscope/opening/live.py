@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from sinkscope.engine.stock import set_attention, stock_of
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.adapters import DRAFT
 from sinkscope.models.target import ModelKind, Target
 from sinkscope.models.weights import split_weight
 from sinkscope.opening.inference.find import adapter_of
-from sinkscope.tap.stock import set_attention, stock_of
 
 _SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")
 """Classes of modules that show that a model is split in an unserved way."""

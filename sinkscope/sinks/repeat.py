@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
+from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
 from sinkscope.files.store import Folder, Keyed
@@ -46,7 +47,6 @@ from sinkscope.sinks.tokens import (
     token_texts,
     vocabulary,
 )
-from sinkscope.tap.tap import attention_rows
 
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.engine.attention import View, attention_probs
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.draws import draws
-from sinkscope.tap.call import View, attention_probs
 
 ROWS = 64  # queries whose attention is computed at a time
 

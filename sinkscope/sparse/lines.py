@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from sinkscope.engine.attention import Attention
+from sinkscope.engine.tap import check_attention_visible, listening
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import PositiveShare, checked_value
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
@@ -33,8 +35,6 @@ from sinkscope.results.notation import count_of
 from sinkscope.results.style import BLUE, GREEN, GREY, ORANGE, figure_of, long_table
 from sinkscope.sparse.attention import Scores, in_blocks, line_sums
 from sinkscope.sparse.head_lines import HeadLines, top_lines
-from sinkscope.tap.call import Attention
-from sinkscope.tap.tap import check_attention_visible, listening
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention

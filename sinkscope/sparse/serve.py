@@ -21,10 +21,10 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 
+from sinkscope.engine.block import Run
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.records import Budget, Natural, PositiveShare, Whole, check_fields
 from sinkscope.generation.progressive import Progressive, steps_summary
-from sinkscope.hooks.edit.base import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import Bands, BlockGrid, Copies

@@ -14,9 +14,11 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.engine.attention import Attention, View
+from sinkscope.engine.block import Event, Run
+from sinkscope.engine.step import Call, Memory
 from sinkscope.files.records import check_fields
-from sinkscope.hooks.call import Call, Memory
-from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.session import Session
@@ -26,7 +28,6 @@ from sinkscope.sparse.choice import select_bands
 from sinkscope.sparse.head_lines import HeadLines
 from sinkscope.sparse.replay import Replayed
 from sinkscope.sparse.sparse import band_attention, lack_of_library, line_attention, recovered, triton_module
-from sinkscope.tap.call import Attention, View
 
 _UNKNOWN = -1  # the id of an embedding, and of a token that was read before the run
 

@@ -22,10 +22,10 @@ import sinkscope.app.generate
 import sinkscope.opening.load
 from sinkscope.app.cli import main
 from sinkscope.app.commands import COMMANDS
+from sinkscope.engine.block import Event
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text
 from sinkscope.hooks.edit import SinkPatch
-from sinkscope.hooks.edit.base import Event
 from sinkscope.loops.generate import Generated
 from sinkscope.measure import Measurement
 from sinkscope.results.result import Result

@@ -154,7 +154,7 @@ def test_rehearsal(tmp_path, capsys):
             results[name] = json.loads(file.read_text())["result"]
             assert all(step.get("right", True) for step in results[name].values()), name
     assert {"overhead", "fault", "net", "suite", "family-48m", "family-120m", "adapters"} <= results.keys()
-    assert results["net"]["bfloat16"]["draws"] > 0 < results["suite"]["tap"]["passed"]
+    assert results["net"]["bfloat16"]["draws"] > 0 < results["suite"]["engine"]["passed"]
     assert results["family-48m"]["train"]["steps"] == 70
     tables(tmp_path)
     said = capsys.readouterr().out

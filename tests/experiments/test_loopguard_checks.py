@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from experiments.loopguard.rotary import DRAWS, NOISE, decay, tails
+from sinkscope.engine.tap import listening
 from sinkscope.opening.live import target_of
-from sinkscope.tap.tap import listening
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3"])

@@ -9,9 +9,9 @@ import torch
 from organisms.tiny import tiny_model
 from torch.testing import assert_close
 
+from sinkscope.engine.attention import attention_probs
 from sinkscope.errors import SinkscopeWarning, UnsupportedError
 from sinkscope.opening.live import target_of
-from sinkscope.tap.call import attention_probs
 
 
 def test_a_soft_cap_that_sdpa_drops_is_said():

@@ -13,8 +13,8 @@ from kv_kit import model_of, prompts
 from organisms.tiny import attention_names
 from torch import nn
 
+from sinkscope.engine.tap import HANDLERS
 from sinkscope.kv import H2O
-from sinkscope.tap.tap import HANDLERS
 
 IDS, MASK = prompts([9, 6])
 STEPS = 4

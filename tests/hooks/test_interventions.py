@@ -15,8 +15,8 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
+from sinkscope.engine.step import begin_call, put_rows
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.call import begin_call, put_rows
 from sinkscope.hooks.edit import Ablate, SinkPatch
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])

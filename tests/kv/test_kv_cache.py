@@ -16,8 +16,8 @@ from refusals import refused
 from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache
 
+from sinkscope.engine.step import TokenPositions
 from sinkscope.generation.progressive import work_on_copy
-from sinkscope.hooks.call import TokenPositions
 from sinkscope.kv import Full, Observe, StreamingLLM, slots
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.usage import HeldTokens, TokenCount, allocated_slots

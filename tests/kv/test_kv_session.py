@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
+from sinkscope.engine import stock
+from sinkscope.engine.tap import HANDLERS
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.trace import attention_rows
@@ -32,8 +34,6 @@ from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, TriShape
-from sinkscope.tap import stock
-from sinkscope.tap.tap import HANDLERS
 
 IDS, MASK = prompts([14, 9], 4)
 

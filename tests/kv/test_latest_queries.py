@@ -10,7 +10,8 @@ from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
-from sinkscope.hooks.edit.base import Intervention, Run
+from sinkscope.engine.block import Run
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import Session, SnapKV
 from sinkscope.sparse.serve import LoopServe
 

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 import sinkscope as ss
+from sinkscope.engine.stock import attention_name
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.opening.inference.find import sample_of
-from sinkscope.tap.stock import attention_name
 
 
 @cache

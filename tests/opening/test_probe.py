@@ -13,7 +13,7 @@ from intervention_kit import count_hooks
 from organisms.decoders import decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
 
-import sinkscope.tap.call as attention
+import sinkscope.engine.attention as attention
 from sinkscope.errors import UnsupportedError
 from sinkscope.models import adapters
 from sinkscope.models.adapters import PATHS, Adapter

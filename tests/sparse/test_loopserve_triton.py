@@ -18,14 +18,14 @@ from test_bands import random_bands
 from test_sparse_attention import inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sinkscope.engine.attention import Attention, View
+from sinkscope.engine.stock import Stock
 from sinkscope.errors import UnsupportedError
 from sinkscope.sparse import band_attention, select_bands, sparse
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import BlockGrid, Copies
 from sinkscope.sparse.choice import bands_from, recorded_bands, sampled_rows
 from sinkscope.sparse.serve import LoopServe
-from sinkscope.tap.call import Attention, View
-from sinkscope.tap.stock import Stock
 
 CASES = [  # queries, keys before them, width, kv heads, dtype: nothing is a multiple of a block
     (300, 0, 24, 2, "float16"),

@@ -1,6 +1,7 @@
 """Edits of a running model: ablate neurons, write values, patch, round. `with intervention.on(model) as run:`."""
 
-from sinkscope.hooks.edit.base import Composed, Event, Intervention, Run
+from sinkscope.engine.block import Event, Run
+from sinkscope.hooks.edit.base import Composed, Intervention
 from sinkscope.hooks.edit.edits import Ablate, Add, NeuronEdit
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.hooks.edit.sink_patch import SinkPatch

@@ -13,10 +13,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.engine.block import Event, Run
+from sinkscope.engine.internals import GenerateFollower, following_generate
+from sinkscope.engine.step import Call, Memory
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, check_values, checked_value
-from sinkscope.hooks.call import Call, Memory
-from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sites import (
     Positions,
     SiteLike,
@@ -35,7 +37,6 @@ from sinkscope.models.neurons import HookPoint, NeuronGroup, groups_of, heads_po
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head, Neuron
-from sinkscope.tap.internals import GenerateFollower, following_generate
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,10 +22,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from sinkscope.engine.block import Event, Run
+from sinkscope.engine.step import TokenPositions
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Whole, Wording, check_fields, share_of
-from sinkscope.hooks.call import TokenPositions
-from sinkscope.hooks.edit.base import Event, Intervention, Run
+from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache_state import Moment
 from sinkscope.kv.rewind import Rewinder
 from sinkscope.kv.session import Session

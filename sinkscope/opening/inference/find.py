@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from sinkscope.engine.internals import without_hooks
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import DRAFT, Adapter, Found, layer_kinds, row_of, shown_row, stack_of
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth, new_model
@@ -31,7 +32,6 @@ from sinkscope.models.target import Target
 from sinkscope.opening.inference.proof import probe
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.inference.sums import token_ids
-from sinkscope.tap.internals import without_hooks
 
 _KNOWN: dict[tuple[type, Adapter | None, str], Found] = {}  # by the class, the row and the configuration of the model
 _LOCK = threading.RLock()

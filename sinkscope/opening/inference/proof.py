@@ -16,15 +16,15 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from sinkscope.engine.attention import Attention, relative_error
+from sinkscope.engine.stock import eager
+from sinkscope.engine.tap import attention_rows, listening
 from sinkscope.errors import UnsupportedError, first_line
 from sinkscope.models.adapters import PATHS, layer_kinds
 from sinkscope.models.grouped_heads import head_projection, per_query_head
 from sinkscope.models.hooks import Hook, on_input, on_output
 from sinkscope.models.target import Target
 from sinkscope.opening.inference.sums import layer_sums, token_ids
-from sinkscope.tap.call import Attention, relative_error
-from sinkscope.tap.stock import eager
-from sinkscope.tap.tap import attention_rows, listening
 
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
 _NARROW = 6  # tokens of every window, chunk and choice of keys while attention is checked

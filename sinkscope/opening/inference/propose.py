@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sinkscope.engine.attention import Attention, relative_error
+from sinkscope.engine.tap import attention_rows, listening
 from sinkscope.errors import SinkscopeError, UnsupportedError, first_line
 from sinkscope.models.adapters import (
     DRAFT,
@@ -34,8 +36,6 @@ from sinkscope.models.hooks import Hook, LayerInput, first_tensor, on_input, on_
 from sinkscope.models.target import Target
 from sinkscope.models.weights import input_width, is_transposed
 from sinkscope.opening.inference.sums import LayerSums, layer_sums, token_ids
-from sinkscope.tap.call import Attention, relative_error
-from sinkscope.tap.tap import attention_rows, listening
 
 ATTENTION = """self_attn linear_attn mamba conv norm_attn_norm.attn attn.attention attention.self attn self_attention
     attention multi_head_attention temporal_block mixer""".split()

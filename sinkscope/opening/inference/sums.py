@@ -28,13 +28,13 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from sinkscope.engine.attention import Attention, relative_error
+from sinkscope.engine.tap import attention_rows, listening
 from sinkscope.models.experts import experts_of
 from sinkscope.models.grouped_heads import head_projection
 from sinkscope.models.hooks import Args, Hook, Kwargs, first_tensor, on_hidden, on_input
 from sinkscope.models.neurons import column_factor, mlp_writers, on_mlp, typical_neuron, w_out
 from sinkscope.models.target import Target
-from sinkscope.tap.call import Attention, relative_error
-from sinkscope.tap.tap import attention_rows, listening
 
 RowValues = Float[Tensor, "row pos width"]
 PASS_ROWS = 7

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from sinkscope.engine.tap import visible_rows
 from sinkscope.files.progress import report_progress
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import rows_at_once
@@ -32,7 +33,6 @@ from sinkscope.sinks.spikes.survey import given_later, to_place
 from sinkscope.sinks.spikes.writers import hook_points_of
 from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import Mask, TokenRows
-from sinkscope.tap.tap import visible_rows
 
 LOGITS = 1 << 21  # logits of a text at most: of large vocabularies, every second position is read, or fewer
 FEW = 4  # texts in which a set is searched

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from sinkscope.engine.tap import visible_rows
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.hooks import Hook, LayerInput, on_hidden, on_input, on_output
@@ -20,7 +21,6 @@ from sinkscope.models.text import text_rows
 from sinkscope.results.parts import Component
 from sinkscope.sinks.thresholds import MASSIVE, NARROWEST, READS, SMALLEST
 from sinkscope.sinks.tokens import Mask, TokenRows
-from sinkscope.tap.tap import visible_rows
 
 SURVEYED = 12  # texts of a survey
 KEPT_ELEMENTS = 1 << 28  # states of this many elements are kept: one gigabyte; of larger models fewer texts are read

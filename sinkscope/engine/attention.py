@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from sinkscope.engine.stock import Stock, eager_attention
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.grouped_heads import by_query_head, fold_groups_into_queries, per_query_head
 from sinkscope.models.hooks import without_autocast
-from sinkscope.tap.stock import Stock, eager_attention
 
 
 class ChunkWindow(int):

@@ -27,9 +27,9 @@ from einops import reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.engine.attention import shown
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.call_cache import cache_in, tokens_in
-from sinkscope.tap.call import shown
 
 _ROWS = "sinkscope_rows"
 """The attribute of a cache that holds the states of its rows, by the number of the run."""

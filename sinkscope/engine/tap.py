@@ -26,12 +26,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from sinkscope.engine.attention import Attention, AttentionOutput, VisibleRowObserver, check_recomputed
+from sinkscope.engine.stock import NAME, STOCK, Stock, eager, stock_of, switched
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, on_output, without_compiler
 from sinkscope.models.target import Target
-from sinkscope.tap.call import Attention, AttentionOutput, VisibleRowObserver, check_recomputed
-from sinkscope.tap.stock import NAME, STOCK, Stock, eager, stock_of, switched
 
 
 @dataclass(eq=False)

@@ -10,13 +10,13 @@ from kv_kit import shallow_of as model_of
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from sinkscope.engine import stock
+from sinkscope.engine.tap import HANDLERS
 from sinkscope.errors import UnsupportedError
 from sinkscope.hooks.trace import attention_rows
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.lines import scores_of
-from sinkscope.tap import stock
-from sinkscope.tap.tap import HANDLERS
 
 PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
 
