@@ -30,6 +30,16 @@ def steps(use: Use, cache: Any = None) -> Tensor:
     return torch.cat(found, 1)
 
 
+def second_turn(use: Use) -> Tensor:
+    """What follows the prompt is read in one call."""
+    cache = use.cache()
+    with use.inside():
+        found = [use.run(0, use.prompt, cache)]
+        if use.prompt < use.length:
+            found.append(use.run(use.prompt, use.length, cache))
+    return torch.cat(found, 1)
+
+
 def chunks(use: Use) -> Tensor:
     cache, found = use.cache(), []
     with use.inside():

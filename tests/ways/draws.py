@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from .calls import CALLS
-from .edits import EDITS, Draw
+from .edits import EDITS, ROWS_SEEN, Draw
 from .families import ENDS, FAMILIES
+from .masks import MASKS, POSITIONS
 from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
 from .texts import ASSISTED, OPTIONS, ROW_ALONE, SAMPLES
 from .ways import TEXTS, WAYS
@@ -25,6 +26,8 @@ DIMENSIONS: dict[str, Mapping[Any, Any]] = {
     "length": dict.fromkeys((20, 1, 2, 300, 600)),
     "cache": WAYS,
     "call": CALLS,
+    "mask": MASKS,
+    "positions": POSITIONS,
     "edit": EDITS,
     "other": OTHERS,
     "options": OPTIONS,
@@ -79,6 +82,8 @@ def _meet(draw: Draw) -> bool:
         return edit.acts == (draw["cache"] == "looping") and not edit.steers and draw["cache"] != "steered"
     if draw["hooks"] == "changed inside" and draw["cache"] == "outside":
         return False
+    if edit.site == ROWS_SEEN:
+        return not way.plain and draw["hooks"] == "none"
     if edit.site is not None:
         return draw["cache"] == "none" and draw["call"] == "keyword" and draw["wrapper"] != "nnsight"
     return not way.plain or draw["hooks"] == "none"
@@ -98,8 +103,9 @@ def _has_row_alone(draw: Draw) -> bool:
 
 def counts_padding(draw: Draw) -> bool:
     """Whether a model that is not told positions counts the padding in front of a row, too."""
-    takes = FAMILIES[draw["family"]].positions and draw["call"] not in ("positions", "whole mask")
-    return draw["padding"] == "left" and takes and not WAYS[draw["cache"]].tokens
+    takes = FAMILIES[draw["family"]].positions and draw["positions"] == "counted"
+    padded = draw["padding"] == "left" or draw["mask"] in ("hole", "later turn", "block")
+    return padded and takes and not WAYS[draw["cache"]].tokens
 
 
 def drawn(generator: random.Random, fixed: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -141,7 +147,7 @@ def pairs_of(draw: Draw, names: Iterable[str]) -> set[tuple[str, Any, str, Any]]
 RARE = {
     "mode": ("inference", "autocast", "training"),
     "wrapper": ("compiled", "compiled module", "lora", "offloaded", "dispatched", "recast"),
-    "call": ("whole mask", "embeds", "everything"),
+    "call": ("embeds", "everything"),
     "length": (300, 600),
     "other": tuple(OTHERS)[1:],
     "cache": ("copied from", "repeated", "conversation kept", "pickled", "in a thread", "turns", "prefix"),

@@ -18,6 +18,8 @@ from .families import FAMILIES, HIDDEN, Family
 
 BIG = 10_000
 LAYER, NEURONS, HEAD, EXPERT = 1, [3, 17], 1, 2
+ROWS_SEEN = "rows"
+"""Stands for a site where the rows of attention that an observer is shown are compared."""
 RESID, PATTERN = f"blocks.{LAYER}.hook_resid_post", f"blocks.{LAYER}.attn.hook_pattern"
 POST, Z = f"blocks.{LAYER}.mlp.hook_post", f"blocks.{LAYER}.attn.hook_z"
 VECTOR = torch.linspace(-1, 1, HIDDEN)
@@ -144,6 +146,45 @@ def add_and_zero(model: nn.Module, family: Family) -> None:
     add_vector(model, family)
 
 
+class RowsSeen:
+    """What an observer is shown, in one tensor: rows of all queries and heads of all layers, over columns."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[Tensor]] = {}
+
+    def __call__(self, shown: Any) -> None:
+        self.add(shown.layer, shown.probs)
+
+    def add(self, layer: int, rows: Tensor) -> None:
+        """Note rows `[batch head query key]` of a call."""
+        self._rows.setdefault(layer, []).append(rows.detach().clone())
+
+    def joined(self, length: int) -> Tensor:
+        """All of them `[batch layer*head query key]`; the keys of a call end where its queries do, at the latest."""
+        layers: list[Tensor] = []
+        for _, parts in sorted(self._rows.items()):
+            wide = [nn.functional.pad(rows, (0, length - rows.shape[-1])) for rows in parts]
+            layers.append(torch.cat(wide, 2))
+        return torch.cat(layers, 1)
+
+
+def rows_by_hand(model: nn.Module, family: Family) -> RowsSeen:
+    """Eager attention tells its rows."""
+    model.set_attn_implementation("eager")
+    seen = RowsSeen()
+    for number in range(model.config.get_text_config().num_hidden_layers):
+        attention = family.block(model, number).get_submodule(family.out.rpartition(".")[0])
+        attention.register_forward_hook(lambda module, args, output, layer=number: seen.add(layer, output[1]))
+    return seen
+
+
+def _has_rows(draw: Draw) -> bool:
+    """Whether all keys are columns and rows are told: no window drops keys, and calls are those of `Use.run`."""
+    family, ways = FAMILIES[draw["family"]], ("none", "steps", "chunks", "second turn")
+    tells = family.dispatches and (family.window is None or draw["cache"] == "none") and draw["cache"] in ways
+    return tells and draw["call"] not in ("embeds", "everything") and draw["wrapper"] != "nnsight"
+
+
 # Falcon forgets that it is causal where its attention is switched to eager, which plain means need here.
 ROWS = {"site": PATTERN, "fits": lambda draw: draw["family"] != "falcon"}
 WHOLE = {"fits": lambda draw: draw["padding"] == "none"}
@@ -169,6 +210,7 @@ EDITS = {
     "streaming": Edit(lambda: [kv.StreamingLLM(budget=BIG)]),
     "tova": Edit(lambda: [kv.TOVA(budget=BIG)]),
     "loopserve": Edit(lambda: [ss.LoopServe(alpha=1.0, budget=BIG)]),
+    "rows": Edit(lambda: [kv.Observe(RowsSeen())], site=ROWS_SEEN, fits=_has_rows),
     "observe": Edit(lambda: [kv.Observe(lambda rows: None)]),
     "loopserve 0": Edit(lambda: [ss.LoopServe(alpha=1.0, budget=BIG, shortest=0)]),
     "trace": Edit(_nothing, site=RESID),

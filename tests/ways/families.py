@@ -13,8 +13,10 @@ import torch
 import transformers as tf
 from torch import nn
 
-VOCAB, LAYERS, HIDDEN = 160, 3, 64
+VOCAB, LAYERS, HIDDEN, HEADS = 160, 3, 64, 4
 BOS, EOS, PAD = 0, 1, 2
+IMAGE_TOKENS = (159, 157, 158)
+"""Ids of an image's tokens, and of its begin and end."""
 _ENDS = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
 _SIZES = {
     "vocab_size": VOCAB,
@@ -56,6 +58,7 @@ class Family:
         absolute: Whether places are counted in the whole row, with its padding, unless the call says them.
         dispatches: Whether its layers look an attention function up by its name.
         shares_keys: Whether layers read the keys of earlier ones.
+        masked: Whether transformers makes its mask by the functions that read positions as documents.
         experts: Path of the experts in a layer, if it has any.
         loaded: Loads a real model, which no configuration makes; it is read at short lengths, and no vector is added.
     """
@@ -70,6 +73,7 @@ class Family:
     absolute: bool = False
     dispatches: bool = True
     shares_keys: bool = False
+    masked: bool = True
     experts: str | None = None
     loaded: Callable[[], nn.Module] | None = None
 
@@ -100,6 +104,32 @@ FAMILIES = {
             query_pre_attn_scalar=16,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         ),
+        window=24,
+    ),
+    "gemma3 image": Family(
+        lambda: tf.Gemma3Config(
+            text_config={
+                **_LLAMA,
+                **_WINDOW,
+                "query_pre_attn_scalar": 16,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            },
+            vision_config={
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            mm_tokens_per_image=4,
+            image_token_index=IMAGE_TOKENS[0],
+            boi_token_index=IMAGE_TOKENS[1],
+            eoi_token_index=IMAGE_TOKENS[2],
+            **_ENDS,
+        ),
+        "model.language_model.layers.{}",
+        mask_second=False,
         window=24,
     ),
     "granite": Family(
@@ -238,6 +268,8 @@ FAMILIES = {
 }
 
 
+IMAGE = ("gemma3 image",)
+"""Families that read images."""
 INSIDE = ("falcon", "bloom", "gpt_neo", "mpt", "codegen", "gptj")
 """Families that compute attention inside their modules."""
 _REAL_WINDOWS = {"smollm2": None, "gemma3": 512}

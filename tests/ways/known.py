@@ -115,7 +115,9 @@ MENDED = {
     "an attention without a mask function and a window": draw_of(
         attention="own without mask", family="mistral", cache="generate", edit="full"
     ),
-    "a mask of all keys where some are gone": draw_of(cache="steps", call="whole mask", edit="streaming 12"),
+    "a mask of all keys where some are gone": draw_of(
+        cache="steps", mask="4-D additive", positions="given", edit="streaming 12"
+    ),
     "rounded keys of a model whose layers share them": draw_of(edit="keys 8 bits", family="gemma4"),
     "a block ends while another thread makes its mask": draw_of(
         attention="own without mask", edit="observe", other="plain thread"

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 import sinkscope as ss
 
-from .calls import SILENT, Use, positions_of
+from .calls import SILENT, Use
 from .draws import counts_padding
-from .edits import EDITS, LAYER, PATTERN, RESID, Draw, Z
+from .edits import EDITS, LAYER, PATTERN, RESID, ROWS_SEEN, Draw, Z, rows_by_hand
 from .families import FAMILIES, model_of
 from .known import may_be_refused
+from .masks import MASKS, SECOND, Layout, additive, counted, layout_of
 from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
 from .texts import AS_GREEDY, ASSISTED
 from .ways import WAYS, inputs
@@ -135,15 +136,22 @@ def _by_hand(draw: Draw, ids: Tensor, mask: Tensor) -> Tensor:
     if not WAYS[draw["cache"]].plain:
         edit.by_hand(hand, family)
     enter = partial(HOOKS[draw["hooks"]].around, hand, family, contextlib.nullcontext)
+    use = Use(hand, hand, draw, ids, mask, enter, _layout(draw, hand, ids, mask))
+    if edit.site == ROWS_SEEN:
+        seen = rows_by_hand(hand, family)
+        if MASKS[draw["mask"]].sees is not None and not use.layout.whole.is_floating_point():  # which eager adds
+            use.layout.whole = additive(use.layout.whole, torch.float32)
+        WAYS[draw["cache"]].run(use)
+        return seen.joined(use.length)
     if edit.site is not None:
         with enter():
             return edit.reduced(_read(hand, family, edit.site, ids, mask), mask)
-    return WAYS[draw["cache"]].run(Use(hand, hand, draw, ids, mask, enter))
+    return WAYS[draw["cache"]].run(use)
 
 
 def _read(model: nn.Module, family: Any, site: str, ids: Tensor, mask: Tensor) -> Tensor:
     """What a trace reads, by plain means."""
-    more = {"position_ids": positions_of(mask)} if family.positions else {}
+    more = {"position_ids": counted(mask)} if family.positions else {}
     if site == PATTERN:
         model.set_attn_implementation("eager")
         return model(input_ids=ids, attention_mask=mask, output_attentions=True, **more).attentions[LAYER]
@@ -173,23 +181,51 @@ def _alone(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     other positions change logits by 1e-4, and a number that is rounded to 8 bits may jump.
     """
     way = WAYS[WAYS[draw["cache"]].alone]
-    plainer = {**draw, "rows": 1, "padding": "none", "call": "keyword"}
+    plainer = {**draw, "rows": 1, "padding": "none", "call": "keyword", "mask": _alone_mask(draw)}
     if draw["options"] in AS_GREEDY:
         plainer["options"] = "greedy"
-    found: list[Tensor] = []
-    for row, real in zip(ids, mask.bool(), strict=True):
-        one = row[real][None]
-        enter = partial(_entered, draw, model, model, EDITS[draw["edit"]].make(), [])
-        shift = int((~real).sum()) if counts_padding(draw) else 0
-        said = way.run(Use(model, model, plainer, one, torch.ones_like(one), enter, EDITS[draw["edit"]].make(), shift))
-        if draw["options"] in ASSISTED:
-            said = said.argmax(-1)
-        if not way.tokens:  # back to where the row stands in the batch
-            wide = torch.full((1, len(row), said.shape[-1]), torch.nan, device=row.device)
-            wide[0, real] = said[0].float()
-            said = wide
-        found.append(said)
+    layout, found = _layout(draw, model, ids, mask), list[Tensor]()
+    for number, row in enumerate(ids):
+        wide: Tensor | None = None
+        for document in range(int(layout.document[number].max()) + 1):
+            chosen = layout.document[number] == document
+            one = row[chosen][None]
+            edits = EDITS[draw["edit"]]
+            enter = partial(_entered, draw, model, model, edits.make(), [])
+            some = _some(draw, layout, number, chosen)
+            use = Use(model, model, plainer, one, torch.ones_like(one), enter, some, edits.make())
+            use.cut = int(chosen[: max(1, len(row) - SECOND)].sum()) or None
+            said = way.run(use)
+            if draw["options"] in ASSISTED:
+                said = said.argmax(-1)
+            if way.tokens:
+                wide = said
+                continue
+            if wide is None:  # back to where the row stands in the batch
+                wide = torch.full((1, len(row), said.shape[-1]), torch.nan, device=row.device)
+            wide[0, chosen] = said[0].float()
+        assert wide is not None
+        found.append(wide)
     return torch.cat(found)
+
+
+def _alone_mask(draw: Draw) -> str:
+    """How a row that stands alone says who sees whom: documents and padding are gone."""
+    return "usual" if draw["mask"] in ("hole", "later turn", "packed") else draw["mask"]
+
+
+def _some(draw: Draw, layout: Layout, row: int, chosen: Tensor) -> Layout:
+    """What is said of some tokens of a row by themselves: that they stand where they stand in the batch."""
+    places = layout.places
+    if places is not None:
+        places = places[row, chosen][None]
+    elif counts_padding(draw):
+        places = chosen.nonzero()[:, 0][None]
+    return layout.some(row, chosen, places)
+
+
+def _layout(draw: Draw, model: nn.Module, ids: Tensor, mask: Tensor) -> Layout:
+    return layout_of(draw, ids, mask, model.get_input_embeddings().weight.dtype)
 
 
 @contextlib.contextmanager
@@ -216,8 +252,11 @@ def _used(
     with OTHERS[draw["other"]].running(model, ids) as wrong:
         edits = edit.make()
         enter = partial(_entered, draw, wrapped, model, edits, runs)
-        if edit.site is None:
-            got = WAYS[draw["cache"]].run(Use(call, model, draw, ids, mask, enter, edits))
+        if edit.site in (None, ROWS_SEEN):
+            use = Use(call, model, draw, ids, mask, enter, _layout(draw, model, ids, mask), edits)
+            got = WAYS[draw["cache"]].run(use)
+            if edit.site == ROWS_SEEN:
+                got = edits[0].fn.joined(use.length)
         else:
             with enter():
                 got = ss.trace(wrapped, ids, edit.site, attention_mask=mask, reduce=edit.reduce)[edit.site]
@@ -226,7 +265,8 @@ def _used(
 
 def _forward(draw: Draw, call: Any, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     plain = {**draw, "cache": "none", "hooks": "none"}
-    return WAYS["none"].run(Use(call, model, plain, ids, mask, contextlib.nullcontext))
+    layout = _layout(draw, model, ids, mask)
+    return WAYS["none"].run(Use(call, model, plain, ids, mask, contextlib.nullcontext, layout))
 
 
 def _state(model: nn.Module) -> tuple[str, int, tuple[type, ...], list[bool]]:
@@ -247,7 +287,7 @@ def _differs(draw: Draw, got: Tensor, right: Tensor, mask: Tensor) -> str | None
         same = (got.argmax(-1) == right.argmax(-1)).long().cumprod(1).roll(1, 1)
         same[:, 0] = 1
         counts &= same.bool()[..., None]
-    if EDITS[draw["edit"]].site == PATTERN and got.dim() == 4:  # attention: at padding it means nothing
+    if EDITS[draw["edit"]].site in (PATTERN, ROWS_SEEN) and got.dim() == 4:  # attention: at padding it means nothing
         counts &= (mask[:, None, :, None] * mask[:, None, None, :]).bool()
     elif got.shape[1:2] == mask.shape[1:] and not WAYS[draw["cache"]].tokens and draw["call"] != "no mask":
         counts &= mask.bool().reshape(*mask.shape, *[1] * (got.dim() - 2))

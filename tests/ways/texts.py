@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -19,6 +20,7 @@ from sinkscope import DRY
 from .calls import NEW, Use
 from .edits import EDITS
 from .families import FAMILIES, PAD, model_of
+from .masks import counted
 from .settings import tokenizer_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -56,6 +58,7 @@ def generate(use: Use) -> Tensor:
     settings["output_logits"] = option not in BY_TOKENS
     if option == "assistant":
         settings["assistant_model"] = model_of("llama", ends=use.draw["ends"])
+    settings |= use.layout.told(0, use.length, None)
     with use.inside():
         torch.manual_seed(7)
         output = use.model.generate(input_ids=use.ids, attention_mask=use.mask, **settings)
@@ -77,7 +80,8 @@ def turns(use: Use) -> Tensor:
     with use.inside():
         first = _went_on(use, use.ids[:, : use.prompt], use.mask[:, : use.prompt], cache)
         ids = torch.cat([first.sequences, use.ids[:, use.prompt :]], 1)
-        second = _went_on(use, ids, use.mask[:, : use.prompt], cache)
+        read = torch.cat([use.mask[:, : use.prompt], torch.ones_like(first.sequences[:, use.prompt :])], 1)
+        second = _went_on(use, ids, torch.cat([read, use.mask[:, use.prompt :]], 1), cache)
     return torch.stack([*first.logits, *second.logits], 1)
 
 
@@ -95,7 +99,9 @@ def prefix(use: Use) -> Tensor:
 def told(use: Use) -> Use:
     """Calls that say positions, as `generate` does."""
     other = copy.copy(use)
-    other.draw = {**use.draw, "call": "positions" if FAMILIES[use.draw["family"]].positions else "keyword"}
+    other.draw = {**use.draw, "call": "keyword"}
+    if FAMILIES[use.draw["family"]].positions:
+        other.layout = replace(use.layout, places=counted(use.mask))
     return other
 
 
@@ -111,10 +117,11 @@ def beam_scores(use: Use) -> Tensor:
             output_scores=True,
             **settings,
         )
-        again = told(use)
+        again = copy.copy(use)
         again.inside = nullcontext
         again.ids = output.sequences
         again.mask = torch.cat([use.mask, torch.ones_like(output.sequences[:, use.length :])], 1)
+        again = told(again)
         cache = again.cache()
         found = [again.run(0, use.length, cache)[:, -1:]]
         for start in range(use.length, again.length - 1):
@@ -144,7 +151,8 @@ def replayed(use: Use, ids: Tensor, events: Sequence[Any]) -> Tensor:
     """Logits of each new token by the plain model, row by row, where what a guard had cut before is masked."""
     found: list[Tensor] = []
     for number in range(len(ids)):
-        row = ids[number, int((use.mask[number] == 0).sum()) :]
+        new = torch.ones_like(ids[number, use.length :])
+        row = ids[number, torch.cat([use.mask[number], new]).bool()]
         sees = torch.ones(len(row), len(row), dtype=torch.bool, device=row.device).tril()
         for event in events:
             if event.row == number:

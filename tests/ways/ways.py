@@ -22,6 +22,7 @@ from .caches import (
     pickled,
     reordered,
     repeated,
+    second_turn,
     selected,
     static,
     steps,
@@ -29,6 +30,7 @@ from .caches import (
 from .calls import Use
 from .edits import EDITS, Draw
 from .families import FAMILIES, PAD, VOCAB
+from .masks import put_image, put_padding
 from .texts import beam_scores, conversation, conversation_kept, generate, looping, prefix, ss_generate, steered, turns
 
 
@@ -99,6 +101,7 @@ def _cached(draw: Draw) -> bool:
 WAYS = {
     "none": Way(forward, "none", lambda draw: not EDITS[draw["edit"]].budget),
     "steps": Way(steps, "steps"),
+    "second turn": Way(second_turn, "second turn", _long),
     "chunks": Way(chunks, None, _long),
     "outside": Way(outside, None, lambda draw: draw["edit"] in ("full", "guard")),
     "copied": Way(copied, "steps", _long),
@@ -159,4 +162,6 @@ def inputs(draw: Draw, seed: int) -> tuple[Tensor, Tensor]:
             count = int(torch.randint(1, max(2, length // 2), (1,), generator=generator))
             where = slice(0, count) if draw["padding"] == "left" else slice(length - count, length)
             ids[row, where], mask[row, where] = PAD, 0
+    put_padding(draw, ids, mask)
+    put_image(draw, ids)
     return ids.to(draw["device"]), mask.to(draw["device"])
