@@ -12,11 +12,13 @@ import torch
 from .calls import CALLS
 from .edits import EDITS, ROWS_SEEN, Draw
 from .families import ENDS, FAMILIES
+from .knockouts import knockouts
 from .masks import MASKS, POSITIONS
 from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
 from .texts import ASSISTED, OPTIONS, ROW_ALONE, SAMPLES
 from .ways import TEXTS, WAYS
 
+EDITS.update(knockouts())
 DIMENSIONS: dict[str, Mapping[Any, Any]] = {
     "family": FAMILIES,
     "attention": ATTENTIONS,

@@ -40,6 +40,7 @@ class Edit:
         reduce: How a trace reduces it, and the same by plain means.
         steers: Whether it changes what is written after an alarm.
         acts: Whether it cuts the cache of each row by itself, which is replayed under masks.
+        knocked: What a knockout hides, by plain means.
         fits: Draws to which it belongs.
     """
 
@@ -53,6 +54,7 @@ class Edit:
     reduced: Callable[[Tensor, Tensor], Tensor] = lambda tensor, real: tensor
     acts: bool = False
     steers: bool = False
+    knocked: Any = None
     fits: Callable[[Draw], bool] = lambda draw: True
 
 

@@ -161,6 +161,7 @@ FAMILIES = {
         "mlp.dense_4h_to_h",
         "self_attention.dense",
         mask_second=False,
+        masked=False,
         dispatches=False,
     ),
     "bloom": Family(
@@ -210,6 +211,7 @@ FAMILIES = {
         ),
         down=None,
         window=24,
+        masked=False,
         dispatches=False,
         experts="mlp.experts",
     ),

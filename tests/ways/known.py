@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .draws import draw_of
-from .edits import EDITS, Draw
+from .edits import EDITS, ROWS_SEEN, Draw
 from .families import INSIDE
+from .masks import MASKS, reads_documents
 from .texts import ASSISTED
 
 
@@ -41,10 +42,12 @@ class Cause:
 MOVES = ("reordered", "selected", "repeated")
 SHAPES = ("a shape", "minference")
 MEMORIES = ("mean", "head mean", "patch", "patch up", "tensor 8 bits", "keys 8 bits a row")
-READS = tuple(name for name, edit in EDITS.items() if edit.site is not None)
+READS = tuple(name for name, edit in EDITS.items() if edit.site not in (None, ROWS_SEEN))
+KNOCKS = tuple(name for name, edit in EDITS.items() if edit.knocked is not None)
 LEAVES_CACHE = (
     *("zero", "head", "add", "add embed", "add;zero", "expert", "value", "zero first", "add at", "patch calibrated"),
     *("token 8 bits", "keys 8 bits", *READS, *MEMORIES),
+    *(name for name in KNOCKS if "|" not in name),
 )
 """Edits that leave the cache and the attention alone."""
 
@@ -55,7 +58,7 @@ def _attends(draw: Draw) -> bool:
 
 
 def _owns_cache(draw: Draw) -> bool:
-    return _attends(draw) and draw["edit"] != "observe"
+    return _attends(draw) and draw["edit"] not in ("observe", "rows")
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,67 @@ def may_be_refused(draw: Draw, line: str | None = None) -> bool:
     return any(one.reaches(draw) and (line is None or one.says in line) for one in REFUSED)
 
 
-KNOWN: dict[str, Cause] = {}
+WHOLE = tuple(name for name, mask in MASKS.items() if mask.sees is not None)
+"""Masks of queries and keys."""
+
+
+def _rebuilt(draw: Draw) -> bool:
+    """Whether an intervention reads or replaces attention under a mask that is not causal, padding and window."""
+    other = draw["mask"] in (*WHOLE, "packed", "image") or reads_documents(draw)
+    return other and draw["edit"] not in LEAVES_CACHE
+
+
+def _remembers(draw: Draw) -> bool:
+    """Whether what an edit does to a token depends on others of its text."""
+    return EDITS[draw["edit"]].alone
+
+
+def _may_pass(_draw: Draw) -> bool:
+    """A draw that is reached may be right by chance."""
+    return True
+
+
+KNOWN: dict[str, Cause] = {
+    "policies and observers refuse a mask that is not causal, padding and window": Cause(
+        draw_of(mask="tree", positions="given"),
+        _rebuilt,
+        r"words: refused: layer \d+ of \w+ hides keys in another way",
+        _may_pass,
+    ),
+    "rows are rebuilt from causal, padding and window": Cause(
+        draw_of(mask="tree", edit="rows"), _rebuilt, "right: o", _may_pass
+    ),
+    "documents of a row are read as one": Cause(
+        draw_of(mask="packed", edit="patch"),
+        lambda draw: (draw["mask"] == "block" or reads_documents(draw)) and _remembers(draw),
+        "right: o",
+        _may_pass,
+    ),
+    "padding in a mask of queries and keys is read as tokens": Cause(
+        draw_of(mask="4-D additive", rows=2, padding="left", edit="zero first"),
+        lambda draw: draw["mask"] in WHOLE and draw["padding"] != "none" and _remembers(draw),
+        "right: o",
+        _may_pass,
+    ),
+    "the last columns are read as the last queries": Cause(
+        draw_of(mask="later turn", cache="turns", rows=2, edit="snapkv 12"),
+        lambda draw: draw["mask"] in ("hole", "later turn") and EDITS[draw["edit"]].budget,
+        "right: o",
+        _may_pass,
+    ),
+    "a chunk of a prompt that ends in padding is taken for padding on the right": Cause(
+        draw_of(mask="hole", cache="chunks", rows=3),
+        lambda draw: draw["mask"] == "hole" and draw["cache"] == "chunks" and _attends(draw),
+        "words: refused: rows of this batch are padded on the right",
+        _may_pass,
+    ),
+    "a cache of a model of several parts that was saved is read as new": Cause(
+        draw_of(family="gemma3 image", cache="pickled", rows=3, padding="left", edit="h2o"),
+        lambda draw: draw["family"] == "gemma3 image" and draw["cache"] == "pickled" and _attends(draw),
+        "right: o",
+        _may_pass,
+    ),
+}
 
 
 MENDED = {

@@ -160,11 +160,20 @@ def _long(draw: Draw) -> bool:
     return draw["length"] >= 20 and draw["call"] != "no mask"
 
 
+def _has_mask(draw: Draw) -> bool:
+    """Whether the attention is given a mask by transformers, or the one of the call."""
+    return draw["attention"] in ("sdpa", "eager", "own with mask")
+
+
 def _has_hole(draw: Draw) -> bool:
-    """Whether padding may stand among the tokens: MPT counts the columns between them, whatever they are."""
-    counts = draw["family"] == "mpt" and EDITS[draw["edit"]].alone
+    """Whether padding may stand among the tokens of a row, which is what it is alone.
+
+    MPT and windows count the columns between tokens, whatever they are.
+    """
+    family = FAMILIES[draw["family"]]
+    counts = (draw["family"] == "mpt" or family.window is not None) and EDITS[draw["edit"]].alone
     ways = draw["cache"] not in ("ss.generate", "conversation", "conversation kept")
-    return _long(draw) and not counts and ways and draw["padding"] != "right"
+    return _long(draw) and not counts and ways and draw["padding"] != "right" and _has_mask(draw)
 
 
 def _has_later_turn(draw: Draw) -> bool:
@@ -174,7 +183,7 @@ def _has_later_turn(draw: Draw) -> bool:
 def _takes_whole(draw: Draw) -> bool:
     """Whether a mask of queries and keys can be passed: the attention takes it, and `generate` makes none."""
     family = FAMILIES[draw["family"]]
-    takes = family.positions and family.dispatches and draw["attention"] in ("sdpa", "eager", "own with mask")
+    takes = family.positions and family.dispatches and _has_mask(draw)
     generates = draw["cache"] in _GENERATING or draw["cache"] == "static"
     windowed = family.window is not None and draw["cache"] not in ("none", "gradients")
     traced = EDITS[draw["edit"]].site not in (None, ROWS_SEEN)
@@ -199,8 +208,9 @@ def _takes_one(draw: Draw) -> bool:
 def _takes_packed(draw: Draw) -> bool:
     """Whether transformers reads positions that begin again as documents: it makes the mask, and has no cache."""
     family = FAMILIES[draw["family"]]
-    takes = draw["attention"] in ("sdpa", "eager", "own with mask") and family.positions and family.masked
+    takes = _has_mask(draw) and family.positions and family.masked
     traced = EDITS[draw["edit"]].site not in (None, ROWS_SEEN)
+    takes = takes and draw["wrapper"] != "nnsight"  # which passes a mask
     return takes and not traced and draw["cache"] in ("none", "gradients") and draw["padding"] == "none" and _long(draw)
 
 
@@ -210,9 +220,9 @@ _SAME_CALLS = ("greedy", "min", "penalty")
 def _has_image(draw: Draw) -> bool:
     calls = draw["call"] in ("keyword", "tuple", "everything", "no mask")
     ways = ("none", "steps", "second turn", "gradients", "generate", "copied", "copied from", "repeated", "cropped")
-    attends = draw["attention"] in ("sdpa", "eager", "own with mask") and draw["options"] in _SAME_CALLS
+    attends = _has_mask(draw) and draw["options"] in _SAME_CALLS
     whole = draw["cache"] in ways and draw["length"] >= 20 and EDITS[draw["edit"]].site in (None, ROWS_SEEN)
-    return draw["family"] in IMAGE and calls and attends and whole and draw["wrapper"] != "nnsight"
+    return draw["family"] in IMAGE and calls and attends and whole and draw["wrapper"] not in ("nnsight", "offloaded")
 
 
 MASKS = {
@@ -281,6 +291,19 @@ class Layout:
         return whole[:, :, start:stop, :stop]
 
 
+def reads_documents(draw: Draw) -> bool:
+    """Whether transformers reads documents from positions: no mask is passed, and no cache where masks are made.
+
+    A model of several parts makes its masks before its cache.
+    """
+    if draw["cache"] not in ("none", "gradients"):
+        return False
+    if MASKS[draw["mask"]].bare:
+        return draw["positions"] in ("counted", "packed", "jumps")
+    makes_cache_later = draw["family"] in IMAGE and draw["call"] == "no mask"
+    return makes_cache_later and draw["positions"] in ("packed", "jumps")
+
+
 def layout_of(draw: Draw, ids: Tensor, real: Tensor, dtype: torch.dtype) -> Layout:
     """What the calls of a draw say of these rows."""
     mask, position = MASKS[draw["mask"]], POSITIONS[draw["positions"]]
@@ -292,7 +315,7 @@ def layout_of(draw: Draw, ids: Tensor, real: Tensor, dtype: torch.dtype) -> Layo
         places = places - in_second(real).long()
     whole = None if mask.sees is None else mask.form(mask.sees(real)[:, None], dtype)
     document = torch.where(real.bool(), 0, -1)
-    if mask.sees is _block or (mask.bare and draw["positions"] in ("counted", "packed", "jumps")):
+    if mask.sees is _block or reads_documents(draw):
         document = torch.where(real.bool(), in_second(real).long(), -1)
     if draw["mask"] != "image":
         return Layout(whole, places, document)

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 import sinkscope as ss
 
-from .calls import SILENT, Use
+from .calls import NEW, SILENT, Use
 from .draws import counts_padding
 from .edits import EDITS, LAYER, PATTERN, RESID, ROWS_SEEN, Draw, Z, rows_by_hand
 from .families import FAMILIES, model_of
+from .hiding import hide
 from .known import may_be_refused
 from .masks import MASKS, SECOND, Layout, additive, counted, layout_of
 from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
@@ -60,6 +61,10 @@ def _is_a_tie(draw: Draw, said: str, seed: int) -> bool:
     Another thread had no part in it if the same is wrong without one.
     """
     quiet = {**draw, "other": "nothing"}
+    if FAMILIES[draw["family"]].experts is not None:  # which do not run in float64
+        return False
+    if draw["wrapper"] == "recast":  # it goes back to float32
+        quiet["wrapper"] = "bare"
     if not EDITS[draw["edit"]].alone or draw["dtype"] != "float32" or not said.startswith("right: o"):
         return False
     if draw["other"] != "nothing" and _broken(quiet, seed) != said:
@@ -137,6 +142,8 @@ def _by_hand(draw: Draw, ids: Tensor, mask: Tensor) -> Tensor:
         edit.by_hand(hand, family)
     enter = partial(HOOKS[draw["hooks"]].around, hand, family, contextlib.nullcontext)
     use = Use(hand, hand, draw, ids, mask, enter, _layout(draw, hand, ids, mask))
+    if edit.knocked is not None:
+        hide(hand, family, edit.knocked.of(mask, use.layout.document, NEW))
     if edit.site == ROWS_SEEN:
         seen = rows_by_hand(hand, family)
         if MASKS[draw["mask"]].sees is not None and not use.layout.whole.is_floating_point():  # which eager adds

@@ -1,0 +1,90 @@
+"""Keys that are hidden by plain means: eager attention under a mask that hides more. What a knockout has to equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .families import HEADS, LAYERS, Family
+from .masks import additive, counted
+
+Hidden = Callable[[int], Tensor]
+"""Gives what a layer hides `[row head query key]` (or one head for all), over the columns of the whole text."""
+
+
+def hide(model: nn.Module, family: Family, hidden: Hidden) -> None:
+    """Let eager attention hide these keys, too; a call may read the last columns so far alone."""
+    model.set_attn_implementation("eager")
+    for layer in range(LAYERS):
+        attention = family.block(model, layer).get_submodule(family.out.rpartition(".")[0])
+
+        def cover(_module: nn.Module, args: Any, kwargs: Any, layer: int = layer) -> Any:
+            mask = kwargs["attention_mask"]
+            if not mask.is_floating_point():
+                mask = additive(mask, torch.float32)
+            queries, keys = mask.shape[-2:]
+            more = hidden(layer)[:, :, keys - queries : keys, :keys]
+            return args, {**kwargs, "attention_mask": mask.masked_fill(more, torch.finfo(mask.dtype).min)}
+
+        attention.register_forward_pre_hook(cover, with_kwargs=True)
+
+
+@dataclass(frozen=True)
+class Knocked:
+    """What a knockout hides.
+
+    Attributes:
+        keys: Columns that are keys of it `[row pos]`, from the place of each column in its document.
+        queries: Columns that do not see them `[row pos]`, from the place in the document; None: all.
+        pairs: Pairs of a query and a key, instead of both.
+        heads: Layers and heads in which they are hidden.
+    """
+
+    keys: Callable[[Tensor], Tensor] | None = None
+    queries: Callable[[Tensor], Tensor] | None = None
+    pairs: Tensor | None = None
+    heads: Sequence[tuple[int, int]] = tuple((layer, head) for layer in range(LAYERS) for head in range(HEADS))
+
+    def of(self, real: Tensor, document: Tensor, more: int) -> Hidden:
+        """What is hidden in rows of which these columns are real, and after which so many tokens are written."""
+        real = nn.functional.pad(real, (0, more), value=1).bool()
+        document = nn.functional.pad(document, (0, more), value=int(document.max()))
+        place = counted(real)
+        for number in range(1, int(document.max()) + 1):
+            begins = ((document < number) & real).sum(1, keepdim=True)
+            place = torch.where(document == number, place - begins, place)
+        size = real.shape[1]
+        later = torch.ones(size, size, dtype=torch.bool, device=real.device).tril(-1)
+        if self.pairs is not None:
+            wide = size - self.pairs.shape[-1]
+            found = nn.functional.pad(self.pairs, (0, wide, 0, size - self.pairs.shape[-2])).to(real.device)
+            found = found & ~torch.eye(size, dtype=torch.bool, device=real.device)
+        else:
+            assert self.keys is not None
+            found = (self.keys(place) & real)[:, None] & later
+            if self.queries is not None:
+                found = found & (self.queries(place) & real)[:, :, None]
+        chosen = torch.zeros(LAYERS, HEADS, dtype=torch.bool, device=real.device)
+        for layer, head in self.heads:
+            chosen[layer, head] = True
+
+        def hidden(layer: int) -> Tensor:
+            return found[:, None] & chosen[layer][None, :, None, None]
+
+        return hidden
+
+    def only(self, *heads: tuple[int, int]) -> Knocked:
+        """The same in some heads alone."""
+        return replace(self, heads=heads)
+
+
+def at(*places: int) -> Callable[[Tensor], Tensor]:
+    """Columns with these places."""
+    return lambda place: torch.isin(place, torch.tensor(places, device=place.device))
+
+
+FIRST = Knocked(at(0))

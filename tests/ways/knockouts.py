@@ -1,0 +1,73 @@
+"""Knockouts, each beside the keys that it hides by plain means: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import sinkscope as ss
+from sinkscope import kv
+
+from .edits import BIG, EVICTS, LAYER, NEURONS, Draw, Edit
+from .families import FAMILIES, HEADS, INSIDE
+from .hiding import FIRST, Knocked, at
+
+LENGTH = 20
+SOME_KEYS = torch.arange(LENGTH) % 5 == 1
+"""Keys of a row, as a mask."""
+SOME_PAIRS = (torch.arange(LENGTH)[:, None] + torch.arange(LENGTH)) % 4 == 1
+"""Queries and keys, as a mask."""
+WAYS = ("none", "steps", "chunks", "second turn", "generate", "gradients", "copied", "copied from", "cropped")
+
+
+def _dispatches(draw: Draw) -> bool:
+    """Whether scores can be edited, in a way whose rows stay where they are."""
+    family = FAMILIES[draw["family"]]
+    scores = family.dispatches and draw["family"] not in INSIDE and not family.shares_keys
+    columns = family.window is None or draw["cache"] in ("none", "gradients")
+    return scores and columns and draw["cache"] in WAYS and draw["attention"] in ("sdpa", "eager", "own with mask")
+
+
+def _one_document(draw: Draw) -> bool:
+    return _dispatches(draw) and draw["mask"] not in ("block", "packed")
+
+
+def _one_row(draw: Draw) -> bool:
+    """Whether masks are as wide as the text."""
+    return _dispatches(draw) and draw["rows"] == 1 and draw["length"] == LENGTH
+
+
+def _row(make: Callable[[], Any], knocked: Knocked, fits: Callable[[Draw], bool] = _dispatches) -> Edit:
+    return Edit(lambda: [make()], knocked=knocked, fits=fits)
+
+
+def knockouts() -> dict[str, Edit]:
+    """All rows; none where the package has no knockouts."""
+    if not hasattr(ss, "Knockout"):
+        return {}
+    knock: Any = ss.Knockout
+    zero = ss.Ablate(layer=LAYER, neurons=NEURONS)
+    of_layer = [(LAYER, head) for head in range(HEADS)]
+    keys, pairs = SOME_KEYS[None], SOME_PAIRS[None]
+    every_query = Knocked(pairs=SOME_KEYS[None, None] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(-1))
+    return {
+        "knock first": _row(lambda: knock("first"), FIRST),
+        "knock at": _row(lambda: knock([3, 5]), Knocked(at(3, 5)), _one_document),
+        "knock at a query": _row(lambda: knock([0, 2], queries=[9, 11]), Knocked(at(0, 2), at(9, 11)), _one_document),
+        "knock in a layer": _row(lambda: knock("first", layers=[LAYER]), FIRST.only(*of_layer)),
+        "knock in heads of a layer": _row(
+            lambda: knock("first", layers=[LAYER], heads=[0, 2]), FIRST.only((LAYER, 0), (LAYER, 2))
+        ),
+        "knock in heads": _row(lambda: knock("first", heads=[(0, 1), (2, 3)]), FIRST.only((0, 1), (2, 3))),
+        "knock keys": _row(lambda: knock(keys), every_query, _one_row),
+        "knock pairs": _row(lambda: knock(pairs), Knocked(pairs=pairs), _one_row),
+        "knock first|guard": _row(lambda: knock("first") | ss.LoopGuard(budget=BIG), FIRST),
+        "knock first|full": _row(lambda: knock("first") | kv.Full(), FIRST),
+        "knock first|streaming 12": Edit(
+            lambda: [knock("first") | kv.StreamingLLM(budget=12)], **EVICTS, fits=_dispatches
+        ),
+        "knock first|h2o 12": Edit(lambda: [knock("first") | kv.H2O(budget=12)], **EVICTS, fits=_dispatches),
+        "knock first;zero": Edit(lambda: [knock("first"), zero], alone=True, fits=_dispatches),
+    }
