@@ -12,7 +12,7 @@ from typing import Any
 
 from .draws import draw_of
 from .edits import EDITS, ROWS_SEEN, Draw
-from .families import INSIDE
+from .families import FAMILIES, INSIDE
 from .masks import MASKS, reads_documents
 from .texts import ASSISTED
 
@@ -117,6 +117,8 @@ WHOLE = tuple(name for name, mask in MASKS.items() if mask.sees is not None)
 def _rebuilt(draw: Draw) -> bool:
     """Whether an intervention reads or replaces attention under a mask that is not causal, padding and window."""
     other = draw["mask"] in (*WHOLE, "packed", "image") or reads_documents(draw)
+    if draw["mask"] in ("hole", "later turn") and FAMILIES[draw["family"]].window is not None:  # which counts columns
+        other = True
     return other and draw["edit"] not in LEAVES_CACHE
 
 
@@ -159,7 +161,7 @@ KNOWN: dict[str, Cause] = {
         _may_pass,
     ),
     "a chunk of a prompt that ends in padding is taken for padding on the right": Cause(
-        draw_of(mask="hole", cache="chunks", rows=3),
+        draw_of(mask="hole", cache="chunks", rows=2),
         lambda draw: draw["mask"] == "hole" and draw["cache"] == "chunks" and _attends(draw),
         "words: refused: rows of this batch are padded on the right",
         _may_pass,

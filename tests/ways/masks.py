@@ -332,7 +332,7 @@ def put_padding(draw: Draw, ids: Tensor, real: Tensor) -> None:
         return
     first = begins[draw["mask"]]
     for row in range(min(1, len(ids) - 1), len(ids)):
-        where = slice(first, first + 1 + row)
+        where = slice(first, first + 1 + row % 2)  # two tokens are left of a later turn: one would be a step
         ids[row, where], real[row, where] = PAD, 0
 
 
