@@ -19,8 +19,9 @@ from pydantic import Field
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.listen import listen
-from sinkscope.files.output import path_of, paths_below, read_json, reason_of
-from sinkscope.files.plain import visible
+from sinkscope.files.opener import open_regular, reason_of
+from sinkscope.files.output import path_of, paths_below, read_json
+from sinkscope.files.plain import in_one_line, visible
 from sinkscope.files.records import checked_value
 from sinkscope.loops import Alarm, LoopCheck, MonitorSettings, PaperSettings, Watch
 from sinkscope.loops.servers.proxy import LOOPBACK, application
@@ -162,7 +163,7 @@ def _listed(files: Sequence[str]) -> dict[str, str]:
             continue
         for path in paths_below(folder):
             if path.name.removesuffix(".gz").endswith(ENDINGS) and path.is_file():
-                name = str(path.relative_to(folder))
+                name = in_one_line(str(path.relative_to(folder)))
                 listed[str(path) if name in listed else name] = str(path)
         if len(listed) == count:
             raise SinkscopeError(f"{file} holds no file that ends in {', '.join(ENDINGS)}, also .gz: name the files")
@@ -171,7 +172,7 @@ def _listed(files: Sequence[str]) -> dict[str, str]:
 
 def _name(file: str) -> str:
     """Name of a file, for the result and errors."""
-    return "standard input" if file == "-" else Path(file).name
+    return "standard input" if file == "-" else in_one_line(Path(file).name)
 
 
 def _open_bytes(file: str) -> Any:
@@ -182,14 +183,16 @@ def _open_bytes(file: str) -> Any:
     """
     if file == "-":
         return getattr(sys.stdin, "buffer", io.BytesIO())  # there is none if it is closed
+    remedy = "give another path, or - for standard input"
+    source: Any = open_regular(path_of(file, remedy), file, remedy)
     try:
-        path = path_of(file, "give another path")
-        source = gzip.open(path) if path.name.endswith(".gz") else open(path, "rb")
+        if file.endswith(".gz"):
+            source = gzip.open(source)
         source.peek(1)  # what can be opened and not read says so here
-        return source
     except (OSError, EOFError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else "it ends too early"
-        raise SinkscopeError(f"cannot read {file}: {reason}; give another path") from None
+        raise SinkscopeError(f"cannot read {file}: {reason}; {remedy}") from None
+    return source
 
 
 @contextmanager

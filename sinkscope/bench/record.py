@@ -4,20 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+from typing_extensions import TypedDict
 
 from sinkscope.bench.methods import Method
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import PathName, path_of, read_json
 from sinkscope.files.plain import pathless
+from sinkscope.files.records import Finite, checked_value
 from sinkscope.files.store import RECORDS, SETTINGS, Keyed, read_lines
 
 COMMAND = "bench"
 VERSION = 9
 """Version of the records; a change of what they hold is another setting."""
 EndReason = Literal["eos", "cap"]
-Metrics = dict[str, float | int | None]
+Metrics = dict[str, Finite | int | None]
 """Numbers by name; None where a number does not exist."""
+
+
+class _PromptSettings(TypedDict):
+    """What tables ask of every record's settings; prompts may have more."""
+
+    set: str
+    temperature: Finite
+
+
+class _Costs(TypedDict):
+    """What tables ask of every record's metrics; tasks have more."""
+
+    seconds: Finite | None
+
+
+class _Model(TypedDict):
+    """A model as the settings of a run have it."""
+
+    name: str
+    family: str
+    n_layers: int
+    d_model: int
+    d_mlp: int
+    fingerprint: str
+
+
+class _RunSettings(TypedDict):
+    """What tables ask of the settings of a run."""
+
+    model: _Model
+    device: str
+    dtype: str
+    attention: str
+
+
+def _checked_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    checked_value(_PromptSettings, settings, "", strict=True)
+    return settings
+
+
+def _checked_metrics(metrics: Metrics) -> Metrics:
+    checked_value(_Costs, metrics, "", strict=True)
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -48,8 +95,8 @@ class BenchRecord(Keyed):
     prompt: str
     turn: int
     seed: int
-    settings: dict[str, Any]
-    metrics: Metrics
+    settings: Annotated[dict[str, Any], AfterValidator(_checked_settings)]
+    metrics: Annotated[Metrics, AfterValidator(_checked_metrics)]
     tokens: tuple[int, ...]
     text: str
     ended: EndReason
@@ -85,6 +132,8 @@ def read_run(folder: PathName) -> BenchRun:
         raise SinkscopeError(
             f"{name} was written by another version of sinkscope: run its command again with a new --out"
         )
+    then = f"; {SETTINGS} is damaged: run its command again with a new --out"
+    checked_value(_RunSettings, settings, f"{name}/{SETTINGS}", strict=True, then=then)
     records: list[BenchRecord] = []
     if (path / RECORDS).is_file():
         records, _ = read_lines(path / RECORDS, name, BenchRecord)

@@ -6,15 +6,14 @@ import errno
 import os
 import re
 import secrets
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.opener import read_stdin, read_whole, reason_of
 from sinkscope.files.plain import parse_json, pathless
 
 PathName = str | os.PathLike[str]
@@ -152,11 +151,6 @@ def _cannot_write(name: str, error: OSError) -> SinkscopeError:
     return SinkscopeError(f"cannot write {name:.120}: {reason_of(error)}; choose another place")
 
 
-def reason_of(error: Exception) -> str:
-    """Return what the file system reported, in lower case."""
-    return (getattr(error, "strerror", None) or str(error)).lower().rstrip(".")
-
-
 def path_of(name: PathName, remedy: str = "give the path of a file or folder") -> Path:
     """Return the path of a file or folder to read, with ~ as the home folder.
 
@@ -189,17 +183,12 @@ def read_bytes(path: PathName, remedy: str) -> bytes:
         remedy: What to do about a file that cannot be read.
 
     Raises:
-        SinkscopeError: The file cannot be read.
+        SinkscopeError: The file cannot be read, is no regular file, or is too long.
     """
     name = os.fspath(path)
     if name == "-":
-        return getattr(sys.stdin, "buffer", BytesIO()).read()  # there is none if it is closed
-    shown = pathless(name) or "a file without a name"
-    file = path_of(name, remedy)
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
+        return read_stdin(remedy)
+    return read_whole(path_of(name, remedy), pathless(name) or "a file without a name", remedy)
 
 
 def read_text(path: PathName, remedy: str = "give the path of a text file") -> str:

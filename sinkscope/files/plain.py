@@ -38,6 +38,11 @@ def visible(text: str) -> str:
     return _UNUSUAL.sub(_written_out, text)
 
 
+def in_one_line(name: str) -> str:
+    """Return a name with its control characters escaped, new lines and tabs too."""
+    return visible(name).replace("\n", r"\n").replace("\t", r"\t")
+
+
 def check_encodable(text: str, what: str) -> None:
     """Refuse a text that is not Unicode, which no tokenizer takes.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -278,11 +279,22 @@ def build(kind: type[T], value: Any, where: str, expected: str = "") -> T:
     then = f": give {expected}" if expected else ""
     text = json.dumps(value, default=repr)  # as JSON again, because pydantic takes an array for a tuple there alone
     try:
-        return _lenient(kind).validate_json(text, strict=True)
+        return _lenient(kind).validate_json(_PAIRS.sub(_half_written_out, text), strict=True)
     except ValidationError as error:
         raise _refusal(error, value, where, then) from None
     except (TypeError, OverflowError) as error:  # an array of something else than numbers
         raise SinkscopeError(f"{where}: {error}{then}") from None
+
+
+_PAIRS = re.compile(r"\\\\|\\ud[89ab]..\\ud[c-f]..|\\ud[89a-f]..")
+"""In JSON: an escaped backslash, a surrogate pair, and half of one, such as a byte of a name that is not UTF-8."""
+
+
+def _half_written_out(found: re.Match[str]) -> str:
+    """Escape half of a surrogate pair once more, which pydantic does not take; the rest stays."""
+    if len(found[0]) == len(r"\ud800"):
+        return f"\\{found[0]}"
+    return found[0]
 
 
 @cache

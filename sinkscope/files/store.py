@@ -187,10 +187,13 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
     *whole, _ = read_bytes(path, "give another folder").split(b"\n")
     records: list[R] = []
     for number, line in enumerate(whole, 1):
+        where, remedy = f"{name}/{path.name} line {number}", "delete that line, and run the same command again"
         try:
-            records.append(build(kind, parse_json(line), ""))
-        except (ValueError, RecursionError):
-            raise SinkscopeError(
-                f"{name}/{path.name} line {number} is damaged: delete that line, and run the same command again"
-            ) from None
+            row = parse_json(line)
+        except ValueError:
+            raise SinkscopeError(f"{where} is damaged, because it is not JSON: {remedy}") from None
+        try:
+            records.append(build(kind, row, where))
+        except SinkscopeError as error:
+            raise SinkscopeError(f"{error}; the line is damaged: {remedy}") from None
     return records, sum(len(line) + 1 for line in whole)

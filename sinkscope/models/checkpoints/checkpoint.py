@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import sys
@@ -14,7 +15,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, first_line, is_out_of_memory, warn
+from sinkscope.files.opener import inside, open_regular
 from sinkscope.files.output import read_json
+from sinkscope.files.plain import in_one_line
 from sinkscope.files.records import checked_value
 from sinkscope.models.adapters import stack_of
 from sinkscope.models.checkpoints.config import (
@@ -54,14 +57,56 @@ def _index_map(index: Path) -> dict[str, str]:
     """An index as a map from tensor name to shard.
 
     Raises:
-        SinkscopeError: It is no index.
+        SinkscopeError: It is no index, or names a file that is not in its folder.
     """
     content = read_checkpoint_json(index)
     weight_map = content
     if isinstance(content, dict):
         weight_map = content.get("weight_map")
     where = f"weight_map of {index.name}"
-    return checked_value(WeightMap, weight_map, where, then="; download it again")
+    weight_map = checked_value(WeightMap, weight_map, where, then="; download it again")
+    for shard in set(weight_map.values()):
+        inside(index.parent, shard, index.name, link_roots(index.parent))
+    return weight_map
+
+
+def link_roots(folder: Path) -> tuple[Path, ...]:
+    """Return where links of a checkpoint may end beside its own folder: in the cache of the hub, which makes links."""
+    from huggingface_hub import constants
+
+    roots = [Path(constants.HF_HUB_CACHE)]
+    if folder.parent.name == "snapshots":  # of a cache elsewhere
+        roots.append(folder.parents[1] / "blobs")
+    return tuple(roots)
+
+
+def check_folder(folder: Path) -> None:
+    """Check the files of a checkpoint's folder that transformers opens: none may wait, and none may lead elsewhere.
+
+    Raises:
+        SinkscopeError: One is a pipe or a device, or one that is read is a folder or a broken link; or a tokenizer's
+            settings name a file outside.
+    """
+    remedy = "remove it, or download it again"
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        is_read = entry.name in TOKENIZER_FILES
+        if is_read or not (entry.is_file() or entry.is_dir() or entry.is_symlink()):
+            open_regular(Path(entry.path), entry.name, remedy).close()
+    for name, fields in NAMING.items():
+        settings = read_json(folder / name, remedy) if (folder / name).is_file() else None
+        for field, value in settings.items() if isinstance(settings, dict) else ():
+            named: Any = value if isinstance(value, list) else [value]
+            for one in named if fields.fullmatch(field) else ():
+                # A name of the machine on which it was written, of which nothing is here, is not followed.
+                if isinstance(one, str) and one and os.path.lexists(folder / one.replace("\0", "")):
+                    inside(folder, one, f"{field} in {name}", link_roots(folder))
+
+
+NAMING = {
+    "tokenizer_config.json": re.compile(".*_files?"),
+    "config.json": re.compile("transformers_weights"),
+}
+"""Files of a checkpoint, and their fields that name others."""
 
 
 class Files:
@@ -89,10 +134,10 @@ class Files:
         self.gguf: str | None = None
         self.config: Any = {}
         if isinstance(where, Path) and where.is_file():
-            self.folder, self.name, self.gguf = where.parent, where.name, where.name
+            self.folder, self.name, self.gguf = where.parent, in_one_line(where.name), where.name
             return
         if isinstance(where, Path):
-            self.folder, self.name = where, where.resolve().name
+            self.folder, self.name = where, in_one_line(where.resolve().name)
         else:
             self.folder, self.name, self.repo = hub_folder(where, revision), where, where
             self.commit = self.folder.name
@@ -143,6 +188,8 @@ class Files:
                 f"{self.folder} lacks {absent[0]}, named in {name} ({len(absent)} of {len(shards)} shards are "
                 "missing); download what is missing into the folder"
             )
+        if not isinstance(read_checkpoint_json(self.folder / name).get("metadata"), dict):  # transformers reads it
+            raise SinkscopeError(f'{name} has no metadata; download it again, or write "metadata": {{}} into it')
         return shards
 
     def _check(self) -> None:
@@ -158,8 +205,10 @@ class Files:
             weights: Whether the weights are downloaded as well.
 
         Raises:
-            SinkscopeError: A JSON file is damaged, the repo has no weights, or they cannot be downloaded.
+            SinkscopeError: A file is damaged or cannot be read, the repo has no weights, or a download fails.
         """
+        if self.gguf is None and self.repo is None:
+            check_folder(self.folder)
         for name in TOKENIZER_FILES if self.gguf is None else ():
             if self.repo is not None:
                 optional_file(self.repo, name, self.folder.name)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of, reason_of
+from sinkscope.files.plain import in_one_line
 from sinkscope.models.checkpoints.hub import ADAPTER_CONFIG, refuse_adapter
 
 BUNDLED = "bundled"
@@ -138,7 +139,7 @@ def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource
             raise SinkscopeError(
                 f"{path.name} is not a model: expected a .gguf file or a folder, such as {path.parent}"
             )
-        return ModelSource("gguf", path, path.name)
+        return ModelSource("gguf", path, in_one_line(path.name))
     is_hub_id = _HUB_ID.fullmatch(text) is not None
     is_short_name = "/" not in text and find(text) is not None
     is_path = not isinstance(model, str) or text.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
@@ -148,7 +149,11 @@ def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource
     if path.is_dir() and is_meant:
         if (path / ADAPTER_CONFIG).is_file():
             raise refuse_adapter(text)
-        return ModelSource("folder", path, path.resolve().name)
+        if str(path) != str(path).encode(errors="replace").decode():
+            raise SinkscopeError(
+                f"{in_one_line(text):.120} is not UTF-8, which readers of weights need: rename the folder"
+            )
+        return ModelSource("folder", path, in_one_line(path.resolve().name))
     if is_path:
         raise SinkscopeError(
             f"there is no file or folder {text!r}; give an existing one, a hub id org/name or a short name"

@@ -1,0 +1,108 @@
+"""The one opener of files that a user or another file names: regular files within a bound, inside their folder.
+
+A named pipe waits for a writer, and a device need not end, so neither is opened. Standard input, where a command takes
+it, is read up to the same bound.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from io import BytesIO
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import BinaryIO
+
+from sinkscope.errors import SinkscopeError
+
+MOST = 1 << 30
+"""Bytes that are read of a file which is read whole."""
+_BLOCK = 1 << 20
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def reason_of(error: Exception) -> str:
+    """Return what the file system reported, in lower case."""
+    return (getattr(error, "strerror", None) or str(error)).lower().rstrip(".")
+
+
+def open_regular(file: Path, shown: str, remedy: str) -> BinaryIO:
+    """Open a regular file to read bytes, also through links. The call never waits.
+
+    Args:
+        file: The file.
+        shown: Its name in the message.
+        remedy: What to do about a file that cannot be read.
+
+    Raises:
+        SinkscopeError: It is a folder, a pipe, a socket or a device, or cannot be read.
+    """
+    try:
+        kind = _KINDS.get(stat.S_IFMT(os.stat(file).st_mode))  # before it is opened, which some devices take as an act
+        if kind is None:
+            descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+            kind = _KINDS.get(stat.S_IFMT(os.fstat(descriptor).st_mode))  # it may have been replaced in between
+            if kind is None:
+                return open(descriptor, "rb")
+            os.close(descriptor)
+    except OSError as error:
+        raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
+    raise SinkscopeError(f"cannot read {shown}: it is {kind}, not a regular file; {remedy}")
+
+
+def read_whole(file: Path, shown: str, remedy: str, most: int = MOST) -> bytes:
+    """Return the content of a regular file of at most `most` bytes; the arguments are those of `open_regular`.
+
+    Raises:
+        SinkscopeError: As for `open_regular`, or it is longer.
+    """
+    with open_regular(file, shown, remedy) as source:
+        try:
+            return _up_to(source, most, shown, remedy)
+        except OSError as error:
+            raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}") from None
+
+
+def read_stdin(remedy: str, most: int = MOST) -> bytes:
+    """Return what standard input holds, of at most `most` bytes.
+
+    Raises:
+        SinkscopeError: It holds more.
+    """
+    source = getattr(sys.stdin, "buffer", BytesIO())  # there is none if it is closed
+    return _up_to(source, most, "standard input", remedy)
+
+
+def _up_to(source: BinaryIO, most: int, shown: str, remedy: str) -> bytes:
+    content = bytearray()
+    while block := source.read(_BLOCK):
+        content += block
+        if len(content) > most:
+            raise SinkscopeError(f"cannot read {shown}: it is longer than {most:,} bytes; {remedy}")
+    return bytes(content)
+
+
+def inside(folder: Path, name: str, said_by: str, roots: tuple[Path, ...] = ()) -> Path:
+    """Return the path of a file that another file names, which has to be inside the folder of that file.
+
+    Args:
+        folder: The folder.
+        name: The name, relative to it.
+        said_by: The file that names it, for the message.
+        roots: Further folders in which links may end.
+
+    Raises:
+        SinkscopeError: The name is absolute or leads out, by itself or through a link.
+    """
+    steps = {*PurePosixPath(name).parts, *PureWindowsPath(name).parts}
+    is_absolute = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or PureWindowsPath(name).root
+    if not is_absolute and ".." not in steps and "\0" not in name:
+        path = folder / name
+        end = Path(os.path.realpath(path))
+        for root in (folder, *roots):
+            if end.is_relative_to(os.path.realpath(root)):
+                return path
+    raise SinkscopeError(
+        f"{said_by} names {name!r:.120}, which leads out of {folder.name or folder}: only files of that folder are "
+        "read, so put it there, as a file and not as a link"
+    )
