@@ -28,6 +28,7 @@ from sinkscope.kv.cache_state import CacheState, Moment
 from sinkscope.kv.rewind import generate_with_rewind
 from sinkscope.kv.session import Session
 from sinkscope.models.call_cache import CACHE_NAMES
+from sinkscope.models.checkpoints.config import check_finite
 from sinkscope.models.inputs import check_length, end_ids, read_row
 from sinkscope.models.text.chat import Chat, chat_ids, uses_template
 from sinkscope.opening.live import target_of
@@ -167,6 +168,7 @@ class Conversation:
         self.target = target_of(model, tokenizer)
         if tokenizer is not None:
             self.target = replace(self.target, tokenizer=tokenizer)
+        check_finite(self.target.hf)
         self.turns: list[Turn] = []
         self._edit = edit
         self._answers = answers

@@ -251,14 +251,17 @@ def prompt_and_continuation(
 
 
 class _FiniteLogits(LogitsProcessor):
-    """Ends a generation whose logits are NaN, where every token would be token 0."""
+    """Ends a generation whose logits are NaN, where every token would be token 0, or infinite by the weights' fault."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
+        self._is_checked = False  # whether the weights are known to be finite
 
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if scores.isnan().any():
+        if not self._is_checked and not scores.isfinite().all():  # a token that is forbidden is -inf, too
             check_finite(self._target.hf)  # names the tensor if the weights are the reason
+            self._is_checked = True
+        if scores.isnan().any():
             remedy = "its weights are finite, so what edits it, or the model, is at fault"
             if self._target.dtype.itemsize == 2:
                 remedy = "load it with dtype=bfloat16 or dtype=float32"

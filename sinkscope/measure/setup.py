@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,6 +20,7 @@ from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Whole
 from sinkscope.hooks.edit.base import Intervention, under
+from sinkscope.models.checkpoints.config import check_finite
 from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
@@ -123,6 +125,10 @@ class Setup:
         options: dict[str, Any] = {"tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device}
         whole = loading == "whole" or (loading == "fits" and fits_in_memory(model, device, dtype))
         target = open_target(model, **options, whole=whole)
+        if not isinstance(model, str | PathLike | None):  # a checkpoint was checked when it was read
+            check_finite(target.hf)
+        if target.store is not None:
+            target.store.check_unembedding()
         start = resolve_bos(target.tokenizer, target.config, bos)
         length = min(PIECE, target.max_positions or PIECE)
         pieces = texts if start is not None else WITHOUT_BOS * texts

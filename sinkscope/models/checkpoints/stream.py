@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import layer_kinds, stack_of
 from sinkscope.models.checkpoints.checkpoint import SafetensorsSource, check_unexpected, note_further_layers, quiet
-from sinkscope.models.checkpoints.config import check_finite, new_model
+from sinkscope.models.checkpoints.config import check_finite, check_numbers, new_model
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
 _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint
@@ -82,6 +82,19 @@ class LayerStore:
         self._layers[index].load_state_dict(self._layer(index), assign=True)
         self._in_memory.add(index)
         self.reads[index] += 1
+
+    def check_unembedding(self) -> None:
+        """Check that the unembedding, which is not read, holds no NaN and no infinity; of a hub repo, it is not there.
+
+        Raises:
+            SinkscopeError: It does.
+        """
+        if self.source.repo is not None:  # a shard is not downloaded for it
+            return
+        read = set(self.source.read)
+        tensors = self.source.tensors(filter(_HEAD.search, self.source.weight_map))
+        self.source.read = read
+        check_numbers(tensors.items(), self.source.name)
 
     @contextlib.contextmanager
     def pinned(self, index: int) -> Iterator[None]:

@@ -1,0 +1,67 @@
+"""NaN or infinity in any weight of a live model or a folder is named by every measurement, and nothing is concluded."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from checkpoints import spoiled
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import sinkscope as ss
+
+pytestmark = pytest.mark.few_texts
+
+SAYS = "holds values that are NaN or infinite; download the checkpoint again"
+USES = {
+    "find_sinks": ss.find_sinks,
+    "circuit": ss.circuit,
+    "heads": ss.heads,
+    "lines": ss.lines,
+    "barcode": ss.barcode,
+    "repeat": ss.repeat,
+    "attack": ss.attack,
+    "patch_make": ss.patch_make,
+    "precision": ss.precision,
+    "sink_dims": ss.sink_dims,
+    "why": lambda model: ss.why(model, "hello"),
+    "generate": lambda model: ss.generate(model, "hello", max_new_tokens=3),
+    "generate with a guard": lambda model: ss.generate(model, "hello", guard=True, max_new_tokens=3),
+    "conversation": lambda model: ss.Conversation(model, chat=False).ask("hello", max_new_tokens=3),
+}
+TENSORS = ("model.norm.weight", "lm_head.weight", "model.layers.2.mlp.down_proj.weight", "model.embed_tokens.weight")
+
+
+def broken(tensor: str, value: float) -> nn.Module:
+    """The bundled model with one wrong number."""
+    model = copy.deepcopy(ss.load())
+    if tensor == "lm_head.weight":  # else it is the embedding
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        model.get_parameter(tensor).view(-1)[3] = value
+    return model
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_every_use_of_a_live_model_names_the_tensor(tensor, value):
+    model = broken(tensor, value)
+    for name, use in USES.items():
+        with pytest.raises(ss.SinkscopeError) as refused:
+            use(model)
+        assert SAYS in str(refused.value) and tensor in str(refused.value), name
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+@pytest.mark.parametrize("use", [ss.load, ss.find_sinks], ids=["loaded", "read layer by layer"])
+def test_a_folder_names_it_too(use, tensor, tmp_path):
+    folder = spoiled(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[tensor].view(-1)[3] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ss.SinkscopeError, match=SAYS) as refused:
+        use(str(folder))
+    assert tensor in str(refused.value)
