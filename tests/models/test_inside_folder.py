@@ -13,6 +13,7 @@ from checkpoints import spoiled
 from safetensors.torch import load_file
 
 import sinkscope as ss
+from sinkscope.models.checkpoints.config import TOKENIZER_FILES
 
 pytestmark = [pytest.mark.few_texts, pytest.mark.timeout(60)]
 
@@ -146,7 +147,7 @@ def test_the_files_of_a_tokenizer_stay_inside(name, field, tmp_path):
 def test_a_name_left_by_another_machine_is_not_followed(tmp_path):
     folder = spoiled(tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "vocab_file": "/root/nowhere/vocab.json"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "vocab_file": "/elsewhere/vocab.json"}))
     ss.load(str(folder))
 
 
@@ -175,10 +176,7 @@ def as_broken_link(place: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [as_pipe, as_device, as_folder, as_broken_link], ids=lambda make: make.__name__)
-@pytest.mark.parametrize(
-    "name",
-    "tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja config.json model.safetensors".split(),
-)
+@pytest.mark.parametrize("name", [*TOKENIZER_FILES, "config.json", "model.safetensors"])
 def test_a_file_of_a_checkpoint_that_waits_or_has_no_end_is_refused(name, kind, tmp_path):
     folder = spoiled(tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
