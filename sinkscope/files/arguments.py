@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import checked_value
 
 C = TypeVar("C", bound=Callable[..., Any])
-PYTHON_ONLY = frozenset({"tokenizer", "texts", "ids", "progress", "loading", "interventions", "to_files"})
+PYTHON_ONLY = frozenset({"tokenizer", "texts", "ids", "progress", "loading", "interventions", "to_files", "json_file"})
 """Parameters that no command has as an option."""
 LARGEST = (1 << 31) - 1
 """A number above it is too large for any work."""

@@ -34,6 +34,11 @@ def parameters(words: str) -> dict[str, Any]:
         more = Setup.open
         if words == "bench":
             more = import_module("sinkscope.bench.run").run_bench
+        if words == "loops":  # three tasks, whose parameters are those of the first that has them
+            found = {}
+            for task in import_module("sinkscope.app.loops").TASKS.values():
+                found = {one.name: one for one in parameters_of(inspect.unwrap(task))} | found
+            return found
         found = {one.name: one for one in parameters_of(more)} | found
     return found
 

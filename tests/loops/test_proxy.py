@@ -190,7 +190,7 @@ def test_a_request_that_is_no_stream_passes_unchanged(plain):
     seen = len(plain.lines)
     whole = httpx.post(f"{plain.address}/v1/embeddings", trust_env=False)
     assert whole.json()["path"] == "/v1/embeddings"
-    assert plain.lines[seen:] == ["POST /v1/embeddings: passed on unwatched, because the answer is not streamed"]
+    assert plain.lines[seen:] == ["POST /v1/embeddings: passed on unwatched: not streamed"]
     strange = httpx.get(f"{plain.address}/v1/models", headers={"Host": "evil.example"}, trust_env=False)
     assert strange.status_code == 400
 

@@ -25,6 +25,7 @@ length = click.option(
     LOOPS,
     "sinkscope loops answers.jsonl",
     "sinkscope loops logs --field response.choices --fail-on suspicious",
+    "sinkscope loops answers.csv --by prompt",
     "tail -f server.log | sinkscope loops --follow",
     "sinkscope loops --proxy http://127.0.0.1:11434 --json -",
     kinds=["loops"],
@@ -33,13 +34,16 @@ length = click.option(
     "files",
     metavar="[FILE|DIR|-]...",
     nargs=-1,
-    help="Texts, or JSON with the answers of a server, a log or a data set; also folders of these, and .gz. - is "
-    "standard input.",
+    help="Texts, tables (CSV, parquet), or JSON with the answers of a server, a log, a chat or a data set; also folders "
+    "of these, and .gz. - is standard input.",
 )
 @click.option(
     "--field",
-    help="Where the answers of a line of JSON are, such as response.choices or turns.1. By default under one of the "
-    "names of servers, logs and data sets.",
+    help="Where the answers of a line of JSON are, or the column of a table, such as response.choices or turns.1. By "
+    "default under one of the names of servers, logs and data sets.",
+)
+@click.option(
+    "--by", metavar="FIELD", help="Count loops by prompt, or by the value of any field, such as model or request.temperature."
 )
 @click.option(
     "--fail-on",
@@ -56,10 +60,10 @@ length = click.option(
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["auto", "text", "jsonl", "sse"]),
+    type=click.Choice(["auto", "text", "jsonl", "sse", "csv", "parquet"]),
     default="auto",
-    help="What the input is. By default .json, .jsonl and .ndjson are JSON, what a server streamed is read as such, "
-    "also behind its headers and keep-alive lines, and any other file is one text.",
+    help="What the input is. By default .json, .jsonl and .ndjson are JSON, .csv, .tsv and .parquet are tables, what a "
+    "server streamed is read as such, also behind its headers and keep-alive lines, and any other file is one text.",
 )
 @click.option("--settings", metavar="FILE", help='Settings of the monitor, a JSON object such as {"window": 128}.')
 @click.option(
@@ -79,7 +83,8 @@ length = click.option(
 @click.option(
     "--prompt",
     metavar="TEXT",
-    help='What was asked; copies that it asks for, such as "ten lines", are no loop. The proxy reads requests.',
+    help='What was asked; copies that it asks for, such as "ten lines", are no loop. By default what the record of an '
+    "answer says; the proxy reads requests.",
 )
 @click.option("--first", is_flag=True, help="With --follow: stop at the first loop.")
 @click.option(
@@ -92,7 +97,7 @@ length = click.option(
     default="127.0.0.1",
     help="With --proxy: address to listen at, by default one that other machines cannot reach.",
 )
-def check_loops() -> Any:
+def loops() -> Any:
     """Check outputs for repetition, or watch a stream.
 
     Loads no model.
@@ -100,9 +105,9 @@ def check_loops() -> Any:
     Each one loops, looped, is suspicious, is clean, or has no text. The exit status is 3 if one loops or looped, and
     else 1 if one has no text, or cannot be read.
     """
-    from sinkscope.app.loops import check_loops
+    from sinkscope.app.loops import loops
 
-    return check_loops
+    return loops
 
 
 @measures("barcode", LOOPS, "sinkscope barcode --html barcode.html", edits=True)

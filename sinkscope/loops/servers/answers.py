@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from sinkscope.files.chats import Message, message_of, said_in
+from sinkscope.files.events import Events as JoinedEvents
+from sinkscope.files.events import Line, Lines
 from sinkscope.files.plain import parse_json
-from sinkscope.loops.text.forms import UNREADABLE, Origin, origin_of, pieces_of
+from sinkscope.loops.text.channels import Alarm
+from sinkscope.loops.text.forms import Events
+from sinkscope.loops.text.lines import EVENTS
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.outputs import split
-from sinkscope.loops.text.streams import Alarm, Watch
+from sinkscope.loops.text.pieces import TEXT, UNREADABLE, Origin, Piece, origin_of, pieces_of_said
+from sinkscope.loops.text.streams import Watch
 
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")  # as lines of events end; between a CR and an LF there may be one
+NOT_STREAMED = "not streamed"
+NO_ANSWER = "no event of a form that is known"
+TOO_LONG = "a line above 16 MB"
 REASON = "repetition_detected"
 """Value of `stop_reason`, as vLLM's own detection says it."""
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict", "num_predict")
@@ -80,42 +87,84 @@ def _leaves(value: Any) -> Iterator[str | int]:
 class StreamWatch:
     """The bytes of one answer: what may be passed on, and whether it loops.
 
-    Bytes are passed on unchanged, a line at a time, so that a stream that is cut ends after a whole event.
+    Bytes are passed on unchanged, a line at a time, so that a stream that is cut ends after a whole event. What the
+    body is, events or JSON, is said by its first line.
 
     Attributes:
         alarm: The loop, once every output that has not ended loops.
         suspect: The first repetition with which the answer goes on: it may be honest, or other outputs do not loop.
-        held: A line that is not complete.
+        unread: Why the answer, or a line of it, was not watched; empty if it was.
 
     Args:
         settings: Settings of the monitor.
-        events: Whether the answer has server-sent events; otherwise lines of JSON.
+        events: Whether the answer has server-sent events; otherwise lines of JSON. None: its first line says it.
         asked: What was asked.
     """
 
-    def __init__(self, settings: Settings, events: bool, asked: Asked = NOTHING_ASKED) -> None:
+    def __init__(self, settings: Settings, events: bool | None = None, asked: Asked = NOTHING_ASKED) -> None:
         self.alarm: Alarm | None = None
         self.suspect: Alarm | None = None
-        self.held = b""
+        self.unread = ""
         self._watch = Watch(settings, asked.prompt)
+        self._lines = Lines()
+        self._joined = JoinedEvents()
+        self._events = events
+        self._forms = Events()
         self._last: dict[str, Any] = {}
         self._response: dict[str, Any] = {}  # of OpenAI's Responses
-        self._events = events
+        self._blocks: dict[int, None] = {}  # of Anthropic: those that are open
         self._asked = asked
         self._written: dict[str, int] = {}  # pieces of text of each output, which servers send for each token
         self._origin = Origin()
         self._alarms: dict[str, Alarm] = {}
+        self.is_whole = False
+
+    @property
+    def held(self) -> bytes:
+        """Return the line that is not complete."""
+        return self._lines.held
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the answer, and give those that may be passed on. After an alarm there are no more."""
-        data, end = self.held + data, 0
-        for line in _LINE.finditer(data):
-            end = line.end()
-            self._read(line[0])
-            if self.alarm is not None:
-                return data[:end] + b"\n\n" * self._events  # the end of the event
-        self.held = data[end:]
-        return data[:end]
+        return self._pass_on(self._lines.feed(data))
+
+    def end(self) -> bytes:
+        """Give the rest of an answer that has ended."""
+        rest = self._pass_on(self._lines.end())
+        if self.alarm is None and self._events:
+            self._read(self._joined.end())
+        if self._lines.too_long:
+            self.unread = TOO_LONG
+        elif not self._written and not self.unread:
+            self.unread = NO_ANSWER if self._events else NOT_STREAMED
+        self.alarm = None if self.is_whole else self.alarm  # nothing is left to cut
+        return rest
+
+    def _pass_on(self, lines: Iterable[Line]) -> bytes:
+        passed: list[bytes] = []
+        for line in lines:
+            if line.text is not None and self.unread in ("", TOO_LONG):
+                before = self._joined.begun
+                self._take(line.text)
+                if self.alarm is not None and not self.is_whole:
+                    if not (before and self._joined.begun):  # else the line begins the next event
+                        passed.append(line.raw)
+                    return b"".join(passed) + b"\n\n" * bool(self._events)  # the end of the event
+            passed.append(line.raw)
+        return b"".join(passed)
+
+    def _take(self, text: str) -> None:
+        """Read a line."""
+        stripped = text.strip().lstrip("\ufeff")
+        if self._events is None and stripped:
+            self._events = stripped.startswith(EVENTS)
+            if not self._events and not stripped.startswith(("{", "[")):
+                self.unread = NOT_STREAMED
+                return
+        if self._events:
+            self._read(self._joined.add(text.lstrip("\ufeff")))
+        elif stripped:
+            self._read([stripped])
 
     def report(self) -> dict[str, Any] | None:
         """Return what is told of the answer, without its text; None if it does not repeat itself."""
@@ -140,8 +189,10 @@ class StreamWatch:
             about["token"] = self.alarm.token
             if self.alarm.tail is not None:
                 about["period"] = self.alarm.tail.period
-        places = dict.fromkeys(int(name.split()[1]) for name in self._watch.open)  # of choices or blocks
-        events = last_events(self._last, self._response, about, places)
+            if self.alarm.channel != TEXT:
+                about["channel"] = self.alarm.channel
+        places = dict.fromkeys(int(name.split()[1]) for name in self._watch.open if name.startswith("choice"))
+        events = last_events(self._last, self._response, about, places or self._blocks)
         read, written, is_chunk = self._asked.prompt_tokens, sum(self._written.values()), "choices" in self._last
         if read is not None and is_chunk:  # the request wants to know about how many tokens were read and written
             usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
@@ -162,30 +213,54 @@ class StreamWatch:
             lines.append("data: [DONE]\n\n")
         return "".join(lines).encode("utf-8", "replace")
 
-    def _read(self, line: bytes) -> None:
-        """Feed the monitors with a line. The answer loops when every output that has not ended loops."""
-        try:
-            data = dict(parse_json(line.strip().removeprefix(b"data:")))
-            if data.get("choices") != []:  # an event with the usage has no choice
-                self._last = data
-            if data.get("type") == "response.created":
-                self._response = dict(data["response"])
-            if not any(self._origin):
-                self._origin = origin_of(data) or self._origin
-            # It is one answer, although some servers give each chunk a new id.
-            pieces = pieces_of({**data, "id": None}, 0) or []
-        except UNREADABLE:
-            return  # what is no output of a model is passed on
-        for piece in pieces:
-            self._written[piece.stream] = self._written.get(piece.stream, 0) + bool(piece.text)
-            for alarm in self._watch.take(piece):
-                if alarm.cut:
-                    self._alarms.setdefault(alarm.stream, alarm)
-                else:
-                    self.suspect = self.suspect or alarm
-        waiting = self._watch.open.keys()
-        if waiting and waiting <= self._alarms.keys() and len(self._written) >= self._asked.answers:
-            self.alarm = max((self._alarms[name] for name in waiting), key=lambda alarm: alarm.token)
+    def _read(self, texts: Iterable[str]) -> None:
+        """Feed the monitors with values of JSON. The answer loops when every output that has not ended loops."""
+        for text in texts:
+            if self.alarm is not None:
+                return
+            try:
+                data = dict(parse_json(text))
+                pieces = self._pieces(data)
+            except UNREADABLE:
+                if not self._events and not self._written:  # JSON on several lines
+                    self.unread = NOT_STREAMED
+                continue  # what is no output of a model is passed on
+            for piece in pieces:
+                self._written[piece.answer] = self._written.get(piece.answer, 0) + bool(piece.text)
+                for alarm in self._watch.take(piece):
+                    if alarm.cut:
+                        self._alarms.setdefault(alarm.stream, alarm)
+                    else:
+                        self.suspect = self.suspect or alarm
+            waiting = self._watch.open.keys()
+            if waiting and waiting <= self._alarms.keys() and len(self._written) >= self._asked.answers:
+                self.alarm = max((self._alarms[name] for name in waiting), key=lambda alarm: alarm.token)
+
+    def _pieces(self, data: dict[str, Any]) -> list[Piece]:
+        """The pieces in an event, and what its end will need to know."""
+        kind = data.get("type")
+        if data.get("choices") != []:  # an event with the usage has no choice
+            self._last = data
+        if kind == "response.created":
+            self._response = dict(data["response"])
+        if kind == "content_block_start":
+            self._blocks[int(data.get("index") or 0)] = None
+        if kind == "content_block_stop":
+            self._blocks.pop(int(data.get("index") or 0), None)
+        if not any(self._origin):
+            self._origin = origin_of(data) or self._origin
+        # It is one answer, although some servers give each chunk a new id.
+        pieces = self._forms.pieces({**data, "id": None}, 0)
+        if pieces is not None:
+            self.is_whole = any("message" in one and "delta" not in one for one in data.get("choices") or ())
+            return pieces
+        message = message_of(data)
+        if message is None and data.get("object") == "response":
+            message = Message("assistant", tuple(said_in({"content": data.get("output")})), data)
+        if self._events or message is None or message.role != "assistant":
+            return []
+        self.is_whole = True
+        return pieces_of_said(message.said, "answer")
 
 
 def last_events(

@@ -15,20 +15,28 @@ MOST_MODELS = 100  # whoever can ask can invent names, and each name is kept
 
 
 class Counts:
-    """Counts answers, alarms, cuts and the tokens that cuts saved, by model. It needs prometheus-client."""
+    """Counts answers, alarms, cuts and the tokens that cuts saved, by model. It needs prometheus-client.
+
+    Attributes:
+        unwatched: Counter of what was passed on unwatched, by reason.
+        broken: Counter of answers in which the server broke off, by model.
+    """
 
     def __init__(self) -> None:
         from prometheus_client import CollectorRegistry, Counter
 
         def counter(name: str, text: str, *labels: str) -> Any:
-            return Counter(f"sinkscope_{name}", text, ["model", *labels], registry=self._registry)
+            return Counter(f"sinkscope_{name}", text, labels, registry=self._registry)
 
         self._registry = CollectorRegistry()
         self._models = set[str]()
-        self._answers = counter("answers", "Streamed answers that were watched.")
-        self._alarms = counter("alarms", "Answers with a repetition, at most one of each answer.", "verdict")
-        self._cuts = counter("cuts", "Answers that were ended because they loop.")
-        self._saved = counter("saved_tokens", "Tokens up to their requests' limits that cut answers left unwritten.")
+        self._answers = counter("answers", "Answers that were watched.", "model")
+        self._alarms = counter("alarms", "Answers with a repetition, at most one of each answer.", "model", "verdict")
+        self._cuts = counter("cuts", "Answers that were ended because they loop.", "model")
+        saved = "Tokens up to their requests' limits that cut answers left unwritten."
+        self._saved = counter("saved_tokens", saved, "model")
+        self.unwatched = counter("unwatched", "Answers, or lines of some, that were passed on unwatched.", "reason")
+        self.broken = counter("broken_answers", "Answers in which the server broke off.", "model")
 
     def answer(self, model: str, verdict: str = "", cut: bool = False, saved: int | None = None) -> None:
         """Count an answer that has ended.
@@ -39,15 +47,20 @@ class Counts:
             cut: Whether the proxy ended it.
             saved: Number of tokens that it could have gone on; None if the request has no limit.
         """
-        name = model or "unknown"
-        if name not in self._models and len(self._models) >= MOST_MODELS:
-            name = "other"
-        self._models.add(name)
+        name = self.name_of(model)
         self._answers.labels(name).inc()
         self._cuts.labels(name).inc(cut)
         self._saved.labels(name).inc(saved or 0)
         for one in ("loops", "suspicious"):
             self._alarms.labels(name, one).inc(one == verdict)
+
+    def name_of(self, model: str) -> str:
+        """Return the name under which a model is counted."""
+        name = model or "unknown"
+        if name not in self._models and len(self._models) >= MOST_MODELS:
+            name = "other"
+        self._models.add(name)
+        return name
 
     def text(self) -> tuple[bytes, str]:
         """Return the counts as text, and its type."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -16,7 +15,7 @@ from urllib.parse import unquote
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
 from sinkscope.files.provenance import install_command
-from sinkscope.loops.servers.answers import StreamWatch, asked_in
+from sinkscope.loops.servers.answers import TOO_LONG, StreamWatch, asked_in
 from sinkscope.loops.servers.counts import Counts, own_pages
 from sinkscope.loops.text.monitor import Settings
 
@@ -25,8 +24,12 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-NEEDS = ("starlette", "uvicorn", "httpx", "prometheus_client")
+NEEDS = ("starlette", "uvicorn", "httpx", "httpx_sse", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "localhost")
+READABLE = re.compile(r"text/(event-stream|plain|x-ndjson)|application/([\w.+-]*json[\w.+-]*|octet-stream|x-ndjson)")
+"""Types of bodies that may hold an answer; what it is, its first line says."""
+PACKINGS = {"identity": "", "": "", "gzip": "", "x-gzip": "", "deflate": "", "br": "brotli", "zstd": "zstandard"}
+"""Packings that httpx unpacks, and the package that each needs."""
 _HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers "
     "transfer-encoding upgrade".split()
@@ -86,8 +89,6 @@ class _Passing:
     async def forward(self, request: Request) -> Response:
         """Answer as the server does; an answer that loops ends there."""
         import httpx
-        from starlette.responses import StreamingResponse
-
         path: bytes = request.scope["raw_path"]
         if leaves_folder(path):
             return _problem("a path with . or .. is not passed on", 400)
@@ -96,21 +97,46 @@ class _Passing:
             answer = await self.client.send(self._request(request, content), stream=True)
         except httpx.HTTPError as error:
             return _problem(f"the server does not answer: {type(error).__name__}", 502)
-        form = watched_form(answer.status_code, answer.headers)
-        watch = None
-        without: tuple[str, ...] = ()
-        if form is not None:
-            watch = StreamWatch(self.monitor, form == "sse", asked_in(content))
-            without = ("content-length",)
         name = f"{request.method} {visible(path.decode('ascii', 'replace'))[:80]}"
-        if form is None and request.method == "POST" and answer.status_code == 200:
-            self.log(f"{name}: passed on unwatched, because the answer is not streamed")
-        response = StreamingResponse(_parts(answer, watch, partial(self.count, name)), answer.status_code)
-        response.raw_headers = _passed_on(answer.headers.raw, without)
-        return response
+        if request.method != "POST" or not answer.is_success:  # no answer of a model
+            return _as_sent(answer, _parts(answer))
+        unread = why_unread(answer.headers)
+        if unread:
+            self.pass_unwatched(name, unread)
+            return _as_sent(answer, _parts(answer))
+        watch = StreamWatch(self.monitor, asked=asked_in(content))
+        return _as_sent(answer, self._watched(answer, watch, name), without=("content-length", "content-encoding"))
+
+    async def _watched(self, answer: httpx.Response, watch: StreamWatch, name: str) -> AsyncIterator[bytes]:
+        """The bytes of an answer, unpacked, until it ends or loops; the server's call ends with them, too."""
+        import httpx
+
+        try:
+            async for part in answer.aiter_bytes():
+                yield watch.feed(part)
+                if watch.alarm is not None:
+                    yield watch.ending()
+                    return
+            yield watch.end()
+        except httpx.HTTPError as error:  # the client's connection breaks as the server's did
+            self.counts.broken.labels(self.counts.name_of(watch.model)).inc()
+            self.log(f"{name}: the server broke off, {type(error).__name__}")
+            raise
+        finally:  # also if the client leaves
+            self.count(name, watch)
+            await answer.aclose()
+
+    def pass_unwatched(self, name: str, reason: str) -> None:
+        """Count and log an answer, or a part of one, that was passed on unwatched."""
+        self.counts.unwatched.labels(reason).inc()
+        self.log(f"{name}: passed on unwatched: {reason}")
 
     def count(self, name: str, watch: StreamWatch) -> None:
         """Count an answer that has ended, and report one that was cut or repeats itself."""
+        if watch.unread:
+            self.pass_unwatched(name, watch.unread)
+        if watch.unread and watch.unread != TOO_LONG:
+            return
         report = watch.report()
         if report is None:
             self.counts.answer(watch.model)
@@ -119,7 +145,7 @@ class _Passing:
         if self.told is not None:
             self.told({**report, "request": name})
         else:
-            self.log(f"{name}: {_said(report)}")
+            self.log(f"{name}: {_said(report, watch.is_whole)}")
 
     def _request(self, request: Request, content: bytes) -> httpx.Request:
         """The request to the server, with the path as it was given, escapes too."""
@@ -147,34 +173,32 @@ def _check(upstream: str) -> None:
         raise SinkscopeError(f"--proxy {upstream}: expected the address of a server, such as http://127.0.0.1:11434")
 
 
-def _said(report: dict[str, Any]) -> str:
+def _said(report: dict[str, Any], is_whole: bool) -> str:
     """What the log says about an answer."""
     if report["cut"]:
         return f"a loop at token {report['token']}; cut"
     if report["verdict"] == "loops":
-        return f"a loop at token {report['token']} in one of several outputs; passed on"
+        why = "; passed on, because the answer is not streamed" if is_whole else " in one of several outputs; passed on"
+        return f"a loop at token {report['token']}{why}"
     return f"a repetition at token {report['token']} that may be honest; passed on"
 
 
-async def _parts(
-    answer: httpx.Response, watch: StreamWatch | None, ended: Callable[[StreamWatch], object]
-) -> AsyncIterator[bytes]:
-    """The bytes of an answer until it ends or loops; the call of the server ends with them, or if the client leaves."""
+async def _parts(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The bytes of an answer as they were sent; the call of the server ends with them, or if the client leaves."""
     try:
         async for part in answer.aiter_raw():
-            if watch is None:
-                yield part
-                continue
-            yield watch.feed(part)
-            if watch.alarm is not None:
-                yield watch.ending()
-                return
-        if watch is not None:
-            yield watch.held
+            yield part
     finally:
-        if watch is not None:
-            ended(watch)
         await answer.aclose()
+
+
+def _as_sent(answer: httpx.Response, parts: AsyncIterator[bytes], without: tuple[str, ...] = ()) -> Response:
+    """A response with the status and headers of the server's."""
+    from starlette.responses import StreamingResponse
+
+    response = StreamingResponse(parts, answer.status_code)
+    response.raw_headers = _passed_on(answer.headers.raw, without)
+    return response
 
 
 def leaves_folder(path: bytes) -> bool:
@@ -183,12 +207,16 @@ def leaves_folder(path: bytes) -> bool:
     return not {".", ".."}.isdisjoint(segments)
 
 
-def watched_form(status: int, headers: Mapping[str, str]) -> str | None:
-    """Return the form of an answer that is watched: "sse" or "jsonl"; None for any other, such as an error."""
+def why_unread(headers: Mapping[str, str]) -> str:
+    """Return why the body of an answer cannot be read; empty if it can, by its type and its packing."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if status != 200 or headers.get("content-encoding", "identity") != "identity":
-        return None
-    return {"text/event-stream": "sse", "application/x-ndjson": "jsonl", "application/jsonl": "jsonl"}.get(kind)
+    if kind and not READABLE.fullmatch(kind):
+        return "another type of content"
+    for packing in headers.get("content-encoding", "identity").lower().split(","):
+        module = PACKINGS.get(packing.strip())
+        if module is None or (module and find_spec(module) is None):
+            return "a packing that is not read"
+    return ""
 
 
 def _passed_on(headers: list[tuple[bytes, bytes]], without: tuple[str, ...] = ()) -> list[tuple[bytes, bytes]]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_bytes
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import ModelInfo, documented_at, provenance
-from sinkscope.loops.text.forms import StreamForm, pieces_of_output
+from sinkscope.loops.text.channels import Alarm, CheckedOutput
+from sinkscope.loops.text.groups import LoopGroup, groups_of
 from sinkscope.loops.text.monitor import Settings
+from sinkscope.loops.text.pieces import TEXT, StreamForm, pieces_of_output
 from sinkscope.loops.text.signals import Ids, id_list
-from sinkscope.loops.text.streams import Alarm, CheckedOutput, Watch
-from sinkscope.results.notation import count_of, word_form, word_list
+from sinkscope.loops.text.streams import Watch
+from sinkscope.results.notation import count_of, percent, word_form, word_list
 from sinkscope.results.result import Result
-from sinkscope.results.tables import Table
+from sinkscope.results.tables import Grid, Table, strings
 
 BAD_INPUT, LOOP_FOUND, NO_TEXT = 2, 3, 1  # exit statuses
 FailOn = Literal["loops", "suspicious"]
@@ -43,16 +45,18 @@ class LoopCheck(Result):
         problems: What was wrong with the first of them.
         missing: Files that are not there.
         fail_on: Which verdict has the exit status 3, "loops" with "looped", or these and "suspicious".
+        by: Field by whose values the answers are grouped; empty for none.
     """
 
     kind = "loops"
-    columns = ("name", "verdict", "id", "tokens", "wasted", "excerpt")
+    columns = ("name", "verdict", "channel", "id", "tokens", "wasted", "excerpt")
 
     records: tuple[CheckedOutput, ...]
     skipped: int = 0
     problems: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     fail_on: FailOn = "loops"
+    by: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -71,11 +75,28 @@ class LoopCheck(Result):
         """Return a row for each record, those that loop first."""
         order = [verdict for verdict, _, _ in VERDICTS]
         rows = plain(sorted(self.records, key=lambda record: order.index(record.verdict)))
-        for name in ("id", "excerpt"):
-            if not any(row[name] for row in rows):
+        for name, usual in (("id", ""), ("excerpt", ""), ("group", ""), ("channel", TEXT)):
+            if all(row[name] == usual for row in rows):
                 for row in rows:
                     del row[name]
         return rows
+
+    def groups(self) -> list[LoopGroup]:
+        """Return the loops by the values of a field, those that loop most first."""
+        return groups_of(self.records)
+
+    def grids(self) -> list[Grid]:
+        """Return the table of groups, if there is a field for it, and the table of records."""
+        grids = super().grids()
+        if not self.by:
+            return grids
+        rows = plain(self.groups())
+        for row in rows:
+            row["95 %"] = f"{percent(row.pop('low'))} to {percent(row.pop('high'))}"
+            row[self.by] = row.pop("value")
+        names = (self.by, "answers", "loop", "rate", "95 %", "onset", "wasted")
+        table = [{name: row[name] for name in names} for row in rows]
+        return [Grid(strings(table, ("rate",)), title=f"Loops by {self.by}", important=names[:5]), *grids]
 
     def conclusion(self) -> str:
         """Return how many records have each verdict."""
@@ -184,7 +205,7 @@ def check_file(
         SinkscopeError: The source is empty, nothing in it can be read, or it is not UTF-8 text.
     """
     if isinstance(source, str | PathLike):
-        source = BytesIO(read_bytes(source, "give another path"))
+        source = BufferedReader(cast(Any, BytesIO(read_bytes(source, "give another path"))))
     if not hasattr(source, "read1"):
         raise SinkscopeError(f"{source!r:.80} is no binary file: expected a path, or open(path, 'rb')")
     watch, started = Watch(settings, prompt), time.perf_counter()

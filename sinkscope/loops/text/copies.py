@@ -3,8 +3,8 @@
 1. The exact repetition that reaches the last token is followed (`TailRepetition`), and the one that is exact if all
    numbers are taken as equal (`CounterRepetition`).
 2. An exact one counts from three copies and 64 tokens beyond the first two on, one of numbers from 12 copies and 256
-   tokens on, unless the prompt asked for as many copies.
-3. What it repeats is prose, data or a table (`kind_of`). Data and tables may be honest: until there are 512 tokens of
+   tokens on, or 64 tokens in prose with short items, unless the prompt asked for as many copies.
+3. What it repeats is prose, data or a table (`kind_of`), judged by the copies alone. Data and tables may be honest: until there are 512 tokens of
    equal copies, and as long as numbers change, they are only reported. Tables count, too: theirs are not.
 """
 
@@ -27,6 +27,7 @@ CODE = frozenset("{}[]<>=;|\\@~^/+%$&_")
 CODE_SHARE, NUMBER_SHARE = 0.12, 0.3  # of words that are such signs, or numbers, in data
 SHORT_LINE = 8  # words of a line of data that does not end as a sentence does
 _ENDS = frozenset(".!?,;:…'\"”’»)。！？，、；：")
+ITEM = 12  # tokens of a short item
 KIND_TOKENS = 48  # the kind of a short piece is judged on its last 48 tokens
 WordsOf = Callable[[Sequence[int]], Sequence[str]]
 Cut = Literal["auto", "exact", "all", "none"]
@@ -50,6 +51,7 @@ class MonitorSettings:
         data_tokens: Number of tokens that equal copies need in all if they are data: tables, code, markup or logs.
         counter_copies: Number of copies of a repetition whose numbers change.
         counter_tokens: Minimum tokens of such a repetition.
+        item_tokens: Minimum tokens of such a repetition in prose whose copies are short, up to 12 tokens.
         cut: Which repetitions trigger; the others are only reported. "auto": equal copies, and in prose also copies
             whose numbers change. "exact": equal copies alone. "all": numbers may change in code, markup and logs, too.
             "none": nothing triggers.
@@ -67,6 +69,7 @@ class MonitorSettings:
     data_tokens: Natural = 512
     counter_copies: Annotated[int, Strict(), Field(ge=2)] = 12
     counter_tokens: Natural = 256
+    item_tokens: Natural = 64
     cut: Cut = "auto"
 
     def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> CopyRule:
@@ -93,7 +96,8 @@ class CopyRule:
         self.asked = asked
         self.looped = False
         self._tail = TailRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest)
-        self._counter = CounterRepetition(s.tail_longest, s.counter_copies, s.counter_tokens)
+        least = min(s.counter_tokens, s.item_tokens)
+        self._counter = CounterRepetition(s.tail_longest, s.counter_copies, least)
         self._seen = 0
         self._size = 0
         longest = 3 * s.tail_longest + s.tail_beyond + s.data_tokens  # what is longer needs no measuring
@@ -134,10 +138,17 @@ class CopyRule:
 
     def _of_a_counter(self, tail: Tail) -> Step:
         kind = self._kind_of(tail)
+        is_item = kind == "prose" and tail.period <= ITEM and self._has_number(tail.period)
+        if self._seen - tail.start < self.settings.counter_tokens and not is_item:
+            return Step()
         if kind == "table":
             return Step()
         is_loop = self.settings.cut == "all" or (self.settings.cut == "auto" and kind == "prose")
         return Step(tail=tail, trigger=is_loop, suspect=not is_loop)
+
+    def _has_number(self, count: int) -> bool:
+        """Whether one of the last tokens is a number."""
+        return self.words_of is not None and any(word.isdigit() for word in self.words_of(self._tail.last(count)))
 
     def _size_of_last(self, count: int) -> int:
         """Size of the last tokens; of more than are remembered, some size above all thresholds."""
@@ -149,8 +160,9 @@ class CopyRule:
             return "prose"
         start, exact, kind = self._kind
         if (start, exact) != (tail.start, tail.exact):
-            count = min(max(2 * tail.period, KIND_TOKENS), self._seen - tail.start)
-            kind = kind_of(self.words_of(self._tail.last(count + 2)))
+            copies = min(max(2, -(-KIND_TOKENS // tail.period)), max(1, (self._seen - tail.start) // tail.period))
+            words = self.words_of(self._tail.last(copies * tail.period))
+            kind = kind_of([*words, *words[:2]])
             self._kind = (tail.start, tail.exact, kind)
         return kind
 
@@ -163,21 +175,40 @@ def size_of(word: str) -> int:
 
 
 def kind_of(words: Sequence[str]) -> Kind:
-    """Return what repeated words are: two copies, which may begin anywhere in them, and two words more."""
+    """Return what repeated words are: whole copies, which may begin anywhere in them, and their first two words again."""
     said = [word for word in words if not word.isspace()]
     if not said:
         return "prose"
     if is_tabular(words):
         return "table"
-    if "\n" in words and not any(map(str.isalnum, said)):
-        return "data"  # rows of signs, such as empty cells
+    if all(map(is_rule, said)) or _is_one_letter(said):
+        return "data"  # rules, boxes, empty cells, and a letter that is repeated without a space
+    rules = sum(len(word) >= RUN and is_rule(word) for word in said)
+    if 2 * rules >= len(said):
+        return "data"  # the dots of a table of contents
     codes = numbers = 0
     for place, word in enumerate(said):
         codes += not CODE.isdisjoint(word) or f"{word}{''.join(said[place + 1 : place + 2])}" in ('":', "()")
-        numbers += word.isdigit()
+        numbers += word.isdigit() and not _is_marker(said, place)
     if codes >= CODE_SHARE * len(said) or numbers >= NUMBER_SHARE * len(said):
         return "data"
     return "data" if _has_short_lines(words) else "prose"
+
+
+def is_rule(word: str) -> bool:
+    """Return whether a word is made of signs as rules and boxes are: no letters or digits, no emoji, no "!" or "?"."""
+    return not any(one.isalnum() or one in "!?！？。" or "\u2600" <= one <= "\u27bf" or one >= "\U0001f000" for one in word)
+
+
+def _is_one_letter(said: Sequence[str]) -> bool:
+    """Whether a letter is repeated without a space, as zeros are in base64."""
+    return len(said[0]) >= RUN and said[0].isalpha() and said[0].isascii() and len({*"".join(said)}) == 1
+
+
+def _is_marker(said: Sequence[str], place: int) -> bool:
+    """Whether a number marks an item of a list: "9. Grapefruit", "(3) lamp"."""
+    next_two = [*said[place + 1 : place + 3], "", ""]
+    return next_two[0] in (".", ")") and next_two[1][:1].isalpha()
 
 
 def is_tabular(words: Sequence[str]) -> bool:

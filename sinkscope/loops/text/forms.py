@@ -1,179 +1,288 @@
-"""The forms of outputs and of what servers send: `pieces_of` has a case for each. To add a server, add a case."""
+"""What servers stream, as pieces with addresses: `Events.pieces` has a case for each form of an event.
+
+The cases name the events that carry text or end an answer; whatever else is sent carries none. To add a server, add a
+case.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from sinkscope.files.plain import visible
-from sinkscope.loops.text.signals import id_list
+from sinkscope.files.chats import REASONING, TEXT, Said, call_said, reasoning_said, said_in
+from sinkscope.loops.text.pieces import Piece, on_one_line, pieces_of_said
 
-StreamForm = Literal["auto", "text", "jsonl", "sse"]
-SHOWN_CHARACTERS = 60
-_THOUGHT = ("reasoning", "reasoning_content", "reasoningContent", "reasoningText", "thinking", "reasoning_details")
-"""Fields for the same reasoning, of which the first that is filled counts: some servers fill several."""
-_SAID = tuple("summary content parts text value refusal name arguments input partial_json".split())
-EVENTS = ("data:", "event:", "id:", "retry:", ":")
-"""How server-sent events may begin."""
-_IDS = ("custom_id", "id", "request_id", "requestId", "responseId", "question_id", "doc_id")
-"""The first one that is there: of a batch's line the client's own."""
-_MODELS = ("model", "modelVersion", "modelId", "model_id")
-MOST_OF_NAME = 200  # characters of an id, or of a model's name
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What reading a line that is no output of a model may raise."""
-
-
-class Origin(NamedTuple):
-    """Where an output comes from: the id of its answer or record, and its model; empty if unknown."""
-
-    id: str = ""
-    model: str = ""
-
-
-def origin_of(data: Any) -> Origin | None:
-    """Return what a line of JSON or an event says about where it comes from; None if it says nothing."""
-    if not isinstance(data, dict):
-        return None
-    values: list[str] = []
-    for fields in (_IDS, _MODELS):
-        found = ""
-        for place in (data, data.get("message"), data.get("response")):
-            for field in fields:
-                value = place.get(field) if isinstance(place, dict) else None
-                if not found and isinstance(value, str | int) and not isinstance(value, bool):
-                    found = str(value)[:MOST_OF_NAME]
-        values.append(found)
-    return Origin(*values) if any(values) else None
-
-
-class Piece(NamedTuple):
-    """A token of a stream, or a piece of its text.
-
-    Attributes:
-        stream: Name of the stream.
-        key: Identifies equal tokens: an id, its bytes, or its text. None if `text` is arbitrary text.
-        text: Text of the token.
-        last: Whether the stream ends here.
-        part: Whether the stream is a part of an answer that may hold no text, such as hidden reasoning.
-        origin: Where it comes from, if known.
-    """
-
-    stream: str
-    key: object = None
-    text: str = ""
-    last: bool = False
-    part: bool = False
-    origin: Origin | None = None
+RESPONSES = {
+    "response.output_text.delta": TEXT,
+    "response.text.delta": TEXT,
+    "response.refusal.delta": TEXT,
+    "response.output_audio_transcript.delta": TEXT,
+    "response.audio_transcript.delta": TEXT,
+    "response.reasoning_text.delta": REASONING,
+    "response.reasoning.delta": REASONING,
+    "response.reasoning_summary_text.delta": REASONING,
+    "response.function_call_arguments.delta": "call",
+    "response.mcp_call_arguments.delta": "call",
+    "response.mcp_call.arguments.delta": "call",
+    "response.custom_tool_call_input.delta": "call",
+    "response.code_interpreter_call_code.delta": "call",
+}
+"""The events of OpenAI's Responses and Realtime that carry text, and its channel."""
+RESPONSE_ENDS = frozenset(f"response.{end}" for end in ("completed", "failed", "incomplete", "cancelled", "done"))
+BLOCKS = {"text_delta": TEXT, "thinking_delta": REASONING, "input_json_delta": "call"}
+"""The deltas of Anthropic's blocks that carry text, and their channel."""
+TYPED = {
+    "text-delta": TEXT,  # Vercel's AI SDK
+    "reasoning-delta": REASONING,
+    "tool-input-delta": "call",
+    "TEXT_MESSAGE_CONTENT": TEXT,  # AG-UI
+    "THINKING_TEXT_MESSAGE_CONTENT": REASONING,
+    "REASONING_MESSAGE_CONTENT": REASONING,
+    "TOOL_CALL_ARGS": "call",
+    "message.delta": TEXT,  # LM Studio
+    "reasoning.delta": REASONING,
+}
+"""Types of events whose text is in "delta", "inputTextDelta" or "content"."""
+TYPED_ENDS = frozenset({"finish", "RUN_FINISHED", "RUN_ERROR", "chat.end"})
+COHERE = {"content-delta": TEXT, "tool-plan-delta": REASONING, "tool-call-start": "call", "tool-call-delta": "call"}
+NOT_ENDED = ("", "null", "none", "None")
+"""What servers send as the reason to finish until there is one."""
 
 
-def on_one_line(text: str, limit: int = SHOWN_CHARACTERS) -> str:
-    """Return the text on one line, without control characters, shortened in the middle."""
-    if len(text) > limit:
-        text = f"{text[: limit // 2]}...{text[-limit // 2 :]}"
-    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+class Events:
+    """The events of one stream; it knows what earlier ones said about the address of later ones."""
 
+    def __init__(self) -> None:
+        self._named = set[tuple[str, str]]()  # calls whose name was read
+        self._thoughts: dict[tuple[str, int], str] = {}  # answer and item -> which form of one reasoning is read
+        self._calls: dict[str, dict[Any, int]] = {}  # answer -> number of each call by its index and id
 
-def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
-    """Return the pieces of outputs in what a server sends; None if it has no form. The first case that fits counts.
+    def pieces(self, data: Mapping[str, Any], place: int) -> list[Piece] | None:
+        """Return the pieces in an event or a line; None if it has the form of none.
 
-    Args:
-        data: A line of JSON, or the data of a server-sent event.
-        place: Number of the line.
+        Args:
+            data: The event, or a line of JSON.
+            place: Number of the line.
 
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError: It has the form of a server but cannot be read.
-    """
-    line = f"line {place}"
-    match data:
-        case {"choices": choices}:  # chat completions and completions, of OpenAI and the servers that imitate it
-            outputs: list[Piece] = []
-            for choice in choices or ():
-                if "turns" in choice:  # answers of MT-bench
-                    return None
-                outputs += _choice(choice, data.get("id"), line)
-            return outputs
-        case {"type": str(kind)} if kind.startswith("response."):
-            return _response(data, kind)
-        case {"type": "content_block_delta"}:  # Anthropic's messages; each block is a stream
-            return [Piece(f"block {int(data.get('index') or 0)}", text=said_in(data["delta"]))]
-        case {"type": "content_block_stop"}:
-            return [Piece(f"block {int(data.get('index') or 0)}", last=True, part=True)]
-        case {"type": str(kind)} if kind.startswith(("message_", "content_block_", "ping")):
+        Raises:
+            ValueError, TypeError, LookupError, AttributeError: It has the form of a server but cannot be read.
+        """
+        match data:
+            case {"choices": choices}:  # OpenAI's chat completions and completions, and the servers that imitate them
+                found: list[Piece] = []
+                for choice in choices or ():
+                    if "turns" in choice:  # answers of MT-bench
+                        return None
+                    found += self._choice(choice, data.get("id"), f"line {place}")
+                return found
+            case {"type": str(kind)} if kind.startswith("response."):
+                return self._response(data, kind)
+            case {"type": str(kind)} if kind.startswith(("content_block_", "message_")) or kind == "ping":
+                return self._block(data, kind)
+            case {"type": str(kind)} if kind in TYPED or kind in TYPED_ENDS:
+                return self._typed(data, kind)
+            case {"type": str(kind)} if kind in COHERE or kind == "message-end":
+                return self._cohere(data, kind)
+            case {"message": dict(message), "done": done}:  # Ollama's /api/chat
+                return self._message(message, "stream 0", bool(done))
+            case {"response": str(text), "done": done}:  # Ollama's /api/generate
+                return self._message({**data, "content": text}, "stream 0", bool(done))
+            case {"content": str(text), "stop": bool(stop)}:  # llama.cpp's /completion
+                return [Piece(f"stream {int(data.get('index') or 0)}", text=text, ends=stop)]
+            case {"token": {"text": str(text)}}:  # TGI, whose last event repeats the whole text
+                is_word = not data["token"].get("special")
+                return [Piece("stream 0", text=text * is_word, ends=data.get("generated_text") is not None)]
+            case {"token": str(text), "finish_reason": reason}:  # KoboldCpp
+                return [Piece("stream 0", text=text, ends=has_ended(reason))]
+            case {"candidates": [*candidates]} if "responseId" in data or not all(map(_is_last, candidates)):  # Gemini
+                return self._candidates(candidates, data.get("responseId"))
+            case {"contentBlockStart": dict(block)} | {"contentBlockDelta": dict(block)}:  # Bedrock's Converse
+                return self._converse(block)
+            case {"messageStop": _}:
+                return [Piece("message", ends=True)]
+            case {"messageStart": _} | {"contentBlockStop": _} | {"metadata": {"usage": _}}:
+                return []
+            case {"object": "thread.message.delta", "delta": dict(delta)}:  # OpenAI's Assistants
+                return self._said(said_in(delta), f"message {data.get('id', 0)}")
+            case {"event": "message" | "agent_message", "answer": str(text)}:  # Dify
+                return [Piece("stream 0", text=text)]
+            case {"event": "message_end"}:
+                return [Piece("stream 0", ends=True)]
+            case _:
+                return None
+
+    def _said(self, said: list[Said], answer: str, ends: bool = False, prefix: str = "") -> list[Piece]:
+        """The pieces of texts, without names and reasoning that were read before; a call's number goes on."""
+        found: list[Piece] = []
+        for one in said:
+            if one.channel == REASONING and one.kind:
+                if self._thoughts.setdefault((answer, 0), one.kind) != one.kind:
+                    continue
+            text = one.text
+            if one.is_name:
+                if not text or (answer, one.channel) in self._named:
+                    continue
+                self._named.add((answer, one.channel))
+                text = f"{text} "
+            found.append(Piece(answer, one.channel, text))
+        if ends:
+            self._calls.pop(answer, None)
+            self._thoughts = {key: kind for key, kind in self._thoughts.items() if key[0] != answer}
+            self._named = {one for one in self._named if one[0] != answer}
+            found.append(Piece(answer, ends=True))
+        return found
+
+    def _message(self, delta: Mapping[str, Any], answer: str, ends: bool) -> list[Piece]:
+        """A delta of a chat: its own fields, and the calls by the index that each names."""
+        calls = delta.get("tool_calls") or ()
+        said = said_in({name: value for name, value in delta.items() if name not in ("tool_calls", "reasoning_details")})
+        if delta.get("reasoning_details") and not reasoning_said({**delta, "reasoning_details": None}):
+            said = [*_detailed(delta["reasoning_details"]), *said]
+        for call in calls:
+            said += [one._replace(channel=self._call(call, answer)) for one in call_said(call.get("function") or call)]
+        return self._said(said, answer, ends)
+
+    def _call(self, call: Mapping[str, Any], answer: str) -> str:
+        """The channel of a call: by its index, else by its id; a name without either begins another.
+
+        Some servers give all calls the index 0, each with an id and a name of its own.
+        """
+        function = call.get("function") or call
+        index, own, has_name = call.get("index", function.get("index")), call.get("id"), bool(function.get("name"))
+        known = self._calls.setdefault(answer, {})
+        keys = [("index", index)] if index is not None else [("last", None)]
+        if own is not None:
+            keys.append(("id", own))
+        number = known.get(keys[-1])
+        if number is None and (index is not None or not has_name) and not (own is not None and has_name):
+            number = known.get(keys[0])
+        if number is None:
+            number = len(set(known.values()))
+        for key in (*keys, ("last", None)):
+            known[key] = number
+        return f"call {number}"
+
+    def _choice(self, choice: Mapping[str, Any], origin: object, line: str) -> list[Piece]:
+        """A choice of a chunk or of a whole answer."""
+        name = f"choice {int(choice.get('index') or 0)}"
+        if "message" in choice and "delta" not in choice:
+            return pieces_of_said(said_in(choice["message"] or {}), f"{line} {name}")
+        if origin:
+            name = f"{name} of {on_one_line(str(origin))}"
+        delta = choice["delta"] if "delta" in choice else {"text": choice.get("text"), **_thoughts_of(choice)}
+        if delta is None:
+            delta = {}
+        if not isinstance(delta, Mapping):
+            raise ValueError(f"expected a delta, and found {on_one_line(repr(delta))}")
+        return self._message(delta, name, has_ended(choice.get("finish_reason")))
+
+    def _response(self, data: Mapping[str, Any], kind: str) -> list[Piece]:
+        """An event of OpenAI's Responses or Realtime; its items are channels of one answer."""
+        answer = f"response {data.get('response_id') or ''}".strip()
+        number = int(data.get("output_index") or 0)
+        channel = RESPONSES.get(kind)
+        if kind == "response.output_item.added":
+            item = data.get("item") or {}
+            name = Said(f"call {number}", str(item.get("name") or ""), is_name=True)
+            return self._said([name], answer)
+        if kind in RESPONSE_ENDS:
+            return self._said([], answer, ends=True)
+        if channel is None or not isinstance(data.get("delta"), str):
             return []
-        case {"message": dict(message), "done": done}:  # Ollama's /api/chat
-            return [Piece("stream 0", text=said_in(message), last=bool(done))]
-        case {"response": str(text), "done": done}:  # Ollama's /api/generate
-            return [Piece("stream 0", text=said_in(data) + text, last=bool(done))]
-        case {"content": str(text), "stop": bool(stop)}:  # llama.cpp's /completion
-            return [Piece(f"stream {int(data.get('index') or 0)}", text=text, last=stop)]
-        case {"output": [dict(), *_] as items} | {"content": [dict(), *_] as items}:  # whole: Responses, Anthropic
-            return [Piece(line, text="\n".join(map(said_in, items)), last=True)]
-        case {"response": {"body": dict(body)}}:  # a line of OpenAI's batches
-            return pieces_of(body, place)
-        case {"role": str()}:  # a message of a chat
-            return [Piece(line, text=said_in(data), last=True)]
-        case _:
-            return None
+        if channel == "call":
+            channel = f"call {number}"
+        if channel == REASONING and self._thoughts.setdefault((answer, number), kind) != kind:
+            return []
+        return [Piece(answer, channel, data["delta"])]
+
+    def _block(self, data: Mapping[str, Any], kind: str) -> list[Piece]:
+        """An event of Anthropic's messages; each block belongs to a channel."""
+        number = int(data.get("index") or 0)
+        if kind == "content_block_start":
+            block = data.get("content_block") or {}
+            return self._said(_numbered(said_in({"content": [block]}), number), "message")
+        if kind == "content_block_delta":
+            delta = data["delta"]
+            channel = BLOCKS.get(delta.get("type") or ("text_delta" if "text" in delta else ""))
+            if channel is None:
+                return []
+            text = delta.get("text") or delta.get("thinking") or delta.get("partial_json") or ""
+            return self._said(_numbered([Said(channel, text)], number), "message")
+        if kind == "message_stop":
+            return self._said([], "message", ends=True)
+        return []
+
+    def _typed(self, data: Mapping[str, Any], kind: str) -> list[Piece]:
+        """An event of Vercel's AI SDK, AG-UI or LM Studio."""
+        if kind in TYPED_ENDS:
+            return self._said([], "stream 0", ends=True)
+        text = next((data[name] for name in ("delta", "inputTextDelta", "content") if isinstance(data.get(name), str)), "")
+        channel = TYPED[kind]
+        if channel == "call":
+            call = {"id": data.get("toolCallId") or data.get("id")}
+            channel = self._call(call, "stream 0")
+        return [Piece("stream 0", channel, text)]
+
+    def _cohere(self, data: Mapping[str, Any], kind: str) -> list[Piece]:
+        """An event of Cohere's chat."""
+        if kind == "message-end":
+            return self._said([], "message", ends=True)
+        message = (data.get("delta") or {}).get("message") or {}
+        if COHERE[kind] == "call":
+            call = message.get("tool_calls") or {}
+            return self._said(_numbered(call_said(call.get("function") or {}), int(data.get("index") or 0)), "message")
+        if COHERE[kind] == REASONING:
+            return [Piece("message", REASONING, str(message.get("tool_plan") or ""))]
+        return self._said(said_in(message), "message")
+
+    def _candidates(self, candidates: list[Any], origin: object) -> list[Piece]:
+        """Candidates of Gemini, which sends each call whole."""
+        found: list[Piece] = []
+        for one in candidates:
+            name = f"choice {int(one.get('index') or 0)}"
+            if origin is not None:
+                name += f" of {on_one_line(str(origin))}"
+            known = self._calls.setdefault(name, {})
+            said: list[Said] = []
+            for piece in said_in(one.get("content") or {}):
+                if piece.is_name:
+                    known[len(known)] = len(known)
+                said.append(_numbered([piece], len(known) - 1)[0])
+            found += self._said(said, name, bool(one.get("finishReason")))
+        return found
+
+    def _converse(self, block: Mapping[str, Any]) -> list[Piece]:
+        """An event of a block of Bedrock's Converse."""
+        number = int(block.get("contentBlockIndex") or 0)
+        inner = block.get("delta") or block.get("start") or {}
+        return self._said(_numbered(said_in({"content": [inner]}), number), "message")
 
 
-def said_in(item: Mapping[str, Any]) -> str:
-    """Return what a message, a part of one, or an item of Responses says: its reasoning, its text, its calls."""
-    parts: list[str] = []
-    thought = [field for field in _THOUGHT if item.get(field)]
-    for field in (*thought[:1], *_SAID):
-        value = item.get(field)
-        if isinstance(value, str):
-            parts.append(value)
-        elif isinstance(value, list):
-            parts += [part if isinstance(part, str) else said_in(part) for part in value]
-        elif isinstance(value, dict) and field not in ("arguments", "input"):
-            parts.append(said_in(value))
-        elif value is not None:  # arguments
-            parts.append(json.dumps(value, ensure_ascii=False))
-    calls = [call.get("function") for call in item.get("tool_calls") or ()]
-    for call in (*calls, item.get("function_call")):
-        parts.append(said_in(call) if call else "")
-    return "".join(parts)
+def has_ended(reason: object) -> bool:
+    """Return whether a reason to finish is one."""
+    return bool(reason) and reason not in NOT_ENDED
 
 
-def _response(data: dict[str, Any], kind: str) -> list[Piece]:
-    """An event of OpenAI's Responses."""
-    name = f"output {int(data.get('output_index') or 0)}"
-    if kind == "response.output_item.done":
-        return [Piece(name, last=True, part=True)]
-    if kind.endswith(".delta") and isinstance(data.get("delta"), str):
-        return [Piece(name, text=data["delta"])]
-    return []
+def _numbered(said: list[Said], number: int) -> list[Said]:
+    """Texts of a block whose number is known, which is that of its call."""
+    found: list[Said] = []
+    for one in said:
+        found.append(one._replace(channel=f"call {number}") if one.channel.startswith("call") else one)
+    return found
 
 
-def _choice(choice: dict[str, Any], origin: object, line: str) -> list[Piece]:
-    """A choice of a chunk or of a whole answer."""
-    name = f"choice {int(choice.get('index') or 0)}"
-    whole = "message" in choice
-    if whole:
-        name = f"{line} {name}"
-    elif origin:
-        name = f"{name} of {on_one_line(str(origin))}"
-    last = whole or bool(choice.get("finish_reason"))  # some servers send "" until the end
-    return [Piece(name, text=said_in(choice.get("delta") or choice.get("message") or choice), last=last)]
+def _detailed(details: Any) -> list[Said]:
+    """The pieces of a reasoning in details, as text or as a summary."""
+    found: list[Said] = []
+    for one in details if isinstance(details, list) else ():
+        for said in said_in(one):
+            found.append(said._replace(kind=str(one.get("type"))))
+    return found
 
 
-def pieces_of_output(value: Any, name: str) -> list[Piece]:
-    """Return the pieces of a whole output: a text, or tokens that are ids or texts.
+def _thoughts_of(choice: Mapping[str, Any]) -> dict[str, Any]:
+    return {"reasoning": choice.get("reasoning") or choice.get("reasoning_content")}
 
-    Raises:
-        ValueError: It is neither.
-    """
-    if isinstance(value, str):
-        return [Piece(name, text=value, last=True)]
-    tokens = id_list(value)
-    if not isinstance(tokens, list | tuple):
-        raise ValueError(f"expected a string, or a list of tokens, and found {on_one_line(repr(value))}")
-    outputs: list[Piece] = []
-    for token in tokens:
-        is_id = type(token) is int and 0 <= token < 1 << 32  # a bool is no token
-        if not is_id and not isinstance(token, str):
-            raise ValueError(f"{on_one_line(repr(token))} is no token: expected a string, or an id from 0 to 2**32 - 1")
-        outputs.append(Piece(name, token, token if isinstance(token, str) else f"{token} "))
-    return [*outputs, Piece(name, last=True)]
+
+def _is_last(candidate: Any) -> bool:
+    return isinstance(candidate, dict) and bool(candidate.get("finishReason"))

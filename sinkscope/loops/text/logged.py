@@ -1,107 +1,231 @@
-"""Outputs in lines of logs and data sets: `answers_in` finds them under the names that public formats give them."""
+"""Answers in records: lines of logs and data sets, rows of tables, chats, and sessions of agents.
+
+1. What servers send is read as such (`forms`).
+2. A line that is a message counts if a model wrote it, and belongs to the conversation of the lines around it.
+3. Of any other record the answers stand under the names that public formats give them (`answers_in`), and what was
+   asked for beside them.
+4. The turns of a conversation are one more text, whose copies are turns (`TURNS`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from sinkscope.loops.text.forms import Piece, on_one_line, pieces_of, pieces_of_output, said_in
+from sinkscope.files.chats import TEXT, Message, Said, message_of, messages_in, prompt_before, said_in, unwrapped
+from sinkscope.loops.text.forms import Events
+from sinkscope.loops.text.pieces import TURNS, Piece, on_one_line, pieces_of_output, pieces_of_said
 
 ANSWERS = (
     *("tokens", "choices", "candidates", "outputs", "results", "result", "response", "response_body", "body", "output"),
     *("outputBodyJson", "completion", "completions", "generated_text", "generated_texts", "generation", "generations"),
-    *("outputText", "answer", "resps", "message", "messages", "conversations", "turns", "text", "content", "parts"),
+    *("outputText", "output_text", "model_output", "model_response", "model_answer", "prediction", "predictions"),
+    *("generated", "reply", "assistant", "answer", "resps", "message", "messages", "conversations", "conversation"),
+    *("contents", "chat_messages", "mapping", "turns", "text", "content", "parts"),
 )
 """Fields that hold an answer or what holds it: the first that is filled counts. Ids are more exact than text."""
-SEPARATE = ("resps", "turns", "generated_texts")
+PROMPTS = ("prompt", "instruction", "question", "query", "input", "inputs", "request", "request_body", "messages", "user")
+"""Fields that hold what was asked for."""
+SEPARATE = ("resps", "turns", "generated_texts", "completions", "predictions")
 """Fields whose strings are answers, and not the tokens of one."""
-MODELS = ("assistant", "model", "gpt", "ai", "bot", "chatgpt", "bing", "bard")
-"""How messages name a model as their author."""
+_SESSIONS = ("session_id", "sessionId", "conversation_id", "conversationId", "thread_id", "chat_id", "trace_id")
 
 
-def streamed(data: Mapping[str, Any]) -> list[Piece] | None:
-    """Return the pieces of an event of TGI, Gemini or Bedrock's Converse; None if it is none."""
-    match data:
-        case {"token": {"text": str(text)}}:  # TGI's last event repeats the whole text
-            is_word = not data["token"].get("special")
-            return [Piece("stream 0", text=text * is_word, last=data.get("generated_text") is not None)]
-        case {"candidates": [*candidates]} if "responseId" in data or not all(map(_has_ended, candidates)):  # Gemini
-            pieces: list[Piece] = []
-            for one in candidates:
-                name = f"choice {int(one.get('index') or 0)}"
-                if "responseId" in data:
-                    name += f" of {on_one_line(str(data['responseId']))}"
-                text = said_in(one.get("content") or {})
-                pieces.append(Piece(name, text=text, last=bool(one.get("finishReason"))))
-            return pieces
-        case {"contentBlockDelta": {"delta": dict(delta)} as block}:  # Bedrock's Converse; each block is a stream
-            return [Piece(f"block {int(block.get('contentBlockIndex') or 0)}", text=said_in(delta))]
-        case {"contentBlockStop": dict(block)}:
-            return [Piece(f"block {int(block.get('contentBlockIndex') or 0)}", last=True, part=True)]
-        case {"messageStart": _} | {"messageStop": _} | {"contentBlockStart": _} | {"metadata": {"usage": _}}:
+class Answer(NamedTuple):
+    """A whole answer in a record.
+
+    Attributes:
+        value: A text, a list of tokens, or the texts of a message.
+        prompt: What was asked for.
+        context: Of an answer that is a turn of a conversation: all that was said to the model before it; else None.
+    """
+
+    value: Any
+    prompt: str = ""
+    context: str | None = None
+
+    @property
+    def turn(self) -> str:
+        """Return the turn as a text: what it says and calls, without reasoning."""
+        return " ".join(one.text for one in self.value if one.channel == TEXT or one.channel.startswith("call"))
+
+
+class Records:
+    """The records of one input, some of which are pieces of answers, or messages of one conversation.
+
+    Args:
+        by: Field by whose values answers are grouped; "prompt" is what was asked, wherever the record says it.
+    """
+
+    def __init__(self, by: str | None = None) -> None:
+        self._events = Events()
+        self._by = by
+        self._talks: dict[str, list[Message]] = {}  # conversations in lines: messages since the last one of a model
+
+    def pieces(self, data: Any, place: int, field: str | None = None, *, whole: bool = True) -> list[Piece]:
+        """Return what a line of JSON, a row or an event adds to outputs.
+
+        Args:
+            data: The JSON.
+            place: Number of the line.
+            field: Where its answers are, as `at_field` takes it. None: in a form of servers, logs or data sets.
+            whole: Whether every line has to add something; else it is an event, of which many add nothing.
+
+        Raises:
+            ValueError, TypeError, LookupError, AttributeError: It reports an error, or cannot be read.
+        """
+        if not isinstance(data, dict):
+            raise ValueError("expected an object")
+        pieces = self._pieces(data, place, field, whole)
+        if self._by is not None:
+            pieces = [piece._replace(group=group_of(data, self._by, piece.prompt)) for piece in pieces]
+        return pieces
+
+    def _pieces(self, data: dict[str, Any], place: int, field: str | None, whole: bool) -> list[Piece]:
+        name = f"line {place}"
+        if field is not None:
+            return pieces_of_answers(at_field(data, field), name)
+        if data.get("error") and not data.get("choices"):
+            raise ValueError(f"the server reports an error, {on_one_line(str(data['error']), 200)}")
+        pieces = self._events.pieces(data, place)
+        if pieces is not None or not whole:
+            return pieces or []
+        message = message_of(data)
+        if message is not None and is_message(unwrapped(data)):
+            return self._turn(message, data, name)
+        if self._talks and isinstance(data.get("type"), str):  # a line of a session that is no message
             return []
-        case _:
-            return None
+        return pieces_of_answers(answers_in(data, prompt=prompt_in(data)), name)
+
+    def _turn(self, message: Message, data: Mapping[str, Any], name: str) -> list[Piece]:
+        """A line with a message of a conversation."""
+        key = next((str(data[field]) for field in _SESSIONS if data.get(field)), "")
+        if data.get("isSidechain"):
+            key += " aside"
+        before = self._talks.setdefault(key, [])
+        if message.role != "assistant" and message.role != "":
+            before.append(message)
+            return []
+        context = "\n".join(one.everything for one in before)
+        answer = Answer(message.said, prompt_before(before, len(before)), context)
+        before.clear()
+        talk = f"turns of {on_one_line(key)}" if key else "turns"
+        return [*pieces_of_said(answer.value, name, answer.prompt), _turn_piece(answer, talk)]
 
 
-def _has_ended(candidate: Any) -> bool:
-    return isinstance(candidate, dict) and bool(candidate.get("finishReason"))
+def is_message(data: Any) -> bool:
+    """Return whether a record with an author is a message, and not a record with a prompt and an answer."""
+    has_content = any(name in data for name in ("content", "parts", "text", "value", "tool_calls", "output", "summary"))
+    is_item = isinstance(data.get("type"), str) and "role" not in data
+    has_answer = any(data.get(name) for name in ("choices", "completion", "response", "answer", "generated_text"))
+    return (has_content or is_item) and not has_answer
 
 
-def pieces_of_answers(answers: Sequence[Any], name: str) -> list[Piece]:
-    """Return the pieces of whole answers; of several, each has a number in its name."""
+def _turn_piece(answer: Answer, talk: str) -> Piece:
+    return Piece(talk, TURNS, f"{answer.turn}\n", context=answer.context or "")
+
+
+def pieces_of_answers(answers: Sequence[Answer], name: str) -> list[Piece]:
+    """Return the pieces of whole answers, of which each of several has a number in its name, and of their turns."""
     pieces: list[Piece] = []
+    turns = [one for one in answers if one.context is not None]
     for number, answer in enumerate(answers, 1):
-        pieces += pieces_of_output(answer, name if len(answers) == 1 else f"{name} answer {number}")
+        own = name if len(answers) == 1 else f"{name} answer {number}"
+        if isinstance(answer.value, tuple):
+            pieces += pieces_of_said(answer.value, own, answer.prompt)
+        else:
+            pieces += pieces_of_output(answer.value, own, answer.prompt)
+    if len(turns) > 1:
+        pieces += [_turn_piece(turn, f"{name} turns") for turn in turns]
+        pieces.append(Piece(f"{name} turns", TURNS, ends=True))
     return pieces
 
 
-def answers_in(value: Any, field: str = "") -> list[Any]:
-    """Return the whole answers in a value: each a text, or a list of tokens.
+def answers_of_chat(messages: Sequence[Message]) -> list[Answer]:
+    """Return what a model wrote in a chat: by role; where no author is known as a model, what unknown ones wrote."""
+    role = "assistant"
+    if not any(one.role == role for one in messages):
+        role = ""
+    answers: list[Answer] = []
+    last = 0
+    for place, message in enumerate(messages):
+        if message.role != role:
+            continue
+        context = "\n".join(one.everything for one in messages[last:place])
+        answers.append(Answer(message.said, prompt_before(messages, place), context))
+        last = place + 1
+    return answers
+
+
+def answers_in(value: Any, field: str = "", prompt: str = "") -> list[Answer]:
+    """Return the whole answers in a value.
 
     Args:
         value: What stands in a field.
         field: Name of the field.
+        prompt: What was asked for beside it.
 
     Raises:
         ValueError: No field that is known holds one.
     """
-    answers: list[Any] = []
+    answers: list[Answer] = []
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        if field in ("content", "parts"):  # of one message
-            return [said_in({"content": value})]
-        for one in _of_models(value):
-            answers += answers_in(one, field)
+        messages = messages_in(value)
+        if messages is not None and field not in ("content", "parts"):
+            if all(one.role not in ("user", "system", "tool") for one in messages):
+                return _of_one_turn(value, messages, prompt)
+            return answers_of_chat(messages)
+        if field in ("content", "parts") or _are_parts(value):  # of one message
+            return [Answer(tuple(said_in({"content": value})), prompt)]
+        for one in value:
+            answers += answers_in(one, field, prompt)
         return answers
     if isinstance(value, list) and field in SEPARATE:
-        return list(value)
+        return [Answer(one, prompt) for one in value]
     if not isinstance(value, dict):
-        return [value]
-    if "role" in value or "from" in value:  # a message
-        return [said_in(value)]
+        return [Answer(value, prompt)]
+    if "mapping" in value:
+        return answers_of_chat(messages_in(value) or [])
+    message = message_of(value)
+    if message is not None and is_message(unwrapped(value)):
+        return [Answer(message.said, prompt)]
     for name in ANSWERS:
         if value.get(name) not in (None, "", [], {}):
-            return answers_in(value[name], name)
+            return answers_in(value[name], name, prompt)
     if not any(name in value for name in ANSWERS):
-        there = on_one_line(", ".join(value), 200) or "nothing"
+        there = on_one_line(", ".join(map(str, value)), 200) or "nothing"
         raise ValueError(f"no field that is known holds an answer, there are {there}: name yours by --field")
-    return [""]
+    return [Answer("", prompt)]
 
 
-def _of_models(values: Sequence[Any]) -> list[Any]:
-    """The messages of a dialogue that a model wrote; of values that are no messages, all."""
-    authors: list[Any] = []
-    for one in values:
-        kind = one.get("type") if isinstance(one, dict) else None
-        authors.append(kind if kind in ("ai", "human", "system", "tool") else None)  # of LangChain
-        if isinstance(one, dict) and ("role" in one or "from" in one):
-            authors[-1] = one.get("role") or one.get("from")
-    if not any(authors):
-        return [*values]
-    return [one for one, author in zip(values, authors, strict=True) if author in MODELS]
+def _of_one_turn(value: list[Any], messages: Sequence[Message], prompt: str) -> list[Answer]:
+    """Messages or items without a user's between: items of Responses are one answer, messages are one each."""
+    if any("role" in one for one in value if one.get("type") != "message"):
+        return [Answer(one.said, prompt) for one in messages]
+    return [Answer(tuple(said_in({"content": value})), prompt)]
 
 
-def at_field(data: Any, path: str) -> list[Any]:
+def _are_parts(value: list[Any]) -> bool:
+    """Whether a list holds the parts of one message."""
+    kinds = ("text", "output_text", "thinking", "reasoning", "tool_use", "refusal")
+    return all(isinstance(one, dict) and one.get("type") in kinds for one in value)
+
+
+def prompt_in(value: Any) -> str:
+    """Return what was asked for in a record, as far as a field that is known says it."""
+    if isinstance(value, str):
+        return value
+    messages = messages_in(value)
+    if messages is not None:
+        return prompt_before(messages, len(messages))
+    if isinstance(value, dict):
+        return " ".join(text for text in (prompt_in(value[name]) for name in PROMPTS if value.get(name)) if text)
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return " ".join(value)
+    return ""
+
+
+def at_field(data: Any, path: str) -> list[Answer]:
     """Return the answers in a field of a line.
 
     Args:
@@ -111,6 +235,8 @@ def at_field(data: Any, path: str) -> list[Any]:
     Raises:
         ValueError: There is no such field; the message says which there are.
     """
+    if isinstance(data, dict) and path in data:  # a column may have a dot in its name
+        return answers_in(data[path], path, prompt_in(data))
     value, place = data, "the line"
     for name in path.split("."):
         there: dict[str, Any] = {}
@@ -119,30 +245,28 @@ def at_field(data: Any, path: str) -> list[Any]:
         if name not in there:
             raise ValueError(f"no field {path}: {place} has {on_one_line(', '.join(there) or 'no fields', 200)}")
         value, place = there[name], name
-    return answers_in(value, place)
+    return answers_in(value, place, prompt_in(data))
 
 
-def pieces_of_line(data: Any, place: int, field: str | None = None, *, whole: bool = True) -> list[Piece]:
-    """Return what a line of JSON or an event adds to outputs.
+def group_of(data: Any, by: str, prompt: str = "") -> str:
+    """Return the value of a field as a text on one line; of "prompt" what was asked, where no field has that name."""
+    value = data
+    for name in [by] if isinstance(data, dict) and by in data else by.split("."):
+        if isinstance(value, list) and name.isdigit() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            value = value.get(name) if isinstance(value, dict) else None
+    if by == "prompt" and not isinstance(value, str):
+        value = prompt or prompt_in(data)
+    return "" if value is None else on_one_line(value if isinstance(value, str) else str(value))
 
-    Args:
-        data: The JSON.
-        place: Number of the line.
-        field: Where its answers are, as `at_field` takes it. None: in one of the forms of servers, logs or data sets.
-        whole: Whether every line has to add something; else it is an event, of which many add nothing.
 
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError: It reports an error, or cannot be read.
-    """
-    if not isinstance(data, dict):
-        raise ValueError("expected an object")
-    if field is not None:
-        return pieces_of_answers(at_field(data, field), f"line {place}")
-    if data.get("error"):
-        raise ValueError(f"the server reports an error, {on_one_line(str(data['error']), 200)}")
-    pieces = pieces_of(data, place)
-    if pieces is None:
-        pieces = streamed(data)
-    if pieces is None and whole:
-        return pieces_of_answers(answers_in(data), f"line {place}")
-    return pieces or []
+def answer_column(columns: Sequence[str]) -> str | None:
+    """Return the column of a table that holds answers, or the messages of chats; None if no name says it."""
+    by_name = {column.lower().replace(" ", "_"): column for column in columns}
+    if by_name.keys() & {"role", "from"} and by_name.keys() & {"content", "text", "value"}:
+        return ""  # each row is a message
+    for name in ANSWERS:
+        if name in by_name:
+            return by_name[name]
+    return columns[0] if len(columns) == 1 else None

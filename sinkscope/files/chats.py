@@ -1,0 +1,269 @@
+"""Who wrote what: the messages of a chat or of an agent's session, and the text, reasoning and calls of a message.
+
+A list of what holds text decides, so that pictures, audio, encrypted reasoning and results of tools are never text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+Role = Literal["assistant", "user", "system", "tool", ""]
+TEXT, REASONING = "text", "reasoning"
+"""Channels of an answer; the others are its calls of tools, "call 0" and so on."""
+ROLES: dict[str, Role] = {
+    **dict.fromkeys(("assistant", "model", "gpt", "ai", "bot", "chatgpt", "bing", "bard", "gemini", "chatbot"), "assistant"),
+    **dict.fromkeys(("aimessage", "aimessagechunk", "agent", "claude", "llm", "completion"), "assistant"),
+    **dict.fromkeys(("user", "human", "prompter", "humanmessage", "customer"), "user"),
+    **dict.fromkeys(("system", "developer", "systemmessage", "instruction"), "system"),
+    **dict.fromkeys(("tool", "function", "ipython", "observation", "environment", "toolmessage", "toolresult"), "tool"),
+    **dict.fromkeys(("tool_result", "function_call_output", "custom_tool_call_output", "functionmessage"), "tool"),
+    **dict.fromkeys(("local_shell_call_output", "computer_call_output", "mcp_approval_response"), "tool"),
+}
+"""How formats name the author of a message, in lower case."""
+_AUTHORS = ("role", "from", "author", "sender", "speaker", "source")
+_TYPES = ("human", "ai", "system", "tool", "user", "assistant", "gemini", "function")  # of LangChain and agents
+_LISTS = ("messages", "conversations", "conversation", "contents", "chat_messages", "history", "dialogue", "dialog")
+"""Fields that hold the messages of a chat."""
+_THOUGHT = ("reasoning", "reasoning_content", "reasoningContent", "reasoningText", "thinking", "reasoning_details")
+"""Fields for the same reasoning, of which the first that is filled counts: some servers fill several."""
+_CALLS = frozenset(
+    "tool_use server_tool_use mcp_tool_use function_call custom_tool_call tool-call toolCall tool_call mcp_call "
+    "local_shell_call code_interpreter_call computer_call web_search_call file_search_call function".split()
+)
+_ARGUMENTS = ("arguments", "input", "args", "partial_json", "code", "action", "parameters")
+_REASONING_PARTS = frozenset("thinking reasoning reasoning_text summary_text reasoning.text reasoning.summary".split())
+_TEXT_PARTS = frozenset("text output_text input_text refusal text_delta message markdown paragraph".split())
+
+
+class Said(NamedTuple):
+    """A text of a message.
+
+    Attributes:
+        channel: "text", "reasoning", or "call 0" and so on.
+        text: The text.
+        is_name: Whether it is the name of a tool, which some servers repeat with each piece of a call.
+        kind: Of a reasoning: the field that holds it; the same reasoning may stand in several.
+    """
+
+    channel: str
+    text: str
+    is_name: bool = False
+    kind: str = ""
+
+
+class Message(NamedTuple):
+    """A message of a chat.
+
+    Attributes:
+        role: Who wrote it; empty if unknown.
+        said: Its texts.
+        data: The message as it was given.
+    """
+
+    role: Role
+    said: tuple[Said, ...]
+    data: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Return what it says, without reasoning and calls."""
+        return "".join(one.text for one in self.said if one.channel == TEXT)
+
+    @property
+    def everything(self) -> str:
+        """Return all its texts; of what a tool gave back, the whole data."""
+        if self.role == "tool" or not self.said:
+            return json.dumps(self.data.get("content", self.data.get("output")), ensure_ascii=False, default=str)
+        return "\n".join(one.text for one in self.said)
+
+
+def role_of(data: Any) -> Role | None:
+    """Return who wrote a message; None if it is no message, or names no author."""
+    if not isinstance(data, Mapping):
+        return None
+    for field in _AUTHORS:
+        value = data.get(field)
+        if isinstance(value, Mapping):  # {"author": {"role": ...}}
+            value = value.get("role")
+        if isinstance(value, str) and value.lower() in ROLES:
+            return _checked_role(data, ROLES[value.lower()])
+    kind = data.get("type")
+    if isinstance(kind, str) and (kind in _TYPES or kind.lower().endswith(("message", "messagechunk", "_output"))):
+        return ROLES.get(kind.lower())
+    if isinstance(kind, str) and (kind in _CALLS or kind in _REASONING_PARTS):  # items of OpenAI's Responses
+        return "assistant"
+    if any(isinstance(data.get(field), str) for field in ("role", "from")):
+        return ""  # an author of a chat who is no model
+    return None
+
+
+def _checked_role(data: Mapping[str, Any], role: Role) -> Role:
+    """The role; what tools give back travels under the name of the user."""
+    content = data.get("content") or data.get("parts")
+    if role == "user" and isinstance(content, list) and content:
+        kinds = [part.get("type") or next(iter(part), "") for part in content if isinstance(part, Mapping)]
+        if kinds and all(kind in ("tool_result", "functionResponse", "toolResult") for kind in kinds):
+            return "tool"
+    return role
+
+
+def unwrapped(line: Any) -> Any:
+    """Return the message in a line of an agent's session, such as Claude Code's and Codex'; else the line."""
+    match line:
+        case {"type": "response_item", "payload": dict(payload)}:  # Codex
+            return payload
+        case {"type": str(kind), "message": dict(message)} if kind in (*_TYPES, "message") and role_of(message):
+            return message
+        case {"type": str(kind), "data": dict(data)} if kind in _TYPES:  # LangChain
+            return {"role": kind, **data}
+        case {"kwargs": dict(kwargs), "id": [*_, str(kind)]} if kind.lower() in ROLES:  # LangChain, serialised
+            return {**kwargs, "role": kind}
+        case {"message": {"author": dict(author)} as message, **rest} if "parent" in rest:  # of ChatGPT's export
+            return {**message, "role": author.get("role")}
+        case _:
+            return line
+
+
+def messages_in(value: Any) -> list[Message] | None:
+    """Return the messages of a list, or of a record that holds one; None if there are none."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("mapping"), Mapping):  # ChatGPT's export
+            nodes = [unwrapped(node) for node in value["mapping"].values() if isinstance(node, Mapping)]
+            return messages_in([node for node in nodes if role_of(node)])
+        for field in _LISTS:
+            if isinstance(value.get(field), list):
+                found = messages_in(value[field])
+                if found is not None:
+                    return found
+        return None
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        return None
+    found = [message_of(one) for one in value]
+    if not any(one is not None for one in found):
+        return None
+    return [one for one in found if one is not None]
+
+
+def message_of(line: Any) -> Message | None:
+    """Return the message in a line of a log or an item of a list; None if it names no author."""
+    data = unwrapped(line)
+    role = role_of(data)
+    if role is None:
+        return None
+    return Message(role, tuple(said_in(data)), data)
+
+
+def prompt_before(messages: Sequence[Message], place: int) -> str:
+    """Return the last text of a user before a message."""
+    for one in reversed(messages[:place]):
+        if one.role == "user" and one.text:
+            return one.text
+    return ""
+
+
+def said_in(item: Mapping[str, Any]) -> list[Said]:
+    """Return the texts of a message, a part of one, or an item of OpenAI's Responses; each call has its number."""
+    found: list[Said] = []
+    for one in _said(item):
+        number = 0
+        if one.channel == "call":
+            for earlier in found:
+                if earlier.channel.startswith("call"):
+                    number = int(earlier.channel.split()[1])
+            starts = one.is_name and any(earlier.channel == f"call {number}" for earlier in found)
+            one = one._replace(channel=f"call {number + starts}")
+        found.append(one)
+    return found
+
+
+def _said(item: Mapping[str, Any]) -> Iterable[Said]:
+    """The texts of an item; all calls are "call", and each begins with its name, which may be empty."""
+    kind = item.get("type")
+    if isinstance(kind, str) and (kind in _CALLS or kind.startswith("tool-")) and "role" not in item:
+        yield from call_said(item)
+        return
+    if kind in _REASONING_PARTS:
+        yield Said(REASONING, _reasoning(item), kind=str(kind))
+        return
+    yield from reasoning_said(item)
+    for field in ("content", "parts"):
+        yield from _content(item.get(field))
+    for field in ("text", "value", "refusal"):
+        yield from _content(item.get(field), item.get("thought") is True)
+    audio = item.get("audio")
+    if isinstance(audio, Mapping) and isinstance(audio.get("transcript"), str):
+        yield Said(TEXT, audio["transcript"])
+    for call in item.get("tool_calls") or ():
+        yield from call_said(call.get("function") or call)
+    for field in ("function_call", "functionCall", "toolUse", "executableCode", "tool_use"):
+        if isinstance(item.get(field), Mapping):
+            yield from call_said(item[field])
+
+
+def reasoning_said(item: Mapping[str, Any]) -> list[Said]:
+    """Return the reasoning in the fields of a message: the first that is filled."""
+    for field in _THOUGHT:
+        if item.get(field):
+            text = _reasoning(item[field])
+            return [Said(REASONING, text, kind=field)] if text else []
+    return []
+
+
+def call_said(call: Mapping[str, Any]) -> list[Said]:
+    """Return the name and the arguments of a call, in the channel "call"."""
+    name = call.get("name") or call.get("toolName") or call.get("tool_name") or ""
+    kind = call.get("type")
+    if not name and isinstance(kind, str) and kind.startswith("tool-"):
+        name = kind.removeprefix("tool-")
+    found = [Said("call", str(name), is_name=True)]
+    for field in _ARGUMENTS:
+        value = call.get(field)
+        if value not in (None, "", {}):
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            found.append(Said("call", text))
+            break
+    return found
+
+
+def _content(value: Any, thought: bool = False) -> Iterable[Said]:
+    """The texts of a field: a string, a part, or a list of parts."""
+    if isinstance(value, str):
+        yield Said(REASONING if thought else TEXT, value)
+    elif isinstance(value, list):
+        for part in value:
+            if isinstance(part, str):
+                yield Said(TEXT, part)
+            elif isinstance(part, Mapping) and _is_said(part):
+                yield from _said(part)
+    elif isinstance(value, Mapping) and _is_said(value):
+        yield from _said(value)
+
+
+def _is_said(part: Mapping[str, Any]) -> bool:
+    """Whether a part of a message is of a kind that holds text: a result of a tool, say, does not."""
+    kind = part.get("type")
+    if kind is None:
+        return True
+    known = kind in _TEXT_PARTS or kind in _CALLS or kind in _REASONING_PARTS
+    return isinstance(kind, str) and (known or kind.startswith("tool-") or kind == "output_audio")
+
+
+def _reasoning(value: Any) -> str:
+    """The text of a reasoning: of details that hold it as text and as a summary, the text."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        texts: dict[str, list[str]] = {}
+        for part in value:
+            kind = "text"
+            if isinstance(part, Mapping) and "summary" in str(part.get("type")):
+                kind = "summary"
+            texts.setdefault(kind, []).append(_reasoning(part))
+        return "".join(texts.get("text") or texts.get("summary") or ())
+    if isinstance(value, Mapping):
+        for field in ("text", "thinking", "content", "reasoning", "reasoningText", "summary"):
+            if value.get(field):
+                return _reasoning(value[field])
+    return ""
