@@ -24,7 +24,8 @@ ROLES: dict[str, Role] = {
 """How formats name the author of a message, in lower case."""
 _AUTHORS = ("role", "from", "author", "sender", "speaker", "source")
 _TYPES = ("human", "ai", "system", "tool", "user", "assistant", "gemini", "function")  # of LangChain and agents
-_LISTS = ("messages", "conversations", "conversation", "contents", "chat_messages", "history", "dialogue", "dialog")
+_KINDS: dict[Any, Role] = {"request": "user", "response": "assistant"}  # of Pydantic AI
+_LISTS = ("messages", "conversations", "conversation", "contents", "chat_messages", "history", "dialogue", "dialog", "transcript")
 """Fields that hold the messages of a chat."""
 _THOUGHT = ("reasoning", "reasoning_content", "reasoningContent", "reasoningText", "thinking", "reasoning_details")
 """Fields for the same reasoning, of which the first that is filled counts: some servers fill several."""
@@ -89,6 +90,8 @@ def role_of(data: Any) -> Role | None:
             value = value.get("role")
         if isinstance(value, str) and value.lower() in ROLES:
             return _checked_role(data, ROLES[value.lower()])
+    if data.get("kind") in _KINDS and isinstance(data.get("parts"), list):
+        return _KINDS[data["kind"]]
     kind = data.get("type")
     if isinstance(kind, str) and (kind in _TYPES or kind.lower().endswith(("message", "messagechunk", "_output"))):
         return ROLES.get(kind.lower())
@@ -122,6 +125,15 @@ def unwrapped(line: Any) -> Any:
             return {**kwargs, "role": kind}
         case {"message": {"author": dict(author)} as message, **rest} if "parent" in rest:  # of ChatGPT's export
             return {**message, "role": author.get("role")}
+        case {"source": str(source), "action": str(kind), "args": dict(args)}:  # OpenHands
+            said = {"role": source, "content": args.get("content") or args.get("thought") or ""}
+            return said if kind == "message" else {**said, "tool_calls": [{"name": kind, "arguments": args}]}
+        case {"observation": _, "source": _}:
+            return {**line, "role": "tool"}
+        case {"message": dict(message)} if role_of(line) is None and role_of(message):
+            return message
+        case {"message.role": str()}:  # OpenInference
+            return {name.removeprefix("message."): value for name, value in line.items()}
         case _:
             return line
 
@@ -180,7 +192,7 @@ def said_in(item: Mapping[str, Any]) -> list[Said]:
 
 def _said(item: Mapping[str, Any]) -> Iterable[Said]:
     """The texts of an item; all calls are "call", and each begins with its name, which may be empty."""
-    kind = item.get("type")
+    kind = kind_of_part(item)
     if isinstance(kind, str) and (kind in _CALLS or kind.startswith("tool-")) and "role" not in item:
         yield from call_said(item)
         return
@@ -241,9 +253,20 @@ def _content(value: Any, thought: bool = False) -> Iterable[Said]:
         yield from _said(value)
 
 
+def kind_of_part(part: Mapping[str, Any]) -> Any:
+    """Return what a part of a message says of its kind; None if nothing."""
+    return part.get("type") or part.get("part_kind")
+
+
+def is_item(data: Any) -> bool:
+    """Return whether a value is an item of what OpenAI's Responses give back, or a part of a message."""
+    kind = data.get("type") if isinstance(data, Mapping) else None
+    return kind == "message" or kind in _CALLS or kind in _REASONING_PARTS or kind in _TEXT_PARTS
+
+
 def _is_said(part: Mapping[str, Any]) -> bool:
     """Whether a part of a message is of a kind that holds text: a result of a tool, say, does not."""
-    kind = part.get("type")
+    kind = kind_of_part(part)
     if kind is None:
         return True
     known = kind in _TEXT_PARTS or kind in _CALLS or kind in _REASONING_PARTS

@@ -64,11 +64,11 @@ def test_counter_repetitions_equal_a_search_of_every_period(head, piece, copies)
             assert not tail.exact and tail.start == expected[0]
 
 
-def numbered(count: int) -> list[int]:
-    """Lines of "<two digits> 50 51 52", which count up."""
+def numbered(count: int, more: int = 0) -> list[int]:
+    """Lines of "<two digits> 50 51 52" and some more, which count up."""
     ids: list[int] = []
     for number in range(count):
-        ids += [number // 10 % 10, number % 10, 50, 51, 52]
+        ids += [number // 10 % 10, number % 10, 50, 51, 52, *range(60, 60 + more)]
     return ids
 
 
@@ -81,11 +81,12 @@ def words_of(ids: Sequence[int], other: str = "lamp") -> list[str]:
 code_of = partial(words_of, other="lamp_")
 
 
-def test_a_counter_is_found_at_256_tokens_and_not_without_numbers():
-    ids = list(range(1000, 1300)) + numbered(80)
+@pytest.mark.parametrize(("more", "least"), [(0, 64), (9, 256)])
+def test_a_counter_is_found_at_64_tokens_if_its_items_are_short_at_256_else_and_not_without_numbers(more, least):
+    ids = list(range(1000, 1300)) + numbered(80, more)
     known, blind = Monitor(words_of=words_of), Monitor()
     alarms = [step for step in map(known.update, ids) if step.trigger]
-    assert alarms[0].step in range(300 + 256, 300 + 262) and alarms[0].tail.start == 300
+    assert alarms[0].step in range(300 + least, 300 + least + 6) and alarms[0].tail.start == 300
     assert not any(blind.update(token).trigger for token in ids)
 
 

@@ -82,7 +82,8 @@ def test_several_files_folders_and_gz(tmp_path, monkeypatch, typed):
     with gzip.open("logs/day.jsonl.gz", "wt") as file:
         file.write(json.dumps({"id": "r9", "text": LOOP}) + "\n" + json.dumps({"text": FINE}))
     Path("one.jsonl").write_text(json.dumps({"text": FINE}))
-    out = typed("loops logs one.jsonl --json x.json", 3).out
+    out, err = typed("loops logs one.jsonl --json x.json", 3)
+    assert "note: picture.png was not read" in err and ".hidden" not in err
     found = LoopCheck.load("x.json")
     names = [one.name for one in found.records]
     assert names == ["day.jsonl.gz line 1", "day.jsonl.gz line 2", "fine.txt", "one.jsonl line 1"]

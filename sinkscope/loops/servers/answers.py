@@ -12,7 +12,8 @@ from sinkscope.files.events import Line, Lines
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.text.channels import Alarm
 from sinkscope.loops.text.forms import Events
-from sinkscope.loops.text.lines import EVENTS
+from sinkscope.loops.text.lines import EVENTS, values_of_event
+from sinkscope.loops.text.logged import UnknownEvents
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.outputs import split
 from sinkscope.loops.text.pieces import TEXT, UNREADABLE, Origin, Piece, origin_of, pieces_of_said
@@ -110,6 +111,7 @@ class StreamWatch:
         self._joined = JoinedEvents()
         self._events = events
         self._forms = Events()
+        self._unknown = UnknownEvents()
         self._last: dict[str, Any] = {}
         self._response: dict[str, Any] = {}  # of OpenAI's Responses
         self._blocks: dict[int, None] = {}  # of Anthropic: those that are open
@@ -219,8 +221,9 @@ class StreamWatch:
             if self.alarm is not None:
                 return
             try:
-                data = dict(parse_json(text))
-                pieces = self._pieces(data)
+                pieces: list[Piece] = []
+                for value in values_of_event(text) if self._events else [parse_json(text)]:
+                    pieces += self._unknown.pieces(value) if isinstance(value, str) else self._pieces(dict(value))
             except UNREADABLE:
                 if not self._events and not self._written:  # JSON on several lines
                     self.unread = NOT_STREAMED
@@ -252,12 +255,15 @@ class StreamWatch:
         # It is one answer, although some servers give each chunk a new id.
         pieces = self._forms.pieces({**data, "id": None}, 0)
         if pieces is not None:
+            self._unknown.is_known = self._unknown.is_known or bool(pieces)
             self.is_whole = any("message" in one and "delta" not in one for one in data.get("choices") or ())
             return pieces
+        if self._events:
+            return self._unknown.pieces(data)
         message = message_of(data)
         if message is None and data.get("object") == "response":
             message = Message("assistant", tuple(said_in({"content": data.get("output")})), data)
-        if self._events or message is None or message.role != "assistant":
+        if message is None or message.role != "assistant":
             return []
         self.is_whole = True
         return pieces_of_said(message.said, "answer")

@@ -158,7 +158,10 @@ def _beginning(text: Iterator[str], name: str) -> tuple[StreamForm, Iterator[str
 
 def default_form(name: str) -> StreamForm:
     """Return the form of an input whose beginning does not say it."""
-    return "jsonl" if suffix_of(name) in JSON_NAMES else "text"
+    suffix = suffix_of(name)
+    if suffix == ".sse":
+        return "sse"
+    return "jsonl" if suffix in JSON_NAMES else "text"
 
 
 def form_of(start: str, name: str) -> StreamForm | None:
@@ -229,7 +232,7 @@ def _rows_of_events(lines: Iterator[tuple[int, str]], name: str, skip: Skip) -> 
     for place, line in chain(lines, [(0, "")]):
         for data in events.add(line.strip("\n")):
             try:
-                for value in values_in(data):
+                for value in values_of_event(data):
                     yield begun, value
             except UNREADABLE as error:
                 skip(_problem(name, begun, error, data))
@@ -253,6 +256,17 @@ def values_in(text: str) -> list[Any]:
     if value and messages_in(value) is not None:
         return [{"messages": value}]
     return value
+
+
+def values_of_event(data: str) -> list[Any]:
+    """Return the values in the data of an event: JSON, or a text that does not begin as JSON does.
+
+    Raises:
+        ValueError: It begins as JSON and is none.
+    """
+    if data.lstrip()[:1] in ("{", "[", ""):
+        return values_in(data)
+    return [data]
 
 
 def _problem(name: str, place: int, error: Exception, line: str) -> str:

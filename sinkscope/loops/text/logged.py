@@ -9,10 +9,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from sinkscope.files.chats import TEXT, Message, Said, message_of, messages_in, prompt_before, said_in, unwrapped
+from sinkscope.files.chats import (
+    REASONING,
+    TEXT,
+    Message,
+    Said,
+    is_item,
+    message_of,
+    messages_in,
+    prompt_before,
+    said_in,
+    unwrapped,
+)
 from sinkscope.loops.text.forms import Events
 from sinkscope.loops.text.pieces import TURNS, Piece, on_one_line, pieces_of_output, pieces_of_said
 
@@ -21,11 +34,14 @@ ANSWERS = (
     *("outputBodyJson", "completion", "completions", "generated_text", "generated_texts", "generation", "generations"),
     *("outputText", "output_text", "model_output", "model_response", "model_answer", "prediction", "predictions"),
     *("generated", "reply", "assistant", "answer", "resps", "message", "messages", "conversations", "conversation"),
-    *("contents", "chat_messages", "mapping", "turns", "text", "content", "parts"),
+    *("contents", "chat_messages", "history", "dialogue", "dialog", "transcript", "mapping", "turns", "text_output"),
+    *("text", "content", "parts"),
 )
 """Fields that hold an answer or what holds it: the first that is filled counts. Ids are more exact than text."""
 PROMPTS = ("prompt", "instruction", "question", "query", "input", "inputs", "request", "request_body", "messages", "user")
 """Fields that hold what was asked for."""
+ASKING = frozenset((*PROMPTS, "system", "context", "tools", "functions", "target", "reference", "expected")) - {"messages"}
+"""Parts of names of fields that hold no answer."""
 SEPARATE = ("resps", "turns", "generated_texts", "completions", "predictions")
 """Fields whose strings are answers, and not the tokens of one."""
 _SESSIONS = ("session_id", "sessionId", "conversation_id", "conversationId", "thread_id", "chat_id", "trace_id")
@@ -59,6 +75,7 @@ class Records:
 
     def __init__(self, by: str | None = None) -> None:
         self._events = Events()
+        self._unknown = UnknownEvents()
         self._by = by
         self._talks: dict[str, list[Message]] = {}  # conversations in lines: messages since the last one of a model
 
@@ -74,6 +91,8 @@ class Records:
         Raises:
             ValueError, TypeError, LookupError, AttributeError: It reports an error, or cannot be read.
         """
+        if isinstance(data, str) and not whole:
+            return self._unknown.pieces(data)
         if not isinstance(data, dict):
             raise ValueError("expected an object")
         pieces = self._pieces(data, place, field, whole)
@@ -88,8 +107,12 @@ class Records:
         if data.get("error") and not data.get("choices"):
             raise ValueError(f"the server reports an error, {on_one_line(str(data['error']), 200)}")
         pieces = self._events.pieces(data, place)
-        if pieces is not None or not whole:
-            return pieces or []
+        if pieces is None and not whole:
+            pieces = self._unknown.pieces(data)
+        elif pieces:
+            self._unknown.is_known = True
+        if pieces is not None:
+            return pieces
         message = message_of(data)
         if message is not None and is_message(unwrapped(data)):
             return self._turn(message, data, name)
@@ -111,6 +134,65 @@ class Records:
         before.clear()
         talk = f"turns of {on_one_line(key)}" if key else "turns"
         return [*pieces_of_said(answer.value, name, answer.prompt), _turn_piece(answer, talk)]
+
+
+class UnknownEvents:
+    """Events of a form that has no case: a stream with one text in each is taken for an answer in pieces.
+
+    Where each text begins with all that came before, it is the whole answer so far.
+
+    Attributes:
+        is_known: Whether the stream has events of a known form; nothing else in it is then an answer.
+    """
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self._before = ""  # the text before
+        self._grows: bool | None = None
+
+    def pieces(self, data: Any) -> list[Piece]:
+        """Return the pieces in an event: a text, or an object that says nothing of its kind."""
+        if self.is_known:
+            return []
+        answers: list[Answer] = []
+        kind = data.get("type") or data.get("event") if isinstance(data, dict) else None
+        if isinstance(data, str):
+            answers = [Answer(data)]
+        elif isinstance(kind, str) and any(word in kind.lower() for word in ("delta", "chunk")):
+            answers = [Answer(tuple(_typed(data, kind.lower())))]
+        elif isinstance(data, dict) and kind is None and not data.get("error"):
+            with suppress(ValueError):
+                answers = answers_in(data)
+        pieces: list[Piece] = []
+        if len(answers) == 1 and isinstance(answers[0].value, str):
+            answers = [Answer((Said(TEXT, answers[0].value),))]
+        for answer in answers[:1]:
+            for said in answer.value if isinstance(answer.value, tuple) else ():
+                text = self._new(said.text) if said.channel == TEXT else said.text
+                pieces.append(Piece("stream 0", said.channel, text))
+        return pieces
+
+    def _new(self, text: str) -> str:
+        """What is new in a text: the second one says whether each holds those before it."""
+        before, self._before = self._before, text
+        if self._grows is None and before and text != before:
+            self._grows = text.startswith(before)
+        return text[len(before) :] if self._grows and text.startswith(before) else text
+
+
+def _typed(data: Mapping[str, Any], kind: str) -> list[Said]:
+    """The text of an event whose type says that it is a piece, and of which channel."""
+    if any(word in kind for word in ("audio", "image", "video", "signature", "citation", "annotation", "progress")):
+        return []
+    text: Any = next((data[name] for name in ("delta", "content", "text", "data") if data.get(name)), "")
+    if isinstance(text, Mapping | list):
+        return said_in(text if isinstance(text, Mapping) else {"content": text})
+    channel = TEXT
+    if any(word in kind for word in ("reasoning", "thinking", "thought")):
+        channel = REASONING
+    elif any(word in kind for word in ("tool", "call", "argument", "input_json")):
+        channel = "call 0"
+    return [Said(channel, str(text))]
 
 
 def is_message(data: Any) -> bool:
@@ -189,20 +271,56 @@ def answers_in(value: Any, field: str = "", prompt: str = "") -> list[Answer]:
     message = message_of(value)
     if message is not None and is_message(unwrapped(value)):
         return [Answer(message.said, prompt)]
+    fields = _fields_of(value)
     for name in ANSWERS:
-        if value.get(name) not in (None, "", [], {}):
-            return answers_in(value[name], name, prompt)
-    if not any(name in value for name in ANSWERS):
+        if fields.get(name) not in (None, "", [], {}):
+            return answers_in(fields[name], name, prompt)
+    if fields.keys() & set(ANSWERS):
+        return [Answer("", prompt)]
+    return _answers_below(value, fields, prompt)
+
+
+def _fields_of(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record that may hold answers, by their names; of names with dots the last part counts."""
+    fields: dict[str, Any] = {}
+    for name, one in value.items():
+        parts = str(name).split(".")
+        if len(parts) == 1 or not _asks(str(name)):
+            fields.setdefault(parts[-1], one)
+    return fields
+
+
+def _asks(name: str) -> bool:
+    """Whether the name of a field says that it holds what was asked for."""
+    return not ASKING.isdisjoint(re.split(r"[._ -]", name.lower()))
+
+
+def _answers_below(value: Mapping[str, Any], fields: Mapping[str, Any], prompt: str) -> list[Answer]:
+    """The answers in the records that a record holds under names that are not known.
+
+    Raises:
+        ValueError: There are none.
+    """
+    answers: list[Answer] = []
+    for name, one in fields.items():
+        if _asks(name) or not isinstance(one, dict | list) or not one:
+            continue
+        for inner in one if isinstance(one, list) else [one]:
+            if isinstance(inner, dict):
+                with suppress(ValueError):
+                    answers += answers_in(inner, name, prompt_in(inner) or prompt)
+    if not answers:
         there = on_one_line(", ".join(map(str, value)), 200) or "nothing"
         raise ValueError(f"no field that is known holds an answer, there are {there}: name yours by --field")
-    return [Answer("", prompt)]
+    return answers
 
 
 def _of_one_turn(value: list[Any], messages: Sequence[Message], prompt: str) -> list[Answer]:
     """Messages or items without a user's between: items of Responses are one answer, messages are one each."""
-    if any("role" in one for one in value if one.get("type") != "message"):
-        return [Answer(one.said, prompt) for one in messages]
-    return [Answer(tuple(said_in({"content": value})), prompt)]
+    if all(is_item(one) for one in value):
+        said = said_in({"content": [{"type": "message", **one} for one in value]})
+        return [Answer(tuple(said), prompt)]
+    return [Answer(one.said, prompt) for one in messages]
 
 
 def _are_parts(value: list[Any]) -> bool:
