@@ -13,7 +13,9 @@ Role = Literal["assistant", "user", "system", "tool", ""]
 TEXT, REASONING = "text", "reasoning"
 """Channels of an answer; the others are its calls of tools, "call 0" and so on."""
 ROLES: dict[str, Role] = {
-    **dict.fromkeys(("assistant", "model", "gpt", "ai", "bot", "chatgpt", "bing", "bard", "gemini", "chatbot"), "assistant"),
+    **dict.fromkeys(
+        ("assistant", "model", "gpt", "ai", "bot", "chatgpt", "bing", "bard", "gemini", "chatbot"), "assistant"
+    ),
     **dict.fromkeys(("aimessage", "aimessagechunk", "agent", "claude", "llm", "completion"), "assistant"),
     **dict.fromkeys(("user", "human", "prompter", "humanmessage", "customer"), "user"),
     **dict.fromkeys(("system", "developer", "systemmessage", "instruction"), "system"),
@@ -25,8 +27,40 @@ ROLES: dict[str, Role] = {
 _AUTHORS = ("role", "from", "author", "sender", "speaker", "source")
 _TYPES = ("human", "ai", "system", "tool", "user", "assistant", "gemini", "function")  # of LangChain and agents
 _KINDS: dict[Any, Role] = {"request": "user", "response": "assistant"}  # of Pydantic AI
-_LISTS = ("messages", "conversations", "conversation", "contents", "chat_messages", "history", "dialogue", "dialog", "transcript")
+_LISTS = (
+    "messages",
+    "conversations",
+    "conversation",
+    "contents",
+    "chat_messages",
+    "history",
+    "dialogue",
+    "dialog",
+    "transcript",
+)
 """Fields that hold the messages of a chat."""
+ANSWERS = (
+    *("tokens", "choices", "candidates", "outputs", "results", "result", "response", "response_body", "body", "output"),
+    *("outputBodyJson", "completion", "completions", "generated_text", "generated_texts", "generation", "generations"),
+    *("outputText", "output_text", "model_output", "model_response", "model_answer", "prediction", "predictions"),
+    *("generated", "reply", "assistant", "answer", "resps", "message", "messages", "conversations", "conversation"),
+    *("contents", "chat_messages", "history", "dialogue", "dialog", "transcript", "mapping", "turns", "text_output"),
+    *("text", "content", "parts"),
+)
+"""Fields that hold an answer or what holds it: the first that is filled counts. Ids are more exact than text."""
+PROMPTS = (
+    "prompt",
+    "instruction",
+    "question",
+    "query",
+    "input",
+    "inputs",
+    "request",
+    "request_body",
+    "messages",
+    "user",
+)
+"""Fields that hold what was asked for."""
 _THOUGHT = ("reasoning", "reasoning_content", "reasoningContent", "reasoningText", "thinking", "reasoning_details")
 """Fields for the same reasoning, of which the first that is filled counts: some servers fill several."""
 _CALLS = frozenset(

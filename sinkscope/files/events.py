@@ -1,4 +1,4 @@
-"""Server-sent events and lines in bytes that arrive in pieces, in time that grows with the bytes; httpx-sse parses them."""
+"""Server-sent events and lines in bytes that arrive in pieces; time grows with the bytes. httpx-sse parses events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of CSV and parquet, and files that are packed by gzip; what is read is said by the content and then by the name."""
+"""Rows of CSV and parquet, and files that are packed by gzip: the content says what a file is, and then its name."""
 
 from __future__ import annotations
 

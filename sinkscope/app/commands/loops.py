@@ -34,8 +34,8 @@ length = click.option(
     "files",
     metavar="[FILE|DIR|-]...",
     nargs=-1,
-    help="Texts, tables (CSV, parquet), or JSON with the answers of a server, a log, a chat or a data set; also folders "
-    "of these, and .gz. - is standard input.",
+    help="Texts, tables (CSV, parquet), or JSON with the answers of a server, a log, a chat or a data set; also "
+    "folders of these, and .gz. - is standard input.",
 )
 @click.option(
     "--field",
@@ -43,7 +43,9 @@ length = click.option(
     "default under one of the names of servers, logs and data sets.",
 )
 @click.option(
-    "--by", metavar="FIELD", help="Count loops by prompt, or by the value of any field, such as model or request.temperature."
+    "--by",
+    metavar="FIELD",
+    help="Count loops by prompt, or by the value of any field, such as model or request.temperature.",
 )
 @click.option(
     "--fail-on",

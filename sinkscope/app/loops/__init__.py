@@ -1,4 +1,4 @@
-"""`sinkscope loops`: check files for repetition, follow a stream, or stand as a proxy before a server. Loads no torch."""
+"""`sinkscope loops`: check files for repetition, follow a stream, or stand as a proxy. Loads no torch."""
 
 from __future__ import annotations
 

@@ -108,10 +108,10 @@ def listed(files: Sequence[str]) -> dict[str, str]:
                 found[str(path) if name in found else name] = str(path)
             else:
                 others.append(name)
+        if len(found) == count:
+            raise SinkscopeError(f"{file} holds no file that ends in {', '.join(ENDINGS)}, also .gz: name the files")
         for name in others[:MOST_NAMED]:
             note(f"note: {name} was not read: its name does not end as texts, logs and tables do; give it by name")
         if len(others) > MOST_NAMED:
             note(f"note: {len(others) - MOST_NAMED} more files were not read")
-        if len(found) == count:
-            raise SinkscopeError(f"{file} holds no file that ends in {', '.join(ENDINGS)}, also .gz: name the files")
     return found

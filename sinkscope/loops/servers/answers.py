@@ -295,7 +295,18 @@ def last_events(
             response = {**response, **state, "sinkscope": about}
             kind = "response.incomplete"
             return [{"type": kind, "sequence_number": number, "response": response}]
-        case {"type": str()}:
+        case {"type": str(kind)} if kind.endswith(("-delta", "-start")):  # Cohere, and Vercel's AI SDK
+            end = {"type": "finish"}
+            if isinstance(last.get("delta"), dict):
+                end = {"type": "message-end", "delta": {"finish_reason": "MAX_TOKENS"}}
+            return [{**end, "sinkscope": about}]
+        case {"candidates": [*_]}:
+            end = {"content": {"parts": [{"text": ""}], "role": "model"}, "finishReason": "MAX_TOKENS"}
+            return [{**last, "candidates": [{**end, "index": index} for index in places or (0,)], "sinkscope": about}]
+        case {"token": dict()}:
+            token = {"id": 0, "text": "", "logprob": None, "special": True}
+            return [{"token": token, "generated_text": "", "details": {"finish_reason": "length"}, "sinkscope": about}]
+        case {"type": str(kind)} if kind.startswith(("content_block", "message_", "ping")):
             blocks = [{"type": "content_block_stop", "index": index} for index in places]
             delta = {"stop_reason": "max_tokens", "stop_sequence": None}
             usage = {"output_tokens": about.get("token", 0)}

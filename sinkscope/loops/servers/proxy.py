@@ -89,6 +89,7 @@ class _Passing:
     async def forward(self, request: Request) -> Response:
         """Answer as the server does; an answer that loops ends there."""
         import httpx
+
         path: bytes = request.scope["raw_path"]
         if leaves_folder(path):
             return _problem("a path with . or .. is not passed on", 400)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
@@ -110,8 +110,10 @@ class CheckedOutput:
         repeated = count_of(self.period + self.wasted, "token")
         place = "" if self.channel == TEXT else f" of its {self.channel}"
         if self.verdict == "loops":
-            return f": the last {repeated}{place} repeat a piece of {self.period}" if place else (
-                f": its last {repeated} repeat a piece of {self.period}"
+            return (
+                f": the last {repeated}{place} repeat a piece of {self.period}"
+                if place
+                else (f": its last {repeated} repeat a piece of {self.period}")
             )
         return f": {repeated}{place} repeated a piece of {self.period}, and then it went on"
 
@@ -294,9 +296,9 @@ class AnswerWatch:
         found = [one.checked(name, channel, self._origin) for channel, one in self._channels.items()]
         if not found:
             return CheckedOutput(name, "empty", id=self._origin.id, group=self._group)
-        worst = min(found, key=lambda one: WORST.index(one.verdict))
+        worst = min(found, key=lambda one: (WORST.index(one.verdict), one.channel == CALLS))
         tokens = sum(one.tokens for one in found if one.channel != CALLS)
-        return CheckedOutput(**{**vars(worst), "tokens": tokens, "group": self._group})
+        return replace(worst, tokens=tokens, group=self._group)
 
 
 class Turns:
@@ -340,7 +342,7 @@ class Turns:
         if not self._told:
             return None
         verdict = found.verdict if self._is_loop else "suspicious"
-        return CheckedOutput(**{**vars(found), "verdict": verdict})
+        return replace(found, verdict=verdict)
 
 
 def number_of(key: object) -> int:

@@ -4,8 +4,9 @@
    numbers are taken as equal (`CounterRepetition`).
 2. An exact one counts from three copies and 64 tokens beyond the first two on, one of numbers from 12 copies and 256
    tokens on, or 64 tokens in prose with short items, unless the prompt asked for as many copies.
-3. What it repeats is prose, data or a table (`kind_of`), judged by the copies alone. Data and tables may be honest: until there are 512 tokens of
-   equal copies, and as long as numbers change, they are only reported. Tables count, too: theirs are not.
+3. What it repeats is prose, data or a table (`kind_of`), judged by the copies alone. Data and tables may be honest:
+   until there are 512 tokens of equal copies, and as long as numbers change, they are only reported. Tables count, too:
+   theirs are not.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def size_of(word: str) -> int:
 
 
 def kind_of(words: Sequence[str]) -> Kind:
-    """Return what repeated words are: whole copies, which may begin anywhere in them, and their first two words again."""
+    """Return what repeated words are: whole copies, which may begin anywhere, and their first two words again."""
     said = [word for word in words if not word.isspace()]
     if not said:
         return "prose"
@@ -197,7 +198,9 @@ def kind_of(words: Sequence[str]) -> Kind:
 
 def is_rule(word: str) -> bool:
     """Return whether a word is made of signs as rules and boxes are: no letters or digits, no emoji, no "!" or "?"."""
-    return not any(one.isalnum() or one in "!?！？。" or "\u2600" <= one <= "\u27bf" or one >= "\U0001f000" for one in word)
+    return not any(
+        one.isalnum() or one in "!?！？。" or "\u2600" <= one <= "\u27bf" or one >= "\U0001f000" for one in word
+    )
 
 
 def _is_one_letter(said: Sequence[str]) -> bool:

@@ -135,7 +135,9 @@ class Events:
     def _message(self, delta: Mapping[str, Any], answer: str, ends: bool) -> list[Piece]:
         """A delta of a chat: its own fields, and the calls by the index that each names."""
         calls = delta.get("tool_calls") or ()
-        said = said_in({name: value for name, value in delta.items() if name not in ("tool_calls", "reasoning_details")})
+        said = said_in(
+            {name: value for name, value in delta.items() if name not in ("tool_calls", "reasoning_details")}
+        )
         if delta.get("reasoning_details") and not reasoning_said({**delta, "reasoning_details": None}):
             said = [*_detailed(delta["reasoning_details"]), *said]
         for call in calls:
@@ -154,13 +156,26 @@ class Events:
         if own is not None:
             keys.append(("id", own))
         number = known.get(keys[-1])
-        if number is None and (index is not None or not has_name) and not (own is not None and has_name):
+        goes_on = index is not None or not has_name
+        if own is not None:
+            goes_on = index is not None and not has_name
+        if number is None and goes_on:
             number = known.get(keys[0])
         if number is None:
             number = len(set(known.values()))
         for key in (*keys, ("last", None)):
             known[key] = number
         return f"call {number}"
+
+    def _placed(self, said: list[Said], answer: str, place: int) -> list[Said]:
+        """Texts of a block or item whose place is known; calls are counted in the order in which they begin."""
+        found: list[Said] = []
+        for one in said:
+            if one.channel.startswith("call"):
+                known = self._calls.setdefault(answer, {})
+                one = one._replace(channel=f"call {known.setdefault(('place', place), len(known))}")
+            found.append(one)
+        return found
 
     def _choice(self, choice: Mapping[str, Any], origin: object, line: str) -> list[Piece]:
         """A choice of a chunk or of a whole answer."""
@@ -183,14 +198,15 @@ class Events:
         channel = RESPONSES.get(kind)
         if kind == "response.output_item.added":
             item = data.get("item") or {}
-            name = Said(f"call {number}", str(item.get("name") or ""), is_name=True)
-            return self._said([name], answer)
+            return self._said(
+                self._placed([Said("call", str(item.get("name") or ""), is_name=True)], answer, number), answer
+            )
         if kind in RESPONSE_ENDS:
             return self._said([], answer, ends=True)
         if channel is None or not isinstance(data.get("delta"), str):
             return []
         if channel == "call":
-            channel = f"call {number}"
+            return self._said(self._placed([Said(channel, data["delta"])], answer, number), answer)
         if channel == REASONING and self._thoughts.setdefault((answer, number), kind) != kind:
             return []
         return [Piece(answer, channel, data["delta"])]
@@ -200,14 +216,14 @@ class Events:
         number = int(data.get("index") or 0)
         if kind == "content_block_start":
             block = data.get("content_block") or {}
-            return self._said(_numbered(said_in({"content": [block]}), number), "message")
+            return self._said(self._placed(said_in({"content": [block]}), "message", number), "message")
         if kind == "content_block_delta":
             delta = data["delta"]
             channel = BLOCKS.get(delta.get("type") or ("text_delta" if "text" in delta else ""))
             if channel is None:
                 return []
             text = delta.get("text") or delta.get("thinking") or delta.get("partial_json") or ""
-            return self._said(_numbered([Said(channel, text)], number), "message")
+            return self._said(self._placed([Said(channel, text)], "message", number), "message")
         if kind == "message_stop":
             return self._said([], "message", ends=True)
         return []
@@ -216,7 +232,9 @@ class Events:
         """An event of Vercel's AI SDK, AG-UI or LM Studio."""
         if kind in TYPED_ENDS:
             return self._said([], "stream 0", ends=True)
-        text = next((data[name] for name in ("delta", "inputTextDelta", "content") if isinstance(data.get(name), str)), "")
+        text = next(
+            (data[name] for name in ("delta", "inputTextDelta", "content") if isinstance(data.get(name), str)), ""
+        )
         channel = TYPED[kind]
         if channel == "call":
             call = {"id": data.get("toolCallId") or data.get("id")}
@@ -230,7 +248,8 @@ class Events:
         message = (data.get("delta") or {}).get("message") or {}
         if COHERE[kind] == "call":
             call = message.get("tool_calls") or {}
-            return self._said(_numbered(call_said(call.get("function") or {}), int(data.get("index") or 0)), "message")
+            said = self._placed(call_said(call.get("function") or {}), "message", int(data.get("index") or 0))
+            return self._said(said, "message")
         if COHERE[kind] == REASONING:
             return [Piece("message", REASONING, str(message.get("tool_plan") or ""))]
         return self._said(said_in(message), "message")
@@ -242,12 +261,10 @@ class Events:
             name = f"choice {int(one.get('index') or 0)}"
             if origin is not None:
                 name += f" of {on_one_line(str(origin))}"
-            known = self._calls.setdefault(name, {})
             said: list[Said] = []
             for piece in said_in(one.get("content") or {}):
-                if piece.is_name:
-                    known[len(known)] = len(known)
-                said.append(_numbered([piece], len(known) - 1)[0])
+                place = len(self._calls.get(name, ())) - (not piece.is_name)
+                said += self._placed([piece], name, place)
             found += self._said(said, name, bool(one.get("finishReason")))
         return found
 
@@ -255,20 +272,12 @@ class Events:
         """An event of a block of Bedrock's Converse."""
         number = int(block.get("contentBlockIndex") or 0)
         inner = block.get("delta") or block.get("start") or {}
-        return self._said(_numbered(said_in({"content": [inner]}), number), "message")
+        return self._said(self._placed(said_in({"content": [inner]}), "message", number), "message")
 
 
 def has_ended(reason: object) -> bool:
     """Return whether a reason to finish is one."""
     return bool(reason) and reason not in NOT_ENDED
-
-
-def _numbered(said: list[Said], number: int) -> list[Said]:
-    """Texts of a block whose number is known, which is that of its call."""
-    found: list[Said] = []
-    for one in said:
-        found.append(one._replace(channel=f"call {number}") if one.channel.startswith("call") else one)
-    return found
 
 
 def _detailed(details: Any) -> list[Said]:

@@ -54,7 +54,7 @@ def groups_of(records: Iterable[CheckedOutput]) -> list[LoopGroup]:
 
 
 def wilson(hits: int, cases: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share by Wilson's score (1927), which holds of few cases and of shares of 0 and 1."""
+    """Return the 95 % interval of a share by Wilson's score (1927), also of few cases."""
     share = hits / cases
     middle = (share + Z * Z / (2 * cases)) / (1 + Z * Z / cases)
     half = Z * sqrt(share * (1 - share) / cases + Z * Z / (4 * cases * cases)) / (1 + Z * Z / cases)

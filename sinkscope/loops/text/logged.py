@@ -15,6 +15,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from sinkscope.files.chats import (
+    ANSWERS,
+    PROMPTS,
     REASONING,
     TEXT,
     Message,
@@ -29,18 +31,9 @@ from sinkscope.files.chats import (
 from sinkscope.loops.text.forms import Events
 from sinkscope.loops.text.pieces import TURNS, Piece, on_one_line, pieces_of_output, pieces_of_said
 
-ANSWERS = (
-    *("tokens", "choices", "candidates", "outputs", "results", "result", "response", "response_body", "body", "output"),
-    *("outputBodyJson", "completion", "completions", "generated_text", "generated_texts", "generation", "generations"),
-    *("outputText", "output_text", "model_output", "model_response", "model_answer", "prediction", "predictions"),
-    *("generated", "reply", "assistant", "answer", "resps", "message", "messages", "conversations", "conversation"),
-    *("contents", "chat_messages", "history", "dialogue", "dialog", "transcript", "mapping", "turns", "text_output"),
-    *("text", "content", "parts"),
-)
-"""Fields that hold an answer or what holds it: the first that is filled counts. Ids are more exact than text."""
-PROMPTS = ("prompt", "instruction", "question", "query", "input", "inputs", "request", "request_body", "messages", "user")
-"""Fields that hold what was asked for."""
-ASKING = frozenset((*PROMPTS, "system", "context", "tools", "functions", "target", "reference", "expected")) - {"messages"}
+ASKING = frozenset((*PROMPTS, "system", "context", "tools", "functions", "target", "reference", "expected")) - {
+    "messages"
+}
 """Parts of names of fields that hold no answer."""
 SEPARATE = ("resps", "turns", "generated_texts", "completions", "predictions")
 """Fields whose strings are answers, and not the tokens of one."""
@@ -281,12 +274,13 @@ def answers_in(value: Any, field: str = "", prompt: str = "") -> list[Answer]:
 
 
 def _fields_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record that may hold answers, by their names; of names with dots the last part counts."""
+    """The fields of a record that may hold answers, by their names, also in small letters; of names with dots the last part."""
     fields: dict[str, Any] = {}
     for name, one in value.items():
         parts = str(name).split(".")
         if len(parts) == 1 or not _asks(str(name)):
             fields.setdefault(parts[-1], one)
+            fields.setdefault(parts[-1].lower().replace(" ", "_"), one)
     return fields
 
 
@@ -337,7 +331,8 @@ def prompt_in(value: Any) -> str:
     if messages is not None:
         return prompt_before(messages, len(messages))
     if isinstance(value, dict):
-        return " ".join(text for text in (prompt_in(value[name]) for name in PROMPTS if value.get(name)) if text)
+        fields = {str(name).lower(): one for name, one in value.items()}
+        return " ".join(text for text in (prompt_in(fields[name]) for name in PROMPTS if fields.get(name)) if text)
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return " ".join(value)
     return ""

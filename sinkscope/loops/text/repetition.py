@@ -12,7 +12,7 @@ NUMBER = -1  # stands for one or several tokens of numbers in a row
 _WORDS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
 _NUMBERS = {
     **{word: number for number, word in enumerate(_WORDS, 2)},
-    **{"dozen": 12, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "hundred": 100},
+    **{"dozen": 12, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "hundred": 100, "thousand": 1000},
 }
 _THINGS = "copies|lines|rows|repetitions|repeats|verses|cells|entries|zeros|ones|bars"
 _WHICH = "(?:(?:identical|equal|more|empty|blank|short|long|new|the same) )?"  # "12 identical lines"
@@ -25,7 +25,7 @@ _COMPARED = (  # what makes "10 times" a comparison or a frequency: "10 times th
     rf"|(?:per|each|every)\s+(?:{_UNITS})"
 )
 _REQUEST = re.compile(
-    rf"(?:\b(?P<given>{_GIVEN})\s+)?\b(?P<number>\d{{1,4}}|{'|'.join(_NUMBERS)})\s+{_WHICH}"
+    rf"(?:\b(?P<given>{_GIVEN})\s+)?\b(?P<number>\d{{1,3}}(?:,\d{{3}})+|\d{{1,6}}|{'|'.join(_NUMBERS)})\s+{_WHICH}"
     rf"(?:times\b(?!\s+(?:{_COMPARED})\b)|(?:{_THINGS})\b)",
     re.IGNORECASE,
 )
@@ -142,7 +142,7 @@ def asked_copies(prompt: str) -> int:
     for request in _REQUEST.finditer(prompt):
         if request["given"] is None:
             number = request["number"]
-            most = max(most, _NUMBERS.get(number.lower()) or int(number))
+            most = max(most, _NUMBERS.get(number.lower()) or int(number.replace(",", "")))
     return most
 
 
