@@ -6,7 +6,8 @@ Honest texts are the answers in `honest_answers` and the longer ones in `honest_
 and what was asked for); loops are the outputs "full" of `experiments.loopguard.real` in the folders. Half of both is
 for choosing. For each half and setting: honest texts that are cut, and that are only reported; texts of which checker
 and guard say different things; loops that are cut, and how many come later, or no more, than if data never waited and
-all counters were cut. The proxy and `--follow` feed the checker's streams.
+all counters were cut. The proxy and `--follow` feed the checker's streams. Rows of loops whose outputs are not in the
+folders stay as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from experiments.loopguard.honest_answers import HonestAnswer, honest_answers
 from experiments.loopguard.real import FULL
 from experiments.loopguard.real_openings import HALVES
 from experiments.loopguard.real_table import interval
-from experiments.record import Row, read_rows, record
+from experiments.record import Row, earlier, read_rows, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.files.records import read_records
@@ -122,13 +123,18 @@ def main(
                 outputs[one["model"]].append(one)
     tokenizers = {file.stem.split("-")[0]: read_tokenizer(file.stem, file.parent, gguf=file.name) for file in models}
     result: Row = {"honest": {}, "loops": {}}
+    before = earlier(out).get("loops", {})
     for half in HALVES:
         for name, settings in SETTINGS.items():
             result["honest"][f"{name}, {half}"] = of_honest(settings, tokenizers, half)
             for file in models:
                 of_half = [one for one in outputs[file.stem] if one["half"] == half]
                 short = file.stem.split("-")[0]
-                result["loops"][f"{short}, {name}, {half}"] = of_loops(settings, tokenizers[short], of_half)
+                row = f"{short}, {name}, {half}"
+                if of_half or row not in before:
+                    result["loops"][row] = of_loops(settings, tokenizers[short], of_half)
+                else:
+                    result["loops"][row] = before[row]
     write_atomic(out, record("loopguard-verdicts", result, {}, dtype="text"))
     for kind, rows in result.items():
         for name, row in rows.items():

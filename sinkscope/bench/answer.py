@@ -16,6 +16,7 @@ from transformers import LogitsProcessor
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, EndReason, Metrics
+from sinkscope.bench.samplers import Sampler
 from sinkscope.conformance.subject import entered
 from sinkscope.engine.block import Event
 from sinkscope.errors import SinkscopeError
@@ -170,6 +171,7 @@ def answer_rows(
     *,
     measure: Measure = top_probability,
     sampler: LogitsProcessor | None = None,
+    samplers: Sampler | None = None,
     along: Sequence[list[int]] = (),
 ) -> list[Answer]:
     """Answer prompts, which are padded on the left.
@@ -182,11 +184,12 @@ def answer_rows(
             own full cache.
         measure: Numbers to keep of each step.
         sampler: What draws tokens and forbids all others; without it, decoding is greedy.
+        samplers: What changes the scores before that.
         along: The answers, whatever the model would have generated.
     """
     started = time.perf_counter()
     ends = end_ids(target)
-    options = _options(target, rows, new, sampler, along)
+    options = _options(target, rows, new, sampler, along, samplers)
     values: dict[str, list[Tensor]] = {}
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
@@ -225,12 +228,19 @@ def answer_rows(
 
 
 def _options(
-    target: Target, rows: Sequence[list[int]], new: int, sampler: LogitsProcessor | None, along: Sequence[list[int]]
+    target: Target,
+    rows: Sequence[list[int]],
+    new: int,
+    sampler: LogitsProcessor | None,
+    along: Sequence[list[int]],
+    samplers: Sampler | None,
 ) -> dict[str, Any]:
     """What `generate` takes for these prompts; the arguments are those of `answer_rows`."""
     pad = max(0, min(end_ids(target), default=0))
     ids, mask = padded(rows, pad, target.device)
-    processors = [] if sampler is None else [sampler]
+    processors: list[Any] = [] if samplers is None else samplers.processors(pad)
+    if sampler is not None:
+        processors.append(sampler)
     if along:
         new = max(map(len, along))
         processors.append(ForcedAnswer(list(along), ids.shape[1], pad))

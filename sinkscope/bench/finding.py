@@ -18,8 +18,10 @@ from sinkscope.bench.record import Metrics
 from sinkscope.bench.scores import PERCENT
 from sinkscope.bench.task import task_class
 from sinkscope.measure.margin import DIFFERENCES, SCORES, Interval, difference_of, interval_of
-from sinkscope.results.notation import short_sentence
+from sinkscope.results.notation import short_sentence, word_list
 
+FEWEST = 6
+"""Prompts of a ranking: a sign test of five pairs cannot reach 5 %, even if all agree."""
 NOT_RANKED = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""
 
@@ -153,9 +155,29 @@ def finding(groups: Sequence[BenchGroup]) -> str:
         if lead is None or lead.low <= 0 <= lead.high:
             rival, end = other, ": too close to rank"
             break
+    if end and len(best.scores) < FEWEST:
+        return too_few(groups)
     sentences: list[str] = []
     for of_rival in (costs(rival, groups), []):
         sentences.append(f"{found}, {lead_in_words(best, rival, bool(end), of_rival)}{end}; {said}.")
+    return short_sentence(sentences)
+
+
+def too_few(groups: Sequence[BenchGroup]) -> str:
+    """Return the counts, or scores, of methods that answered too few prompts to be ranked; the best come first."""
+    task = task_class(groups[0].task)
+    order = sorted(groups, key=lambda group: group.score, reverse=not task.low_is_good)
+    said: list[str] = []
+    for group in order:
+        value = task.value_in_words(group.score)
+        if task.main in PERCENT and set(group.scores.values()) <= {0.0, 1.0}:
+            value = f"{sum(group.scores.values()):.0f}"
+        said.append(f"{group.method} {value}")
+    count = len(order[0].scores)
+    sentences: list[str] = []
+    for most in range(len(said), 0, -1):
+        some = word_list(said[:most])
+        sentences.append(f"{count} prompts are too few to rank methods: {some} in {groups[0].title} ({task.unit}).")
     return short_sentence(sentences)
 
 

@@ -3,6 +3,7 @@
 A method is written `name`, `name:0.25` (with its budget), `name:key=value:key=value`, or `package.module:name` for a
 policy class or a function that makes a cache, as `check-cache` takes them. `name:paper` selects the algorithm and
 settings that a paper prints, if they differ from the default; it calls the class method `paper` of the method's class.
+A sampler takes its first setting alone: `temperature:0.7`, `dry`, `repetition-penalty:1.1`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.bench.samplers import SAMPLERS, Sampler
 from sinkscope.conformance.subject import EXPECTED, Factory, factory_named, made, parameters
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, read_settings, setting_types, share_of, with_own_settings
@@ -64,12 +66,12 @@ of that name. "-0": without steps that read everything first; "-p", "-d": one ha
 
 
 def method_classes() -> dict[str, Any]:
-    """Return the class of every method by its name: registered policies, variants, the guard.
+    """Return the class of every method by its name: registered policies, variants, samplers, the guard.
 
     The class of None applies nothing.
     """
     variants = {name: cls for name, (cls, _) in NAMED_VARIANTS.items()}
-    own = {FULL: NoneType, "random": RandomSlots, GUARD: LoopGuard, SAMPLING: NoneType}
+    own = {FULL: NoneType, "random": RandomSlots, GUARD: LoopGuard, SAMPLING: NoneType, **SAMPLERS}
     return own | policies() | variants | own
 
 
@@ -152,18 +154,31 @@ class Method:
             written.append(PAPER)
         if self.budget is not None:
             written.append(str(self.budget))
+        sampler = SAMPLERS.get(self.name)
         for name, value in self.settings:
-            written.append(f"{name}={_value_in_words(value)}")
+            is_unnamed = sampler is not None and name == sampler.unnamed
+            written.append(_value_in_words(value) if is_unnamed else f"{name}={_value_in_words(value)}")
         return ":".join(written)
 
+    def sampler(self) -> Sampler | None:
+        """Return the sampler; None if it is none.
+
+        Raises:
+            SinkscopeError: A setting is not valid.
+        """
+        cls = SAMPLERS.get(self.name)
+        return None if cls is None else cls(**dict(self.settings))
+
     def make(self) -> Any:
-        """Return the intervention to apply to the model; None for the full cache and sampling.
+        """Return the intervention to apply to the model; None for the full cache and samplers.
 
         Of a function that makes a cache: what makes it from the model and the tokens of the longest prompt.
 
         Raises:
             SinkscopeError: Settings are invalid together.
         """
+        if self.sampler() is not None:
+            return None
         cls = method_class(self.name)
         if not _is_intervention(cls):
             return partial(make_for_batch, cls, self.name, self.budget)
@@ -200,6 +215,9 @@ def read_method(text: str, budget: Budget | None = None) -> Method:
     paper = PAPER in parts and hasattr(cls, PAPER)
     if paper:
         parts.remove(PAPER)
+    if name in SAMPLERS:
+        types = setting_types(cls)
+        return Method(name, settings=tuple(read_settings(parts, types, f"method {text!r}", cls.unnamed).items()))
     if _is_intervention(cls):
         types = setting_types(cls)
     else:

@@ -129,15 +129,16 @@ def check_sampling(task: Task, methods: Sequence[Method], temperature: float, se
     Raises:
         SinkscopeError: The task feeds every method the same text, or answers are greedy and a seed is given.
     """
-    samples = SAMPLING in {method.name for method in methods}
-    if task.together and (temperature or seed or samples):
+    samplers = [method.sampler() for method in methods]
+    draws = SAMPLING in {method.name for method in methods} or any(one and one.temperature for one in samplers)
+    if task.together and (temperature or seed or draws or any(samplers)):
         raise SinkscopeError(
             f"--task {task.name} feeds the same text to every method, and nothing is drawn: leave out --temperature, "
-            f"--seed and the method {SAMPLING}"
+            "--seed and methods that sample"
         )
-    if seed and not temperature and not samples:
+    if seed and not temperature and not draws:
         raise SinkscopeError(
-            f"--seed has no effect on greedy answers: give --temperature or the method {SAMPLING}, or leave it out"
+            "--seed has no effect on greedy answers: give --temperature or a method that samples, or leave it out"
         )
 
 

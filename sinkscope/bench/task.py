@@ -107,7 +107,9 @@ class Task(ABC):
     def answers(self, target: Target, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, turn after turn."""
         method = batch.methods[0]
-        temperature = 1.0 if method.name == SAMPLING else batch.temperature
+        temperature, own = 1.0 if method.name == SAMPLING else batch.temperature, method.sampler()
+        if own is not None and own.temperature is not None:
+            temperature = own.temperature
         records: list[BenchRecord] = []
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
             prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
@@ -115,7 +117,7 @@ class Task(ABC):
             sampler: RowSampler | None = None
             if temperature:
                 sampler = RowSampler(temperature, batch.seed, [prompt.id for prompt in prompts])
-            written = answer_rows(target, rows, batch.new, method.make(), sampler=sampler)
+            written = answer_rows(target, rows, batch.new, method.make(), sampler=sampler, samplers=own)
             for prompt, answer in zip(prompts, written, strict=True):
                 metrics = self.score(target, batch, prompt.turns[number], answer)
                 records.append(batch.record(method, prompt, number, answer, metrics))

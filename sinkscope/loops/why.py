@@ -130,9 +130,12 @@ class Why(Result):
         if len(self.kept_by) > 1:
             causes = f"one of {causes}"
         taken = [by_name[name] for name in self.kept_by]
-        others, follows = max(tried.other_loop for tried in taken), ""
-        if others:
-            follows = f", but another follows in {percent(others)}"
+        others, follows = [tried for tried in taken if tried.other_loop], ""
+        if others and len(taken) == 1:
+            follows = f", but another follows in {percent(others[0].other_loop)}"
+        elif others:  # each cause has a share of its own, as in the table
+            shares = [f"{percent(tried.other_loop)} ({tried.without})" for tried in others]
+            follows = f", but another follows in {word_list(shares)}"
         effects: list[Effect] = []
         for tried in taken:
             effects.append(Effect(1 - tried.goes_on, 0.0, {"random changes": 1 - (tried.control or 0.0)}))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from refusals import refused
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from sinkscope.bench.methods import ANYWHERE, RandomSlots, method_classes, read_method, read_methods
+from sinkscope.bench.run import run_bench
+from sinkscope.bench.samplers import SAMPLERS
+from sinkscope.bench.table import tabulate_records
 from sinkscope.kv import H2O, SnapKV
+from sinkscope.loops.dry import DRY
 from sinkscope.loops.guard import LoopGuard, Steer
+from sinkscope.opening.load import load
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.shapes import AShape
 
@@ -44,10 +52,11 @@ def test_a_text_becomes_a_method_and_back(text, spec, made):
 def test_every_method_can_be_made_with_a_budget_of_the_task():
     for budget in (64, 0.5):
         for method in read_methods(list(method_classes()), budget):
-            without = method.name in ("full", "sampling", "loopserve-p")
+            without = method.name in ("full", "sampling", "loopserve-p", *SAMPLERS)
             shape = method.name in ("a-shape", "tri-shape", "minference")
             assert str(method) == (method.name if without or (shape and budget == 64) else f"{method.name}:{budget}")
-            assert (method.make() is None) == (method.name in ("full", "sampling"))
+            assert (method.make() is None) == (method.name in ("full", "sampling", *SAMPLERS))
+            assert (method.sampler() is not None) == (method.name in SAMPLERS)
     assert [str(method) for method in read_methods(["h2o:8", "h2o:budget=8"])] == ["h2o:8"]
 
 
@@ -73,3 +82,42 @@ def test_a_policy_that_is_registered_later_is_a_method(monkeypatch: pytest.Monke
     method_classes()
     monkeypatch.setattr("sinkscope.bench.methods.policies", lambda: {"late": H2O})
     assert read_method("late:8").make() == H2O(budget=8)
+
+
+def test_samplers_do_what_transformers_does(tmp_path):
+    """A penalty and DRY by `generate` itself; a temperature by the draws of the seed; too few prompts get counts."""
+    model = load("bundled")
+    prompts = ["Once upon a time there was", "apple, apple, apple,", "In the beginning the sea was"]
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text, "answers": ["x"]}) + "\n" for text in prompts))
+    methods = ["full", "temperature:0.7", "dry:1.5", "repetition-penalty:1.3"]
+    run = run_bench(model, f"loops:source={file}", methods, max_new_tokens=40)
+    found = {str(method): [one.tokens for one in run if str(one.method) == str(method)] for method in methods}
+    processors = {"full": [], "dry:1.5": [DRY(1.5)], "repetition-penalty:1.3": [RepetitionPenaltyLogitsProcessor(1.3)]}
+    for method, used in processors.items():
+        for text, tokens in zip(prompts, found[method], strict=True):
+            ids = model.tokenizer(text, return_tensors="pt")
+            written = model.generate(
+                **ids, max_new_tokens=40, do_sample=False, logits_processor=LogitsProcessorList(used)
+            )
+            assert list(tokens) == written[0, ids["input_ids"].shape[1] :].tolist()[: len(tokens)], method
+    again = run_bench(model, f"loops:source={file}", ["temperature:0.7"], max_new_tokens=40)
+    other = run_bench(model, f"loops:source={file}", ["temperature:0.7"], max_new_tokens=40, seed=1)
+    assert [one.tokens for one in again] == found["temperature:0.7"] != [one.tokens for one in other]
+    said = tabulate_records([run]).conclusion()
+    assert said.startswith("3 prompts are too few to rank methods: ") and "±" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("temperature:0", "value"),
+        ("repetition-penalty:-1", "penalty"),
+        ("dry:2:3", "given twice"),
+        ("dry:x=2", "no setting"),
+    ],
+)
+def test_bad_settings_of_samplers_are_refused(text, message):
+    with refused(words=[message]):
+        (method,) = read_methods([text])
+        method.sampler()

@@ -88,8 +88,7 @@ def scored(task: str, answers: str) -> list[BenchRecord]:
         ("file", ["h2o:8 1"], "h2o:8 has 100% in file s (score); full was not run."),
         ("file", ["full 1"], "In file s, control full has 100%; no other method was run."),
         ("loops", ["loopguard:64 0*3", "full 1 1 0", "h2o:8 0 1"],
-         "loopguard:64 has 0% (0%-76%, reads 100%) in loops s (answers that loop), beside h2o:8 (reads 100%): too "
-         "close to rank; control full has 67%."),
+         "3 prompts are too few to rank methods: loopguard:64 0, h2o:8 1 and full 2 in loops s (answers that loop)."),
         # The cost of both stands in the sentence that does not rank them.
         ("file", ["full 1*20", "snapkv:4 1*19 0 read=3", "loopserve:4 1*18 0*2 read=8.1 cells=1.32"],
          "snapkv:4 has 95% (78%-100%, reads 33%) in file s (score), 5±17 points from loopserve:4 (reads 90%, computes "

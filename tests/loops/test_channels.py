@@ -145,5 +145,9 @@ def test_many_equal_calls_in_one_answer_are_a_loop_of_its_calls():
     for number in range(60):
         events += [call(number, "", "look", f"id{number}"), call(number, '{"at": "the old '), call(number, 'lamp"}')]
     assert [one[:2] for one in checked(events)] == [("loops", "calls")]
-    events = [event for number in range(60) for event in (call(number, "", "look"), call(number, f'{{"at": "{prose(9, number)}"}}'))]
+    events = [
+        event
+        for number in range(60)
+        for event in (call(number, "", "look"), call(number, f'{{"at": "{prose(9, number)}"}}'))
+    ]
     assert [one[0] for one in checked(events)] != ["loops"]

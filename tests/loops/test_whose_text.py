@@ -12,6 +12,7 @@ import pytest
 from loop_texts import prose
 from pyarrow import parquet
 from refusals import refused
+from server_streams import FIXTURES, filled
 
 from sinkscope.files.store import json_lines
 from sinkscope.files.texts import read_texts
@@ -19,58 +20,15 @@ from sinkscope.loops import CheckedOutput, LoopCheck, check, check_file
 
 LOG = "INFO retry the same request now\n" * 60
 SHORT = "It waits for a lock."
-ROWS = [
-    {"role": "system", "content": "Answer briefly. " * 70},
-    {"role": "user", "content": f"Why does my server print this?\n{LOG}"},
-    {"role": "assistant", "content": SHORT},
-    {"role": "tool", "content": LOG},
-]
-TOLD = {"type": "tool_result", "tool_use_id": "t", "content": LOG}
-CLAUDE = [
-    {"type": "summary", "summary": "locks", "leafUuid": "3"},
-    {"type": "user", "message": {"role": "user", "content": [TOLD]}, "uuid": "1", "sessionId": "s"},
-    {
-        "type": "assistant",
-        "message": {"id": "m", "role": "assistant", "type": "message", "content": [{"type": "text", "text": SHORT}]},
-        "uuid": "2",
-        "sessionId": "s",
-    },
-    {"type": "system", "content": LOG, "sessionId": "s"},
-    {"type": "file-history-snapshot", "snapshot": {"text": LOG}},
-    {"type": "result", "subtype": "success", "result": SHORT},
-]
-CODEX = [
-    {"timestamp": "t", "type": "session_meta", "payload": {"id": "s", "instructions": LOG}},
-    {"type": "response_item", "payload": {"type": "message", "role": "user", "content": [{"type": "input_text", "text": LOG}]}},
-    {"type": "response_item", "payload": {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": SHORT}]}},
-    {"type": "response_item", "payload": {"type": "function_call_output", "call_id": "c", "output": LOG}},
-    {"type": "event_msg", "payload": {"type": "agent_message", "message": SHORT}},
-]  # fmt: skip
-EXPORT = {
-    "title": "locks",
-    "mapping": {
-        "a": {"id": "a", "message": None, "parent": None},
-        "b": {"id": "b", "message": {"author": {"role": "user"}, "content": {"content_type": "text", "parts": [LOG]}}, "parent": "a"},
-        "c": {"id": "c", "message": {"author": {"role": "assistant"}, "content": {"content_type": "text", "parts": [SHORT]}}, "parent": "b"},
-    },
-}  # fmt: skip
-CHATS: dict[str, tuple[str, str]] = {
-    "a message a line": ("chat.jsonl", json_lines(ROWS)),
-    "a list": ("chat.json", json.dumps(ROWS)),
-    "messages": ("chat.json", json.dumps({"messages": ROWS})),
-    "Claude Code": ("s.jsonl", json_lines(CLAUDE[1:])),
-    "Claude Code, behind its summary": ("s.jsonl", json_lines([*CLAUDE[1:3], CLAUDE[0], *CLAUDE[3:]])),
-    "Codex": ("s.jsonl", json_lines(CODEX[1:])),
-    "ChatGPT's export": ("conversations.json", json.dumps([EXPORT])),
-    "Claude's export": ("c.json", json.dumps([{"uuid": "u", "chat_messages": [{"sender": "human", "text": LOG}, {"sender": "assistant", "text": SHORT}]}])),
-    "Gemini's contents": ("g.json", json.dumps([{"role": "user", "parts": [{"text": LOG}]}, {"role": "model", "parts": [{"text": SHORT}]}])),
-    "Gemini's contents in a field": ("g.json", json.dumps({"contents": [{"role": "user", "parts": [{"text": LOG}]}, {"role": "model", "parts": [{"text": SHORT}]}]})),
-    "ShareGPT": ("g.jsonl", json.dumps({"conversations": [{"from": "system", "value": LOG}, {"from": "human", "value": LOG}, {"from": "gpt", "value": SHORT}, {"from": "observation", "value": LOG}]})),
-    "LangChain": ("l.json", json.dumps([{"type": "human", "data": {"content": LOG}}, {"type": "ai", "data": {"content": SHORT}}])),
-    "OASST": ("o.jsonl", json_lines([{"role": "prompter", "text": LOG}, {"role": "assistant", "text": SHORT}])),
-    "Responses' items": ("i.json", json.dumps({"output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": SHORT}]}, {"type": "function_call_output", "output": LOG}]})),
-    "Vercel's messages": ("v.json", json.dumps({"messages": [{"role": "user", "parts": [{"type": "text", "text": LOG}]}, {"role": "assistant", "parts": [{"type": "tool-bash", "input": {"at": "x"}, "output": LOG}, {"type": "text", "text": SHORT}]}]})),
-}  # fmt: skip
+SLEPT = "I went home and slept. " * 30
+CHATS: dict[str, Any] = json.loads((FIXTURES / "chats.json").read_text())
+"""Chats in the forms of servers, exports and agents: <log> was said to the model, <answer> is what it wrote."""
+
+
+def chat(name: str, answer: str) -> str:
+    """The text of a file with a chat."""
+    form = filled(CHATS[name], {"log": LOG, "answer": answer})
+    return json_lines(form["lines"]) if "lines" in form else json.dumps(form["value"])
 
 
 def records_in(text: str | bytes, name: str = "x.json") -> tuple[CheckedOutput, ...]:
@@ -80,21 +38,21 @@ def records_in(text: str | bytes, name: str = "x.json") -> tuple[CheckedOutput, 
 
 @pytest.mark.parametrize("name", CHATS)
 def test_only_what_the_model_wrote_is_an_output(name):
-    file, text = CHATS[name]
-    (found,) = records_in(text, file)
+    file = CHATS[name]["file"]
+    (found,) = records_in(chat(name, SHORT), file)
     assert found.verdict == "clean" and found.tokens in range(6, 20)
-    loops = text.replace(SHORT, "I went home and slept. " * 30)
-    assert [one.verdict for one in records_in(loops, file)] == ["loops"]
+    assert [one.verdict for one in records_in(chat(name, SLEPT), file)] == ["loops"]
 
 
-HELLO = {"asked": "Write the word hello 100 times.", "answer": "hello " * 100}
+ASKED, HELLO = "Write the word hello 100 times.", "hello " * 100
+TALK = [{"role": "user", "content": ASKED}]
 ASKING: dict[str, Any] = {
-    "prompt": {"prompt": HELLO["asked"], "completion": HELLO["answer"]},
-    "instruction": {"instruction": HELLO["asked"], "input": "", "output": HELLO["answer"]},
-    "messages": {"messages": [{"role": "user", "content": HELLO["asked"]}, {"role": "assistant", "content": HELLO["answer"]}]},
-    "request": {"request": {"messages": [{"role": "user", "content": HELLO["asked"]}]}, "response": HELLO["answer"]},
-    "messages and response": {"messages": [{"role": "user", "content": HELLO["asked"]}], "response": HELLO["answer"]},
-}  # fmt: skip
+    "prompt": {"prompt": ASKED, "completion": HELLO},
+    "instruction": {"instruction": ASKED, "input": "", "output": HELLO},
+    "messages": {"messages": [*TALK, {"role": "assistant", "content": HELLO}]},
+    "request": {"request": {"messages": TALK}, "response": HELLO},
+    "messages and response": {"messages": TALK, "response": HELLO},
+}
 
 
 @pytest.mark.parametrize("name", ASKING)
@@ -108,7 +66,7 @@ def test_what_a_record_asks_for_is_no_loop(name):
 
 
 def test_a_message_a_line_knows_what_was_asked_for():
-    rows = [{"role": "user", "content": HELLO["asked"]}, {"role": "assistant", "content": HELLO["answer"]}]
+    rows = [*TALK, {"role": "assistant", "content": HELLO}]
     assert [one.verdict for one in records_in(json_lines(rows), "x.jsonl")] == ["clean"]
     for asked in ("1000 times", "1,000 times", "a thousand times"):
         assert check("hello " * 1000, prompt=f"Write hello {asked}").records[0].verdict == "clean"
@@ -133,11 +91,12 @@ def say(text: str) -> dict[str, Any]:
 
 TEST = "python -m pytest -q | grep passed"
 WAIT = "I am still working on the task, please wait."
+QUESTIONS = [one for n in range(42) for one in (user(prose(9, n)), say(WAIT))]
 TURNS = {
     "equal calls and results": ([call(TEST), told("1263 passed, 4 skipped")] * 42, "loops"),
     "equal calls, other results": ([one for n in range(42) for one in (call(TEST), told(f"{n} passed"))], "suspicious"),
     "equal sentences": ([say(WAIT), user("go on")] * 42, "loops"),
-    "equal sentences, other questions": ([one for n in range(42) for one in (user(prose(9, n)), say(WAIT))], "suspicious"),
+    "equal sentences, other questions": (QUESTIONS, "suspicious"),
     "two calls in turn": ([call(TEST), told("no"), call("ls -la /tmp/work"), told("x")] * 21, "loops"),
     "calls that differ": ([one for n in range(42) for one in (call(prose(7, n)), told("ok"))], "clean"),
     "three equal calls": ([call(TEST), told("1263 passed, 4 skipped")] * 3, "clean"),
@@ -166,7 +125,6 @@ def test_rules_do_not_count_and_letters_do():
         assert check(word * 600).records[0].verdict == "loops"
 
 
-SHORT_LINES = "".join(f"{line}\n" for line in (["OK.", "Done.", "Yes.", "OK.", "Sure.", "Done."] * 20))
 FAR = "".join(f"{prose(11, number)}.\n" for number in range(300)) * 3
 DOUBTFUL = {
     "short lines in any order": "".join(f"{('OK.', 'Done.', 'Yes.', 'Sure.')[n * n % 7 % 4]}\n" for n in range(120)),
@@ -189,22 +147,21 @@ def test_short_items_that_count_are_a_loop_from_64_tokens_on():
     assert found.verdict == "suspicious"
 
 
-CSV = 'id,Prompt,Response\n1,"Why, so?","{loop}"\n2,{loop},"A fine answer.\nOn two lines."\n'.replace("{loop}", "I went home and slept. " * 30)
-
-
-def rows_of(text: str) -> list[dict[str, str]]:
-    return [{"id": "1", "Prompt": "Why, so?", "Response": "I went home and slept. " * 30}, {"id": "2", "Prompt": text, "Response": "A fine answer.\nOn two lines."}]
+CSV = f'id,Prompt,Response\n1,"Why, so?","{SLEPT}"\n2,{SLEPT},"A fine answer.\nOn two lines."\n'
+ROWS = [
+    {"id": "1", "Prompt": "Why, so?", "Response": SLEPT},
+    {"id": "2", "Prompt": SLEPT, "Response": "A fine answer.\nOn two lines."},
+]
 
 
 def files(folder: Any) -> dict[str, Any]:
     """One table in each form that is read."""
-    rows = rows_of("I went home and slept. " * 30)
     (folder / "a.csv").write_text(CSV)
     (folder / "a.tsv").write_text(CSV.replace('"Why, so?"', '"Why; so?"').replace(",", "\t"))
     (folder / "b.csv").write_bytes(b"\xef\xbb\xbf" + CSV.replace('"Why, so?"', '"Why; so?"').replace(",", ";").encode())
     (folder / "c.csv").write_bytes(gzip.compress(CSV.encode()))  # its name does not say so
-    (folder / "d.jsonl.gz").write_bytes(gzip.compress(json_lines(rows).encode()))
-    parquet.write_table(pa.Table.from_pylist(rows), folder / "e.parquet")
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(json_lines(ROWS).encode()))
+    parquet.write_table(pa.Table.from_pylist(ROWS), folder / "e.parquet")
     return {path.name: path for path in sorted(folder.iterdir())}
 
 
@@ -217,7 +174,10 @@ def test_tables_are_read_by_their_columns(tmp_path, typed):
     typed(f"loops {tmp_path} --json {tmp_path}/x.json", 3)
     assert len(LoopCheck.load(tmp_path / "x.json").records) == 12
     (tmp_path / "f.csv").write_text("a,b\nx,y\n")
-    assert "f.csv has the columns a, b: name the one with the answers by --field" in typed(f"loops {tmp_path}/f.csv", 2).err
+    assert (
+        "f.csv has the columns a, b: name the one with the answers by --field"
+        in typed(f"loops {tmp_path}/f.csv", 2).err
+    )
     assert "f.csv is clean" in typed(f"loops {tmp_path}/f.csv --field b").out
     with refused(words=["f.csv record 1 holds no text that is known, there are a, b"]):
         list(read_texts(tmp_path / "f.csv"))
@@ -248,7 +208,9 @@ def test_loops_by_prompt_and_by_any_field(tmp_path, typed):
     lines = []
     for number in range(12):
         text = prose(60, number) if number % 3 else "I went home and slept. " * 20
-        lines.append({"prompt": f"Tell me {'a' if number % 2 else 'b'}", "response": text, "model": {"name": f"m{number % 3}"}})
+        lines.append(
+            {"prompt": f"Tell me {'a' if number % 2 else 'b'}", "response": text, "model": {"name": f"m{number % 3}"}}
+        )
     (tmp_path / "x.jsonl").write_text(json_lines(lines))
     out = typed(f"loops {tmp_path}/x.jsonl --by model.name --json {tmp_path}/x.json", 3).out
     found = LoopCheck.load(tmp_path / "x.json")

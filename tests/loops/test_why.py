@@ -15,7 +15,7 @@ from refusals import refused
 from sinkscope.kv import Full
 from sinkscope.kv.observe import RemoveTokens
 from sinkscope.loops.text.signals import Tail
-from sinkscope.loops.why import LoopedText, Why, why
+from sinkscope.loops.why import LoopedText, RemovalEffect, Why, why
 from sinkscope.measure import Setup
 from sinkscope.opening.load import load
 
@@ -146,3 +146,19 @@ def test_the_control_is_the_share_under_random_changes():
     written = {("nothing", False): [loop, loop], ("copies", False): [other, other], ("copies", True): [loop, other]}
     effect = LOOPED.effect_of("copies", written)
     assert (effect.goes_on, effect.control, effect.other_loop) == (0.0, 0.5, 1.0)
+
+
+def test_the_conclusion_says_what_the_table_says():
+    """Of each cause its own share of other loops."""
+    copies, sink = RemovalEffect("copies", 0.0, 1 / 3, 1.0, True), RemovalEffect("sink", 0.0, 1.0, 1.0, True)
+    context = RemovalEffect("context", 0.0, 0.0, None, False)
+    both = Why(
+        prompt_tokens=1, ids=(1,) * 50, period=3, onset=5, cuts=(9, 10, 11), goes_on=1.0, tried=(copies, sink, context)
+    )
+    for kept_by, words in (
+        (("copies",), "but another follows in 33% (random"),
+        (("sink",), "but another follows in 100% (random"),
+        (("copies", "sink"), "but another follows in 33% (copies) and 100% (sink) (random"),
+    ):
+        said = replace(both, kept_by=kept_by).conclusion()
+        assert words in said and len(said.split()) <= 30

@@ -274,7 +274,7 @@ def answers_in(value: Any, field: str = "", prompt: str = "") -> list[Answer]:
 
 
 def _fields_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record that may hold answers, by their names, also in small letters; of names with dots the last part."""
+    """The fields of a record that may hold answers, also in small letters; of names with dots the last part."""
     fields: dict[str, Any] = {}
     for name, one in value.items():
         parts = str(name).split(".")
