@@ -23,7 +23,11 @@ from sinkscope.loops.text.pieces import Piece
 
 MOST = 400
 SENTENCE = "I will now check the file again and report what I see there."
-WAYS = ("I look once more at the old file.", "Once more, the old file I look at.", "The old file, I look at it once more.")
+WAYS = (
+    "I look once more at the old file.",
+    "Once more, I look at the old file.",
+    "The old file, once more I look at it.",
+)
 PARAGRAPH = " ".join(SENTENCE.replace("file", f"file {part}") for part in "abcdefgh")
 JSON = '{"name": "", "email": "", "active": false},'
 CLASSES: dict[str, Callable[[int, Random], str]] = {

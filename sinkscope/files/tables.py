@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any, cast
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import reason_of
+from sinkscope.files.opener import reason_of
 from sinkscope.files.plain import parse_json
 from sinkscope.files.provenance import install_command
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.chats import ANSWERS, PROMPTS, Message, Role, Said, message_of, messages_in
-from sinkscope.files.output import PathName, path_of, reason_of
+from sinkscope.files.opener import open_regular, reason_of
+from sinkscope.files.output import PathName, path_of
 from sinkscope.files.plain import parse_json
 from sinkscope.files.tables import CSV, is_parquet, rows_of_csv, rows_of_parquet, suffix_of, unpacked
 
@@ -51,13 +52,14 @@ def read_texts(path: PathName, field: str | None = None) -> Iterator[TextRecord]
     Raises:
         SinkscopeError: The file cannot be read, or no field that is known holds a text.
     """
-    file = path_of(path, "give the path of a file of texts")
+    remedy = "give another file"
+    file = path_of(path, remedy)
     try:
-        with closing(file.open("rb")) as source:
+        with closing(open_regular(file, file.name, remedy)) as source:
             for place, row in enumerate(_rows(unpacked(source), file.name), 1):
                 yield TextRecord(place, messages_of_row(row, field, f"{file.name} record {place}"))
     except (OSError, EOFError) as error:
-        raise SinkscopeError(f"cannot read {file.name}: {reason_of(error)}; give another file") from None
+        raise SinkscopeError(f"cannot read {file.name}: {reason_of(error)}; {remedy}") from None
     except UnicodeDecodeError:
         raise SinkscopeError(f"{file.name} is not UTF-8 text: convert it, or give another file") from None
 

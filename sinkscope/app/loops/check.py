@@ -12,6 +12,7 @@ from sinkscope.app.loops.common import Variant, monitor_of, name_of, open_bytes
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import paths_below
+from sinkscope.files.plain import in_one_line
 from sinkscope.files.tables import suffix_of
 from sinkscope.loops import LoopCheck, Watch
 from sinkscope.loops.text.check import FailOn, check_of
@@ -103,7 +104,7 @@ def listed(files: Sequence[str]) -> dict[str, str]:
         for path in paths_below(folder):
             if not path.is_file():
                 continue
-            name = str(path.relative_to(folder))
+            name = in_one_line(str(path.relative_to(folder)))
             if suffix_of(path.name) in ENDINGS:
                 found[str(path) if name in found else name] = str(path)
             else:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import path_of, read_json, reason_of
+from sinkscope.files.opener import open_regular, reason_of
+from sinkscope.files.output import path_of, read_json
+from sinkscope.files.plain import in_one_line
 from sinkscope.files.records import checked_value
 from sinkscope.loops import MonitorSettings, PaperSettings
 from sinkscope.loops.text.copies import Cut
@@ -45,7 +47,7 @@ def monitor_of(settings: str | None, variant: Variant, cut: Cut) -> Settings:
 
 def name_of(file: str) -> str:
     """Return the name of a file, for the result and errors."""
-    return "standard input" if file == "-" else Path(file).name
+    return "standard input" if file == "-" else in_one_line(Path(file).name)
 
 
 def open_bytes(file: str) -> Any:
@@ -56,15 +58,15 @@ def open_bytes(file: str) -> Any:
     """
     if file == "-":
         return getattr(sys.stdin, "buffer", io.BytesIO())  # there is none if it is closed
+    remedy = "give another path, or - for standard input"
+    source: Any = open_regular(path_of(file, remedy), file, remedy)
     try:
-        path = path_of(file, "give another path")
-        source = open(path, "rb")
         begin = source.peek(2)[:2]  # what can be opened and not read says so here
-        if path.name.endswith(".gz") and begin != b"\x1f\x8b":
+        if file.endswith(".gz") and begin != b"\x1f\x8b":
             raise gzip.BadGzipFile("it is no gzip")
         return source
     except OSError as error:
-        raise SinkscopeError(f"cannot read {file}: {reason_of(error)}; give another path") from None
+        raise SinkscopeError(f"cannot read {file}: {reason_of(error)}; {remedy}") from None
 
 
 @contextmanager
