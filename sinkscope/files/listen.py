@@ -23,7 +23,8 @@ def listen(application: Any, host: str, port: int, ready: Callable[[str], object
     """
     import uvicorn
 
-    with socket.socket() as listener:
+    # By the protocol's number asyncio knows that it is TCP, and sends small packets at once.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
