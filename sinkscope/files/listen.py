@@ -9,8 +9,12 @@ from typing import Any
 from sinkscope.errors import SinkscopeError
 
 
+GRACE = 3
+"""Seconds that open requests have to end after Ctrl-C."""
+
+
 def listen(application: Any, host: str, port: int, ready: Callable[[str], object]) -> None:
-    """Serve an ASGI application until Ctrl-C.
+    """Serve an ASGI application until Ctrl-C, after which open requests have a few seconds to end.
 
     Args:
         application: The application.
@@ -32,7 +36,9 @@ def listen(application: Any, host: str, port: int, ready: Callable[[str], object
             raise SinkscopeError(f"{host}:{port}: {(error.strerror or str(error)).lower()}; give another") from None
         listener.listen(256)
         ready(f"http://{host}:{listener.getsockname()[1]}")
-        config = uvicorn.Config(application, log_level="critical", access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            application, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE
+        )
         try:
             uvicorn.Server(config).run(sockets=[listener])
         except KeyboardInterrupt:  # the usual end

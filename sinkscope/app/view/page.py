@@ -68,6 +68,9 @@ def _hash(text: str) -> str:
 
 # --- live ---
 
+MOST_BYTES = 1 << 20
+"""Bytes of a request that are read."""
+
 
 def check_server() -> None:
     """Say now, before the work, if no live page can be served here.
@@ -93,8 +96,14 @@ def application(answer: Callable[[Any], dict[str, Any]], title: str, token: str)
         return HTMLResponse(view_page(None, title), headers=HEADERS)
 
     async def view(request: Request) -> JSONResponse:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                problem = {"error": f"the request is longer than {MOST_BYTES:,} bytes: give a shorter text"}
+                return JSONResponse(problem, 413, headers={**HEADERS, "connection": "close"})
         try:
-            asked = parse_json(await request.body())
+            asked = parse_json(bytes(body))
         except ValueError as error:
             return JSONResponse({"error": f"the request is not JSON ({error})"}, 400, headers=HEADERS)
         return JSONResponse(await run_in_threadpool(answer, asked), headers=HEADERS)
