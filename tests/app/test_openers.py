@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sinkscope.files.plain import in_one_line
+
 pytestmark = [pytest.mark.few_texts, pytest.mark.timeout(60)]
 
 COMMANDS = (
@@ -110,3 +112,13 @@ def test_a_file_beyond_the_bound_is_refused(monkeypatch, tmp_path, refusal):
     with open("sparse.txt", "wb") as file:
         file.truncate(5 << 30)
     assert "longer than" in refusal("find-sinks --text sparse.txt")
+
+
+@pytest.mark.parametrize("name", ["a\nb.txt", "a\r\tb.txt", "a\x1b[2Jb.txt", "a\u202eb.txt"])
+def test_a_name_is_printed_in_one_line(name, monkeypatch, tmp_path, typed):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("hello world " * 60)
+    out, err = typed(["loops", name], 3)
+    shown = in_one_line(name)
+    assert f"Conclusion: {shown} loops" in out and f"loop in {shown} at token" in err
+    assert name not in out + err

@@ -51,7 +51,11 @@ def test_requests_that_never_end_hold_nobody_up_and_ctrl_c_ends_the_server(serve
     address, process = server
     place = urlsplit(address)
     waiting = []
-    for head in (b"", b"POST ", f"POST {place.path}view HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{{".encode()):
+    for head in (
+        b"",
+        b"POST ",
+        f"POST {place.path}view HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{{".encode(),
+    ):
         for _ in range(20):
             connection = socket.create_connection((place.hostname, place.port))
             connection.sendall(head)

@@ -217,3 +217,12 @@ def test_pages_are_those_of_the_checkout_or_of_the_installed_package(monkeypatch
     monkeypatch.setattr("sinkscope.files.provenance.CHECKOUT", tmp_path)
     said = documented_at("cli", "exit-codes")
     assert said.endswith("sinkscope/docs/cli.md#exit-codes") and str(Path.home()) not in said
+
+
+@pytest.mark.parametrize("word", ["f\udcff/x.json", "\ud800", "\\udcff", "\U0001f600\udcff", "x\\\\\udcff"])
+def test_a_result_can_be_read_back_whatever_bytes_a_name_holds(word, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sinkscope", word])
+    made = replace(example(), provenance=provenance(started=0.0))
+    assert made.provenance.argv[1].endswith(word.rpartition("/")[2])
+    back = Sample.load(made.save(tmp_path / "x.json"))
+    assert back.provenance.argv[1].encode() == made.provenance.argv[1].encode("utf-8", "backslashreplace")
