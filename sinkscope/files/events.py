@@ -10,6 +10,8 @@ from sinkscope.files.plain import parse_json
 
 LONGEST = 1 << 24
 """Bytes of a line, or of an event, from which on it is not read."""
+MOST_LINES = 4096
+"""Lines of an event from which on it is not read."""
 _HEADERS = {"content-type": "text/event-stream"}
 
 
@@ -94,6 +96,7 @@ class Events:
         self._lines: list[str] = []
         self._size = 0
         self._data = 0  # number of lines of data
+        self._is_long = False  # whether the event is not read
 
     @property
     def begun(self) -> bool:
@@ -104,6 +107,8 @@ class Events:
         """Return the data of the events that a line ends."""
         if not line:
             return self.end()
+        if self._is_long:
+            return []
         ended: list[str] = []
         is_data = line.startswith("data")
         if is_data and self._data == 1 and _is_object(self._lines[-1]):
@@ -111,15 +116,18 @@ class Events:
         self._lines.append(line)
         self._data += is_data
         self._size += len(line)
-        if self._size > LONGEST:
-            self._lines, self._size, self._data = [], 0, 0
+        if self._size > LONGEST or len(self._lines) > MOST_LINES:
+            self._lines, self._size, self._data, self._is_long = [], 0, 0, True
         return ended
 
     def end(self) -> list[str]:
         """Return the data of an event that a blank line ends."""
-        lines, self._lines, self._size, self._data = self._lines, [], 0, 0
+        lines, self._lines, self._size, self._data, self._is_long = self._lines, [], 0, 0, False
         if not any(line.startswith("data") for line in lines):
             return []
+        if len(lines) == 1:  # the usual one, of which a long line is not copied
+            name, _, data = lines[0].partition(":")
+            return [data.removeprefix(" ")] if name == "data" else []
         import httpx
         from httpx_sse import EventSource
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 
-
 GRACE = 3
 """Seconds that open requests have to end after Ctrl-C."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Collection, Generator, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from sinkscope.files.chats import Message, message_of, said_in
 from sinkscope.files.events import Events as JoinedEvents
 from sinkscope.files.events import Line, Lines
+from sinkscope.files.long_json import SHORT, parsing
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.text.channels import Alarm
 from sinkscope.loops.text.forms import Events
@@ -16,7 +17,7 @@ from sinkscope.loops.text.lines import EVENTS, values_of_event
 from sinkscope.loops.text.logged import UnknownEvents
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.outputs import split
-from sinkscope.loops.text.pieces import TEXT, UNREADABLE, Origin, Piece, origin_of, pieces_of_said
+from sinkscope.loops.text.pieces import TEXT, TURNS, UNREADABLE, Origin, Piece, origin_of, pieces_of_said
 from sinkscope.loops.text.streams import Watch
 
 NOT_STREAMED = "not streamed"
@@ -25,6 +26,10 @@ TOO_LONG = "a line above 16 MB"
 REASON = "repetition_detected"
 """Value of `stop_reason`, as vLLM's own detection says it."""
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict", "num_predict")
+
+
+MOST_PROMPT = 1 << 14
+"""Characters at the beginning and at the end of a prompt that are read."""
 
 
 class Asked(NamedTuple):
@@ -50,8 +55,14 @@ NOTHING_ASKED = Asked()
 
 def asked_in(body: bytes) -> Asked:
     """Return what the body of a request asks for, in the forms of OpenAI, Anthropic, Ollama and llama.cpp."""
+    return at_once(asking(body))
+
+
+def asking(body: bytes) -> Work[Asked]:
+    """Return what `asked_in` does; of a long body in slices."""
     try:
-        data = dict(parse_json(body))
+        value: Any = parse_json(body) if len(body) <= SHORT else (yield from parsing(body.decode()))
+        data = dict(value)
     except UNREADABLE:
         return NOTHING_ASKED
     messages = data.get("messages") or data.get("prompt") or data.get("input")
@@ -64,10 +75,17 @@ def asked_in(body: bytes) -> Asked:
         elif isinstance(messages[0], str):  # prompts, each with its own answers
             answers *= len(messages)
     prompt = " ".join(text for text in _leaves(last) if isinstance(text, str))
+    if len(prompt) > 2 * MOST_PROMPT:  # what is asked for stands at its ends
+        prompt = f"{prompt[:MOST_PROMPT]} {prompt[-MOST_PROMPT:]}"
     prompt_tokens = None
     wanted, options = data.get("stream_options"), data.get("options")
     if isinstance(wanted, dict) and wanted.get("include_usage") is True:  # about: words count as tokens
-        prompt_tokens = sum(len(split(leaf)) if isinstance(leaf, str) else 1 for leaf in _leaves(messages))
+        prompt_tokens = 0
+        for leaf in _leaves(messages):
+            text = leaf if isinstance(leaf, str) else "0"
+            for place in range(0, len(text), MOST_PROMPT):
+                prompt_tokens += len(split(text[place : place + MOST_PROMPT]))
+                yield
     limits = [place.get(name) for place in (data, options) if isinstance(place, dict) for name in LIMITS]
     limit = next((value for value in limits if type(value) is int and value > 0), None)
     model = data.get("model")
@@ -83,6 +101,41 @@ def _leaves(value: Any) -> Iterator[str | int]:
             yield from _leaves(one)
     elif isinstance(value, str | int):
         yield value
+
+
+T = TypeVar("T")
+Work = Generator[None, None, T]
+"""Work that yields after each slice, so that others can act in between."""
+SLICE = 512
+"""Characters of a text that are watched in one slice."""
+
+
+def at_once(work: Work[T]) -> T:
+    """Do all of some work, and return its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value
+
+
+def sliced(piece: Piece) -> Iterator[Piece]:
+    """Yield the parts of a piece with a long text, whose last one ends it; a turn of a dialogue stays whole."""
+    if len(piece.text) <= SLICE or piece.channel == TURNS:
+        yield piece
+        return
+    last = (len(piece.text) - 1) // SLICE * SLICE
+    for place in range(0, last, SLICE):
+        yield piece._replace(text=piece.text[place : place + SLICE], ends=False)
+    yield piece._replace(text=piece.text[last:])
+
+
+def _values(text: str, in_event: bool) -> Work[list[Any]]:
+    """The values in a line of JSON or in the data of an event; a long one is parsed in slices."""
+    if len(text) <= SHORT or text.lstrip()[:1] not in ("{", "["):
+        return values_of_event(text) if in_event else [parse_json(text)]
+    value = yield from parsing(text)
+    return value if in_event and isinstance(value, list) else [value]
 
 
 class StreamWatch:
@@ -128,13 +181,21 @@ class StreamWatch:
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the answer, and give those that may be passed on. After an alarm there are no more."""
-        return self._pass_on(self._lines.feed(data))
+        return at_once(self.feeding(data))
 
     def end(self) -> bytes:
         """Give the rest of an answer that has ended."""
-        rest = self._pass_on(self._lines.end())
+        return at_once(self.rest())
+
+    def feeding(self, data: bytes) -> Work[bytes]:
+        """Take bytes as `feed` does, and yield after each slice of work."""
+        return (yield from self._pass_on(self._lines.feed(data)))
+
+    def rest(self) -> Work[bytes]:
+        """Give the rest as `end` does, and yield after each slice of work."""
+        rest = yield from self._pass_on(self._lines.end())
         if self.alarm is None and self._events:
-            self._read(self._joined.end())
+            yield from self._read(self._joined.end())
         if self._lines.too_long:
             self.unread = TOO_LONG
         elif not self._written and not self.unread:
@@ -142,12 +203,13 @@ class StreamWatch:
         self.alarm = None if self.is_whole else self.alarm  # nothing is left to cut
         return rest
 
-    def _pass_on(self, lines: Iterable[Line]) -> bytes:
+    def _pass_on(self, lines: Iterable[Line]) -> Work[bytes]:
         passed: list[bytes] = []
         for line in lines:
+            yield
             if line.text is not None and self.unread in ("", TOO_LONG):
                 before = self._joined.begun
-                self._take(line.text)
+                yield from self._take(line.text)
                 if self.alarm is not None and not self.is_whole:
                     if not (before and self._joined.begun):  # else the line begins the next event
                         passed.append(line.raw)
@@ -155,7 +217,7 @@ class StreamWatch:
             passed.append(line.raw)
         return b"".join(passed)
 
-    def _take(self, text: str) -> None:
+    def _take(self, text: str) -> Work[None]:
         """Read a line."""
         stripped = text.strip().lstrip("\ufeff")
         if self._events is None and stripped:
@@ -164,9 +226,9 @@ class StreamWatch:
                 self.unread = NOT_STREAMED
                 return
         if self._events:
-            self._read(self._joined.add(text.lstrip("\ufeff")))
+            yield from self._read(self._joined.add(text.lstrip("\ufeff")))
         elif stripped:
-            self._read([stripped])
+            yield from self._read([stripped])
 
     def report(self) -> dict[str, Any] | None:
         """Return what is told of the answer, without its text; None if it does not repeat itself."""
@@ -215,14 +277,15 @@ class StreamWatch:
             lines.append("data: [DONE]\n\n")
         return "".join(lines).encode("utf-8", "replace")
 
-    def _read(self, texts: Iterable[str]) -> None:
+    def _read(self, texts: Iterable[str]) -> Work[None]:
         """Feed the monitors with values of JSON. The answer loops when every output that has not ended loops."""
         for text in texts:
             if self.alarm is not None:
                 return
             try:
                 pieces: list[Piece] = []
-                for value in values_of_event(text) if self._events else [parse_json(text)]:
+                values = yield from _values(text, bool(self._events))
+                for value in values:
                     pieces += self._unknown.pieces(value) if isinstance(value, str) else self._pieces(dict(value))
             except UNREADABLE:
                 if not self._events and not self._written:  # JSON on several lines
@@ -230,14 +293,19 @@ class StreamWatch:
                 continue  # what is no output of a model is passed on
             for piece in pieces:
                 self._written[piece.answer] = self._written.get(piece.answer, 0) + bool(piece.text)
-                for alarm in self._watch.take(piece):
-                    if alarm.cut:
-                        self._alarms.setdefault(alarm.stream, alarm)
-                    else:
-                        self.suspect = self.suspect or alarm
+                for part in sliced(piece):
+                    self._hear(part)
+                    yield
             waiting = self._watch.open.keys()
             if waiting and waiting <= self._alarms.keys() and len(self._written) >= self._asked.answers:
                 self.alarm = max((self._alarms[name] for name in waiting), key=lambda alarm: alarm.token)
+
+    def _hear(self, piece: Piece) -> None:
+        for alarm in self._watch.take(piece):
+            if alarm.cut:
+                self._alarms.setdefault(alarm.stream, alarm)
+            else:
+                self.suspect = self.suspect or alarm
 
     def _pieces(self, data: dict[str, Any]) -> list[Piece]:
         """The pieces in an event, and what its end will need to know."""

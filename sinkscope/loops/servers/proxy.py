@@ -5,17 +5,19 @@ It needs starlette, uvicorn, httpx and prometheus-client, and no torch.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
 from sinkscope.files.provenance import install_command
-from sinkscope.loops.servers.answers import TOO_LONG, StreamWatch, asked_in
+from sinkscope.loops.servers.answers import NOTHING_ASKED, TOO_LONG, StreamWatch, Work, asking
 from sinkscope.loops.servers.counts import Counts, own_pages
 from sinkscope.loops.text.monitor import Settings
 
@@ -24,8 +26,14 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-NEEDS = ("starlette", "uvicorn", "httpx", "httpx_sse", "prometheus_client")
+T = TypeVar("T")
+NEEDS = ("ijson", "starlette", "uvicorn", "httpx", "httpx_sse", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "localhost")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+TURN = 0.005
+"""Seconds of work on an answer after which others act."""
+MOST_BODY = 1 << 24
+"""Bytes of a request that are held; of a longer one, the limits and the prompt are not known."""
 READABLE = re.compile(r"text/(event-stream|plain|x-ndjson)|application/([\w.+-]*json[\w.+-]*|octet-stream|x-ndjson)")
 """Types of bodies that may hold an answer; what it is, its first line says."""
 PACKINGS = {"identity": "", "": "", "gzip": "", "x-gzip": "", "deflate": "", "br": "brotli", "zstd": "zstandard"}
@@ -61,7 +69,6 @@ def application(
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.routing import Route
 
     waits = httpx.Timeout(None, connect=30)  # a server may think for long
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
@@ -70,9 +77,9 @@ def application(
     middleware: list[Middleware] = []
     if hosts:  # another site cannot reach the server through a name of its own that leads to this machine
         middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)))
-    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-    pages = own_pages(client, passing.server, passing.counts)
-    return Starlette(routes=[*pages, Route("/{path:path}", passing.forward, methods=methods)], middleware=middleware)
+    app = Starlette(routes=own_pages(client, passing.server, passing.counts), middleware=middleware)
+    app.router.default, app.router.redirect_slashes = passing, False  # a route would not take every path
+    return app
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,18 +93,40 @@ class _Passing:
     told: Callable[[dict[str, Any]], object] | None
     counts: Counts = field(default_factory=Counts)
 
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request, as an ASGI application."""
+        from starlette.requests import Request
+
+        if scope["type"] != "http":
+            await send({"type": "websocket.close"})
+            return
+        request = Request(scope, receive)
+        response = await self.forward(request)
+        if {"transfer-encoding", "content-length"}.issubset(request.headers.keys()):  # RFC 9112, 6.1: two lengths
+            response.headers["connection"] = "close"
+        await response(scope, receive, send)
+
     async def forward(self, request: Request) -> Response:
         """Answer as the server does; an answer that loops ends there."""
         import httpx
+        from starlette.requests import ClientDisconnect
 
         path: bytes = request.scope["raw_path"]
+        if request.method not in METHODS:
+            return _problem(f"the method {visible(request.method):.20} is not passed on", 405)
         if leaves_folder(path):
             return _problem("a path with . or .. is not passed on", 400)
-        content = await request.body()
+        if not path.startswith(b"/") or b"#" in path:
+            return _problem("only a path that begins with / and has no # is passed on: write %23 for it", 400)
         try:
-            answer = await self.client.send(self._request(request, content), stream=True)
+            content, rest = await _body(request)
+            answer = await self.client.send(self._request(request, content, rest), stream=True)
         except httpx.HTTPError as error:
             return _problem(f"the server does not answer: {type(error).__name__}", 502)
+        except httpx.InvalidURL as error:
+            return _problem(f"the path cannot be passed on: {error}", 400)
+        except ClientDisconnect:
+            return _problem("the request was not sent to its end", 400)
         name = f"{request.method} {visible(path.decode('ascii', 'replace'))[:80]}"
         if request.method != "POST" or not answer.is_success:  # no answer of a model
             return _as_sent(answer, _parts(answer))
@@ -105,7 +134,8 @@ class _Passing:
         if unread:
             self.pass_unwatched(name, unread)
             return _as_sent(answer, _parts(answer))
-        watch = StreamWatch(self.monitor, asked=asked_in(content))
+        asked = NOTHING_ASKED if rest is not None else await in_turns(asking(content))
+        watch = StreamWatch(self.monitor, asked=asked)
         return _as_sent(answer, self._watched(answer, watch, name), without=("content-length", "content-encoding"))
 
     async def _watched(self, answer: httpx.Response, watch: StreamWatch, name: str) -> AsyncIterator[bytes]:
@@ -114,11 +144,11 @@ class _Passing:
 
         try:
             async for part in answer.aiter_bytes():
-                yield watch.feed(part)
+                yield await in_turns(watch.feeding(part))
                 if watch.alarm is not None:
                     yield watch.ending()
                     return
-            yield watch.end()
+            yield await in_turns(watch.rest())
         except httpx.HTTPError as error:  # the client's connection breaks as the server's did
             self.counts.broken.labels(self.counts.name_of(watch.model)).inc()
             self.log(f"{name}: the server broke off, {type(error).__name__}")
@@ -148,14 +178,46 @@ class _Passing:
         else:
             self.log(f"{name}: {_said(report, watch.is_whole)}")
 
-    def _request(self, request: Request, content: bytes) -> httpx.Request:
+    def _request(self, request: Request, content: bytes, rest: AsyncIterator[bytes] | None) -> httpx.Request:
         """The request to the server, with the path as it was given, escapes too."""
-        headers = _passed_on(request.headers.raw, without=("host", "content-length", "accept-encoding"))
+        headers = _passed_on(request.headers.raw, without=("host", "accept-encoding"))
         headers.append((b"accept-encoding", b"identity"))  # the proxy has to read the answer
         path: bytes = request.scope["raw_path"]
         query = b"?" * bool(request.url.query) + request.scope["query_string"]
         url = self.server.copy_with(raw_path=self.server.raw_path.rstrip(b"/") + path + query)
-        return self.client.build_request(request.method, url, headers=headers, content=content)
+        if rest is None:
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
+            return self.client.build_request(request.method, url, headers=headers, content=content)
+        return self.client.build_request(request.method, url, headers=headers, content=_joined(content, rest))
+
+
+async def in_turns(work: Work[T]) -> T:
+    """Do some work and return its result; whenever it has taken `TURN` seconds, others act."""
+    begin = time.perf_counter()
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value
+        if time.perf_counter() - begin > TURN:
+            await asyncio.sleep(0)
+            begin = time.perf_counter()
+
+
+async def _body(request: Request) -> tuple[bytes, AsyncIterator[bytes] | None]:
+    """The body of a request; of one that is longer than `MOST_BODY` the beginning, and what follows."""
+    parts, content = request.stream(), bytearray()
+    async for part in parts:
+        content += part
+        if len(content) > MOST_BODY:
+            return bytes(content), parts
+    return bytes(content), None
+
+
+async def _joined(content: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield content
+    async for part in rest:
+        yield part
 
 
 def _problem(what: str, status: int) -> Response:
@@ -221,10 +283,13 @@ def why_unread(headers: Mapping[str, str]) -> str:
 
 
 def _passed_on(headers: list[tuple[bytes, bytes]], without: tuple[str, ...] = ()) -> list[tuple[bytes, bytes]]:
-    """Headers for the other side: without those of one connection, and without some."""
+    """Headers for the other side: without some, and without those of one connection, which `Connection` may name."""
+    left_out = {*_HOP_BY_HOP, *without}
+    for name, value in headers:
+        if name.lower() == b"connection":
+            left_out.update(word.strip().lower() for word in value.decode("latin-1").split(","))
     kept: list[tuple[bytes, bytes]] = []
     for name, value in headers:
-        word = name.decode("latin-1").lower()
-        if word not in _HOP_BY_HOP and word not in without:
-            kept.append((word.encode("latin-1"), value))
+        if name.decode("latin-1").lower() not in left_out:
+            kept.append((name.lower(), value))
     return kept
