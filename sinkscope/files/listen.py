@@ -35,9 +35,9 @@ def listen(application: Any, host: str, port: int, ready: Callable[[str], object
             raise SinkscopeError(f"{host}:{port}: {(error.strerror or str(error)).lower()}; give another") from None
         listener.listen(256)
         ready(f"http://{host}:{listener.getsockname()[1]}")
-        config = uvicorn.Config(
-            application, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE
-        )
+        settings: dict[str, Any] = {"lifespan": "off", "timeout_graceful_shutdown": GRACE}
+        settings |= {"server_header": False, "date_header": False}  # a proxy passes on those of the server
+        config = uvicorn.Config(application, log_level="critical", access_log=False, **settings)
         try:
             uvicorn.Server(config).run(sockets=[listener])
         except KeyboardInterrupt:  # the usual end

@@ -120,5 +120,5 @@ def test_a_name_is_printed_in_one_line(name, monkeypatch, tmp_path, typed):
     Path(name).write_text("hello world " * 60)
     out, err = typed(["loops", name], 3)
     shown = in_one_line(name)
-    assert f"Conclusion: {shown} loops" in out and f"loop in {shown} at token" in err
+    assert f"Conclusion: {shown} loops" in out
     assert name not in out + err

@@ -1,4 +1,4 @@
-"""The live server of `view` under what comes from outside: large bodies, clients that stay, and Ctrl-C with open requests."""
+"""The live server of `view`: large bodies, requests that never end, and Ctrl-C with open requests."""
 
 from __future__ import annotations
 
