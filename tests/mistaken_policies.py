@@ -1,0 +1,298 @@
+"""A right policy, and the same with one mistake each, as an author makes it. `MISTAKES` names the check that says it.
+
+The table was written before the checks: `names` is the check that ought to be the first that fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sinkscope.conformance.subject import Factory
+from sinkscope.hooks.edit.base import Run
+from sinkscope.kv import LayerMoment, Policy
+from sinkscope.models.grouped_heads import in_groups
+
+WATCHED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended(Policy):
+    """Keeps two first tokens, the four latest, and those that the four latest queries attend to most."""
+
+    first: int = 2
+    last: int = WATCHED
+
+    def watch(self, session):
+        session.window_queries(WATCHED, decoding=True)
+
+    def scores(self, at: LayerMoment):
+        return in_groups(at.window_rows(WATCHED).sum(2), at.kv.pos.shape[1]).mean(2)
+
+
+def attended(budget):
+    return Attended(budget=budget)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A policy with a mistake.
+
+    Attributes:
+        factory: Makes it.
+        check: The check that names the mistake.
+        right: The same without the mistake.
+    """
+
+    factory: Factory
+    check: str
+    right: Factory = attended
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def mistake(check: str) -> Callable[[type[Policy]], type[Policy]]:
+    """Register a policy; the name of its class says the mistake."""
+
+    def register(policy: type[Policy]) -> type[Policy]:
+        policy = dataclass(frozen=True, kw_only=True)(policy)
+
+        def factory(budget):
+            return policy(budget=budget)
+
+        name = "".join("_" + letter.lower() if letter.isupper() else letter for letter in policy.__name__)[1:]
+        factory.__name__ = name
+        MISTAKES[name] = Mistake(factory, check)
+        globals()[name] = factory
+        return policy
+
+    return register
+
+
+# What a slot is
+
+
+class Moved(Attended):
+    """Changes what is kept after each eviction."""
+
+    def change(self, kv: Any) -> None:
+        raise NotImplementedError
+
+    def act(self, moment, session):
+        super().act(moment, session)
+        for kv in moment.layers:
+            if kv.edited:
+                self.change(kv)
+
+
+@mistake("every_slot_has_the_position_of_its_token")
+class PositionsAreOneTooHigh(Moved):
+    def change(self, kv):
+        kv.hold(kv.keys, kv.values, kv.pos + (kv.pos >= 0).long())
+
+
+@mistake("every_slot_has_the_position_of_its_token")
+class PositionsAreCountedAnew(Moved):
+    def change(self, kv):
+        kv.hold(kv.keys, kv.values, torch.arange(kv.slots).expand(kv.pos.shape))
+
+
+@mistake("every_slot_has_the_position_of_its_token")
+class MorePositionsThanSlots(Moved):
+    def change(self, kv):
+        kv.hold(kv.keys, kv.values, torch.cat([kv.pos, kv.pos[..., -1:]], -1))
+
+
+@mistake("positions_are_right_after_eviction_inside_the_text")
+class ValuesAreOneApart(Moved):
+    def change(self, kv):
+        kv.hold(kv.keys, kv.values.roll(1, 2), kv.pos)
+
+
+@mistake("what_is_kept_is_not_changed")
+class KeysAreRounded(Moved):
+    def change(self, kv):
+        kv.hold(kv.keys.bfloat16().to(kv.keys.dtype), kv.values, kv.pos)
+
+
+# Budgets
+
+
+@mistake("the_budget_holds_at_every_step_in_tokens")
+class EvictsAtThePromptAlone(Attended):
+    def act(self, moment, session):
+        if moment.prefill_ended:
+            super().act(moment, session)
+
+
+@mistake("the_budget_holds_at_every_step_in_tokens")
+class TheWindowComesOnTop(Attended):
+    def layer_budget(self, at):
+        return at.rows.one_budget + WATCHED
+
+
+@mistake("the_budget_holds_at_every_step_in_tokens")
+class OneLayerKeepsEverything(Attended):
+    def layer_budget(self, at):
+        return at.rows.one_budget if at.layer else 10_000
+
+
+@mistake("the_budget_holds_at_every_step_in_bytes")
+class OldKeysStayInMemory(Attended):
+    def act(self, moment, session):
+        for kv in moment.layers:
+            kv.before = kv.keys if moment.prefill_ended else getattr(kv, "before", None)
+        super().act(moment, session)
+
+
+# Rows
+
+
+@mistake("rows_of_a_batch_are_what_they_are_alone")
+class SlotsOfTheFirstRow(Attended):
+    def select(self, scores, at, budget):
+        return super().select(scores, at, budget)[:1].expand(scores.shape)
+
+
+@mistake("rows_of_a_batch_are_what_they_are_alone")
+class ScoresAreAveragedOverRows(Attended):
+    def scores(self, at):
+        scores = super().scores(at)
+        return scores.mean(0, keepdim=True).expand(scores.shape).clone()
+
+
+@mistake("rows_of_a_batch_are_what_they_are_alone")
+class PaddingTakesRoom(Attended):
+    def select(self, scores, at, budget):
+        ranked = scores.masked_fill(self.protected(at) | (at.kv.pos < 0), torch.inf)
+        kept = ranked.topk(min(budget, at.kv.slots), -1).indices
+        return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, kept, True)
+
+
+@mistake("rows_of_a_batch_are_what_they_are_alone")
+class FirstSlotsForFirstTokens(Attended):
+    def protected(self, at):
+        slots = torch.arange(at.kv.slots).expand(at.kv.pos.shape)
+        return (slots < self.first) | (slots >= at.kv.slots - self.last)
+
+    def scores(self, at):
+        return super().scores(at).masked_fill(at.kv.pos == 0, -1)
+
+
+@mistake("rows_of_a_batch_are_what_they_are_alone")
+class TheBudgetIsSharedByTheRows(Attended):
+    def kept_per_row(self, state, session):
+        kept = super().kept_per_row(state, session)
+        return replace(kept, total=tuple(max(6, total // len(kept.total)) for total in kept.total))
+
+
+# What is chosen
+
+
+@mistake("the_first_tokens_survive")
+class TheFirstTokenIsLost(Attended):
+    first: int = 0
+
+    def scores(self, at):
+        return super().scores(at).masked_fill(at.kv.pos == 0, -1)
+
+
+@mistake("the_first_tokens_survive")
+class TheLeastAttendedStay(Attended):
+    first: int = 0
+
+    def scores(self, at):
+        return -super().scores(at)
+
+
+@mistake("the_latest_tokens_survive")
+class NewTokensAreLost(Attended):
+    last: int = 0
+
+    def scores(self, at):
+        prompt = torch.tensor(at.moment.state.prompt)[:, None, None]
+        return super().scores(at).masked_fill(at.kv.pos >= prompt, -1)
+
+
+@mistake("the_same_text_is_kept_twice_in_the_same_way")
+class ScoresAreDrawn(Attended):
+    def scores(self, at):
+        return torch.rand(at.kv.pos.shape)
+
+
+# What a policy remembers
+
+
+@mistake("rows_that_move_take_all_with_them")
+class SumsLieOnThePolicy(Attended):
+    """Sums of the attention of each token by its position, which stay when the rows of the cache change places."""
+
+    def scores(self, at):
+        here = super().scores(at)
+        sums = vars(self).setdefault("sums", {})
+        if at.moment.prefill_ended or at.layer not in sums:
+            sums[at.layer] = torch.zeros(*here.shape[:2], 2000)
+        sums[at.layer].scatter_add_(-1, at.kv.pos.clamp(min=0), here.masked_fill(at.kv.pos < 0, 0))
+        return sums[at.layer].gather(-1, at.kv.pos.clamp(min=0))
+
+
+@mistake("a_second_turn_continues_the_first")
+class OnlyTheFirstPromptIsEvicted(Attended):
+    def act(self, moment, session):
+        prompts = vars(self).setdefault("prompts", [])
+        if moment.prefill_ended:
+            prompts.append(moment)
+        if len(prompts) < 2:
+            super().act(moment, session)
+
+
+# What a policy does not know of the package, and what it leaves
+
+
+@mistake("the_policy_raises_no_error")
+class ScoresPerQueryHead(Attended):
+    def scores(self, at):
+        return at.window_rows(WATCHED).sum(2)
+
+
+@mistake("the_policy_raises_no_error")
+class QueriesAreNotWatched(Attended):
+    def watch(self, session):
+        pass
+
+
+@mistake("nothing_is_left_on_the_model")
+class AHookStays(Attended):
+    def enter(self, run: Run, key: int) -> None:
+        super().enter(run, key)
+        run.target.hf.lm_head.register_forward_hook(lambda _module, _given, logits: logits * 1.01)
+
+
+@mistake("nothing_is_left_on_the_model")
+class RandomNumbersAreSeeded(Attended):
+    def scores(self, at):
+        torch.manual_seed(0)
+        return super().scores(at)
+
+
+def share_of_the_padded_width(share):
+    @dataclass(frozen=True, kw_only=True)
+    class OfTheWidth(Attended):
+        def kept_per_row(self, state, session):
+            widest = max(state.prompt)
+            return super().kept_per_row(replace(state, prompt=tuple(widest for _ in state.prompt)), session)
+
+    return OfTheWidth(budget=share, every="prefill")
+
+
+def attended_share(share):
+    return Attended(budget=share, every="prefill")
+
+
+MISTAKES["share_of_the_padded_width"] = Mistake(
+    share_of_the_padded_width, "rows_of_a_batch_are_what_they_are_alone", attended_share
+)
