@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sinkscope.conformance.checks import CHECKS, OF_A_BUDGET
-from sinkscope.conformance.kit import TOLERANCE, CheckedBehaviour, Kit
+from sinkscope.conformance.checks import CHECKS, OF_A_BUDGET, OF_POSITIONS
+from sinkscope.conformance.kit import MOST, TOLERANCE, CheckedBehaviour, Kit
 from sinkscope.conformance.subject import EXPECTED, Factory, factory_named, place_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.provenance import ModelInfo, provenance
-from sinkscope.files.records import Budget, read_setting
+from sinkscope.files.records import Budget, Whole, read_setting
 from sinkscope.kv.registry import policies
 from sinkscope.results.notation import count_of
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
 
-MOST = 300
-"""Tokens of the largest budget: a text has three times as many, and caches have room for about a thousand."""
+ROWS = "rows_of_a_batch_are_what_they_are_alone"
+OF_TOKENS = ("the_budget_holds_at_every_step_in_tokens", "the_budget_holds_at_every_step_in_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +32,20 @@ class CacheCheck(Result):
     Attributes:
         cache: The factory, as module:function.
         checks: The checks in their order.
-        evicts: Whether the factory can be asked to keep only a part.
+        evicts: Whether it keeps only a part, asked or by itself.
+        least: The smallest budget that was asked for, in tokens.
     """
 
     kind = "check-cache"
     page = "check_cache"
     table_of = "checks"
-    columns = ("check", "verdict", "seen")
+    columns = ("check", "verdict", "seen", "evicted")
     brief_rows = len(CHECKS)
 
     cache: str
     checks: tuple[CheckedBehaviour, ...]
     evicts: bool = False
+    least: int = 0
 
     def rows(self) -> Table:
         """Return one row per check; those that fail stand first."""
@@ -53,33 +55,71 @@ class CacheCheck(Result):
         return [one for one in self.checks if one.verdict == verdict]
 
     @property
-    def exit_code(self) -> int:
-        """1 if a check fails, if none applies, or if a cache takes a budget and no check of a budget applies."""
-        return int(bool(self._with("fails") or self._apart_from_its_budget()) or not self._with("passes"))
+    def verdict(self) -> Literal["passes", "fails", "incomplete"]:
+        """Whether all checks that apply pass, one fails, or what every cache has to be tried on was not tried."""
+        if self._with("fails"):
+            return "fails"
+        return "incomplete" if self.untried() or not self._with("passes") else "passes"
 
-    def _apart_from_its_budget(self) -> list[CheckedBehaviour]:
-        """The checks of a budget, if the cache takes one and none of them applies."""
-        checks = [one for one in self.checks if one.check.replace(" ", "_") in OF_A_BUDGET]
-        if not self.evicts or any(one.verdict != "does not apply" for one in checks):
-            return []
-        return checks
+    @property
+    def exit_code(self) -> int:
+        """1 if a check fails, or if rows or, of a cache that evicts, positions, budget or eviction were not tried."""
+        return int(self.verdict != "passes")
+
+    def untried(self) -> dict[str, str]:
+        """Return what was not tried of the checks that were asked for, each with the reason.
+
+        Rows have to be tried of every cache; eviction, also in a batch, positions and the budget of a cache that
+        evicts.
+        """
+        by_name = {one.check.replace(" ", "_"): one for one in self.checks}
+        found: dict[str, str] = {}
+        rows = by_name.get(ROWS)
+        if rows is not None and rows.verdict == "does not apply":
+            found["rows"] = rows.seen
+        if not self.evicts:
+            return found
+        for name, checks in (("positions", OF_POSITIONS), ("budget", OF_TOKENS)):
+            chosen = [by_name[check] for check in checks if check in by_name]
+            if chosen and all(one.verdict == "does not apply" for one in chosen):
+                found[name] = chosen[0].seen
+        cut = [one for name, one in by_name.items() if name in OF_A_BUDGET]
+        if cut and not any(one.evicted for one in cut):
+            found["eviction"] = cut[0].seen
+        elif rows is not None and "rows" not in found and not rows.evicted:
+            found["eviction in a batch"] = rows.seen
+        return found
 
     def conclusion(self) -> str:
-        """Return how many checks pass, and which fail."""
-        failed, apart = self._with("fails"), self._with("does not apply")
-        applied = len(self.checks) - len(apart)
+        """Return how many checks pass, and which fail or were not tried."""
+        failed, passed = self._with("fails"), self._with("passes")
+        applied = len(failed) + len(passed)
         name = self.cache.rpartition(":")[2]
         if failed:
             return f"{name} fails {len(failed)} of {count_of(applied, 'check')}, first of all: {failed[0].check}."
-        if not applied:
-            return f"No check applies to {name}: {apart[0].seen.rstrip(chr(46))}."
-        if unchecked := self._apart_from_its_budget():
-            return f"{name} takes a budget, and no check of a budget applies: {unchecked[0].seen.rstrip(chr(46))}."
-        return f"{name} passes {count_of(applied, 'check')} (not applicable: {len(apart)})."
+        if untried := self.untried():
+            return f"{name} is incomplete: {', '.join(untried)} not tried; {self._remedy(untried)}."
+        if not passed:
+            return f"{name} is incomplete: no check applies, {self.checks[0].seen.rstrip(chr(46))}."
+        apart = len(self.checks) - applied
+        kept = "" if self.evicts or not self._with("does not apply") else "; it keeps every token"
+        return f"{name} passes {count_of(applied, 'check')} (not applicable: {apart}){kept}."
+
+    def _remedy(self, untried: dict[str, str]) -> str:
+        """What would try it."""
+        if set(untried) == {"rows"}:
+            return "let the factory take batches"
+        if self.settings.get("budget") is None and self.least:
+            return f"give a budget that it takes, such as --budget {2 * self.least}"
+        return "give the factory a parameter budget, and --budget 16"
 
     def details(self) -> list[str]:
-        """Return what each failed check expected and saw, and how to reproduce it."""
+        """Return what each failed check expected and saw and how to reproduce it, and why something was not tried."""
         lines: list[str] = []
+        for what, reason in self.untried().items():
+            lines.append(f"Not tried: {what}; {reason}.")
+        refused = dict.fromkeys(reason for one in self._with("passes") for reason in one.refused)
+        lines += [f"Refused beside what was tried: {reason}." for reason in refused]
         for one in self._with("fails"):
             lines += [f"\nFails: {one.check}.", f"  Expected: {one.expected}.", f"  Seen: {one.seen}."]
             lines += [f"    {line}" for line in one.reproduction.splitlines()]
@@ -93,13 +133,15 @@ def check_cache(
     only: Sequence[str] = (),
     tolerance: Annotated[float, Field(ge=0)] = TOLERANCE,
     budget: Budget | str | None = None,
+    thorough: bool = False,
+    seed: Whole = 0,
     progress: Any = None,
 ) -> CacheCheck:
     """Check a KV cache on small models whose needs are known: a sink, distant facts, windows, learned sink logits.
 
     What the factory raises, and NotImplementedError at any time, is a refusal: the check does not apply. Any other
-    exception is a failure. The exit status is 1 if a check fails, if none applies, or if the cache takes a budget and
-    no check of a budget applies.
+    exception is a failure. The verdict is incomplete if rows of a batch were not tried or, of a cache that evicts,
+    positions, the budget or eviction. The exit status is 1 unless the cache passes.
 
     Args:
         factory: The name of a policy, or a function, as module:function; from Python also the function itself. It
@@ -108,8 +150,10 @@ def check_cache(
         only: Run these checks alone, by their names with underscores.
         tolerance: Largest error of logits, in standard deviations of the right ones. A cache that rounds keys and
             values needs more than the default.
-        budget: What to keep in all checks, in tokens or as a fraction of the prompt, for a cache that needs more than
-            these ask for, which is from an eighth to a half; texts are made long enough, or are left out.
+        budget: What to keep in all checks, in tokens or as a fraction of the prompt. By default, each check asks for a
+            part of its text, or for the smallest budget that the cache takes; texts are made long enough.
+        thorough: Try all lengths, and 500 drawn orders of calls instead of 30; about two minutes.
+        seed: Seed of the lengths and orders that are drawn.
         progress: Called as `progress(what, done, total)`.
 
     Raises:
@@ -131,8 +175,8 @@ def check_cache(
         place = place_of(factory)
     if not place:
         raise SinkscopeError(f"{factory!r} has no name: {EXPECTED}")
-    kit = Kit(factory, tolerance, place, kept)
-    if kept is not None and not kit.evicts:
+    kit = Kit(factory, tolerance, place, kept, thorough, seed)
+    if kept is not None and not kit.asked_for:
         raise SinkscopeError(f"--budget {kept}: {place} has no parameter budget or share, which would be given it")
     kit.subject()  # bad input is said before anything is checked
     names = [one for one in CHECKS if not only or one in only]
@@ -143,9 +187,10 @@ def check_cache(
         rows.append(kit.checked(CHECKS[one]))
     return CacheCheck(
         model=ModelInfo("check-cache", "kit", 0, 0, 0, ""),
-        settings={"only": only, "tolerance": tolerance, "budget": budget},
+        settings={"only": only, "tolerance": tolerance, "budget": budget, "thorough": thorough, "seed": seed},
         provenance=provenance(started=started, attention="sdpa"),
         cache=place,
         checks=tuple(rows),
         evicts=kit.evicts,
+        least=kit.least if kit.asked_for else 0,
     )

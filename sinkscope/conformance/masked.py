@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,14 +64,24 @@ def plain_logits(
     given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions_of(mask), "use_cache": False}
     if sees is None:
         return model(input_ids=ids, **given).logits
-    causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
     visible: dict[int, Tensor] = {}
-    for layer, seen in sees.items():
-        window = window_of(model.config, layer)
-        reach = causal if window is None else causal & ~causal.tril(-window)
-        visible[layer] = seen & reach & mask.bool()[:, None, None]
+    for layer, reach in reach_of(model.config, sees, mask).items():
+        visible[layer] = sees[layer] & reach
     with attending(model, visible):
         return model(input_ids=ids, **given).logits
+
+
+def reach_of(
+    config: Any, layers: Iterable[int], mask: Int[Tensor, "row column"]
+) -> dict[int, Bool[Tensor, "#row #kv_head query key"]]:
+    """Return what the queries of each layer could see if everything was kept: what came before, in the window."""
+    causal = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
+    reach: dict[int, Tensor] = {}
+    for layer in layers:
+        window = window_of(config, layer)
+        near = causal if window is None else causal & ~causal.tril(-window)
+        reach[layer] = near & mask.bool()[:, None, None]
+    return reach
 
 
 def positions_of(mask: Int[Tensor, "row column"]) -> Int[Tensor, "row column"]:

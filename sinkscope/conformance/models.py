@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from sinkscope.models.checkpoints.checkpoint import quiet
 from sinkscope.opening.load import load
@@ -42,11 +41,16 @@ QUESTIONS: tuple[str, ...] = (
 )
 """Facts between filler words, a question for one of them, from the first to the last, and its answer of three tokens:
 the prompts of the recall model, by seed."""
+QUESTION = 65
+"""Tokens of each up to the word before its answer."""
+_FILLER = "the old road near a field was quiet and rain had come over many small houses by morning again"
+VOCABULARY = 256
+"""Tokens of the tiny models."""
 _CONST, _FIRST = 0, 1  # residual dimensions: the same in every token, and of BOS alone
 _PLANTED = 6.0  # their size beside embeddings of standard deviation 1
 _SINK_LOGIT = 7.0  # of the planted sink, in nats before softmax, about
 _SIZES: dict[str, Any] = {
-    "vocab_size": 256,
+    "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -139,27 +143,36 @@ def _strength() -> float:
     return (_SINK_LOGIT * _SIZES["head_dim"] ** 0.5 / (4.9 * 5.7)) ** 0.5
 
 
-def kit_ids(name: str, lengths: tuple[int, ...], more: int, seed: int = 0) -> Int[Tensor, "row column"]:
-    """Return token ids of rows that end together; shorter ones begin with padding (id 0), and `more` tokens follow all.
+def kit_tokens(name: str, earlier: Sequence[int], count: int, seed: int, draw: int) -> list[int]:
+    """Return tokens that follow others in a row.
 
-    Row i of a seed is row 0 of the seed i higher. In a row of a tiny model no token comes again before all others
-    have come.
+    The first token of a tiny model is BOS, and the others are those that the row has not had for longest, in an order
+    that is drawn. The recall model is asked a question, which more filler words make longer, and is given the answer.
+
+    Args:
+        name: The model.
+        earlier: Ids of the row so far.
+        count: Number of tokens.
+        seed: Row i of a seed is row 0 of the seed i higher.
+        draw: Another order.
     """
-    width = max(lengths)
-    rows: list[Tensor] = []
-    for row, length in enumerate(lengths):
-        tokens = _tokens(name, length + more, seed + row)
-        rows.append(torch.nn.functional.pad(tokens, (width - length, 0)))
-    return torch.stack(rows)
-
-
-def _tokens(name: str, length: int, seed: int) -> Int[Tensor, " column"]:
     if name == "recall":
-        vocabulary = kit_model(name).tokenizer.get_vocab()
-        return torch.tensor([vocabulary[word] for word in QUESTIONS[seed].split()])
-    draw, others = random.Random(seed), range(5, kit_model(name).config.vocab_size)
-    ids: list[int] = []
-    while len(ids) < length:
-        ids += draw.sample(others, min(length - len(ids), len(others)))
-    ids[0] = BOS
-    return torch.tensor(ids)
+        return _question(earlier, count, seed)
+    order = random.Random(1000 * seed + draw).sample(range(5, VOCABULARY), VOCABULARY - 5)
+    last = {token: place for place, token in enumerate(earlier)}
+    order.sort(key=lambda token: last.get(token, -1))
+    ids = list(islice(cycle(order), count))
+    if not earlier:
+        ids[0] = BOS
+    return ids
+
+
+def _question(earlier: Sequence[int], count: int, seed: int) -> list[int]:
+    """A question, or what follows the word before its answer, which is the last of the prompt."""
+    vocabulary = kit_model("recall").tokenizer.get_vocab()
+    script = [vocabulary[word] for word in QUESTIONS[seed].split()]
+    if not earlier:
+        filler = [vocabulary[word] for word in islice(cycle(_FILLER.split()), count - QUESTION)]
+        return script[:2] + filler + script[2:QUESTION]
+    answered = list(reversed(earlier)).index(script[QUESTION - 1])
+    return script[QUESTION + answered :][:count]

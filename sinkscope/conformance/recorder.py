@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.models.draws import draws
@@ -15,7 +16,6 @@ _SAME = 0.02  # of the spread of the numbers: closer keys or values are the same
 
 Pair = tuple[Float[Tensor, "row kv_head _ d_head"], Float[Tensor, "row kv_head _ d_head"]]
 """Keys and values."""
-Logits = Float[Tensor, "row step vocab"]
 _TIE = 1e-6  # weight of the keys: they tell tokens with the same values apart
 
 
@@ -29,25 +29,38 @@ class CacheRecorder:
         cache: The cache; its method `update` is watched as long as it lives.
 
     Attributes:
-        logits: What the model said, as who calls it notes it.
         sees: Which columns each layer's queries saw, in the calls that were read.
-        bytes: What the cache held after each call.
-        lengths: What the cache said of its length after each call.
         rotated_again: Whether keys were handed out that were never written.
+        changed: Largest change of a key or value that is no rotation, as a share of the spread of the numbers.
+        fewest_slots: The fewest slots that a layer handed out, less the columns that were written.
+        misplaced: What a layer says of the position of a token, where that is wrong; empty while all is right.
+        placed: How often a layer said positions.
     """
 
-    logits: Logits
-
     def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        self.bytes: list[int] = []
-        self.lengths: list[int] = []
         self.sees: dict[int, Bool[Tensor, "row kv_head query key"]] = {}
         self.rotated_again = False
-        self._update = cache.update
+        self.changed = 0.0
+        self.fewest_slots = 0
+        self.misplaced = ""
+        self.placed = 0
         self._written: dict[int, Pair] = {}
         self._handed: dict[int, Pair] = {}
+        self._cache: Any = None
+        self.follow(cache)
+
+    def follow(self, cache: Any) -> None:
+        """Watch this cache from now on, which holds what was written so far, and no other."""
+        self.leave()
+        self._cache = cache
+        self._update = cache.update
         cache.update = self._note
+
+    def leave(self) -> None:
+        """Watch no cache: it can then be copied."""
+        if self._cache is not None:
+            vars(self._cache).pop("update", None)
+        self._cache = None
 
     def _note(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         new = key_states.detach(), value_states.detach()
@@ -56,48 +69,115 @@ class CacheRecorder:
         if before is not None:
             new = torch.cat([before[0], new[0]], 2), torch.cat([before[1], new[1]], 2)
         self._written[layer_idx] = new
+        self.fewest_slots = min(self.fewest_slots, keys.shape[2] - new[0].shape[2])
         handed = keys.detach(), values.detach().requires_grad_()
         self._handed[layer_idx] = handed
         return handed
 
-    def forget(self, tokens: int | None = None) -> None:
-        """Forget the last tokens as the cache was told to; None: all, also what was measured."""
-        if tokens is None:
-            self.bytes.clear()
-            self.lengths.clear()
+    def keep(self, columns: int) -> None:
+        """Forget all but the first columns, as the cache was told to."""
+        self._change(lambda states: states[:, :, :columns])
+        for layer, sees in self.sees.items():
+            self.sees[layer] = sees[:, :, :columns, :columns]
+
+    def take(self, rows: Int[Tensor, " taken"]) -> None:
+        """Let the rows be others of the batch, as the cache was told to."""
+        self._change(lambda states: states[rows])
+        for layer, sees in self.sees.items():
+            self.sees[layer] = sees[rows]
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self._written.clear()
+        self.sees.clear()
+
+    def _change(self, changed: Callable[[Tensor], Tensor]) -> None:
         for layer, (keys, values) in list(self._written.items()):
-            kept = 0 if tokens is None else keys.shape[2] - tokens
-            self._written[layer] = keys[:, :, :kept], values[:, :, :kept]
+            self._written[layer] = changed(keys), changed(values)
 
-    def measure(self) -> None:
-        """Note the size and the length of the cache after a call."""
-        self.bytes.append(held_bytes(self._cache))
-        self.lengths.append(int(self._cache.get_seq_length()))
-
-    def read(self, logits: Float[Tensor, "row query vocab"], total: int, start: int) -> None:
+    def read(
+        self,
+        logits: Float[Tensor, "row query vocab"],
+        positions: Int[Tensor, "row column"],
+        mask: Bool[Tensor, "row column"],
+    ) -> None:
         """Note what each layer read in the call that gave these logits.
 
         Args:
-            logits: The logits.
-            total: Columns of the whole text.
-            start: Column of the first query.
+            logits: The logits of the last columns.
+            positions: True position of each column so far.
+            mask: Whether a column is a real token.
         """
+        total = positions.shape[1]
+        start = total - logits.shape[1]
         draw = torch.randn(logits.shape, generator=draws(0, "weights of logits"), device="cpu")
         (logits.float() * draw.to(logits.device)).sum().backward()
         for layer, (keys, values) in self._handed.items():
-            own_keys, own_values = self._written[layer]
-            key_distance, value_distance = _distance(keys, own_keys), _distance(values.detach(), own_values)
-            columns = (value_distance + _TIE * key_distance.clamp(max=1)).argmin(-1)
-            visible = torch.zeros_like(columns, dtype=torch.bool)
-            if values.grad is not None:
-                visible = (values.grad != 0).any(-1)
-            self.rotated_again |= bool((visible & (key_distance.amin(-1) >= _SAME)).any())
+            columns, visible = self._recognized(layer, keys, values, mask)
+            self._compare_positions(layer, columns, visible, positions)
             rows, heads, _ = columns.shape
             seen = torch.zeros(rows, heads, total + 1, dtype=torch.bool)  # with a place for what is hidden
             seen.scatter_(2, columns.where(visible, total), True)
-            sees = self.sees.setdefault(layer, torch.zeros(rows, heads, total, total, dtype=torch.bool))
-            sees[:, :, start : start + logits.shape[1]] = seen[:, :, None, :total]
+            before = self.sees.get(layer, torch.zeros(rows, heads, 0, 0, dtype=torch.bool))
+            sees = torch.nn.functional.pad(before, (0, total - before.shape[3], 0, total - before.shape[2]))
+            sees[:, :, start:] = seen[:, :, None, :total]
+            self.sees[layer] = sees
         self._handed.clear()
+
+    def _recognized(
+        self, layer: int, keys: Tensor, values: Tensor, mask: Bool[Tensor, "row column"]
+    ) -> tuple[Int[Tensor, "row kv_head slot"], Bool[Tensor, "row kv_head slot"]]:
+        """Which column each slot of a layer holds, and whether it is visible; how it differs from what was written."""
+        own_keys, own_values = self._written[layer]
+        key_distance, value_distance = _distance(keys, own_keys), _distance(values.detach(), own_values)
+        columns = (value_distance + _TIE * key_distance.clamp(max=1)).argmin(-1)
+        visible = torch.zeros_like(columns, dtype=torch.bool)
+        if values.grad is not None:
+            visible = (values.grad != 0).any(-1)
+        self.rotated_again |= bool((visible & (key_distance.amin(-1) >= _SAME)).any())
+        real = visible & mask[:, None].expand(-1, columns.shape[1], -1).gather(2, columns)
+        for states, written, distance in ((keys, own_keys, key_distance), (values.detach(), own_values, value_distance)):
+            same = real & (distance.gather(-1, columns[..., None])[..., 0] < _SAME)
+            of_slots = written.gather(2, columns[..., None].expand(-1, -1, -1, written.shape[-1]))
+            change = ((states - of_slots).abs().amax(-1) * same).amax() / written.float().std().clamp(min=1e-12)
+            self.changed = max(self.changed, float(change))
+        return columns, visible
+
+    def _compare_positions(self, layer: int, columns: Tensor, visible: Tensor, positions: Tensor) -> None:
+        """Compare the positions that a layer gives its slots, if it does, with those of the tokens that they hold."""
+        said = told_positions(self._cache, layer)
+        if said is None:
+            return
+        self.placed += 1
+        if self.misplaced:
+            return
+        if said.shape != columns.shape:
+            self.misplaced = f"layer {layer} has {said.shape[-1]} positions for {columns.shape[-1]} slots"
+            return
+        true = positions[:, None].expand(-1, columns.shape[1], -1).gather(2, columns)
+        for row, head, slot in (visible & (said != true)).nonzero().tolist()[:1]:
+            self.misplaced = (
+                f"layer {layer}, row {row}, kv head {head}: slot {slot} has position {int(said[row, head, slot])}, "
+                f"and its token stands at {int(true[row, head, slot])}"
+            )
+
+
+def told_positions(cache: Any, layer: int) -> Int[Tensor, "row kv_head slot"] | None:
+    """Return the positions that a layer of a cache gives its slots in its attribute `pos`; None if it has none."""
+    layers = getattr(cache, "layers", None) or ()
+    if layer >= len(layers) or not isinstance(getattr(layers[layer], "keys", None), Tensor):
+        return None
+    said = getattr(layers[layer], "pos", None)
+    return said if isinstance(said, Tensor) and said.dim() == 3 else None
+
+
+def disagreement(cache: Any) -> str:
+    """Return in words which layer of a cache has more or fewer positions than slots; empty if none has."""
+    for number, layer in enumerate(getattr(cache, "layers", None) or ()):
+        said = told_positions(cache, number)
+        if said is not None and said.shape[-1] != layer.keys.shape[2]:
+            return f"layer {number} has {said.shape[-1]} positions for {layer.keys.shape[2]} slots"
+    return ""
 
 
 def _distance(

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import Cache, DynamicCache
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Budget, share_of
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.registry import import_object, policies
 from sinkscope.results.console import note
@@ -65,24 +66,29 @@ def parameters(factory: Factory) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(factory).parameters)
 
 
-def made(factory: Factory, model: Any, prompt: int, budget: int | None) -> Any:
+def made(factory: Factory, model: Any, prompt: int, budget: Budget | None) -> Any:
     """Return what a factory gives.
 
     Args:
         factory: The factory.
         model: The model.
         prompt: Tokens of the longest prompt that will be read.
-        budget: Tokens to keep of it. None: everything.
+        budget: Tokens to keep of it, or a share. None: everything.
 
     Raises:
         NotImplementedError: The factory refuses this model.
         SinkscopeError: It is none of the three kinds.
     """
+    tokens, share = budget or ROOM, 1.0
+    if isinstance(budget, float):
+        tokens, share = max(1, share_of(budget, prompt)), budget
+    elif budget is not None:
+        share = budget / prompt
     given = {
         "model": model,
         "config": model.config,
-        "budget": budget or ROOM,
-        "share": 1.0 if budget is None else budget / prompt,
+        "budget": tokens,
+        "share": share,
         "max_cache_len": ROOM,
     }
     try:

@@ -110,15 +110,21 @@ def bench_table() -> Any:
 @click.option(
     "--budget",
     metavar="BUDGET",
-    help="What to keep in all checks, in tokens or as a fraction of the prompt, for a cache that needs more than "
-    "these ask for, which is from an eighth to a half; texts are made long enough, or are left out.",
+    help="What to keep in all checks, in tokens or as a fraction of the prompt. By default, each check asks for a part "
+    "of its text, or for the smallest budget that the cache takes; texts are made long enough.",
 )
+@click.option(
+    "--thorough",
+    is_flag=True,
+    help="Try all lengths, and 500 drawn orders of calls instead of 30; about two minutes.",
+)
+@click.option("--seed", type=int, default=0, help="Seed of the lengths and orders that are drawn.")
 def check_cache() -> Any:
     """Check any KV cache, press or policy on models that show what it loses.
 
     What the factory raises, and NotImplementedError at any time, is a refusal: the check does not apply. Any other
-    exception is a failure. The exit status is 1 if a check fails, if none applies, or if the cache takes a budget and
-    no check of a budget applies.
+    exception is a failure. The verdict is incomplete if rows of a batch were not tried or, of a cache that evicts,
+    positions, the budget or eviction. The exit status is 1 unless the cache passes.
     """
     from sinkscope.conformance.check_cache import check_cache
 
