@@ -61,6 +61,7 @@ def faulty_layer(check: str) -> Callable[[type], type]:
             right = head_keeper if issubclass(layer, HeadKeeper) else keeper
         factory.__name__ = name
         FAULTS[name] = Fault(factory, check, right)
+        globals()[name] = factory
         return layer
 
     return register
@@ -307,6 +308,99 @@ def crop_leaves_the_recurrent_state(config):
     cache = DynamicCache(config=config)
     cache.activate_past_recording()
     return cache
+
+
+@fault("nothing_is_left_on_the_model", stock)
+@contextmanager
+def a_hook_is_left(model):
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *_: None)
+    yield
+
+
+# Lengths
+
+
+@faulty_layer("no_length_makes_a_difference")
+class ABlockIsLostAtSomeLengths(DynamicLayer):
+    def update(self, key_states, value_states, *args, **kwargs):
+        if key_states.shape[2] > 64 and key_states.shape[2] % 64 == 37:
+            key_states, value_states = key_states.clone(), value_states.clone()
+            key_states[:, :, 32:48], value_states[:, :, 32:48] = 0, 0
+        return super().update(key_states, value_states, *args, **kwargs)
+
+
+@faulty_layer("no_length_makes_a_difference")
+class AFullBlockLosesItsFirstToken(DynamicLayer):
+    def update(self, key_states, value_states, *args, **kwargs):
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if key_states.shape[2] == 1 and keys.shape[2] % 16 == 0:
+            self.values = values.clone()
+            self.values[:, :, -16] = 0
+        return keys, self.values
+
+
+@faulty_layer("no_length_makes_a_difference")
+class AnOddPageIsForgotten(DynamicLayer):
+    page_size = 52
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if key_states.shape[2] == 3 * self.page_size + 1:
+            key_states = key_states.clone()
+            key_states[:, :, -1] = 0
+        return super().update(key_states, value_states, *args, **kwargs)
+
+
+# Rows that move
+
+
+@faulty_layer("rows_that_move_take_all_with_them")
+class OnlyKeysAreReordered(DynamicLayer):
+    def reorder_cache(self, beam_idx):
+        self.keys = self.keys.index_select(0, beam_idx)
+
+
+@faulty_layer("rows_that_move_take_all_with_them")
+class OnlyKeysAreSelected(DynamicLayer):
+    def batch_select_indices(self, indices):
+        self.keys = self.keys[indices]
+
+
+@faulty_layer("rows_that_move_take_all_with_them")
+class RowsAreRepeatedAsAWhole(DynamicLayer):
+    def batch_repeat_interleave(self, repeats):
+        self.keys, self.values = self.keys.repeat(repeats, 1, 1, 1), self.values.repeat(repeats, 1, 1, 1)
+
+
+@faulty_layer("rows_that_move_take_all_with_them")
+class StatesStayWhereTheyAre(LinearAttentionLayer):
+    def reorder_cache(self, beam_idx):
+        pass
+
+
+@faulty_layer("a_copy_is_the_same_and_stands_alone")
+class ACopyIsTheSameObject(DynamicLayer):
+    def __deepcopy__(self, _memo):
+        return self
+
+
+@faulty_layer("a_copy_is_the_same_and_stands_alone")
+class BytesHaveNoValues(DynamicLayer):
+    def __getstate__(self):
+        return vars(self) | {"values": torch.zeros_like(self.values)}
+
+
+@faulty_layer("any_order_of_calls_gives_what_one_pass_gives")
+class CropDoesNothingAfterAReset(DynamicLayer):
+    was_reset = False
+
+    def reset(self):
+        super().reset()
+        self.was_reset = True
+
+    def crop(self, tokens_to_remove):
+        if not self.was_reset:
+            super().crop(tokens_to_remove)
 
 
 # Heads

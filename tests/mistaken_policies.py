@@ -183,6 +183,18 @@ class FirstSlotsForFirstTokens(Attended):
         return super().scores(at).masked_fill(at.kv.pos == 0, -1)
 
 
+@mistake("a_padded_turn_continues_each_row")
+class TheLatestSlotsForTheLatestTokens(Attended):
+    def protected(self, at):
+        slots = torch.arange(at.kv.slots).expand(at.kv.pos.shape)
+        return (at.kv.pos < self.first) & (at.kv.pos >= 0) | (slots >= at.kv.slots - self.last)
+
+    def select(self, scores, at, budget):
+        ranked = scores.masked_fill(at.kv.pos < 0, -1).masked_fill(self.protected(at), torch.inf)
+        kept = ranked.topk(min(budget, at.kv.slots), -1).indices
+        return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, kept, True)
+
+
 @mistake("rows_of_a_batch_are_what_they_are_alone")
 class TheBudgetIsSharedByTheRows(Attended):
     def kept_per_row(self, state, session):
@@ -209,7 +221,7 @@ class TheLeastAttendedStay(Attended):
         return -super().scores(at)
 
 
-@mistake("the_latest_tokens_survive")
+@mistake("the_model_sees_what_it_wrote")
 class NewTokensAreLost(Attended):
     last: int = 0
 
@@ -218,7 +230,7 @@ class NewTokensAreLost(Attended):
         return super().scores(at).masked_fill(at.kv.pos >= prompt, -1)
 
 
-@mistake("the_same_text_is_kept_twice_in_the_same_way")
+@mistake("the_same_text_is_kept_in_the_same_way")
 class ScoresAreDrawn(Attended):
     def scores(self, at):
         return torch.rand(at.kv.pos.shape)
@@ -227,7 +239,7 @@ class ScoresAreDrawn(Attended):
 # What a policy remembers
 
 
-@mistake("rows_that_move_take_all_with_them")
+@mistake("a_copy_is_the_same_and_stands_alone")
 class SumsLieOnThePolicy(Attended):
     """Sums of the attention of each token by its position, which stay when the rows of the cache change places."""
 
@@ -240,7 +252,7 @@ class SumsLieOnThePolicy(Attended):
         return sums[at.layer].gather(-1, at.kv.pos.clamp(min=0))
 
 
-@mistake("a_second_turn_continues_the_first")
+@mistake("a_second_turn_is_cut_to_the_budget_again")
 class OnlyTheFirstPromptIsEvicted(Attended):
     def act(self, moment, session):
         prompts = vars(self).setdefault("prompts", [])
@@ -253,13 +265,13 @@ class OnlyTheFirstPromptIsEvicted(Attended):
 # What a policy does not know of the package, and what it leaves
 
 
-@mistake("the_policy_raises_no_error")
+@mistake("no_call_raises_an_error")
 class ScoresPerQueryHead(Attended):
     def scores(self, at):
         return at.window_rows(WATCHED).sum(2)
 
 
-@mistake("the_policy_raises_no_error")
+@mistake("no_call_raises_an_error")
 class QueriesAreNotWatched(Attended):
     def watch(self, session):
         pass
@@ -270,6 +282,13 @@ class AHookStays(Attended):
     def enter(self, run: Run, key: int) -> None:
         super().enter(run, key)
         run.target.hf.lm_head.register_forward_hook(lambda _module, _given, logits: logits * 1.01)
+
+
+@mistake("nothing_is_left_on_the_model")
+class AMarkStaysOnTheModel(Attended):
+    def enter(self, run: Run, key: int) -> None:
+        super().enter(run, key)
+        run.target.hf.lm_head.attended = True
 
 
 @mistake("nothing_is_left_on_the_model")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from sinkscope.kv import H2O, AdaKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, AdaKV, Pyramid, SnapKV, StreamingLLM
 
 FIRST = 4
 
@@ -111,14 +113,68 @@ def ada_kv(budget):
     return AdaKV(budget=budget)
 
 
-ROUNDING = {"quantized_cache": 0.5}
+def snap_kv(budget):
+    return SnapKV(budget=budget)
+
+
+def tova(budget):
+    return TOVA(budget=budget)
+
+
+def pyramid(budget):
+    return Pyramid(budget=budget)
+
+
+def eight_bit_cache(config):
+    return QuantizedCache("fp8", config)
+
+
+def latest_kept(model, share):
+    """As a press of kvpress does, hooks of the attention cut a stock cache after each prompt has been read."""
+    if getattr(model.config, "sliding_window", None) or hasattr(model.config, "layer_types"):
+        raise NotImplementedError("layers of full attention alone are served")
+    return _pressing(model, share)
+
+
+@contextmanager
+def _pressing(model, share):
+    def press(module, args, kwargs, output):
+        layer, read = kwargs["past_key_values"].layers[module.layer_idx], kwargs["hidden_states"].shape[1]
+        if layer.keys.shape[2] == read > 1:  # a first prompt
+            if kwargs["attention_mask"] is not None:
+                raise NotImplementedError("rows are padded")
+            latest = max(0, round(share * read) - FIRST) if share < 1 else read - FIRST
+            kept = [*range(FIRST), *range(read - latest, read)]
+            layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+        return output
+
+    hooks = []
+    for layer in model.model.layers:
+        hooks.append(layer.self_attn.register_forward_hook(press, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def offloaded_cache(config):
+    return DynamicCache(config=config, offloading=True)
+
+
+ROUNDING = {"quantized_cache": 0.5, "eight_bit_cache": 0.5}
 """Errors of logits, in standard deviations, that are allowed to those that round."""
 RIGHT = (
     stock,
     dynamic_cache_without_config,
     static_cache,
     quantized_cache,
+    eight_bit_cache,
+    latest_kept,
     streaming_llm,
     h2o,
     ada_kv,
+    snap_kv,
+    tova,
+    pyramid,
 )

@@ -97,10 +97,10 @@ class CacheCheck(Result):
         name = self.cache.rpartition(":")[2]
         if failed:
             return f"{name} fails {len(failed)} of {count_of(applied, 'check')}, first of all: {failed[0].check}."
+        if not passed:
+            return f"No check applies to {name}: {self.checks[0].seen.rstrip(chr(46))}."
         if untried := self.untried():
             return f"{name} is incomplete: {', '.join(untried)} not tried; {self._remedy(untried)}."
-        if not passed:
-            return f"{name} is incomplete: no check applies, {self.checks[0].seen.rstrip(chr(46))}."
         apart = len(self.checks) - applied
         kept = "" if self.evicts or not self._with("does not apply") else "; it keeps every token"
         return f"{name} passes {count_of(applied, 'check')} (not applicable: {apart}){kept}."

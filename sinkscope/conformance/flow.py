@@ -134,13 +134,14 @@ class Outcome:
     Attributes:
         flow: The flow.
         stretches: The texts that the cache stood for, one after the other.
-        bytes: What the cache held after each call.
+        bytes: What the cache held after each call, if it was watched.
         lengths: What the cache said of its length after each call, beside the right one.
         rotated_again: Whether keys were handed out that were never written.
         changed: Largest change of what is kept, as a share of the spread of the numbers.
         drops: Whether a layer handed out fewer slots than it was given.
         misplaced: Which slot has a wrong position, where a cache says positions.
         placed: How often a layer said positions.
+        apart: Which slot holds the key of one token and the value of another; empty if none does.
     """
 
     flow: Flow
@@ -152,6 +153,7 @@ class Outcome:
     drops: bool = False
     misplaced: str = ""
     placed: int = 0
+    apart: str = ""
 
     @property
     def last(self) -> Stretch:
@@ -265,7 +267,9 @@ class Use:
         elif kind == "pickle":
             self._follow(self._pickled())
         else:
-            raise SinkscopeError(f"act {kind!r}: expected one of read, step, turn, crop, reset, copy, pickle, {ROW_ACTS}")
+            raise SinkscopeError(
+                f"act {kind!r}: expected one of read, step, turn, crop, reset, copy, pickle, {ROW_ACTS}"
+            )
 
     def _read(self, lengths: tuple[int, ...]) -> None:
         """Read new tokens in one call; shorter rows are padded."""
@@ -274,10 +278,11 @@ class Use:
         logits = self._call(ids.shape[1])
         self._logits.append(logits)
         outcome, recorder = self.outcome, self._recorder
-        outcome.bytes.append(held_bytes(self.cache))
+        if self.watched:
+            outcome.bytes.append(held_bytes(self.cache))
         outcome.lengths.append((int(self.cache.get_seq_length()), self.ids.shape[1]))
         outcome.rotated_again, outcome.changed = recorder.rotated_again, recorder.changed
-        outcome.misplaced, outcome.placed = recorder.misplaced, recorder.placed
+        outcome.misplaced, outcome.placed, outcome.apart = recorder.misplaced, recorder.placed, recorder.apart
         outcome.drops = recorder.fewest_slots < 0
 
     def _new_tokens(self, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:

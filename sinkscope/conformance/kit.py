@@ -14,7 +14,7 @@ import torch
 from transformers import Cache
 
 from sinkscope.conformance.flow import BrokenUseError, Flow, Outcome, error_of, outcome_of
-from sinkscope.conformance.models import kit_model
+from sinkscope.conformance.models import forget_models, kit_model
 from sinkscope.conformance.subject import EXPECTED, Factory, made, parameters, place_of
 from sinkscope.conformance.traces import ModelState, author_files, raised_in
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -34,9 +34,13 @@ SEEN = "[sees.sum(-1) for sees in outcome.last.sees.values()]"
 """How many tokens each query sees, as Python that shows it."""
 ERROR = "outcome.error()"
 """The largest error of the logits, as Python that shows it."""
+
+
 def beside(other: Flow, row: int = 0) -> str:
     """Return Python that shows how far the last logits of a row are from those of another flow."""
-    return f"error_of(outcome.last.logits[{row} : {row + 1}, -1:], outcome_of({{function}}, {other}).last.logits[:1, -1:])"
+    return (
+        f"error_of(outcome.last.logits[{row} : {row + 1}, -1:], outcome_of({{function}}, {other}).last.logits[:1, -1:])"
+    )
 
 
 ROTATED = "keys are rotated again, so no mask says what is right: facts on both sides of a hole say it"
@@ -186,7 +190,7 @@ class Kit:
         if self.asked_for:
             return None
         try:
-            outcome = outcome_of(self.factory, Flow(lengths=(LONG,), acts=(("step", 2),), watched=True))
+            outcome = self._used(Flow(lengths=(LONG,), acts=(("step", 2),), watched=True))
         except Exception:  # what others wrote may fail in any way; the checks say how
             return None
         gone = outcome.evicted()
@@ -225,7 +229,7 @@ class Kit:
         """The fewest tokens of those tried that it can be asked to keep; the first if it can be asked for none."""
         for tokens in _ASKED:
             try:
-                outcome_of(self.factory, Flow(lengths=(3 * tokens,), budget=tokens, acts=(("step", 2),)))
+                self._used(Flow(lengths=(3 * tokens,), budget=tokens, acts=(("step", 2),)))
             except (NotImplementedError, UnsupportedError):
                 continue
             except SinkscopeError as error:
@@ -249,11 +253,17 @@ class Kit:
 
     def flows(self, *flows: Flow) -> list[Flow]:
         """Return flows with room for everything, and then, if less can be kept, with half of the prompt."""
-        tried = list(flows)
+        tried = [self.readable(flow) for flow in flows]
         if self.evicts:
             for flow in flows:
                 tried.append(self.evicting(flow))
         return tried
+
+    def readable(self, flow: Flow) -> Flow:
+        """Return the flow, with longer prompts if a share of its shortest is less than the cache can keep."""
+        if not self.of_shares or flow.budget is not None or min(flow.lengths) >= self.least:
+            return flow
+        return flow.longer(flow.prompt * -(-self.least // min(flow.lengths)))
 
     def evicting(self, flow: Flow, times: int = 2) -> Flow:
         """Return a flow in which a cache has to evict: its prompt is at least so many times what is kept.
@@ -273,9 +283,8 @@ class Kit:
         if self.of_shares or self.budget is not None:
             share = self.budget or 1 / times
             shortest = min(flow.lengths) * share
-            least = self.least if self.budget is None else 8
-            if shortest < least:
-                flow = flow.longer(int(flow.prompt * -(-least // shortest)))
+            if shortest < self.least:
+                flow = flow.longer(int(flow.prompt * -(-self.least // shortest)))
             return replace(flow, budget=share)
         tokens = max(self.least, flow.prompt // times)
         return replace(flow.longer(times * tokens), budget=tokens)
@@ -303,7 +312,8 @@ class Kit:
             The largest error.
         """
         worst: float | None = None
-        for flow, outcome in self.outcomes(*(self.flows(*flows) if budget else flows)):
+        tried = self.flows(*flows) if budget else [self.readable(flow) for flow in flows]
+        for flow, outcome in self.outcomes(*dict.fromkeys(tried)):
             if not outcome.rotated_again:
                 worst = max(worst or 0.0, self.close(outcome.error(), flow))
         if worst is None:
@@ -356,17 +366,23 @@ class Kit:
             ApartError: The cache refuses.
             FaultError: Another error was raised in use.
         """
-        model = kit_model(flow.model, flow.dtype)  # what cannot be loaded is no fault of the cache
-        before = ModelState.of(model)
+        kit_model(flow.model, flow.dtype)  # what cannot be loaded is no fault of the cache
         try:
-            outcome = outcome_of(self.factory, flow)
+            outcome = self._used(flow)
         except Exception as error:  # what others wrote may fail in any way
             raise self._refusal_or_fault(error, flow) from None
-        finally:
-            if ModelState.of(model).left(before):  # the check of it says so; others get a new model
-                kit_model.cache_clear()
         self.tried.outcomes.append((flow, outcome.evicted()))
         return outcome
+
+    def _used(self, flow: Flow) -> Outcome:
+        """What a flow gives; a model on which something was left is not used again."""
+        model = kit_model(flow.model, flow.dtype)
+        before = ModelState.of(model)
+        try:
+            return outcome_of(self.factory, flow)
+        finally:
+            if ModelState.of(model).left(before):
+                forget_models()
 
     @contextmanager
     def in_use(self, flow: Flow) -> Iterator[None]:

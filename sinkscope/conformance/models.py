@@ -127,9 +127,18 @@ MODELS: dict[str, Callable[[], Any]] = {
 """What makes each model of the kit."""
 
 
-@cache
 def kit_model(name: str, dtype: str = "float32") -> Any:
-    """Return the model of that name, without gradients."""
+    """Return the model of that name, without gradients; the same one each time."""
+    return _loaded(name, dtype)
+
+
+def forget_models() -> None:
+    """Let `kit_model` make new models, because something was left on one."""
+    _loaded.cache_clear()
+
+
+@cache
+def _loaded(name: str, dtype: str) -> Any:
     model = MODELS[name]()
     model.generation_config.eos_token_id = None
     model = model.to(getattr(torch, dtype)).eval().requires_grad_(False)

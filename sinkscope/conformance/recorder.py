@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.models.draws import draws
 
+_ROUNDED = 0.05  # of the deviation of the numbers: a key that changes more is rotated
 _SAME = 0.02  # of the spread of the numbers: closer keys or values are the same but for rounding
 
 Pair = tuple[Float[Tensor, "row kv_head _ d_head"], Float[Tensor, "row kv_head _ d_head"]]
@@ -35,6 +36,7 @@ class CacheRecorder:
         fewest_slots: The fewest slots that a layer handed out, less the columns that were written.
         misplaced: What a layer says of the position of a token, where that is wrong; empty while all is right.
         placed: How often a layer said positions.
+        apart: Which slot holds the key of one token and the value of another; empty if none does.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -44,6 +46,7 @@ class CacheRecorder:
         self.fewest_slots = 0
         self.misplaced = ""
         self.placed = 0
+        self.apart = ""
         self._written: dict[int, Pair] = {}
         self._handed: dict[int, Pair] = {}
         self._cache: Any = None
@@ -114,7 +117,8 @@ class CacheRecorder:
         (logits.float() * draw.to(logits.device)).sum().backward()
         for layer, (keys, values) in self._handed.items():
             columns, visible = self._recognized(layer, keys, values, mask)
-            self._compare_positions(layer, columns, visible, positions)
+            if not self.apart:
+                self._compare_positions(layer, columns, visible, positions)
             rows, heads, _ = columns.shape
             seen = torch.zeros(rows, heads, total + 1, dtype=torch.bool)  # with a place for what is hidden
             seen.scatter_(2, columns.where(visible, total), True)
@@ -136,11 +140,17 @@ class CacheRecorder:
             visible = (values.grad != 0).any(-1)
         self.rotated_again |= bool((visible & (key_distance.amin(-1) >= _SAME)).any())
         real = visible & mask[:, None].expand(-1, columns.shape[1], -1).gather(2, columns)
-        for states, written, distance in ((keys, own_keys, key_distance), (values.detach(), own_values, value_distance)):
-            same = real & (distance.gather(-1, columns[..., None])[..., 0] < _SAME)
-            of_slots = written.gather(2, columns[..., None].expand(-1, -1, -1, written.shape[-1]))
-            change = ((states - of_slots).abs().amax(-1) * same).amax() / written.float().std().clamp(min=1e-12)
-            self.changed = max(self.changed, float(change))
+        own = _read_from(value_distance, columns) < _SAME
+        of_keys = key_distance.argmin(-1)
+        apart = real & own & (of_keys != columns) & (_read_from(key_distance, of_keys) < _SAME)
+        apart &= _read_from(key_distance, columns) >= _SAME
+        for row, head, slot in apart.nonzero().tolist()[:1]:
+            key, value = int(of_keys[row, head, slot]), int(columns[row, head, slot])
+            self.apart = self.apart or f"layer {layer}, slot {slot}: the key of token {key}, the value of token {value}"
+        value_change = _change(values.detach(), own_values, columns) * (real & own)
+        key_change = _change(keys, own_keys, columns) * (real & (_read_from(key_distance, columns) < _SAME))
+        key_change = key_change.where(key_change < _ROUNDED, 0.0)  # else it is rotated
+        self.changed = max(self.changed, float(value_change.amax()), float(key_change.amax()))
         return columns, visible
 
     def _compare_positions(self, layer: int, columns: Tensor, visible: Tensor, positions: Tensor) -> None:
@@ -178,6 +188,17 @@ def disagreement(cache: Any) -> str:
         if said is not None and said.shape[-1] != layer.keys.shape[2]:
             return f"layer {number} has {said.shape[-1]} positions for {layer.keys.shape[2]} slots"
     return ""
+
+
+def _read_from(distance: Float[Tensor, "row kv_head slot column"], columns: Tensor) -> Tensor:
+    """The distance of each slot from one column."""
+    return distance.gather(-1, columns[..., None])[..., 0]
+
+
+def _change(states: Tensor, written: Tensor, columns: Int[Tensor, "row kv_head slot"]) -> Tensor:
+    """Largest change of a number of each slot beside what was written at a column, divided by the deviation of all."""
+    of_slots = written.gather(2, columns[..., None].expand(-1, -1, -1, written.shape[-1]))
+    return (states - of_slots).abs().amax(-1).float() / written.float().std().clamp(min=1e-12)
 
 
 def _distance(

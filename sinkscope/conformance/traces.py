@@ -14,7 +14,6 @@ import torch
 from sinkscope.engine.stock import attention_name
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-_PACKAGE = str(Path(__file__).parent.parent)
 
 
 def author_files(factory: Callable[..., Any], subject: Any) -> set[str]:
@@ -22,21 +21,21 @@ def author_files(factory: Callable[..., Any], subject: Any) -> set[str]:
     files: set[str] = set()
     for module in (getattr(factory, "__module__", ""), *(kind.__module__ for kind in type(subject).__mro__)):
         file = getattr(sys.modules.get(module), "__file__", None) or ""
-        if file and module != "sinkscope.kv.policy" and not module.startswith(("sinkscope.hooks.", "sinkscope.engine.")):
+        if (
+            file
+            and module != "sinkscope.kv.policy"
+            and not module.startswith(("sinkscope.hooks.", "sinkscope.engine."))
+        ):
             files.add(file)
     return {file for file in files if not file.startswith(_LIBRARIES)}
 
 
 def raised_in(error: BaseException, files: set[str]) -> str:
-    """Return the method and the line of an author in which an error came up; empty if it came up in no such file.
-
-    Files are those of the author, and any other that is neither of an installed library nor of this package.
-    """
+    """Return the method and the line of an author's files in which an error came up; empty if it came up elsewhere."""
     where, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        own = code.co_filename in files or not code.co_filename.startswith((*_LIBRARIES, _PACKAGE, "<"))
-        if own:
+        if code.co_filename in files:
             where = f"{code.co_qualname} ({Path(code.co_filename).name}:{trace.tb_lineno})"
         trace = trace.tb_next
     return where

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 from faulty_caches import crop_does_nothing
 from refusals import refused
@@ -42,8 +41,7 @@ def test_the_reproduction_shows_the_failure(capsys):
     (named,) = ss.check_cache(crop_does_nothing, only=(CROP,)).checks
     for one in (row, named):
         exec(one.reproduction, {})  # as its reader would
-        shown = float(capsys.readouterr().out.partition("(")[2].partition(")")[0])
-        assert shown > 0.01
+        assert float(capsys.readouterr().out) > 0.01
     assert ss.check_cache(dynamic, only=(CROP,)).exit_code == 0
 
 
@@ -76,14 +74,14 @@ def test_the_name_that_was_given_stands_in_the_printed_lines(capsys):
 
 
 def test_a_budget_is_what_every_check_asks_for():
-    with pytest.raises(ss.SinkscopeError, match="refuses a small Llama"):
-        ss.check_cache(needs_much)
+    assert ss.check_cache(needs_much, only=BUDGETS).least == 24
     result = ss.check_cache(needs_much, only=BUDGETS, budget=40)
     assert [one.verdict for one in result.checks] == ["passes"] * 2 and result.checks[1].seen == "at most 41 tokens"
+    assert result.checks[1].lengths == (120, 144) and result.checks[1].evicted == 109
     quarter = ss.check_cache(good, only=BUDGETS[1:], budget=0.25)
     assert quarter.checks[0].seen == "at most 13 tokens", "a quarter of 48, and the step's own"
     chunks = ss.check_cache(good, budget=40, only=["a_prompt_in_chunks_is_the_whole_prompt"])
-    assert chunks.exit_code == 0, "shorter texts are read with room for everything alone"
+    assert chunks.exit_code == 0 and chunks.checks[0].evicted > 0
     with refused("--budget 301: expected up to 300 tokens"):
         ss.check_cache(good, budget=301)
     with refused("has no parameter budget or share"):
@@ -96,7 +94,7 @@ def test_exit_status_and_bad_input(typed):
     said = typed("check-cache snapkv:0.25 --only the_cache_knows_its_length")
     assert "0.25 is not used" in said.err
     assert "Conclusion: SnapKV passes 1 check (not applicable: 0)." in said.out
-    with refused("check 'speed': expected one of the_cache_knows"):
+    with refused("check 'speed': expected one of no_call_raises"):
         ss.check_cache("transformers:DynamicCache", only=("speed",))
     with refused("has no name: expected"):
         ss.check_cache(partial(DynamicCache))
@@ -112,7 +110,7 @@ def test_a_cache_that_needs_a_gpu_where_there_is_none_is_not_checked(monkeypatch
 
 def test_a_crop_that_refuses_in_words_does_not_apply():
     (row,) = ss.check_cache(dynamic, only=(f"{CROP}_in_states",)).checks
-    assert row.verdict == "does not apply" and "does not track past states" in row.seen
+    assert row.verdict == "passes" and any("does not track past states" in reason for reason in row.refused)
 
 
 def test_bytes_count_what_a_view_keeps_alive():

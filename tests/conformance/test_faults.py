@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 from covering import every_nth
-from faulty_caches import FAULTS
+from faulty_caches import FAULTS, Fault
+from mistaken_policies import MISTAKES, Mistake
 from right_caches import RIGHT, ROUNDING, Keeper, cache_of
 from transformers import DynamicCache, StaticCache
 from versions import OLD_TRANSFORMERS
@@ -17,14 +18,22 @@ from sinkscope.conformance.kit import TOLERANCE, Kit
 from sinkscope.kv import Policy
 
 LIMITS = {  # of caches that are right otherwise: they raise, or nothing in them could do it
-    "dynamic_cache_without_config": ["states_of_a_hybrid_are_kept", "a_cropped_draft_leaves_no_trace_in_states"],
+    "dynamic_cache_without_config": ["states_of_a_hybrid_are_kept"],
     "quantized_cache": ["a_cropped_draft_leaves_no_trace"],
+    "eight_bit_cache": [
+        "a_cropped_draft_leaves_no_trace",
+        "rows_that_move_take_all_with_them",
+        "any_order_of_calls_gives_what_one_pass_gives",
+    ],
 }
+KNOWN = dict.fromkeys(("snap_kv", "ada_kv", "pyramid"), "a_padded_turn_continues_each_row")
+"""What policies are known to fail: `tests/ways/known.py` has the cause."""
+PLANTED: dict[str, Fault | Mistake] = {**FAULTS, **MISTAKES}
 
 
-@pytest.mark.parametrize("name", every_nth(FAULTS, 9))
+@pytest.mark.parametrize("name", every_nth(PLANTED, 9))
 def test_the_first_check_that_fails_names_the_fault(name):
-    fault = FAULTS[name]
+    fault = PLANTED[name]
     checks = list(CHECKS)
     if OLD_TRANSFORMERS:  # resetting does nothing there, in right caches either
         checks.remove("after_a_reset_nothing_is_left")
@@ -42,14 +51,26 @@ def test_right_caches_pass(factory):
         pytest.skip("DynamicCache.reset leaves its tokens in transformers before 5.18")
     if name == "quantized_cache":
         pytest.importorskip("optimum.quanto")
-    kit = Kit(factory, ROUNDING.get(name, TOLERANCE))
-    verdicts = {name: kit.checked(one).verdict for name, one in CHECKS.items()}
-    assert [one for one in verdicts if verdicts[one] == "fails"] == LIMITS.get(name, [])
-    assert list(verdicts.values()).count("passes") >= 10
+    result = ss.check_cache(factory, tolerance=ROUNDING.get(name, TOLERANCE))
+    failed = [one.check.replace(" ", "_") for one in result.checks if one.verdict == "fails"]
+    assert [one for one in failed if one != KNOWN.get(name)] == LIMITS.get(name, []), result.text()
+    assert result.exit_code == bool(failed)
+    assert [one.verdict for one in result.checks].count("passes") >= 10
 
 
 def test_every_check_has_a_fault_that_it_names_and_a_place_in_the_order():
-    assert {fault.check for fault in FAULTS.values()} == set(CHECKS) and len(FAULTS) >= 22
+    assert {fault.check for fault in PLANTED.values()} == set(CHECKS)
+    assert len(FAULTS) >= 22 and len(MISTAKES) >= 20
+
+
+def test_one_error_in_use_fails_one_check_and_is_said_with_its_line():
+    """Scores of query heads failed 15 of 17 checks."""
+    result = ss.check_cache(MISTAKES["queries_are_not_watched"].factory)
+    (failed,) = [one for one in result.checks if one.verdict == "fails"]
+    assert failed.check == "no call raises an error"
+    assert "Attended.scores (mistaken_policies.py:" in failed.seen and "the latest queries were not seen" in failed.seen
+    stuck = [one for one in result.checks if one.verdict == "not judged"]
+    assert len(stuck) > 10 and {one.seen for one in stuck} == {"the error of the check 'no call raises an error'"}
 
 
 def test_bytes_count_at_every_call_and_not_at_the_last_alone():
@@ -90,18 +111,7 @@ def test_an_error_of_sinkscope_in_use_is_a_failure_and_no_refusal(mistake):
         return _Scores(budget=budget, mistake=mistake)
 
     result = ss.check_cache(policy, only=list(OF_A_BUDGET))
-    assert {one.verdict for one in result.checks} == {"fails"} and result.exit_code == 1
-
-
-def test_a_cache_whose_evictions_are_all_refused_does_not_pass():
-    def policy(budget):
-        return _Scores(budget=budget)
-
-    easy = "with_room_for_everything_logits_are_those_of_the_plain_model"
-    result = ss.check_cache(policy, only=[easy, *OF_A_BUDGET])
-    assert [one.verdict for one in result.checks].count("passes") == 1 and result.exit_code == 1
-    assert "no check of a budget applies: it refuses: it does not evict." in result.conclusion()
-    assert ss.check_cache(policy, only=[easy]).exit_code == 0, "no check of a budget was asked for"
+    assert {one.verdict for one in result.checks} == {"fails", "not judged"} and result.exit_code == 1
 
 
 def test_a_crop_that_crashes_fails_and_a_cache_without_crop_refuses():

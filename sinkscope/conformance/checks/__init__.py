@@ -3,7 +3,11 @@
 With room for everything a cache changes nothing; with half of the prompt or a third, it loses only what it evicts.
 """
 
-from sinkscope.conformance.checks import basics, evictions, lengths, parts, prompts, rows, orders  # isort: skip
+from importlib import import_module
+
 from sinkscope.conformance.checks.registry import CHECKS, OF_A_BUDGET, OF_POSITIONS
+
+for _file in ("basics", "evictions", "lengths", "parts", "prompts", "rows", "orders", "precision"):
+    import_module(f"{__name__}.{_file}")
 
 __all__ = ["CHECKS", "OF_A_BUDGET", "OF_POSITIONS"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sinkscope.conformance.checks.registry import check
 from sinkscope.conformance.flow import BrokenUseError, Flow, outcome_of
 from sinkscope.conformance.kit import LONG, ApartError, FaultError, Kit
-from sinkscope.conformance.models import kit_model
+from sinkscope.conformance.models import forget_models, kit_model
 from sinkscope.conformance.traces import ModelState, seeds_random_numbers
 
 LONG_FLOW = Flow(lengths=(LONG,))
@@ -42,7 +42,7 @@ def nothing_is_left_on_the_model(kit: Kit) -> str:
 
     seeded = seeds_random_numbers(use)
     left = ModelState.of(model).left(before)
-    kit_model.cache_clear()
+    forget_models()
     if left:
         raise FaultError("the model is as it was", f"{left} changed and stayed so", flow)
     if seeded:

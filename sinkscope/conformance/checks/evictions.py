@@ -54,9 +54,11 @@ def what_is_kept_is_not_changed(kit: Kit) -> str:
 
 @check_of_a_budget
 def positions_are_right_after_eviction_inside_the_text(kit: Kit) -> str:
-    """Tokens on both sides of a hole are as far from new ones as they were."""
+    """Tokens on both sides of a hole are as far from new ones as they were; key and value are of one token."""
     flow = kit.evicting(_STEPS, 3)
     outcome = kit.outcome(flow)
+    if outcome.apart:
+        raise FaultError("key and value of a slot are of one token", outcome.apart, flow, "outcome.apart")
     if outcome.rotated_again:
         raise ApartError(ROTATED)
     return f"an error of {kit.close(outcome.error(), flow):.1g}"
@@ -149,7 +151,10 @@ def the_same_text_is_kept_in_the_same_way(kit: Kit) -> str:
     first, second = kit.outcome(flow).last.sees, kit.outcome(flow).last.sees
     for layer, sees in first.items():
         if not torch.equal(sees, second[layer]):
-            expected, seen = "the same tokens as before", f"layer {layer} keeps others: draw from a generator with a seed"
+            expected, seen = (
+                "the same tokens as before",
+                f"layer {layer} keeps others: draw from a generator with a seed",
+            )
             raise FaultError(expected, seen, flow, SEEN)
     return "twice the same"
 

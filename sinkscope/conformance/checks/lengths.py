@@ -6,6 +6,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from transformers import Cache
+
 from sinkscope.conformance.checks.registry import check
 from sinkscope.conformance.flow import Flow
 from sinkscope.conformance.kit import Kit
@@ -20,12 +22,13 @@ _LARGEST_BLOCK = 512
 @check
 def no_length_makes_a_difference(kit: Kit) -> str:
     """Prompts and chunks of each length, around each power of two and each block that the cache names, are read."""
-    lengths = {*range(1, MOST + 1), *_around(block_sizes(kit.subject())), *_around([256])}
+    few = _some(kit.seed)
+    every = kit.thorough or isinstance(kit.subject(), Cache)  # else the keys are held by a cache that is known
+    lengths = {*(range(1, MOST + 1) if every else few), *_around(block_sizes(kit.subject())), *_around([256])}
     flows = [Flow(lengths=(1,), acts=(("step", MOST),))]
     for length in sorted(lengths):
-        flows.append(Flow(lengths=(length,), acts=(("step", 2),)))
-    few = sorted(lengths) if kit.thorough else _some(kit.seed)
-    for length in few:
+        flows.append(Flow(lengths=(length,), acts=(("step", 1),)))
+    for length in sorted(lengths) if kit.thorough else few:
         flows.append(Flow(lengths=(5,), acts=(("step", 1), ("read", length), ("step", 1))))
     if kit.own_budget is not None:
         flows = [flow for flow in flows if flow.prompt + _later(flow) < kit.own_budget]
@@ -34,7 +37,7 @@ def no_length_makes_a_difference(kit: Kit) -> str:
         return said
     least = kit.evicting(Flow(lengths=(1,)))
     flows = []
-    for length in few:
+    for length in sorted(lengths) if kit.thorough else few:
         longer = Flow(lengths=(least.prompt + length,), acts=(("step", 2),), budget=least.budget, watched=True)
         flows.append(longer)
     return kit.right(*flows, budget=False)

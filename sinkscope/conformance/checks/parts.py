@@ -23,9 +23,7 @@ def windows_hide_what_has_left_them_and_nothing_else(kit: Kit) -> str:
 @check
 def learned_sink_logits_count(kit: Kit) -> str:
     """The softmax has the learned logit of each head in its sum."""
-    return kit.right(
-        Flow(model="sinks", lengths=(8,), acts=(("step", 2),)), Flow(model="sinks", lengths=(LONGER,))
-    )
+    return kit.right(Flow(model="sinks", lengths=(8,), acts=(("step", 2),)), Flow(model="sinks", lengths=(LONGER,)))
 
 
 @check

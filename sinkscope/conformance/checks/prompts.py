@@ -58,10 +58,3 @@ def a_cropped_draft_leaves_no_trace_in_states(kit: Kit) -> str:
         Flow(model="windows", lengths=(WINDOW - 6,), acts=_draft(3)),
         Flow(model="windows", lengths=(LONGER,), acts=_draft(3)),
     )
-
-
-@check
-def half_precision_is_as_exact_as_the_plain_model(kit: Kit) -> str:
-    """In bfloat16 and float16, the logits are those of the plain model in this type, but for its rounding."""
-    flows = [Flow(dtype=dtype, lengths=(24, 24)) for dtype in ("bfloat16", "float16")]
-    return kit.right(*flows, budget=False)
