@@ -286,7 +286,7 @@ class Use:
         outcome.drops = recorder.fewest_slots < 0
 
     def _new_tokens(self, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Tokens that follow, and their mask; in a row of a tiny model they are those that were not read for longest."""
+        """Tokens that follow, and their mask; a row of a tiny model gets those that it has not had for longest."""
         width = max(lengths)
         ids, mask = torch.zeros(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width).long()
         for row, length in enumerate(lengths):
