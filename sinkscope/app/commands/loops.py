@@ -27,7 +27,7 @@ length = click.option(
     "sinkscope loops logs --field response.choices --fail-on suspicious",
     "sinkscope loops answers.csv --by prompt",
     "tail -f server.log | sinkscope loops --follow",
-    "sinkscope loops --proxy http://127.0.0.1:11434 --json -",
+    "sinkscope loops --proxy http://127.0.0.1:11434 --go-on --json -",
     kinds=["loops"],
 )
 @click.argument(
@@ -98,6 +98,37 @@ length = click.option(
     metavar="ADDRESS",
     default="127.0.0.1",
     help="With --proxy: address to listen at, by default one that other machines cannot reach.",
+)
+@click.option(
+    "--go-on",
+    is_flag=True,
+    help="With --proxy: drop the copies of a loop and ask the server to go on behind the first, at most twice for an "
+    "answer. A loop in a reasoning ends the reasoning. Answers with calls of tools, schemas, probabilities or several "
+    "choices are only cut.",
+)
+@click.option(
+    "--server",
+    type=click.Choice(["auto", "llama.cpp", "ollama", "vllm", "sglang", "lmstudio", "transformers", "other"]),
+    default="auto",
+    help="With --go-on: which server it is, as each is asked to continue in its own way. By default found out by a "
+    "request for its models.",
+)
+@click.option(
+    "--template",
+    metavar="DIR",
+    help="With --go-on: folder of the model, whose chat template makes the prompt that is continued; for a server that "
+    "always begins a new message.",
+)
+@click.option(
+    "--reasoning-end",
+    metavar="TEXT",
+    help="With --go-on: what ends a reasoning, such as </think>. By default as the chat template says.",
+)
+@click.option(
+    "--watch-whole",
+    is_flag=True,
+    help="With --go-on: ask for answers that are not streamed as streams, so that they are watched, and give them to "
+    "the client whole.",
 )
 def loops() -> Any:
     """Check outputs for repetition, or watch a stream.

@@ -35,6 +35,10 @@ class Counts:
         self._cuts = counter("cuts", "Answers that were ended because they loop.", "model")
         saved = "Tokens up to their requests' limits that cut answers left unwritten."
         self._saved = counter("saved_tokens", saved, "model")
+        self._continued = counter("continued", "Loops that were dropped, and whose answers go on.", "model")
+        self._closed = counter("closed_reasonings", "Loops in a reasoning that was closed.", "model")
+        self._dropped = counter("dropped_tokens", "Tokens of copies that no client got.", "model")
+        self._seconds = counter("continuation_seconds", "Seconds until continuations began.", "model")
         self.unwatched = counter("unwatched", "Answers, or lines of some, that were passed on unwatched.", "reason")
         self.broken = counter("broken_answers", "Answers in which the server broke off.", "model")
 
@@ -53,6 +57,21 @@ class Counts:
         self._saved.labels(name).inc(saved or 0)
         for one in ("loops", "suspicious"):
             self._alarms.labels(name, one).inc(one == verdict)
+
+    def going_on(self, model: str, closed: bool, dropped: int, seconds: float) -> None:
+        """Count a loop that was dropped.
+
+        Args:
+            model: Name of the model.
+            closed: Whether it was in a reasoning, which was closed.
+            dropped: Number of tokens that the client did not get.
+            seconds: Time until the continuation began.
+        """
+        name = self.name_of(model)
+        self._continued.labels(name).inc()
+        self._closed.labels(name).inc(closed)
+        self._dropped.labels(name).inc(dropped)
+        self._seconds.labels(name).inc(seconds)
 
     def name_of(self, model: str) -> str:
         """Return the name under which a model is counted."""

@@ -6,10 +6,12 @@ It needs starlette, uvicorn, httpx and prometheus-client, and no torch.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
@@ -18,8 +20,13 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
 from sinkscope.files.provenance import install_command
 from sinkscope.loops.servers.answers import NOTHING_ASKED, TOO_LONG, StreamWatch, Work, asking
+from sinkscope.loops.servers.continued import GoOnWatch, Written
 from sinkscope.loops.servers.counts import Counts, own_pages
+from sinkscope.loops.servers.ways import Request as Asking
+from sinkscope.loops.servers.ways import Server, assistant_text, continuation, request_of
+from sinkscope.loops.servers.whole import WholeAnswer, as_stream
 from sinkscope.loops.text.monitor import Settings
+from sinkscope.loops.text.pieces import REASONING, TEXT
 
 if TYPE_CHECKING:
     import httpx
@@ -44,12 +51,26 @@ _HOP_BY_HOP = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class GoOn:
+    """How answers that loop go on.
+
+    Attributes:
+        server: The server, and how it continues.
+        whole: Whether answers that are not streamed are asked for as streams, so that they are watched, too.
+    """
+
+    server: Server
+    whole: bool = False
+
+
 def application(
     upstream: str,
     monitor: Settings,
     log: Callable[[str], object],
     hosts: tuple[str, ...] = LOOPBACK,
     told: Callable[[dict[str, Any]], object] | None = None,
+    go_on: GoOn | None = None,
 ) -> Any:
     """Return the ASGI application: it answers /metrics and /health itself, and passes all other paths on.
 
@@ -60,11 +81,12 @@ def application(
             on unwatched; it has no content.
         hosts: Names by which clients may call it; empty for any.
         told: Called with the JSON of each answer that was cut or repeats itself, in place of `log`.
+        go_on: How answers that loop are continued; None: they end.
 
     Raises:
         SinkscopeError: The address is none, or a package is missing.
     """
-    _check(upstream)
+    check_upstream(upstream)
     import httpx
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
@@ -73,7 +95,7 @@ def application(
     waits = httpx.Timeout(None, connect=30)  # a server may think for long
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
     client = httpx.AsyncClient(limits=limits, timeout=waits, trust_env=False, follow_redirects=False)
-    passing = _Passing(client, httpx.URL(upstream), monitor, log, told)
+    passing = _Passing(client, httpx.URL(upstream), monitor, log, told, go_on)
     middleware: list[Middleware] = []
     if hosts:  # another site cannot reach the server through a name of its own that leads to this machine
         middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)))
@@ -91,6 +113,7 @@ class _Passing:
     monitor: Settings
     log: Callable[[str], object]
     told: Callable[[dict[str, Any]], object] | None
+    go_on: GoOn | None = None
     counts: Counts = field(default_factory=Counts)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -120,6 +143,12 @@ class _Passing:
             return _problem("only a path that begins with / and has no # is passed on: write %23 for it", 400)
         try:
             content, rest = await _body(request)
+            asked, is_whole = None, False
+            if self.go_on is not None and request.method == "POST" and rest is None:
+                asked = request_of(unquote(path.decode("latin-1")), content)
+                streamed = as_stream(asked, self.go_on.server) if asked is not None and self.go_on.whole else None
+                if asked is not None and streamed is not None:
+                    is_whole, content, asked = True, streamed, request_of(asked.path, streamed)
             answer = await self.client.send(self._request(request, content, rest), stream=True)
         except httpx.HTTPError as error:
             return _problem(f"the server does not answer: {type(error).__name__}", 502)
@@ -134,21 +163,57 @@ class _Passing:
         if unread:
             self.pass_unwatched(name, unread)
             return _as_sent(answer, _parts(answer))
-        asked = NOTHING_ASKED if rest is not None else await in_turns(asking(content))
-        watch = StreamWatch(self.monitor, asked=asked)
-        return _as_sent(answer, self._watched(answer, watch, name), without=("content-length", "content-encoding"))
+        known = NOTHING_ASKED if rest is not None else await in_turns(asking(content))
+        watch = StreamWatch(self.monitor, asked=known)
+        if asked is not None and not asked.why_never():
+            watch = GoOnWatch(self.monitor, known)
+        parts = self._watched(answer, watch, name, partial(self._continuation, request, asked))
+        if is_whole:
+            return await _as_whole(answer, parts)
+        return _as_sent(answer, parts, without=("content-length", "content-encoding"))
 
-    async def _watched(self, answer: httpx.Response, watch: StreamWatch, name: str) -> AsyncIterator[bytes]:
-        """The bytes of an answer, unpacked, until it ends or loops; the server's call ends with them, too."""
+    async def _watched(
+        self,
+        answer: httpx.Response,
+        watch: StreamWatch,
+        name: str,
+        go_on: Callable[..., Awaitable[httpx.Response | None]],
+    ) -> AsyncIterator[bytes]:
+        """The bytes of an answer, unpacked, until it ends or loops; the server's call ends with them, too.
+
+        Args:
+            answer: The answer.
+            watch: Watches it.
+            name: Name of the request, for the log.
+            go_on: Asks for the continuation of what is written.
+        """
         import httpx
 
         try:
-            async for part in answer.aiter_bytes():
-                yield await in_turns(watch.feeding(part))
-                if watch.alarm is not None:
+            while True:
+                async for part in answer.aiter_bytes():
+                    yield await in_turns(watch.feeding(part))
+                    if watch.alarm is not None:
+                        break
+                if watch.alarm is None:
+                    yield await in_turns(watch.rest())
+                    return
+                if not isinstance(watch, GoOnWatch) or watch.has_calls or watch.is_spent:
+                    yield watch.flush() if isinstance(watch, GoOnWatch) else b""
                     yield watch.ending()
                     return
-            yield await in_turns(watch.rest())
+                await answer.aclose()
+                started = time.perf_counter()
+                passed, written = watch.seam(self._closing(watch))
+                yield passed
+                following = await go_on(written)
+                if following is None:
+                    yield watch.ending()
+                    return
+                answer = following
+                yield watch.comment()
+                self.count(name, watch, written, time.perf_counter() - started)
+                watch = GoOnWatch(self.monitor, watch.asked, written)
         except httpx.HTTPError as error:  # the client's connection breaks as the server's did
             self.counts.broken.labels(self.counts.name_of(watch.model)).inc()
             self.log(f"{name}: the server broke off, {type(error).__name__}")
@@ -157,13 +222,52 @@ class _Passing:
             self.count(name, watch)
             await answer.aclose()
 
+    def _closing(self, watch: GoOnWatch) -> str:
+        """What closes the reasoning in which an answer loops; empty outside of one, or where it was closed before."""
+        end = "" if self.go_on is None else self.go_on.server.reasoning_end
+        return end if watch.in_reasoning and not watch.before.closed else ""
+
+    async def _continuation(self, request: Request, asked: Asking | None, written: Written) -> httpx.Response | None:
+        """The server's continuation of what is written; None if it gives none."""
+        import httpx
+
+        if asked is None or self.go_on is None:
+            return None
+        end = self.go_on.server.reasoning_end
+        text = assistant_text(written.texts.get(TEXT, ""), written.texts.get(REASONING, ""), end)
+        found = continuation(self.go_on.server, asked, text, written.pieces)
+        if found is None:
+            return None
+        path, body = found
+        try:
+            answer = await self.client.send(self._request(request, body, path=path.encode()), stream=True)
+        except httpx.HTTPError as error:
+            self.log(f"{path}: not continued, the server does not answer: {type(error).__name__}")
+            return None
+        if answer.is_success and not why_unread(answer.headers):
+            return answer
+        await answer.aclose()
+        self.log(f"{path}: not continued, the server answers with status {answer.status_code}")
+        return None
+
     def pass_unwatched(self, name: str, reason: str) -> None:
         """Count and log an answer, or a part of one, that was passed on unwatched."""
         self.counts.unwatched.labels(reason).inc()
         self.log(f"{name}: passed on unwatched: {reason}")
 
-    def count(self, name: str, watch: StreamWatch) -> None:
-        """Count an answer that has ended, and report one that was cut or repeats itself."""
+    def count(self, name: str, watch: StreamWatch, written: Written | None = None, seconds: float = 0.0) -> None:
+        """Count an answer that has ended, or goes on, and report one that was cut or repeats itself.
+
+        Args:
+            name: Name of the request.
+            watch: What watched it.
+            written: What the client has got, if the answer goes on.
+            seconds: Time until the continuation began.
+        """
+        if written is not None:
+            before = watch.before if isinstance(watch, GoOnWatch) else Written()
+            is_closed = written.closed and not before.closed
+            self.counts.going_on(watch.model, is_closed, written.dropped - before.dropped, seconds)
         if watch.unread:
             self.pass_unwatched(name, watch.unread)
         if watch.unread and watch.unread != TOO_LONG:
@@ -172,19 +276,23 @@ class _Passing:
         if report is None:
             self.counts.answer(watch.model)
             return
+        if written is not None:
+            report |= {"cut": False, "saved": None, "continued": True, "dropped": written.dropped}
         self.counts.answer(watch.model, report["verdict"], report["cut"], report["saved"])
         if self.told is not None:
             self.told({**report, "request": name})
         else:
             self.log(f"{name}: {_said(report, watch.is_whole)}")
 
-    def _request(self, request: Request, content: bytes, rest: AsyncIterator[bytes] | None) -> httpx.Request:
-        """The request to the server, with the path as it was given, escapes too."""
+    def _request(
+        self, request: Request, content: bytes, rest: AsyncIterator[bytes] | None = None, path: bytes | None = None
+    ) -> httpx.Request:
+        """The request to the server, with the path as it was given, escapes too, or with another path."""
         headers = _passed_on(request.headers.raw, without=("host", "accept-encoding"))
         headers.append((b"accept-encoding", b"identity"))  # the proxy has to read the answer
-        path: bytes = request.scope["raw_path"]
+        sent: bytes = path or request.scope["raw_path"]
         query = b"?" * bool(request.url.query) + request.scope["query_string"]
-        url = self.server.copy_with(raw_path=self.server.raw_path.rstrip(b"/") + path + query)
+        url = self.server.copy_with(raw_path=self.server.raw_path.rstrip(b"/") + sent + query)
         if rest is None:
             headers = [(name, value) for name, value in headers if name != b"content-length"]
             return self.client.build_request(request.method, url, headers=headers, content=content)
@@ -227,8 +335,12 @@ def _problem(what: str, status: int) -> Response:
     return JSONResponse({"error": {"message": f"sinkscope: {what}", "type": "proxy_error"}}, status)
 
 
-def _check(upstream: str) -> None:
-    """Refuse what is no address, or a missing package."""
+def check_upstream(upstream: str) -> None:
+    """Refuse what is no address of a server, or a missing package.
+
+    Raises:
+        SinkscopeError: It is none, or one is missing.
+    """
     for name in NEEDS:
         if find_spec(name) is None:
             raise SinkscopeError(f"--proxy needs {name}: {install_command('proxy')}")
@@ -238,8 +350,11 @@ def _check(upstream: str) -> None:
 
 def _said(report: dict[str, Any], is_whole: bool) -> str:
     """What the log says about an answer."""
+    where = "" if report["channel"] == TEXT else f" of its {report['channel']}"
+    if report.get("continued"):
+        return f"a loop at token {report['token']}{where}; {report['dropped']} tokens dropped, and it goes on"
     if report["cut"]:
-        return f"a loop at token {report['token']}; cut"
+        return f"a loop at token {report['token']}{where}; cut"
     if report["verdict"] == "loops":
         why = "; passed on, because the answer is not streamed" if is_whole else " in one of several outputs; passed on"
         return f"a loop at token {report['token']}{why}"
@@ -253,6 +368,24 @@ async def _parts(answer: httpx.Response) -> AsyncIterator[bytes]:
             yield part
     finally:
         await answer.aclose()
+
+
+async def _as_whole(answer: httpx.Response, parts: AsyncIterator[bytes]) -> Response:
+    """The whole answer that a stream makes; an error in the stream has the status of a server that fails."""
+    from starlette.responses import Response as Plain
+
+    whole = WholeAnswer()
+    async for part in parts:
+        whole.feed(part)
+    status, body = answer.status_code, whole.whole()
+    if whole.error is not None:
+        status, body = 502, json.dumps(whole.error).encode()
+    response = Plain(body, status)
+    dropped = ("content-length", "content-encoding", "content-type")
+    kept = _passed_on(answer.headers.raw, dropped)
+    about = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    response.raw_headers = [*kept, *about]
+    return response
 
 
 def _as_sent(answer: httpx.Response, parts: AsyncIterator[bytes], without: tuple[str, ...] = ()) -> Response:
