@@ -121,7 +121,7 @@ FIRST = (
     "test_barcode.py",
     "test_ways.py",
     "test_hub.py",
-    "test_kv_session.py",
+    "test_kv_blocks.py",
     "test_conversation.py",
 )
 

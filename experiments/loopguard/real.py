@@ -26,8 +26,8 @@ from experiments.loopguard.variants import MONITORS
 from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.generation.decode import decoding, to_end
+from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import under
-from sinkscope.kv.rewind import generate_with_rewind
 from sinkscope.loops.dry import DRY
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard import LoopGuard, Steer
@@ -137,7 +137,7 @@ def continued(live: Any, rows: list[list[int]], arm: Arm, new: int) -> list[Row]
     options["logits_processor"] = LogitsProcessorList(processors)
     guard = None if arm.guard is None else arm.guard()
     with under(guard, target) as acting:
-        output = generate_with_rewind(acting, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
+        output = write(acting, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     outputs: list[Row] = []
     probabilities: list[list[float]] = [[] for _ in rows]
     if largest.steps:

@@ -18,14 +18,15 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, EndReason, Metrics
 from sinkscope.bench.samplers import Sampler
 from sinkscope.conformance.subject import entered
+from sinkscope.engine.actor import Actor, TakeBack
 from sinkscope.engine.block import Event
+from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.generation.decode import ForcedAnswer, decoding, noted_decoding, to_end
 from sinkscope.hooks.edit.base import Intervention, under
-from sinkscope.kv.session import Session
+from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.usage import HeldTokens, full_read
-from sinkscope.kv.windows import layer_window
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.measure.margin import mean_known
@@ -33,6 +34,7 @@ from sinkscope.measure.setup import model_info
 from sinkscope.models.inputs import end_ids, tokenizer_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
+from sinkscope.models.windows import layer_window
 
 
 def answering_settings(target: Target) -> dict[str, Any]:
@@ -202,7 +204,7 @@ def answer_rows(
     seconds = (time.perf_counter() - started) / len(rows)
     by_step = {name: torch.stack(value).round(decimals=6) for name, value in values.items()}
     answers: list[Answer] = []
-    windows = [layer_window(target, layer) for layer in target.attending]
+    windows = [layer_window(target.config, layer) for layer in target.attending]
     for row, written in enumerate(output[:, options["input_ids"].shape[1] :].tolist()):
         tokens = along[row] if along else to_end(written, ends)
         prompt, length = len(rows[row]), len(tokens)
@@ -258,6 +260,20 @@ def _first_less(read: Sequence[float], whole: Sequence[float]) -> int | None:
     return None
 
 
+@dataclass(frozen=True, eq=False)
+class _HeldAfterCalls(Actor):
+    """Notes what the cache holds after each call."""
+
+    held: list[HeldTokens]
+    windows: list[int | None]
+
+    def after(self, step: Step) -> TakeBack | None:
+        """Note it."""
+        if step.layers:
+            self.held.append(HeldTokens.by(step.layers, self.windows))
+        return None
+
+
 def _generated(
     target: Target, edit: Any, keep: Callable[..., None], **options: Any
 ) -> tuple[Tensor, list[Event], list[HeldTokens]]:
@@ -267,10 +283,8 @@ def _generated(
     held: list[HeldTokens] = []
     with under(edit, target) as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
         if run is not None:
-            session = Session.of(run)
-            session.own_cache()
-            windows = session.watching.windows
-            session.after_call(lambda moment: held.append(HeldTokens.by(moment.layers, windows)))
+            keeper = CacheKeeper.of(run)
+            run.act(_HeldAfterCalls(held, keeper.windows))
         return target.hf.generate(**options), [] if run is None else run.events, held
 
 

@@ -1,24 +1,53 @@
-"""A block: what acts on one model, from entry to exit of a `with`."""
+"""A block: what acts on one model, from entry to exit of a `with`.
+
+A forward call goes through the block in this order:
+
+1. `_begin`: the record of the call is made (`Step`), and every actor acts before the model reads.
+2. The tap shows the attention of each layer to every actor (`_attend`), and edits of activations act by hooks that read
+   the same record.
+3. `_end`: the decoder has read. `_end_model`: logits exist, and every actor acts after them; what one takes back goes
+   to the writer of the text, if it can take tokens back (`Writer`).
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from torch import nn
 
-from sinkscope.engine.internals import in_backward, is_checkpointing, without_continuous_batching
-from sinkscope.engine.step import Call, RowState, begin_call, forget_rows, put_rows
-from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.models.call_cache import CACHE_NAMES, bridge_hooks, by_name, cache_in, tokens_in
-from sinkscope.models.hooks import Args, AroundCall, Hook, Kwargs
+from sinkscope.engine.actor import Actor, TakeBack
+from sinkscope.engine.attention import Attention
+from sinkscope.engine.internals import (
+    GenerateFollower,
+    following_generate,
+    in_backward,
+    is_checkpointing,
+    without_continuous_batching,
+)
+from sinkscope.engine.owners import Calls, Hold, acts, held, holds_on
+from sinkscope.engine.rows import RowState, forget_rows, put_rows
+from sinkscope.engine.step import Step, begin_step
+from sinkscope.engine.stock import NAME, attention_name, stock_of
+from sinkscope.engine.tap import Handler, tapped
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.call_cache import (
+    CACHE_NAMES,
+    bridge_hooks,
+    by_name,
+    cache_in,
+    new_call_cache,
+    tokens_in,
+    with_cache,
+)
+from sinkscope.models.hooks import Args, Hook, Kwargs
 from sinkscope.models.target import Target
 
 
@@ -57,54 +86,81 @@ class Part(Protocol):
         ...
 
 
-class CallSession(Protocol):
-    """What policies, guards and observers of a run share; `kv.session.Session` is one."""
+class Writer(Protocol):
+    """Who writes a text by calls of the model, and can take tokens back (`generation.write`)."""
 
     @property
-    def usage(self) -> list[Any]:
-        """What each cache of the run held."""
+    def allowance(self) -> list[int]:
+        """How many tokens of each row may still be taken back."""
         ...
 
-    def follow(self, call: Call, module: nn.Module, given: Kwargs) -> AroundCall:
-        """Act on the cache of a call before and after it; its arguments are given by name."""
+    @property
+    def room(self) -> list[int]:
+        """How many columns each row has when it is full."""
+        ...
+
+    @property
+    def taken(self) -> TakeBack | None:
+        """What was taken back in this piece of the text, which ends; None if nothing."""
+        ...
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a piece follows another, so that `generate` reads no prompt."""
+        ...
+
+    def take(self, back: TakeBack) -> None:
+        """Take tokens back once the call has ended."""
         ...
 
 
 class _Here(threading.local):
-    """The call in which a thread is.
+    """What a thread is doing with the model of a block.
 
     Attributes:
-        call: Its record; None outside a call, or if the run does not act on it.
-        following: What the session does about it.
+        step: The record of the call in which the decoder is; None outside a call, or if the block does not act on it.
+        ended: The record of the call that the decoder has ended, until its logits exist.
+        in_model: Whether the whole model runs, so that logits will come.
+        handler: What the tap calls in the layers of this call.
+        prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
+        settings: Settings of the latest `generate`; None without one.
+        writer: Who writes the text; None if tokens cannot be taken back.
     """
 
-    call: Call | None = None
-    following: AroundCall | None = None
+    step: Step | None = None
+    ended: Step | None = None
+    in_model: bool = False
+    handler: Handler | None = None
+    prompting: bool = False
+    settings: Any = None
+    writer: Writer | None = None
 
 
 class Run:
     """Interventions active on one model, from entry to exit. All state lives here or on the caches, none on the model.
 
     A run acts on forward calls of the thread that entered it, and of threads that have not entered a run on the same
-    model themselves. Generating in a worker thread, as for streaming, therefore works unchanged, and two threads
-    with one run each do not disturb each other. What sinkscope enters for itself, as in a measurement, is confined to
-    its own thread, and a measurement is left alone by other threads (`apart`). A call that began before the run was
-    entered stays plain to its end, and one that began inside is edited to its end: leaving waits for it.
+    model themselves, so that generating in a worker thread, as for streaming, works unchanged. While it is open no
+    other thread can enter one (`engine.owners`). A call that began before the run was entered stays plain to its end,
+    and one that began inside is edited to its end: leaving waits for it.
     """
 
-    def __init__(self, target: Target, parts: Sequence[Part], *, confined: bool = False) -> None:
+    def __init__(self, target: Target, parts: Sequence[Part], *, confined: bool = False, wait: bool = False) -> None:
         self.target = target
         self.parts = parts  # what acts, in order
-        self.confined = confined  # whether it acts in the thread that entered it alone
         self.stack = ExitStack()
         self.number = next(_NUMBERS)
-        self.thread: int | None = None  # the one that entered it
-        self.session: CallSession | None = None  # once a policy or an observer of attention is entered
+        self.takes_back = False  # whether some actor may take tokens back
         self.passes = 0  # whole ones on which the run acted
-        self._here = _Here()
+        self.actors: list[Actor] = []
+        self.here = _Here()
+        self._confined, self._wait = confined, wait
+        self._hold: Hold | None = None  # once it is entered
+        self._configs: frozenset[int] | None = None  # of the model, once something acts in its attention
         self._is_open = False  # whether calls that begin now are acted on
-        self._live: dict[Call, threading.Thread] = {}  # calls that have begun and not ended
+        self._calls = Calls()
         self._steps = itertools.count()
+        self._checks: list[Callable[[str, dict[str, Any]], None]] = []
         self._caches: WeakSet[Any] = WeakSet()  # on which something is known of rows
         self._lock = threading.Lock()
         self._events: list[Event] = []
@@ -114,24 +170,30 @@ class Run:
 
     def __enter__(self) -> Run:
         """Begin to act on the model."""
-        if self.thread is not None:
+        if self._hold is not None:
             raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
-        self.thread = threading.get_ident()
+        what = " | ".join(type(part).__name__ for part in self.parts)
+        self._hold = Hold(threading.current_thread(), what, self._confined, self.number)
+        target = self.target
         with ExitStack() as self.stack:
-            self.stack.enter_context(_registered(self))
-            self.stack.enter_context(without_continuous_batching(self.target.hf, _no_packed_rows(self.target)))
-            if self.target.kind == "bridge":
-                self.stack.enter_context(self.target.hooks(*bridge_hooks(self.target.hf)))
+            self.stack.enter_context(held(target.base, self._hold, target.name, wait=self._wait))
+            self.stack.enter_context(_not_remote(self))
+            self.stack.enter_context(without_continuous_batching(target.hf, _no_packed_rows(target)))
+            if target.kind == "bridge":
+                self.stack.enter_context(target.hooks(*bridge_hooks(target.hf)))
             # Hooks of every thread, which find out by themselves whose call it is.
             self.stack.enter_context(
-                self.target.hooks(
-                    (self.target.base, "pre", self._begin_call),
-                    (self.target.base, "always", self._end_call),
+                target.hooks(
+                    (target.hf, "first", self._begin_model),
+                    (target.base, "pre", self._begin),
+                    (target.layers[0], "first", self._note_mask),
+                    (target.base, "always", self._end),
                     owned=False,
                 )
             )
             for key, part in enumerate(self.parts):
                 part.enter(self, key)
+            self.stack.enter_context(target.hooks((target.hf, "always", self._end_model), owned=False))
             self.stack.push(self._check_edited)
             self.stack.callback(self._close)
             self.stack = self.stack.pop_all()
@@ -148,34 +210,73 @@ class Run:
             "a model cannot be copied or pickled while interventions act on it: leave the `with` first, or copy before"
         )
 
+    # What parts ask for when they are entered ----------------------------------------------------------------------
+
+    def act(self, actor: Actor) -> None:
+        """Let an actor act in every call from now on, after those that were entered before."""
+        if self._configs is None:
+            self._configs = self.stack.enter_context(tapped(self.target))
+            for layer in self.target.attending:
+                self.keep(self.target.sub(layer, "attn"))
+        self.actors.append(actor)
+
+    def check_generate(self, check: Callable[[str, dict[str, Any]], None]) -> None:
+        """Let `check` refuse kinds of generation; and learn when `generate` reads a prompt, and its settings.
+
+        Args:
+            check: Called with the name of the method of the model that `generate` calls, and the arguments of the call.
+        """
+        self._checks.append(check)
+        if len(self._checks) == 1:
+            follower = GenerateFollower(self.acts_here, self._begin_generation, self._set_prompting)
+            self.stack.enter_context(following_generate(self.target.hf, follower))
+
+    def _begin_generation(self, method: str, options: dict[str, Any], settings: Any) -> None:
+        if settings is not None:
+            self.here.settings = settings
+        for check in self._checks:
+            check(method, options)
+
+    def _set_prompting(self, reads: bool) -> None:
+        writer = self.here.writer
+        self.here.prompting = reads and (writer is None or not writer.goes_on)
+
+    @contextmanager
+    def writing(self, writer: Writer) -> Iterator[None]:
+        """Context manager in which a writer of this thread can take tokens back."""
+        self.here.writer = writer
+        try:
+            yield
+        finally:
+            self.here.writer = None
+
     @property
     def usage(self) -> list[Any]:
         """What each cache of the run held (`kv.usage.Usage`, in tokens and bytes); empty without a cache policy."""
-        return [] if self.session is None else self.session.usage
+        for actor in self.actors:
+            usage = getattr(actor, "usage", None)
+            if usage is not None:
+                return usage
+        return []
 
     @property
-    def call(self) -> Call | None:
+    def step(self) -> Step | None:
         """The record of the forward call that this thread is in; None outside a call, or if the run does not act on it.
 
         Raises:
             UnsupportedError: A backward pass recomputes a layer, and it is not known for which call.
         """
-        call = self._here.call
-        if call is None and in_backward():
+        step = self.here.step
+        if step is None and in_backward():
             raise UnsupportedError(
                 f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
                 "known: checkpoint no layer inside the `with`"
             )
-        return call
+        return step
 
     def acts_here(self) -> bool:
         """Return whether the run acts on calls that begin now in this thread."""
-        me = threading.get_ident()
-        if not self._is_open or me == self.thread:
-            return self._is_open
-        if self.confined or _APART.is_on:
-            return False
-        return all(other.thread != me for other in _ACTIVE.get(self.target.base, ()))
+        return self._is_open and self._hold is not None and acts(self.target.base, self._hold)
 
     @property
     def events(self) -> list[Event]:
@@ -212,14 +313,14 @@ class Run:
         self._pending.clear()
 
     def hook(self, *hooks: Hook) -> None:
-        """Register torch hooks with kwargs until the run ends. They run in all threads, and ask for `call` first."""
+        """Register torch hooks with kwargs until the run ends. They run in all threads, and ask for `step` first."""
         self.stack.enter_context(self.target.hooks(*hooks, owned=False))
 
     def hook_edit(self, module: nn.Module, when: str, fn: Callable[..., Any]) -> None:
         """Register the hook of an edit, which would be lost if the module did not run or were replaced."""
 
         def noting(*args: Any) -> Any:
-            if self.call is None:
+            if self.step is None:
                 return None
             self.keep(module)
             return fn(*args)
@@ -250,10 +351,8 @@ class Run:
     def _close(self) -> None:
         """Act on no call that begins from now on, wait for those of other threads, and leave caches as they were."""
         self._is_open = False
-        self._drop_call()
-        me = threading.current_thread()
-        while any(thread is not me and thread.is_alive() for thread in list(self._live.values())):
-            time.sleep(_WAIT)
+        self._drop()
+        self._calls.wait()
         for cache in list(self._caches):
             forget_rows(cache, self.number)
 
@@ -263,11 +362,17 @@ class Run:
             self._caches.add(cache)
         put_rows(cache, self.number, state)
 
-    def _begin_call(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> tuple[Args, Kwargs] | None:
+    # What the model calls ------------------------------------------------------------------------------------------
+
+    def _begin_model(self, *_: Any) -> None:
+        """Note that logits will come."""
+        self.here.in_model = True
+
+    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> tuple[Args, Kwargs] | None:
         """Make the record of a call; the arguments for the module, or None if they stay as they are."""
-        here = self._here
-        if here.call is not None:  # it was broken off, as by Ctrl-C, after which PyTorch runs no hook
-            self._drop_call()
+        here = self.here
+        if here.step is not None:  # it was broken off, as by Ctrl-C, after which PyTorch runs no hook
+            self._drop()
         if kwargs is None or not self.acts_here():
             return None
         given = by_name(module, args, kwargs) if args else kwargs
@@ -277,65 +382,135 @@ class Run:
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable()"
             )
-        call = begin_call(self.number, next(self._steps), given)
-        self._live[call] = threading.current_thread()
+        changed = None
+        if self.actors and cache_in(given) is None:
+            cache = new_call_cache(given, self.target)
+            if cache is not None:
+                given = with_cache(module, given, cache)
+                changed = (), given
+        step = begin_step(self.number, next(self._steps), given)
+        self._calls.begin(step.number)
         if not self._is_open:  # it was closed in the meantime
-            del self._live[call]
+            self._calls.end(step.number)
             return None
-        here.call = call
-        if call.cache is not None and (call.past == 0 or call.state.partial):
-            self.know_rows(call.cache, call.state)
-        if self.session is None:
-            return None
-        here.following = self.session.follow(call, module, given)
-        return next(here.following)
+        here.step, here.ended = step, None
+        if step.cache is not None and (step.past == 0 or step.state.partial):
+            self.know_rows(step.cache, step.state)
+        if self.actors:
+            self._act_before(step)
+        return changed
 
-    def _end_call(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
-        """End the record of a call with its output, or, after an error, without."""
-        here = self._here
-        call, following = here.call, here.following
-        if call is None:
+    def _act_before(self, step: Step) -> None:
+        """Let every actor act, and listen to the attention of the layers if one of them has something to do there."""
+        here = self.here
+        step.settings, step.prompting = here.settings, here.prompting
+        if here.writer is not None:
+            step.may_take_back, step.room = here.writer.allowance, here.writer.room
+            step.is_over = here.writer.taken is not None
+        for actor in self.actors:
+            actor.before(step)
+        step.note_gaps()
+        idle = True
+        for actor in self.actors:
+            idle = idle and not actor.attends(step)
+
+        assert self._configs is not None
+        attend = partial(self._attend, step)
+        here.handler = Handler(attend, self._configs, step.past, has_gaps=step.has_gaps, idle=idle)
+        here.handler.__enter__()
+
+    def _attend(self, step: Step, attention: Attention) -> None:
+        """Let every actor act in the attention of a layer."""
+        for actor in self.actors:
+            actor.attend(step, attention)
+
+    def _note_mask(self, _module: nn.Module, _args: Args, kwargs: Kwargs | None = None) -> None:
+        """Read from the mask that the first layer gets whether texts are packed into a row."""
+        step = self.here.step
+        if step is not None and step.awaits_mask and kwargs is not None:
+            kind = stock_of(self.target.config).kind
+            step.note_mask(kwargs.get("attention_mask"), packs_in_kernel="flash" in kind)
+
+    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
+        """End the record of a call with the decoder's output, or, after an error, without."""
+        here = self.here
+        step, handler = here.step, here.handler
+        if step is None:
             return
-        if output is not None and following is not None:
-            here.following = None
-            try:
-                following.send(output)
-            except StopIteration:
-                pass
-            except BaseException:
-                self._drop_call()
-                raise
         if output is None:
-            self._drop_call()
+            self._drop()
             return
-        here.call = None
-        del self._live[call]
+        here.step = None
+        if handler is not None:
+            here.handler = None
+            handler.__exit__()
+            if not handler.was_reached:
+                self._calls.end(step.number)
+                raise self._attention_elsewhere()
         self.passes += 1
-        if call.past == 0:
-            self._note_cache(call, cache_in(output))
+        if step.past == 0:
+            self._note_cache(step, cache_in(output))
+        if here.in_model and self.actors:
+            here.ended = step
+        else:
+            self._finish(step)
 
-    def _note_cache(self, call: Call, cache: Any) -> None:
+    def _end_model(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
+        """Let every actor act after logits exist."""
+        here = self.here
+        step, here.ended, here.in_model = here.ended, None, False
+        if step is None:
+            return
+        if output is None:
+            self._calls.end(step.number)
+            return
+        logits = getattr(output, "logits", None)
+        if logits is None and isinstance(output, tuple):
+            logits = output[0]
+        if logits is not None and logits.ndim == 3:
+            step.logits = logits[:, -1]
+        self._finish(step)
+
+    def _finish(self, step: Step) -> None:
+        """Let every actor act after a call, and hand what one takes back to the writer."""
+        self._calls.end(step.number)
+        for actor in self.actors:
+            back = actor.after(step)
+            if back is not None and self.here.writer is not None:
+                self.here.writer.take(back)
+
+    def _drop(self) -> None:
+        """Forget the call in which this thread is."""
+        here = self.here
+        step, handler, ended = here.step, here.handler, here.ended
+        here.step = here.handler = here.ended = None
+        here.in_model = False
+        if handler is not None:
+            handler.__exit__()
+        for call in (step, ended):
+            if call is not None:
+                self._calls.end(call.number)
+
+    def _attention_elsewhere(self) -> UnsupportedError:
+        """The error for a call whose attention did not come by the tap, because it was set after entering a run."""
+        names = ", ".join(sorted({repr(attention_name(config)) for config in self.target.configs} - {repr(NAME)}))
+        return UnsupportedError(
+            f"the attention of {self.target.name} was set to {names} inside the `with`, which goes past what acts "
+            "here: set it before the `with`"
+        )
+
+    def _note_cache(self, step: Step, cache: Any) -> None:
         """Lay what is known of the rows of a first call on the cache that it made, if it was given none."""
         if cache is None:
             return
-        if call.cache is None:
-            self.know_rows(cache, call.state)
-        if tokens_in(cache) > call.new:
+        if step.cache is None:
+            self.know_rows(cache, step.state)
+        if tokens_in(cache) > step.new:
             raise UnsupportedError(
                 f"positions cannot be counted in {self.target.name}, because its cache does not come as "
                 f"{' or '.join(CACHE_NAMES)}, or does not hold what earlier calls have read; rename that argument, "
                 "or install the versions in constraints.txt"
             )
-
-    def _drop_call(self) -> None:
-        """Forget the call in which this thread is."""
-        here = self._here
-        call, following = here.call, here.following
-        here.call = here.following = None
-        if call is not None:
-            self._live.pop(call, None)
-        if following is not None:
-            following.close()
 
 
 def _no_packed_rows(target: Target) -> UnsupportedError:
@@ -346,66 +521,20 @@ def _no_packed_rows(target: Target) -> UnsupportedError:
 
 
 _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
-_WAIT = 0.001  # seconds between two looks at calls that have not ended
 _NUMBERS = itertools.count()
-_ACTIVE: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
-_ACTIVE_LOCK = threading.Lock()
 
 
 @contextmanager
-def _registered(run: Run) -> Iterator[None]:
-    """Register the run with its model, which sends no trace of nnsight to a server meanwhile."""
-    model, given = run.target.base, run.target.model  # the decoder: the same whatever is around it
-    with _ACTIVE_LOCK:
-        _ACTIVE[model] = [*_ACTIVE.get(model, ()), run]  # a new list: others read it without the lock
-        if run.target.kind == "nnsight":
-            vars(given)["_remote_backend"] = _refuse_remote
+def _not_remote(run: Run) -> Iterator[None]:
+    """Context manager in which a model of nnsight sends no trace to a server."""
+    given = run.target.model
+    if run.target.kind == "nnsight":
+        vars(given)["_remote_backend"] = _refuse_remote
     try:
         yield
     finally:
-        with _ACTIVE_LOCK:
-            _ACTIVE[model] = [other for other in _ACTIVE[model] if other is not run]
-            if all(other.target.model is not given for other in _ACTIVE[model]):
-                vars(given).pop("_remote_backend", None)
-
-
-def runs_here(decoder: nn.Module) -> list[int]:
-    """Return the numbers of the runs that act on calls of a model's decoder which begin now in this thread."""
-    return [run.number for run in _ACTIVE.get(decoder, ()) if run.acts_here()]
-
-
-class _Apart(threading.local):
-    """Whether no other thread's run acts on the calls of a thread."""
-
-    is_on = False
-
-
-_APART = _Apart()
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Context manager, and decorator, in which no other thread's run acts on the calls of this thread."""
-    before, _APART.is_on = _APART.is_on, True
-    try:
-        yield
-    finally:
-        _APART.is_on = before
-
-
-def check_apart(target: Target, what: str) -> None:
-    """Warn of a run that is left out because another thread entered it, and would act on other calls of this thread.
-
-    Args:
-        target: The model.
-        what: What leaves it out.
-    """
-    me, runs = threading.get_ident(), _ACTIVE.get(target.base, ())
-    if any(not run.confined for run in runs) and all(run.thread != me for run in runs):
-        warn(
-            f"another thread is inside a `with` that edits {target.name}, and {what} measures the model without it: "
-            "enter it in the thread that measures"
-        )
+        if run.target.kind == "nnsight" and len(holds_on(run.target.base)) < 2:  # else an outer block goes on
+            vars(given).pop("_remote_backend", None)
 
 
 def _refuse_remote(*_: Any) -> None:

@@ -1,278 +1,130 @@
-"""The record of a forward call, and what is known of the rows of its cache.
+"""The record of a forward call, which everything that acts in the call reads.
 
 A call may be a whole prompt, a chunk of one, one generated token, a later turn, or (without a cache) the whole prefix
-again; rows may be padded on either side. `begin_call` makes the record at the beginning of the call:
+again; rows may be padded on either side. `begin_step` makes the record at the beginning of the call:
 
-1. The cache says how many tokens it holds, and what this run knows of its rows.
-2. The mask says which of the other tokens are real.
-3. Each real token gets its position: the number of real tokens before it in its row.
+1. The cache says how many columns it holds, and what this block knows of its rows.
+2. The mask says which of the other tokens are real, and which belong together.
+3. Each real token gets its position in its document.
 
-What is known of the rows lies on their cache, and is copied, moved and cropped with it. A cache that was filled outside
-of a run, or put together from others, has none, and edits that need earlier values refuse it. `put_rows` gives a cache
-a class of its own (`_WithRows`, before the cache's class), whose methods move what is known together with the rows.
-`copy.deepcopy` copies it like everything else on a cache. `forget_rows` takes both away.
+transformers takes position ids that jump for packed texts and hides earlier ones, if there is neither mask nor cache.
+Whether a model does so is read from the mask that its first layer gets (`Step.note_mask`), before the positions of such
+a call are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache as cached
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from einops import reduce
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinkscope.engine.attention import shown
+from sinkscope.engine.rows import RowState, rows_on
+from sinkscope.engine.tokens import TokenPositions
+from sinkscope.engine.visible import shown
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.call_cache import cache_in, tokens_in
 
-_ROWS = "sinkscope_rows"
-"""The attribute of a cache that holds the states of its rows, by the number of the run."""
-
-
-class MovesWithRows(Protocol):
-    """Knowledge about the rows of a batch, which can be reordered with them."""
-
-    def take(self, rows: Int[Tensor, " row"]) -> None:
-        """Take rows of the batch, by their numbers, in place of the present ones."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class TokenPositions:
-    """True positions of the tokens of a batch: their numbers among the real tokens of each row.
-
-    Attributes:
-        pos: True position of every token; -1 at padding.
-        length: Number of real tokens in each row.
-        seen: Number of all tokens.
-    """
-
-    pos: Int[Tensor, "batch seen"]
-    length: Int[Tensor, " batch"]
-    seen: int
-
-    @classmethod
-    def none(cls, batch: int, device: torch.device) -> TokenPositions:
-        """Return the positions of rows without tokens."""
-        nothing = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-        return cls(nothing, torch.zeros(batch, dtype=torch.int64, device=device), 0)
-
-    @classmethod
-    def of(cls, pos: Int[Tensor, "batch seen"]) -> TokenPositions:
-        """Return tokens with these positions."""
-        return cls(pos, (pos >= 0).sum(1), pos.shape[1])
-
-    @cached_property
-    def padded(self) -> int:
-        """Number of the first tokens among which all padding is; whoever asks first waits for the device."""
-        columns = (self.pos < 0).any(0).nonzero()
-        return int(columns[-1]) + 1 if len(columns) else 0
-
-    def read(self, real: Bool[Tensor, "batch new"]) -> TokenPositions:
-        """Return these tokens and new ones; `real` says which of the new ones are no padding."""
-        count = real.cumsum(1)
-        later = torch.where(real, self.length[:, None] + count - 1, -1)
-        length = self.length + count[:, -1] if real.shape[1] else self.length
-        return TokenPositions(torch.cat([self.pos, later], 1), length, self.seen + real.shape[1])
-
-    def first(self, count: int) -> TokenPositions:
-        """Return the first tokens alone."""
-        if count >= self.seen:
-            return self
-        return TokenPositions.of(self.pos[:, :count])
-
-    def of_rows(self, rows: Int[Tensor, " row"]) -> TokenPositions:
-        """Return the tokens of other rows of the batch, by their numbers."""
-        rows = rows.to(self.pos.device)
-        return TokenPositions(self.pos[rows], self.length[rows], self.seen)
-
 
 @dataclass(eq=False)
-class Memory:
-    """What an edit remembers of the rows of a batch.
-
-    Attributes:
-        of_rows: A value of each row, by name; NaN if a row has none yet.
-        of_tokens: A value of each token of each row so far, by name.
-    """
-
-    of_rows: dict[str, Tensor] = field(default_factory=dict)
-    of_tokens: dict[str, Tensor] = field(default_factory=dict)
-
-    def keep(
-        self, name: str, values: Float[Tensor, "batch pos neuron"], at: Bool[Tensor, "batch pos"]
-    ) -> Float[Tensor, "batch neuron"]:
-        """Store the value where `at` holds (at most once per row); other rows keep their former value.
-
-        Gradients flow through what is returned, within the call; for later calls it is a constant.
-        """
-        # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
-        here = torch.where(at[..., None], values, 0).sum(1)
-        value = torch.where(at.any(1, keepdim=True), here, self.of_rows.get(name, torch.nan))
-        self.of_rows[name] = value.detach()
-        return value
-
-    def add(self, name: str, values: Float[Tensor, "batch new *d"], past: int) -> Float[Tensor, "batch seen *d"]:
-        """Store a value of each new token, and return those of all tokens; the call began after `past` of them."""
-        earlier = self.of_tokens.get(name)
-        if earlier is not None:
-            values = torch.cat([earlier[:, :past], values], 1)
-        self.of_tokens[name] = values.detach()
-        return values
-
-
-@dataclass(eq=False)
-class RowState:
-    """What a run knows of the rows that share a cache.
-
-    Attributes:
-        tokens: The tokens read so far.
-        partial: Whether the first tokens were read before the run was entered.
-        memory: What each edit remembers, by the edit's key.
-        of_cache: What the run's policies and guards know of the rows.
-    """
-
-    tokens: TokenPositions
-    partial: bool = False
-    memory: dict[Hashable, Memory] = field(default_factory=dict)
-    of_cache: MovesWithRows | None = None
-
-    def copy(self) -> RowState:
-        """Return what edits know of the rows, as it is now."""
-        memory = {key: Memory(dict(kept.of_rows), dict(kept.of_tokens)) for key, kept in self.memory.items()}
-        return RowState(self.tokens, self.partial, memory)
-
-    def take(self, rows: Int[Tensor, " row"]) -> None:
-        """Take rows of the batch, by their numbers, in place of the present ones."""
-        self.tokens = self.tokens.of_rows(rows)
-        for memory in self.memory.values():
-            for values in (memory.of_rows, memory.of_tokens):
-                for name, value in values.items():
-                    values[name] = value[rows.to(value.device)]
-        if self.of_cache is not None:
-            self.of_cache.take(rows)
-
-
-def rows_on(cache: Any, run: int) -> RowState | None:
-    """Return what a run knows of the rows of a cache; None if it has not seen them."""
-    states: dict[int, RowState] | None = getattr(cache, _ROWS, None)
-    return None if states is None else states.get(run)
-
-
-def put_rows(cache: Any, run: int, state: RowState) -> None:
-    """Lay what a run knows of some rows on their cache."""
-    states: dict[int, RowState] | None = getattr(cache, _ROWS, None)
-    if states is None:
-        with suppress(TypeError, AttributeError):  # a class that allows no further attributes: nothing is known of it
-            setattr(cache, _ROWS, {run: state})
-            cache.__class__ = _with_rows(type(cache))
-    else:
-        states[run] = state
-
-
-def forget_rows(cache: Any, run: int) -> None:
-    """Take what a run knows of its rows from a cache, which is again what it was when nobody knows anything."""
-    states: dict[int, RowState] = getattr(cache, _ROWS, {})
-    states.pop(run, None)
-    if not states and isinstance(cache, _WithRows):
-        delattr(cache, _ROWS)
-        cache.__class__ = type(cache).__mro__[2]
-
-
-class _WithRows:
-    """Moves what is known of the rows of a cache whenever the cache moves them."""
-
-    def reorder_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Reorder the rows as beam search requests."""
-        result = super().reorder_cache(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        _take(self, (*args, *kwargs.values())[0])
-        return result
-
-    def batch_select_indices(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep only some rows."""
-        result = super().batch_select_indices(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        _take(self, (*args, *kwargs.values())[0])
-        return result
-
-    def batch_repeat_interleave(self, *args: Any, **kwargs: Any) -> Any:
-        """Repeat each row."""
-        result = super().batch_repeat_interleave(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        times = int((*args, *kwargs.values())[0])
-        for state in vars(self)[_ROWS].values():
-            state.take(torch.arange(len(state.tokens.pos)).repeat_interleave(times))
-        return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Save the cache as one of the class that it had, without what is known of its rows."""
-        kind = type(self).__mro__[2]
-        kept = {name: value for name, value in vars(self).items() if name != _ROWS}
-        return _restored, (kind, kept)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the cache with what is known of its rows."""
-        from copy import deepcopy
-
-        new = object.__new__(type(self))
-        memo[id(self)] = new
-        vars(new).update(deepcopy(vars(self), memo))
-        return new
-
-
-def _restored(kind: type, attributes: dict[str, Any]) -> Any:
-    """A cache of a class, with these attributes."""
-    new = object.__new__(kind)
-    vars(new).update(attributes)
-    return new
-
-
-@cached
-def _with_rows(kind: type) -> type:
-    """A class of caches that carry what is known of their rows; it has the name of the class behind it."""
-    return type(kind.__name__, (_WithRows, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-
-
-def _take(cache: Any, rows: Tensor) -> None:
-    for state in vars(cache)[_ROWS].values():
-        state.take(rows)
-
-
-@dataclass(eq=False)
-class Call:
+class Step:
     """One forward call of the model.
 
     Attributes:
-        step: Number of the call within the run, from 0.
+        number: Number of the call within the block, from 0.
         rows: Number of rows.
-        past: Number of tokens (with padding) in the cache before the call.
-        new: Number of tokens of a row that the call reads.
+        past: Number of columns (tokens with padding) in the cache before the call.
+        new: Number of columns that the call reads.
         ids: Ids of these tokens, if they are given as ids.
         cache: The cache that the call continues; None if it was given none.
+        given: The arguments of the call, by name.
         earlier: The tokens before the call.
-        tokens: All tokens so far.
         state: What is known about these rows from earlier calls.
+        layers: The layers of the cache that can evict; empty if nothing owns the cache.
+        prefill_ended: Whether this is the first single-token call after a prompt.
+        prompting: Whether `generate` is reading a prompt, so that even a single token is a part of it.
+        has_gaps: Whether the cache lacks tokens, so that the place of a key is not its column.
+        settings: Settings of the `generate` that makes the call; None outside of one.
+        logits: Logits of the last token of each row, once they exist; actors may change them in place.
+        may_take_back: How many tokens of each row the caller can still take back; None if it can take back none.
+        room: Number of columns with which each row is full; None if the caller does not count them.
+        jumps: Where position ids do not count on, if texts may be packed in this call.
+        is_over: Whether the caller ends this piece of the text, because tokens were taken back.
     """
 
-    step: int
+    number: int
     rows: int
     past: int
     new: int
     ids: Int[Tensor, "batch pos"] | None
     cache: Any
+    given: Mapping[str, Any]
     earlier: TokenPositions
-    tokens: TokenPositions
     state: RowState
+    layers: list[Any] = field(default_factory=list)
+    prefill_ended: bool = False
+    prompting: bool = False
+    has_gaps: bool = False
+    settings: Any = None
+    logits: Tensor | None = None
+    may_take_back: list[int] | None = None
+    room: list[int] | None = None
+    is_over: bool = False
+    jumps: Bool[Tensor, "batch pos"] | None = None
+    _tokens: TokenPositions | None = None
     _by_device: dict[torch.device, Int[Tensor, "batch pos"]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> TokenPositions:
+        """All tokens so far."""
+        if self._tokens is None:  # no layer has told its mask: the model has none that it passes on
+            self.note_mask(None, packs_in_kernel=False)
+        assert self._tokens is not None
+        return self._tokens
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether texts may be packed in this call, which the mask of the first layer says."""
+        return self._tokens is None
+
+    def note_mask(self, mask: Any, *, packs_in_kernel: bool) -> None:
+        """Read from the mask that the first layer gets whether texts are packed.
+
+        Args:
+            mask: The mask: 4-D, a `BlockMask`, or None.
+            packs_in_kernel: Whether the model's attention takes position ids that jump for packed texts by itself.
+        """
+        if self._tokens is not None:
+            return
+        starts = self.jumps
+        sees = _sees_previous(mask, self.rows, self.new)
+        if sees is not None and starts is not None:
+            starts = starts & ~sees.to(starts.device)
+        elif not packs_in_kernel:
+            starts = None
+        real = torch.ones(self.rows, self.new, dtype=torch.bool, device=self.earlier.pos.device)
+        self.set_tokens(self.earlier.read(real, starts))
+
+    def set_tokens(self, tokens: TokenPositions) -> None:
+        """Say where the tokens stand, once it is known."""
+        self._tokens = self.state.tokens = tokens
+        if self.earlier.seen != self.past:  # some were read in calls on which the block did not act
+            self.earlier = tokens.first(self.past)
 
     @cached_property
     def index(self) -> Int[Tensor, "batch pos"]:
-        """True position of each new token among the real tokens of its row; -1 at padding."""
+        """Position of each new token in its document; -1 at padding."""
         return self.tokens.pos[:, self.past :]
+
+    @property
+    def documents(self) -> Int[Tensor, "batch pos"] | None:
+        """Document of each new token; None if each row is one document."""
+        document = self.tokens.document
+        return None if document is None else document[:, self.past :]
 
     @property
     def columns(self) -> Int[Tensor, "batch seen"]:
@@ -280,9 +132,26 @@ class Call:
         return self.tokens.pos
 
     @property
+    def decodes(self) -> bool:
+        """Whether the call reads a generated token into a cache that can evict."""
+        return bool(self.layers) and not self.state.prefilling
+
+    def note_gaps(self) -> None:
+        """Note whether some layer of the cache lacks tokens, once everybody has acted on it."""
+        self.has_gaps = False
+        for kv in self.layers:  # a plain loop: every token comes here
+            if kv.slot_positions is not None:
+                self.has_gaps = True
+
+    @property
     def before(self) -> Int[Tensor, " batch"]:
         """Number of real tokens in each row before the call."""
         return self.earlier.length
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there is padding among the new tokens; whoever asks first waits for the device."""
+        return self.new > 1 and self.tokens.padded > self.past
 
     def on(self, device: torch.device) -> Int[Tensor, "batch pos"]:
         """Return `index` on the device of a layer; a model may be spread over several."""
@@ -297,11 +166,11 @@ class Call:
 
         Args:
             what: What is not known, as the end of "so ... is not known".
-            remedy: What to do instead of entering the run first.
+            remedy: What to do instead of entering the block first.
             enough: Number of first tokens that need not be seen.
 
         Raises:
-            SinkscopeError: Such tokens were read before the run was entered, or into a cache that was put together
+            SinkscopeError: Such tokens were read before the block was entered, or into a cache that was put together
                 from others.
         """
         if self.state.partial and self.past > enough:
@@ -311,12 +180,12 @@ class Call:
             )
 
 
-def begin_call(run: int, step: int, given: Mapping[str, Any]) -> Call:
+def begin_step(run: int, number: int, given: Mapping[str, Any]) -> Step:
     """Make the record of a forward call.
 
     Args:
-        run: Number of the run that acts in the call.
-        step: Number of the call within the run.
+        run: Number of the block that acts in the call.
+        number: Number of the call within the block.
         given: Arguments of the call by name. The mask may be 2-D (1 = real), 4-D (bool or additive), a dict of these
             by layer type, or None. Tokens that were read in an earlier call keep the mask of that call.
     """
@@ -329,33 +198,56 @@ def begin_call(run: int, step: int, given: Mapping[str, Any]) -> Call:
     if state is None or len(state.tokens.pos) != batch:
         state = RowState(TokenPositions.none(batch, tokens.device), partial=past > 0)
     earlier = state.tokens.first(past)  # tokens may have been taken back
-    # Some may have been read in calls that this run did not act on; they come first.
+    step = Step(number, batch, past, new, ids, cache, given, earlier, state)
     if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
         mask = mask.get("full_attention", next(iter(mask.values()), None))
-    missing = past + new - earlier.seen
     if mask is None:
-        real = torch.ones(batch, missing, dtype=torch.bool, device=tokens.device)
-    else:
-        real = _real(mask, batch, earlier.seen, past, new).to(tokens.device)
-    everything = earlier.read(real)
-    state.tokens = everything
-    before = earlier if earlier.seen == past else everything.first(past)
-    return Call(step, batch, past, new, ids, cache, before, everything, state)
+        if past == 0 and cache is None:
+            step.jumps = _jumps(given.get("position_ids"), batch, new)
+        if step.jumps is None:
+            real = torch.ones(batch, past + new - earlier.seen, dtype=torch.bool, device=tokens.device)
+            step.set_tokens(earlier.read(real))
+        return step
+    step.set_tokens(_read(earlier, mask, batch, past, new, tokens.device))
+    return step
 
 
-def _real(mask: Any, batch: int, read: int, past: int, new: int) -> Bool[Tensor, "batch more"]:
-    """Which tokens from index `read` on are real; earlier ones are not checked again."""
+def _read(earlier: TokenPositions, mask: Any, batch: int, past: int, new: int, device: torch.device) -> TokenPositions:
+    """The tokens before a call and the new ones, by a mask; earlier ones are not checked again."""
     total = past + new
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
-        return mask[:, read:total].bool()
-    if isinstance(mask, Tensor) and mask.ndim == 4:
-        # A real token is seen by itself; padding is seen by nobody. A window hides old tokens: those are history.
-        start = min(past, mask.shape[-1] - new)
-        part = shown(mask[..., start : start + new])
-        seen = reduce(part, "batch head query key -> batch key", "any").expand(batch, -1)
-        return torch.cat([seen.new_ones(batch, past - read), seen], 1)
+        return earlier.read(mask[:, earlier.seen : total].bool().to(device))
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] >= new and mask.shape[-2] in (1, new):
+        if earlier.seen < past:  # read in calls on which the block did not act
+            earlier = earlier.read(torch.ones(batch, past - earlier.seen, dtype=torch.bool, device=device))
+        sees = shown(mask).any(1).expand(batch, new, -1).to(device)[:, :, :total]
+        missing = total - sees.shape[2]  # a window may show the latest columns alone
+        return earlier.read_under(torch.nn.functional.pad(sees, (missing, 0)))
     raise UnsupportedError(
         f"attention mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}: the true "
         f"positions of {total} tokens cannot be read from it; pass a mask of shape (batch, tokens) with 1 at real "
-        "tokens, or none"
+        "tokens, one of shape (batch, heads, queries, keys), or none"
     )
+
+
+def _jumps(position_ids: Any, batch: int, new: int) -> Bool[Tensor, "batch pos"] | None:
+    """Where position ids do not count on; None if they do, or are not given."""
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2 or new < 2:
+        return None
+    jumps = torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0))
+    return jumps.expand(batch, -1) if bool(jumps.any()) else None
+
+
+def _sees_previous(mask: Any, rows: int, new: int) -> Bool[Tensor, "batch pos"] | None:
+    """Whether each token sees the one before it, under a mask; None if there is none that says it."""
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] == mask.shape[-2] == new:
+        sees = shown(mask).any(1).diagonal(-1, 1, 2)
+    else:
+        mask_mod: Any = getattr(mask, "mask_mod", None)  # of a BlockMask, which FlexAttention takes
+        if mask_mod is None:
+            return None
+        row, query = torch.arange(rows)[:, None], torch.arange(1, new)
+        sees = mask_mod(row, torch.zeros_like(row), query, query - 1)
+    return torch.nn.functional.pad(sees.expand(rows, -1), (1, 0), value=False)

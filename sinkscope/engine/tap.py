@@ -13,9 +13,9 @@ padding, learned sink logits. Under a cache policy they cover the keys that the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -24,14 +24,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from sinkscope.engine.attention import Attention, AttentionOutput, VisibleRowObserver, check_recomputed
 from sinkscope.engine.stock import NAME, STOCK, Stock, eager, stock_of, switched
+from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, TensorMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, on_output, without_compiler
 from sinkscope.models.target import Target
+from sinkscope.models.windows import layer_window
 
 
 @dataclass(eq=False)
@@ -41,18 +43,20 @@ class Handler:
     Attributes:
         see: Called with the attention of every layer.
         configs: Ids of the configurations of the model it listens to.
-        needs_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
-        replaces_mask: Whether it determines what is seen, so that no mask is needed.
+        first_query: Column of the first query of the call, if it is known.
+        has_gaps: Whether tokens are missing in the cache, so that a mask by the place of keys would be wrong.
         idle: Whether it has nothing to do by itself. If all handlers are idle, the model computes attention alone.
         was_reached: Whether attention of the model came by.
+        functions: The function of the latest mask for each length of windows or chunks, None for full attention.
     """
 
     see: Callable[[Attention], None]
     configs: frozenset[int]
-    needs_mask: bool = False
-    replaces_mask: bool = False
+    first_query: int | None = None
+    has_gaps: bool = False
     idle: bool = False
     was_reached: bool = False
+    functions: dict[int | None, FunctionMask] = field(default_factory=dict)
 
     def __enter__(self) -> Handler:
         """Begin to listen in this context, before earlier handlers."""
@@ -112,7 +116,7 @@ def listening(target: Target, see: Callable[[Attention], None], *, proving: bool
     """
     if not proving:
         check_attention_recomputed(target)
-    with tapped(target) as configs, Handler(see, configs, needs_mask=True):
+    with tapped(target) as configs, Handler(see, configs):
         yield
 
 
@@ -143,15 +147,12 @@ def _attend(
     config = module.config
     number, stock = id(config), STOCK.get(id(config)) or Stock(config)
     listeners: list[Handler] = []
-    idle, needs_mask = True, False
+    idle = True
     for handler in HANDLERS.get():  # a plain loop: every layer comes here
         if number in handler.configs:
             handler.was_reached = True
             listeners.append(handler)
             idle = idle and handler.idle
-            needs_mask = needs_mask or handler.needs_mask
-            if handler.replaces_mask:  # one of queries and keys, as a caller may give, has keys that are gone
-                attention_mask = None
     chosen = None
     indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
     if indices is not None:
@@ -172,6 +173,7 @@ def _attend(
         scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5
     if stock.kind == "sdpa":  # it drops these, or refuses to run
         softcap = sinks = None
+    source, first_query, first_key = _source(module, listeners, attention_mask, query.shape[2], key.shape[2], kwargs)
     call = Attention(
         module,
         int(module.layer_idx),
@@ -179,12 +181,14 @@ def _attend(
         key,
         value,
         attention_mask,
+        source,
+        first_query,
         kwargs,
         stock,
         float(scaling),
         softcap,
         sinks,
-        needs_mask,
+        first_key=first_key,
         is_repeated=is_repeated,
     )
     for handler in listeners:
@@ -212,17 +216,87 @@ def _within_blocks(
     return module.indexer.build_block_mask(blocks, mask, keys, query.dtype, query.device, positions) == 0
 
 
+_FUNCTION = "sinkscope_function"
+"""Attribute of a mask, which lives as long as its call, that holds the function of which it was made."""
+
+
 def _mask(*, config: Any, **kwargs: Any) -> Any:
-    """The mask function that transformers calls once per forward call; no mask if a handler determines what is seen."""
+    """The mask function that transformers calls once per forward call and kind of layer: the model's own mask.
+
+    What it was made of is kept with it. Where tokens are missing in the cache no mask is made, because it would be by
+    the place of keys.
+    """
     number = id(config)
     name = (STOCK.get(number) or Stock(config)).kind
-    for handler in HANDLERS.get():
-        if number in handler.configs:
-            if handler.replaces_mask:
-                return None
-            if handler.needs_mask:
-                name = "sdpa"
-    return ALL_MASK_ATTENTION_FUNCTIONS[name](config=config, **kwargs)
+    listeners = [handler for handler in HANDLERS.get() if number in handler.configs]
+    mask = None
+    if not any(handler.has_gaps for handler in listeners):
+        mask = ALL_MASK_ATTENTION_FUNCTIONS[name](config=config, **kwargs)
+    function = FunctionMask(
+        kwargs.get("mask_function", causal_mask_function),
+        kwargs.get("attention_mask"),
+        by_vmap=bool(kwargs.get("use_vmap", False)),
+        local=kwargs.get("local_size"),
+        first_query=_number(kwargs.get("q_offset", 0)),
+        first_key=_number(kwargs.get("kv_offset", 0)),
+        is_skipped=mask is None
+        and "flash" not in name
+        and kwargs.get("allow_is_causal_skip", True)
+        and not kwargs.get("allow_is_bidirectional_skip", False),
+    )
+    for handler in listeners:
+        handler.functions[function.local] = function
+    if mask is not None:
+        with suppress(AttributeError, TypeError):
+            setattr(mask, _FUNCTION, function)
+    return mask
+
+
+def _number(offset: Any) -> int:
+    """An offset, which caches of fixed size give as a tensor."""
+    return int(offset)
+
+
+def _source(
+    module: Any, listeners: list[Handler], mask: Any, queries: int, keys: int, settings: dict[str, Any]
+) -> tuple[MaskSource, int, int]:
+    """What says who sees whom in a layer, and the columns of the first query and of the first key."""
+    function: FunctionMask | None = getattr(mask, _FUNCTION, None)
+    first_query = first_key = None
+    for handler in listeners:
+        if handler.first_query is not None:
+            first_query = handler.first_query
+        if function is None and handler.functions and not _is_four_dimensional(mask):
+            function = _of_layer(module, handler.functions, settings)
+    if function is not None:
+        first_query, first_key = function.first_query, function.first_key
+    if first_query is None:
+        first_query = keys - queries
+    if first_key is None:
+        first_key = 0
+    if _is_four_dimensional(mask):
+        if function is None:  # a caller's own, which has a column for each token so far
+            return TensorMask(mask, first_query, 0), first_query, max(0, mask.shape[-1] - keys)
+        return TensorMask(mask, first_query, first_key, function), first_query, first_key
+    if function is None:
+        return CausalMask(), first_query, first_key
+    if function.is_skipped and not any(handler.has_gaps for handler in listeners):
+        return CausalMask(), first_query, first_key
+    return function, first_query, first_key
+
+
+def _is_four_dimensional(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.ndim == 4
+
+
+def _of_layer(module: Any, functions: dict[int | None, FunctionMask], settings: dict[str, Any]) -> FunctionMask:
+    """The function of the mask of a layer that was given none: that of its window, as the layer itself says it."""
+    if len(functions) == 1:
+        return next(iter(functions.values()))
+    window = settings.get("sliding_window")
+    if window in functions:
+        return functions[window]
+    return functions.get(layer_window(module.config, int(module.layer_idx)), functions[None])
 
 
 def _no_mask(**_: Any) -> None:

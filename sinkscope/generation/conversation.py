@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList
 
+from sinkscope.engine.actor import Actor, TakeBack
 from sinkscope.engine.block import Event, Run
-from sinkscope.engine.step import RowState
+from sinkscope.engine.rows import RowState
+from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values
 from sinkscope.generation.decode import ForcedAnswer, decoding
+from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv.adopt import refuse_states
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.cache_state import CacheState, Moment
-from sinkscope.kv.rewind import generate_with_rewind
-from sinkscope.kv.session import Session
+from sinkscope.kv.keeper import CacheKeeper, meter_of
 from sinkscope.models.call_cache import CACHE_NAMES
 from sinkscope.models.checkpoints.config import check_finite
 from sinkscope.models.inputs import check_length, end_ids, read_row
@@ -89,32 +90,37 @@ class TurnRecorder(Intervention):
     Attributes:
         cache: The cache on which the turn runs.
         earlier: Its tokens before the turn; None in the first one.
-        state: What is known about the cache.
         after_prompt: The tokens right after the prompt was read, and what edits know about them.
         after_answer: The same at the end of the turn.
     """
 
     cache: DynamicCache
     earlier: RowState | None
-    state: CacheState | None = None
     after_prompt: RowState | None = None
     after_answer: RowState | None = None
 
     def enter(self, run: Run, key: int) -> None:
         """Follow the calls."""
-        session = Session.of(run)
-        session.own_cache()
+        CacheKeeper.of(run)
         if self.earlier is not None:
             run.know_rows(self.cache, self.earlier.copy())
-        session.after_call(self._note_call)
+        run.act(_CallNote(self))
 
-    def _note_call(self, moment: Moment) -> None:
-        if moment.cache is not self.cache:  # a logits processor runs the model on a cache of its own
-            return
-        self.state = moment.state
-        self.after_answer = moment.call.state
-        if self.after_prompt is None:  # the first call reads the prompt
-            self.after_prompt = moment.call.state.copy()
+
+@dataclass(frozen=True, eq=False)
+class _CallNote(Actor):
+    """Notes what is known of the rows of a turn after each call."""
+
+    recorder: TurnRecorder
+
+    def after(self, step: Step) -> TakeBack | None:
+        """Note it."""
+        recorder = self.recorder
+        if step.cache is recorder.cache:  # a logits processor may run the model on a cache of its own
+            recorder.after_answer = step.state
+            if recorder.after_prompt is None:  # the first call reads the prompt
+                recorder.after_prompt = step.state.copy()
+        return None
 
 
 class Conversation:
@@ -254,7 +260,7 @@ class Conversation:
         )
         ids = torch.tensor([whole], device=target.device)
         with under(edit, target) as run, torch.no_grad():
-            output = generate_with_rewind(
+            output = write(
                 run,
                 target.hf,
                 ids,
@@ -267,8 +273,8 @@ class Conversation:
         sequences: Tensor = getattr(output, "sequences", output)
         answer = gold or sequences[0, len(whole) :].tolist()
         text = self._text_of(answer)
-        assert recorder.state is not None
-        read = recorder.state.meter.usage().mean_read
+        assert recorder.after_answer is not None
+        read = meter_of(recorder.after_answer).usage().mean_read
         self._keep(cache, len(whole), recorder)
         turn = Turn(
             prompt=tuple(new),

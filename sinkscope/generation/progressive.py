@@ -13,12 +13,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.engine.block import Run
+from sinkscope.engine.step import Step
 from sinkscope.files.records import Natural, Whole
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.session import Session
 from sinkscope.models.grouped_heads import in_groups
 
 
@@ -59,9 +59,9 @@ class Progressive(Policy):
         """Return the tokens that a decoding step read, and those held in the cache."""
         return f"{steps_summary(self.shown_name, run)} {super().summary(run)}".strip()
 
-    def watch(self, session: Session) -> None:
+    def watch(self, run: Run) -> None:
         """Keep the latest queries, also those of generated tokens."""
-        session.window_queries(self.interval, decoding=True)
+        CacheKeeper.of(run).window_queries(run, self.interval, decoding=True)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Return the attention of the latest queries; padding does not vote."""
@@ -72,17 +72,17 @@ class Progressive(Policy):
         """Return whether to select from a layer that holds more than the budget."""
         return True
 
-    def act(self, moment: Moment, session: Session) -> None:
+    def act(self, step: Step, keeper: CacheKeeper) -> None:
         """Choose what is read of every layer, if it is time to."""
-        steps = moment.state.decoded - self.after
+        steps = step.state.decoded - self.after
         if steps < 0 or steps % self.interval:
             return
-        rows = self.kept_per_row(moment.state, session)
-        for kv in moment.layers:
+        rows = self.kept_per_row(step.state, keeper)
+        for kv in step.layers:
             kv.settle()
             if kv.slots <= min(rows.total) or not self.pays(kv):
                 continue
-            keep = self.chosen(LayerMoment(kv, moment, session, rows))
+            keep = self.chosen(LayerMoment(kv, step, keeper, rows))
             if self.mode == "evict":
                 kv.evict(keep)
             else:

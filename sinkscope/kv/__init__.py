@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from sinkscope.kv.adakv import AdaKV
-from sinkscope.kv.attention_watch import AttentionRows
-from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.attention_rows import AttentionRows, RowWatcher, watch
 from sinkscope.kv.full import Full
 from sinkscope.kv.h2o import H2O
+from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.observe import Observe
 from sinkscope.kv.per_layer import PerLayer
 from sinkscope.kv.policy import KeptPerRow, LayerMoment, Policy
 from sinkscope.kv.pyramid import Pyramid
 from sinkscope.kv.registry import make_policy, policies, policy_named, register_policy
-from sinkscope.kv.session import Session
 from sinkscope.kv.snapkv import SnapKV
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.kv.tova import TOVA
@@ -23,15 +22,15 @@ __all__ = [
     "TOVA",
     "AdaKV",
     "AttentionRows",
+    "CacheKeeper",
     "Full",
     "KeptPerRow",
     "LayerMoment",
-    "Moment",
     "Observe",
     "PerLayer",
     "Policy",
     "Pyramid",
-    "Session",
+    "RowWatcher",
     "SnapKV",
     "StreamingLLM",
     "Usage",
@@ -39,4 +38,5 @@ __all__ = [
     "policies",
     "policy_named",
     "register_policy",
+    "watch",
 ]

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinkscope.engine.block import Run
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import Share
 from sinkscope.kv.policy import LayerBudget, LayerMoment, rank_from_top
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.session import Session
 from sinkscope.kv.snapkv import SnapKV
 
 
@@ -37,18 +37,18 @@ class AdaKV(SnapKV):
 
     floor: Share = 0.2
 
-    def watch(self, session: Session) -> None:
+    def watch(self, run: Run) -> None:
         """Ask for the latest queries.
 
         Raises:
             UnsupportedError: The model is split over processes, which hold some of the heads each.
         """
-        if session.run.target.processes > 1:
+        if run.target.processes > 1:
             raise UnsupportedError(
                 "AdaKV compares all heads of a layer, which are split over processes here: use SnapKV, or load the "
                 "model with device_map"
             )
-        super().watch(session)
+        super().watch(run)
 
     def select(
         self,

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from sinkscope.engine.step import TokenPositions
+from sinkscope.engine.tokens import TokenPositions
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv.cache import COLUMNS, CacheLayer
+from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.windows import cache_layers
-from sinkscope.models.call_cache import cache_parameter
 from sinkscope.models.target import Target
 
 
-def used_cache(arguments: dict[str, Any], target: Target) -> Any:
-    """Return a new cache for a call with these arguments, which brings none; None if it is to use none."""
-    use_cache = arguments.get("use_cache")
-    if use_cache is None:
-        use_cache = getattr(target.config, "use_cache", True)
-    return new_cache(target) if use_cache else None
-
-
-def check_seen(cache: Any, *, is_seen: bool) -> None:
-    """Refuse a cache on which attention cannot be seen, if somebody sees it.
+def check_seen(cache: Any) -> None:
+    """Refuse a cache on which attention cannot be seen.
 
     Raises:
         UnsupportedError: It holds room for tokens that are still to come.
     """
-    if is_seen and getattr(cache, "is_compileable", False):
+    if getattr(cache, "is_compileable", False):
         raise UnsupportedError(
             f"the cache is {_named(cache)}, which holds room for tokens that are still to come: "
             "attention is observed and replaced on a plain DynamicCache; pass `DynamicCache()` or nothing"
@@ -64,12 +55,9 @@ def adopt(cache: Any, target: Target, columns: TokenPositions) -> None:
                     f"the cache already holds tokens in a {type(layer).__name__}, which may have dropped some: "
                     "start with an empty cache inside the `with`"
                 )
-        token = COLUMNS.set(columns)
-        try:
-            for new, old in zip(ours, layers, strict=True):
-                new.update(old.keys, old.values)
-        finally:
-            COLUMNS.reset(token)
+        for new, old in zip(ours, layers, strict=True):
+            new.upcoming = columns
+            new.update(old.keys, old.values)
     cache.layers = ours
     cache.layer_class_to_replicate = None
     if hasattr(cache, "linear_cache"):  # MiniMax keeps states beside the layers, and takes this list for as long
@@ -86,15 +74,6 @@ def _named(cache: Any) -> str:
     if asked is None:
         return kind
     return f"{kind} (cache_implementation={asked!r})"
-
-
-def new_cache(target: Target) -> Any:
-    """Return an empty cache, of the class that the model asks for."""
-    asked = cache_parameter(target.base)
-    for kind in get_args(getattr(asked, "annotation", None)):
-        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
-            return kind()
-    return DynamicCache(config=target.config)
 
 
 def own_layers(cache: Any) -> list[CacheLayer]:

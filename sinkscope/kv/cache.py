@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from copy import copy
 from typing import Any
 
@@ -12,15 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from sinkscope.engine.step import TokenPositions
+from sinkscope.engine.tokens import TokenPositions
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import slots as slots_of
 from sinkscope.kv.slots import Slots
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
-
-COLUMNS: ContextVar[TokenPositions | None] = ContextVar("sinkscope_columns", default=None)
-"""All tokens so far in the current forward call; None outside of a session."""
 
 
 class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -31,6 +27,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
     Attributes:
         reordered: Whether rows changed places or number since the last prompt, as in beam search.
         whole_layer: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
+        upcoming: All tokens that there are after the call that is about to run; None outside of a block.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -38,6 +35,7 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         Slots.__init__(self, number)
         self.reordered = False
         self.whole_layer: CacheLayer | None = None
+        self.upcoming: TokenPositions | None = None
 
     # What sinkscope calls ------------------------------------------------------------------------------------------
 
@@ -73,11 +71,11 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values; transformers calls this in every attention layer."""
-        columns = COLUMNS.get()
-        if columns is None:
-            columns = _columns_without_session(self, key_states)
-        self.columns = columns
         new = key_states.shape[-2]
+        columns, self.upcoming = self.upcoming, None
+        if columns is None or columns.seen != self.seen + new:
+            columns = _columns_without_block(self, key_states)
+        self.columns = columns
         if new > 1 or not self.is_initialized:  # there may be padding among the new tokens
             gapless = self.gapless or not self.is_initialized
             self.gapless = gapless and columns.padded <= columns.seen - new
@@ -162,8 +160,8 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
         self.columns = TokenPositions.of(changed(self.columns.pos))
 
 
-def _columns_without_session(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> TokenPositions:
-    """The tokens before and the new ones outside of a session, where all tokens count as real.
+def _columns_without_block(layer: CacheLayer, keys: Float[Tensor, "batch kv_head new d_head"]) -> TokenPositions:
+    """The tokens before and the new ones outside of a block, where all tokens count as real.
 
     Raises:
         UnsupportedError: Tokens were evicted.

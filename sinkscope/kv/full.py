@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sinkscope.engine.block import Run
 from sinkscope.files.records import Budget
+from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.session import Session
 
 
 @register_policy("full")
@@ -29,7 +29,7 @@ class Full(Policy):
 
     def enter(self, run: Run, key: int) -> None:
         """Count the tokens, and leave the cache as it is."""
-        Session.of(run).own_cache(self.shown_name, self.first)
+        CacheKeeper.of(run, self.shown_name, self.first)
 
     def scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """Score all slots the same."""

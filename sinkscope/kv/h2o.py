@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.engine.block import Run
 from sinkscope.files.records import Share, share_of
-from sinkscope.kv.attention_watch import AttentionRows
+from sinkscope.kv.attention_rows import AttentionRows, RowWatcher, watch
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.session import Session
 from sinkscope.models.grouped_heads import in_groups
 
 
@@ -35,9 +35,9 @@ class H2O(Policy):
 
     recent: Share = 0.5
 
-    def watch(self, session: Session) -> None:
+    def watch(self, run: Run) -> None:
         """Watch every query of every layer."""
-        session.watch(self._add)
+        watch(run, RowWatcher(self._add))
 
     def _add(self, rows: AttentionRows) -> None:
         if rows.kv is None:  # a call without a cache

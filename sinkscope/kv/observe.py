@@ -9,12 +9,13 @@ from functools import partial
 from jaxtyping import Bool
 from torch import Tensor
 
+from sinkscope.engine.actor import Actor
 from sinkscope.engine.block import Run
+from sinkscope.engine.step import Step
 from sinkscope.files.records import Natural, check_fields
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.attention_watch import AttentionRows
-from sinkscope.kv.cache_state import Moment
-from sinkscope.kv.session import Session
+from sinkscope.kv.attention_rows import AttentionRows, RowWatcher, watch
+from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.models.inputs import attending_layers
 from sinkscope.models.target import Target
 
@@ -48,7 +49,7 @@ class Observe(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Watch."""
         layers = None if self.layers is None else attending_layers(run.target, self.layers)
-        Session.of(run).watch(partial(self._show, run.target), layers, self.last)
+        watch(run, RowWatcher(partial(self._show, run.target), layers, self.last))
 
     def _show(self, target: Target, rows: AttentionRows) -> None:
         if target.processes > 1:
@@ -71,12 +72,18 @@ class RemoveTokens(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Own the cache, and act when a prompt has ended."""
-        session = Session.of(run)
-        session.own_cache()
-        session.before_decode(self._evict)
+        CacheKeeper.of(run).watch_decoding()
+        run.act(_Remover(self.removed))
 
-    def _evict(self, moment: Moment) -> None:
-        if not moment.prefill_ended:
-            return
-        for kv in moment.layers:
-            kv.evict_others(~self.removed)
+
+@dataclass(frozen=True, eq=False)
+class _Remover(Actor):
+    """Evicts tokens when a prompt has ended."""
+
+    removed: Bool[Tensor, "row pos"]
+
+    def before(self, step: Step) -> None:
+        """Evict."""
+        if step.prefill_ended:
+            for kv in step.layers:
+                kv.evict_others(~self.removed)

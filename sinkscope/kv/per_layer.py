@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sinkscope.engine.actor import Actor
 from sinkscope.engine.block import Run
+from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, check_fields
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.cache_state import Moment
+from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import Policy
-from sinkscope.kv.session import Session
 from sinkscope.kv.usage import held_summary
 
 
@@ -60,13 +61,22 @@ class PerLayer(Intervention):
                 f"PerLayer: budgets has {len(self.budgets)} numbers, and {run.target.name} has {run.target.n_layers} "
                 "layers: give one for each"
             )
-        session = Session.of(run)
-        session.own_cache(self.policy.shown_name, self.policy.first)
-        replace(self.policy, budget=1.0).watch(session)  # what any budget of a layer may need
+        keeper = CacheKeeper.of(run, self.policy.shown_name, self.policy.first)
+        keeper.watch_decoding()
+        replace(self.policy, budget=1.0).watch(run)  # what any budget of a layer may need
         policies = [self.of_layer(layer) for layer in range(len(self.budgets))]
+        run.act(_ActorPerLayer(policies, keeper))
 
-        def act(moment: Moment) -> None:
-            for kv in moment.layers:
-                policies[kv.number].act(replace(moment, layers=[kv]), session)
 
-        session.before_decode(act)
+@dataclass(frozen=True, eq=False)
+class _ActorPerLayer(Actor):
+    """Lets a policy act in each layer."""
+
+    policies: list[Policy]
+    keeper: CacheKeeper
+
+    def before(self, step: Step) -> None:
+        """Choose what each layer keeps."""
+        if step.decodes:
+            for kv in step.layers:
+                self.policies[kv.number].act(replace(step, layers=[kv]), self.keeper)

@@ -16,13 +16,16 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
+from sinkscope.engine.actor import Actor
 from sinkscope.engine.block import Run
+from sinkscope.engine.rows import RowState
+from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.cache_state import CacheState, Moment
-from sinkscope.kv.session import Session
+from sinkscope.kv.keeper import CacheKeeper
+from sinkscope.kv.latest_queries import LatestQueries, QueryKeeper
 from sinkscope.kv.slots import Slots, places_without
 from sinkscope.kv.usage import held_summary
 
@@ -56,14 +59,14 @@ class LayerMoment:
 
     Attributes:
         kv: The layer's cache.
-        moment: The forward call that is about to run, and what is known about the cache.
-        session: The run's session.
+        step: The forward call that is about to run, and what is known about its rows.
+        keeper: Who keeps the caches of the block.
         rows: What the policy keeps of each row.
     """
 
     kv: CacheLayer
-    moment: Moment
-    session: Session
+    step: Step
+    keeper: CacheKeeper
     rows: KeptPerRow
 
     @property
@@ -74,18 +77,19 @@ class LayerMoment:
     @property
     def length(self) -> Int[Tensor, " batch"]:
         """Number of real tokens of each row so far, evicted or not."""
-        return self.moment.call.earlier.length.to(self.kv.keys.device)
+        return self.step.earlier.length.to(self.kv.keys.device)
 
     def window_rows(self, last: int) -> Float[Tensor, "batch head query slot"]:
         """Recompute, in float32, the attention of the `last` queries to everything in the cache; 0 at padding.
 
         Raises:
-            UnsupportedError: No query was seen. `Session.window_queries`, called in `watch`, has them kept.
+            UnsupportedError: No query was seen. `CacheKeeper.window_queries`, called in `watch`, has them kept.
         """
-        latest = self.moment.state.queries.get(self.layer)
-        if latest is None:
+        kept = self.step.state.of_actors.get(QueryKeeper.KEY)
+        if not isinstance(kept, LatestQueries) or self.layer not in kept.by_layer:
             raise unseen_queries()
-        return latest.rows(self.kv, last)
+        columns = self.step.earlier.columns_of(self.kv.pos)
+        return kept.by_layer[self.layer].rows(self.kv, columns, last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +136,8 @@ class Policy(Intervention):
         """
         return at.rows.one_budget
 
-    def watch(self, session: Session) -> None:
-        """Ask `session` for the attention that `scores` needs; by default none."""
+    def watch(self, run: Run) -> None:
+        """Ask the block for the attention that `scores` needs; by default none."""
 
     @property
     def shown_name(self) -> str:
@@ -152,10 +156,10 @@ class Policy(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache and act at the right moments."""
-        session = Session.of(run)
-        session.own_cache(self.shown_name, self.first)
-        self.watch(session)
-        session.before_decode(lambda moment: self.act(moment, session))
+        keeper = CacheKeeper.of(run, self.shown_name, self.first)
+        keeper.watch_decoding()
+        self.watch(run)
+        run.act(PolicyActor(self, keeper))
 
     def budgets_in_tokens(self, prompts: Sequence[int]) -> list[int]:
         """Return the budget of each row in tokens, for prompts of these lengths."""
@@ -211,16 +215,16 @@ class Policy(Intervention):
             scores = scores.masked_fill(self.protected(at), torch.inf)
         return scores
 
-    def act(self, moment: Moment, session: Session) -> None:
+    def act(self, step: Step, keeper: CacheKeeper) -> None:
         """Choose what is kept in every layer, if it is time to."""
-        if not moment.prefill_ended and (self.every == "prefill" or moment.state.decoded % self.every):
+        if not step.prefill_ended and (self.every == "prefill" or step.state.decoded % self.every):
             return
-        rows = self.kept_per_row(moment.state, session)
+        rows = self.kept_per_row(step.state, keeper)
         has_one_budget = type(self).layer_budget is Policy.layer_budget
         protects = any(rows.first) or any(rows.latest)
         one_too_many: dict[tuple[torch.Size, torch.device], list[tuple[CacheLayer, Tensor]]] = {}
-        for kv in moment.layers:
-            at = LayerMoment(kv, moment, session, rows)
+        for kv in step.layers:
+            at = LayerMoment(kv, step, keeper, rows)
             budget, exact, slots = rows.one_budget, None, kv.keys.shape[-2]
             if not has_one_budget:
                 budget = self.layer_budget(at)
@@ -248,19 +252,37 @@ class Policy(Intervention):
     def _checked_scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
         """The scores of a layer's slots."""
         scores = self.scores(at)
-        check_scores(scores, at.kv, self.shown_name, at.moment.prefill_ended)
+        check_scores(scores, at.kv, self.shown_name, at.step.prefill_ended)
         return scores.float()
 
-    def kept_per_row(self, state: CacheState, session: Session) -> KeptPerRow:
+    def kept_per_row(self, state: RowState, keeper: CacheKeeper) -> KeptPerRow:
         """Return what is kept of each row: its budget, and the first and latest tokens that are always kept."""
         budgets = self.budgets_in_tokens(state.prompt)
         first: list[int] = []
         latest: list[int] = []
         for budget in budgets:
             first_kept, latest_kept = self.always_kept(budget)
-            first.append(max(first_kept, min(session.anchors, (budget - latest_kept) // 2)))
+            first.append(max(first_kept, min(keeper.anchors, (budget - latest_kept) // 2)))
             latest.append(latest_kept)
         return KeptPerRow(tuple(budgets), tuple(first), tuple(latest))
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyActor(Actor):
+    """Lets a policy act before every generated token.
+
+    Attributes:
+        policy: The policy.
+        keeper: Who keeps the caches of the block.
+    """
+
+    policy: Policy
+    keeper: CacheKeeper
+
+    def before(self, step: Step) -> None:
+        """Choose what the cache keeps."""
+        if step.decodes:
+            self.policy.act(step, self.keeper)
 
 
 def _number_or_rows(numbers: Sequence[int]) -> LayerBudget:

@@ -33,11 +33,11 @@ class Pyramid(SnapKV):
 
     def layer_budget(self, at: LayerMoment) -> LayerBudget:
         """Return the layer's point on the line, for each row."""
-        numbers = [kv.number for kv in at.moment.layers]
+        numbers = [kv.number for kv in at.step.layers]
         height = 0.5
         if len(numbers) > 1:
             height = numbers.index(at.layer) / (len(numbers) - 1)
-        rows, prompt = at.rows, torch.tensor(at.moment.state.prompt)
+        rows, prompt = at.rows, torch.tensor(at.step.state.prompt)
         kept = torch.tensor(rows.first) + torch.tensor(rows.latest)
         mean = (torch.tensor(rows.total) - kept).double()
         lowest = (2 * mean - mean / self.beta).minimum(mean.maximum(prompt - kept))

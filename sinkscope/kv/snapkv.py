@@ -10,11 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
+from sinkscope.engine.block import Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
+from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import LayerMoment, Policy
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.session import Session
 from sinkscope.models.grouped_heads import in_groups, per_query_head
 
 WINDOW = 64
@@ -58,12 +59,12 @@ class SnapKV(Policy):
             return self.window
         return min(WINDOW, max(1, (budget - self.first) // 2))
 
-    def watch(self, session: Session) -> None:
+    def watch(self, run: Run) -> None:
         """Ask for the latest queries: as many as the longest window that a row can have."""
         window = self.window or WINDOW
         if isinstance(self.budget, int):
             window = self.window_at(self.budget)
-        session.window_queries(window, decoding=self.every != "prefill")
+        CacheKeeper.of(run).window_queries(run, window, decoding=self.every != "prefill")
 
     def always_kept(self, budget: int) -> tuple[int, int]:
         """Return the first tokens, and the window or `last` if that is more."""

@@ -8,10 +8,10 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.kv.attention_watch import AttentionRows
+from sinkscope.engine.block import Run
+from sinkscope.kv.attention_rows import AttentionRows, RowWatcher, watch
 from sinkscope.kv.policy import LayerMoment, Policy, unseen_queries
 from sinkscope.kv.registry import register_policy
-from sinkscope.kv.session import Session
 from sinkscope.models.target import Target
 
 
@@ -29,10 +29,9 @@ class TOVA(Policy):
         0
     """
 
-    def watch(self, session: Session) -> None:
+    def watch(self, run: Run) -> None:
         """Watch the newest query of every layer."""
-        target = session.run.target
-        session.watch(partial(self._note, target), last=1)
+        watch(run, RowWatcher(partial(self._note, run.target), last=1))
 
     def _note(self, target: Target, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.engine.attention import ChunkWindow
 from sinkscope.engine.block import Run
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.latest_queries import LatestQueries
+from sinkscope.kv.latest_queries import LayerQueries
+from sinkscope.models.windows import ChunkWindow
 from sinkscope.results.notation import count_of
 
 
@@ -153,7 +153,7 @@ class Meter:
         self._all, self._decoding = TokenCount(), TokenCount()
 
     def note(
-        self, layers: list[CacheLayer], *, decodes: bool = False, queries: Mapping[int, LatestQueries] | None = None
+        self, layers: list[CacheLayer], *, decodes: bool = False, queries: Mapping[int, LayerQueries] | None = None
     ) -> None:
         """Count what the layers hold after a call.
 

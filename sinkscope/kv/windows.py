@@ -7,9 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
-from sinkscope.engine.attention import ChunkWindow
-from sinkscope.engine.step import Call
-from sinkscope.engine.stock import NAME, attention_name
+from sinkscope.engine.step import Step
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
@@ -50,19 +48,6 @@ def scope_line(target: Target) -> str:
     return "; ".join(sentences)
 
 
-def layer_window(target: Target, layer: int) -> int | None:
-    """Return the sliding window of a layer, in tokens; None if the layer sees everything."""
-    config = target.config
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    kinds = getattr(config, "layer_types", None)
-    kind = "sliding_attention" if kinds is None else kinds[layer]
-    if window and kind == "chunked_attention":
-        return ChunkWindow(config.attention_chunk_size)
-    if window and kind == "sliding_attention":
-        return int(window)
-    return None
-
-
 def check_servable(target: Target) -> None:
     """Refuse a model on which no cache policy and no attention observer can act.
 
@@ -95,25 +80,16 @@ def check_servable(target: Target) -> None:
         )
 
 
-def attention_elsewhere(target: Target) -> UnsupportedError:
-    """Return the error for a call whose attention did not come by the tap, because it was set after entering a run."""
-    names = ", ".join(sorted({repr(attention_name(config)) for config in target.configs} - {repr(NAME)}))
-    return UnsupportedError(
-        f"the attention of {target.name} was set to {names} inside the `with`, which goes past what acts here: set it "
-        "before the `with`"
-    )
-
-
-def check_mask(mask: Any, call: Call, target: Target) -> None:
+def check_mask(mask: Any, step: Step, target: Target) -> None:
     """Refuse a further turn whose mask hides tokens that earlier calls read.
 
     Raises:
         UnsupportedError: It does.
     """
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < call.past:
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < step.past:
         return
-    earlier = call.earlier.pos
-    hidden = (mask[:, : call.past] == 0).to(earlier.device) & (earlier >= 0)
+    earlier = step.earlier.pos
+    hidden = (mask[:, : step.past] == 0).to(earlier.device) & (earlier >= 0)
     if bool(hidden.any()):
         pad = target.config.get_text_config().pad_token_id
         tokens = count_of(int(hidden.sum()), "token")

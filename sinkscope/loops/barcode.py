@@ -19,7 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.generation.decode import decode
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.edit.sites import head_of
-from sinkscope.kv.attention_watch import AttentionRows
+from sinkscope.kv.attention_rows import AttentionRows
 from sinkscope.kv.observe import Observe
 from sinkscope.loops.generate import prompt_and_continuation
 from sinkscope.loops.text.signals import end_loop

@@ -21,11 +21,10 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural
 from sinkscope.generation.decode import decode, decoding, to_end
+from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.kv import Policy
-from sinkscope.kv.rewind import generate_with_rewind
-from sinkscope.kv.session import Session
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.measure import Setup
 from sinkscope.measure.attention_texts import prompt_ids
@@ -147,8 +146,7 @@ def _answers(
     """What is written after the prompts of a batch, the first of which is number `start`."""
     tok = tokenizer_of(target)
     with under(edit, target) as run:
-        session = Session.in_run(run)
-        rewinds = session is not None and session.rewinder is not None
+        rewinds = run is not None and run.takes_back
         streamer = None
         if on_text is not None and not rewinds:
             streamer = _Streamer(tok, start, on_text)
@@ -214,7 +212,7 @@ def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], r
     ends = end_ids(target)
     pad = max(0, min(ends, default=0))
     ids, mask = padded(rows, pad, target.device)
-    output = generate_with_rewind(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
+    output = write(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     return [to_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from textwrap import fill
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
-from sinkscope.engine.block import apart, check_apart
+from sinkscope.engine.owners import held, this_thread
 from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of, refuse_unknown
 from sinkscope.files.output import WRITTEN
 from sinkscope.files.progress import watched_by
@@ -85,7 +85,6 @@ class Measurement(Generic[P, R]):
         """Its own parameters, then the parameters of all measurements."""
         return (*self.parameters, *self._shared.values())
 
-    @apart()
     @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. `help` shows the arguments."""
@@ -101,7 +100,6 @@ class Measurement(Generic[P, R]):
                 shared["progress"] = bar
             return self._measured(replace(Setup.open(**shared, loading=self.loading), edit=edit), own, arguments)
 
-    @apart()
     @float32_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:
         """Measure on an open model. The arguments are the measurement's own."""
@@ -124,8 +122,9 @@ class Measurement(Generic[P, R]):
     def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
         setup.target.shards.agree("setting", self.function.__name__, plan)
-        check_apart(setup.target, self.function.__name__)
-        with noted_decoding() as decoding, watched_by(setup.progress), evaluating(setup.target.hf):
+        target, hold = setup.target, this_thread(self.function.__name__)
+        alone = held(target.base, hold, target.name)
+        with alone, noted_decoding() as decoding, watched_by(setup.progress), evaluating(target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {
             "bos": setup.bos is not None,

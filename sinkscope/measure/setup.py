@@ -15,7 +15,7 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.engine.block import runs_here
+from sinkscope.engine.owners import blocks_here
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Whole
@@ -172,7 +172,7 @@ class Setup:
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """Return what is made when something is first asked for with this key, under the same interventions."""
-        key = (*runs_here(self.target.base), *key)
+        key = (*blocks_here(self.target.base), *key)
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
 from sinkscope.models.hooks import Args, Hook, Kwargs, parameters_of
+from sinkscope.models.target import Target
 
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of the cache; where a call has several, transformers reads the first of them."""
@@ -70,6 +71,25 @@ def with_cache(model: nn.Module, arguments: Mapping[str, Any], cache: Any) -> di
     if cache is None:
         return kept
     return {**kept, **cache_argument(model, cache)}
+
+
+def new_call_cache(arguments: Mapping[str, Any], target: Target) -> Any:
+    """Return a new cache for a call with these arguments, which brings none; None if it is to use none."""
+    use_cache = arguments.get("use_cache")
+    if use_cache is None:
+        use_cache = getattr(target.config, "use_cache", True)
+    return new_cache(target) if use_cache else None
+
+
+def new_cache(target: Target) -> Any:
+    """Return an empty cache, of the class that the model asks for."""
+    from transformers import DynamicCache
+
+    asked = cache_parameter(target.base)
+    for kind in get_args(getattr(asked, "annotation", None)):
+        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
+            return kind()
+    return DynamicCache(config=target.config)
 
 
 def by_name(module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Any]:

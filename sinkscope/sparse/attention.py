@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.engine.attention import View, attention_probs
+from sinkscope.engine.attention import attention_probs
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.draws import draws
 
@@ -83,11 +83,14 @@ def attention_of(scores: Scores, rows: Int[Tensor, " row"]) -> Float[Tensor, "he
         rows: Indices of the queries.
     """
     rows = rows.to(scores.query.device, non_blocking=True)
-    view = View(torch.arange(scores.keys, device=rows.device)[None, None], rows[None] + scores.past, scores.window)
+    key, at = torch.arange(scores.keys, device=rows.device), (rows + scores.past)[:, None]
+    sees = key <= at
+    if scores.window is not None:
+        sees &= key > at - scores.window
     return attention_probs(
         scores.query[None, :, rows],
         scores.key[None],
-        view.sees(),
+        sees[None, None],
         scaling=scores.scaling,
         softcap=scores.softcap,
         sinks=scores.sinks,

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.tap import check_attention_visible, listening
+from sinkscope.engine.visible import Visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import PositiveShare, checked_value
 from sinkscope.measure import Natural, Number, Result, Setup, measurement
@@ -309,12 +310,12 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
     def see(call: Attention) -> None:
         if call.layer not in layers or call.is_repeated:
             return
-        if call.mask_is_stale:
+        if call.lacks_keys:
             raise UnsupportedError(
                 "lines need every key at its position, and a cache policy has evicted some: measure the prompt, before "
                 "anything was generated"
             )
-        window = _window(call.mask, call.key.shape[2])
+        window = _window(call.visible)
         with torch.no_grad():
             query = target.whole_heads(call.query[0], target.n_heads, 0)
             key = target.whole_heads(call.key[0], target.n_kv_heads, 0)
@@ -327,13 +328,12 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
         yield
 
 
-def _window(mask: Tensor | None, keys: int) -> int | None:
-    """The number of last keys that a mask shows to a query; None: all earlier keys."""
-    if mask is None:
+def _window(visible: Visible) -> int | None:
+    """The number of last keys that a query sees; None: all earlier keys."""
+    if visible.is_causal:
         return None
-    seen = mask[0, 0, :, :keys]
-    if seen.dtype != torch.bool:
-        seen = seen == 0
+    seen = visible.sees()[0, 0]
+    keys = seen.shape[1]
     window = int(seen[-1].sum())
     past = keys - len(seen)
     if not torch.equal(seen, torch.ones_like(seen).tril(past).triu(past - window + 1)):

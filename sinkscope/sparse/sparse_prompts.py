@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -14,14 +15,21 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.engine.attention import Attention, View
+from sinkscope.engine.actor import Actor
+from sinkscope.engine.attention import Attention, AttentionOutput
 from sinkscope.engine.block import Event, Run
-from sinkscope.engine.step import Call, Memory
+from sinkscope.engine.rows import Memory
+from sinkscope.engine.step import Step
+from sinkscope.engine.tap import check_attention_recomputed
+from sinkscope.engine.visible import TensorMask, Visible
+from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import check_fields
 from sinkscope.hooks.edit.base import Intervention
+from sinkscope.kv.adopt import check_seen
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.cache_state import Moment
-from sinkscope.kv.session import Session
+from sinkscope.kv.keeper import layer_of, own_attention
+from sinkscope.kv.windows import check_servable
+from sinkscope.models.windows import layer_window
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import Bands, BlockGrid, Copies
 from sinkscope.sparse.choice import select_bands
@@ -29,6 +37,7 @@ from sinkscope.sparse.head_lines import HeadLines
 from sinkscope.sparse.replay import Replayed
 from sinkscope.sparse.sparse import band_attention, lack_of_library, line_attention, recovered, triton_module
 
+_MASK_ROWS = 1024  # queries at a time for which a mask is compared
 _UNKNOWN = -1  # the id of an embedding, and of a token that was read before the run
 
 
@@ -39,61 +48,109 @@ class PromptCall:
     Attributes:
         copies: Copies in each row, on each device; None if no id is known.
         replayed: The choices of lines that were recorded for each row.
+        causal: Whether a mask is causal, by its identity.
     """
 
     copies: dict[tuple[int, torch.device], Copies | None] = field(default_factory=dict)
     replayed: dict[int, dict[Hashable, Replayed]] = field(default_factory=dict)
+    causal: dict[int, bool] = field(default_factory=dict)
     _counts: dict[int, Int[Tensor, "row 3"]] = field(default_factory=dict)
 
-    def counts_of(self, view: View) -> Int[Tensor, "row 3"]:
+    def counts_of(self, index: Int[Tensor, "row query"], columns: Int[Tensor, "row key"]) -> Int[Tensor, "row 3"]:
         """Return the last position of each row, and the numbers of its keys and of its queries."""
-        slots = view.pos.shape[2]
-        if slots not in self._counts:
-            queries = view.query_pos
-            keys = (view.pos[:, 0] >= 0).sum(-1)
-            self._counts[slots] = torch.stack([queries.amax(1), keys, (queries >= 0).sum(-1)], 1)
-        return self._counts[slots]
+        keys = columns.shape[1]
+        if keys not in self._counts:
+            numbers = [index.amax(1), (columns >= 0).sum(-1), (index >= 0).sum(-1)]
+            self._counts[keys] = torch.stack(numbers, 1)
+        return self._counts[keys]
 
 
-class PromptCalls:
-    """Follows the calls of a run. Ids are kept with the rows of each cache, so that a turn's copies reach into it.
+class PromptReader(Actor):
+    """Reads the prompts of a block along lines. Ids are kept with the rows of each cache, so that a turn's copies reach
+    into it.
 
     Args:
-        run: The run.
-        key: Key of the edit in the run.
+        prompts: What chooses the lines.
+        run: The block.
+        key: Key of the edit in the block.
     """
 
-    def __init__(self, run: Run, key: int) -> None:
-        self._run, self._key = ref(run), key
-        self._calls: WeakKeyDictionary[Call, PromptCall] = WeakKeyDictionary()
-        run.hook((run.target.base, "pre", self._note))
+    def __init__(self, prompts: SparsePrompts, run: Run, key: int) -> None:
+        self._prompts, self._run, self._key = prompts, ref(run), key
+        self._calls: WeakKeyDictionary[Step, PromptCall] = WeakKeyDictionary()
 
-    def of(self, call: Call) -> PromptCall:
+    @property
+    def name(self) -> str:
+        """Name of what chooses the lines."""
+        return type(self._prompts).__name__
+
+    def before(self, step: Step) -> None:
+        """Add the ids of a call to those before it."""
+        if step.cache is not None:
+            check_seen(step.cache)
+        new = step.earlier.pos.new_full((step.rows, step.new), _UNKNOWN)
+        if step.ids is not None:
+            new = step.ids.to(new.device)
+        memory = step.state.memory.setdefault(self._key, Memory())
+        earlier = memory.of_tokens.get("ids", new[:, :0])[:, : step.past]
+        unknown = new.new_full((step.rows, step.past - earlier.shape[1]), _UNKNOWN)
+        memory.of_tokens["ids"] = torch.cat([earlier, unknown, new], 1)
+
+    def attends(self, step: Step) -> bool:
+        """Return whether the call reads several tokens."""
+        return step.new > 1
+
+    def attend(self, step: Step, attention: Attention) -> None:
+        """Compute the attention of a layer."""
+        if attention.queries > 1:
+            attention.compute = partial(self._compute, step)
+
+    def _compute(self, step: Step, attention: Attention) -> AttentionOutput | None:
+        run = self._run()
+        assert run is not None
+        output = self._prompts.attend(attention, step, run, self)
+        return None if output is None else (output, None)
+
+    def of(self, step: Step) -> PromptCall:
         """Return what is known of a call, as long as it lasts."""
-        return self._calls.setdefault(call, PromptCall())
+        return self._calls.setdefault(step, PromptCall())
 
-    def copies(self, call: Call, row: int, device: torch.device) -> Copies | None:
+    def copies(self, step: Step, row: int, device: torch.device) -> Copies | None:
         """Find the copies in a row of a prompt; None if no id of it is known. The first layer waits for the device."""
-        found = self.of(call).copies
+        found = self.of(step).copies
         if (row, device) not in found:
-            ids = call.state.memory[self._key].of_tokens["ids"][row]
-            real = ids[call.columns[row] >= 0].cpu()
-            queries = int((call.index[row] >= 0).sum())
+            ids = step.state.memory[self._key].of_tokens["ids"][row]
+            real = ids[step.columns[row] >= 0].cpu()
+            queries = int((step.index[row] >= 0).sum())
             is_known = bool((real[len(real) - queries :] != _UNKNOWN).any())
             found[row, device] = Copies.of(real, queries, device) if is_known else None
         return found[row, device]
 
-    def _note(self, *_: Any) -> None:
-        """Add the ids of a call to those before it."""
-        run = self._run()
-        call = None if run is None else run.call
-        if call is None:
-            return
-        new = torch.full_like(call.index, _UNKNOWN) if call.ids is None else call.ids.to(call.index.device)
-        memory = call.state.memory.setdefault(self._key, Memory())
-        earlier = memory.of_tokens.get("ids", new[:, :0])[:, : call.past]
-        unknown = new.new_full((call.rows, call.past - earlier.shape[1]), _UNKNOWN)
-        memory.of_tokens["ids"] = torch.cat([earlier, unknown, new], 1)
+    def is_causal(self, step: Step, attention: Attention) -> bool:
+        """Return whether every real token sees all real tokens up to itself, and no other; asked once of each mask."""
+        visible = attention.visible
+        if visible.is_causal and not step.is_padded:
+            return True
+        known = self.of(step).causal
+        key = id(attention.mask) if attention.mask is not None else id(visible.source)
+        if key not in known or visible.hidden:
+            known[key] = _is_causal(step, visible)
+        return known[key]
+
+
+def _is_causal(step: Step, visible: Visible) -> bool:
+    """Whether a mask is that of a causal model whose padding is hidden."""
+    device = visible.device
+    columns, column = step.columns.to(device), visible.key_columns()
+    real = columns[:, visible.query.start : visible.query.stop] >= 0
+    for start in range(0, len(visible.query), _MASK_ROWS):
+        part = visible.section(slice(start, start + _MASK_ROWS))
+        at = torch.arange(part.query.start, part.query.stop, device=device)
+        causal = (column[:, :, None] <= at[:, None]) & (columns.gather(1, column[:, 0]) >= 0)[:, None, None]
+        differs = (part.sees() != causal) & real[:, None, start : start + _MASK_ROWS, None]
+        if bool(differs.any()):
+            return False
+    return True
 
 
 class SparsePrompts(Intervention):
@@ -135,10 +192,21 @@ class SparsePrompts(Intervention):
     # Done here ----------------------------------------------------------------------------------------------------
 
     def enter(self, run: Run, key: int) -> None:
-        """Replace the attention of prompts."""
-        session, calls = Session.of(run), PromptCalls(run, key)
-        name = type(self).__name__
-        session.replace_prompts(name, lambda prompt, moment: self._attend(prompt, moment, run, calls))
+        """Replace the attention of prompts.
+
+        Raises:
+            UnsupportedError: The attention of the model cannot be computed along lines, or something in this block
+                reads prompts already.
+        """
+        check_servable(run.target)
+        check_attention_recomputed(run.target)
+        own_attention(run)
+        for actor in run.actors:
+            if isinstance(actor, PromptReader):
+                raise UnsupportedError(
+                    f"{actor.name} and {type(self).__name__} would both decide how prompts are read: enter one of them"
+                )
+        run.act(PromptReader(self, run, key))
 
     def summary(self, run: Run) -> str:
         """Return how much of the prompts' attention was computed, or why all; "" if there was no prompt."""
@@ -155,17 +223,20 @@ class SparsePrompts(Intervention):
             return f"{name} left prompts to the model's own attention: {', '.join(dict.fromkeys(reasons))}."
         return f"{name} computed {fmean(shares):.0%} of the attention of prompts, the choice of lines included."
 
-    def _attend(
-        self, prompt: Attention, moment: Moment, run: Run, calls: PromptCalls
+    def attend(
+        self, prompt: Attention, step: Step, run: Run, reader: PromptReader
     ) -> Float[Tensor, "batch query head d_value"] | None:
-        """Attention of a prompt in one layer; None if the model's own attention reads it."""
-        call, view, kv = moment.call, prompt.view, moment.layer(prompt.layer)
-        assert view is not None
-        whole_rows = not call.tokens.padded and (kv is None or kv.gapless)
-        known, why_dense = calls.of(call), self.why_dense(prompt, view, kv)
-        counts = known.counts_of(view)
+        """Return the attention of a prompt in one layer; None if the model's own attention reads it."""
+        kv, begin = layer_of(step, prompt.layer), prompt.first_key
+        columns = step.columns[:, begin : begin + prompt.key.shape[2]].to(prompt.key.device)
+        if kv is not None and kv.edited:
+            columns = kv.pos[:, 0]
+        whole_rows = not step.tokens.padded and (kv is None or kv.gapless)
+        known, why_dense = reader.of(step), self.why_dense(prompt, step, reader, kv)
+        index = step.on(prompt.key.device)
+        counts = known.counts_of(index, columns)
         if why_dense is not None:
-            run.log(_events(call.step, prompt.layer, counts, why_dense, {}))
+            run.log(_events(step.number, prompt.layer, counts, why_dense, {}))
             return None
         reads: dict[int, Callable[[], dict[str, Any]]] = {}
         batch, heads, queries = prompt.query.shape[:3]
@@ -176,11 +247,11 @@ class SparsePrompts(Intervention):
             query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
             real: Tensor | slice = slice(None)
             if not whole_rows:  # a choice by index copies
-                real, occupied = view.query_pos[row] >= 0, view.pos[row, 0] >= 0
+                real, occupied = index[row] >= 0, columns[row] >= 0
                 query, key, value = query[:, real], key[:, occupied], value[:, occupied]
             if not query.shape[1]:  # it is all padding
                 continue
-            copies = calls.copies(call, row, key.device)
+            copies = reader.copies(step, row, key.device)
             replayed = known.replayed.setdefault(row, {})
             attended, reads[row] = self.read(Scores(query, key, prompt.scaling), value, prompt.layer, copies, replayed)
             attended = rearrange(attended, "head query d_value -> query head d_value")
@@ -188,7 +259,7 @@ class SparsePrompts(Intervention):
                 output = attended[None]
             else:
                 output[row, real] = attended
-        run.log(_events(call.step, prompt.layer, counts, None, reads))
+        run.log(_events(step.number, prompt.layer, counts, None, reads))
         return output
 
     def read(
@@ -238,16 +309,17 @@ class SparsePrompts(Intervention):
 
         return output, data
 
-    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
+    def why_dense(self, prompt: Attention, step: Step, reader: PromptReader, kv: CacheLayer | None) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used."""
-        keys = prompt.key.shape[2]
+        keys, source = prompt.key.shape[2], prompt.source
         short = self.too_short(prompt.queries, keys, prompt.key.device)
         if short is not None:
             return short
         why_no_kernel = lack_of_library(prompt.query.device)
         if why_no_kernel is not None:
             return f"on {prompt.query.device.type}: {why_no_kernel}"
-        if view.window is not None and keys > view.window:
+        window = layer_window(prompt.module.config, prompt.layer)
+        if window is not None and keys > window:
             return "sliding window"
         if prompt.softcap is not None:
             return "soft cap"
@@ -255,6 +327,10 @@ class SparsePrompts(Intervention):
             return "learned sinks"
         if kv is not None and kv.edited:
             return "tokens were evicted"
+        if isinstance(source, TensorMask) and source.mask.is_floating_point() and source.function is None:
+            return "a mask of numbers"
+        if not reader.is_causal(step, prompt):
+            return "a mask that is not causal"
         return None
 
 

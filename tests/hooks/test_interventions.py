@@ -15,7 +15,8 @@ from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.engine.step import begin_call, put_rows
+from sinkscope.engine.rows import put_rows
+from sinkscope.engine.step import begin_step
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 
@@ -170,13 +171,13 @@ def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
             break
         tokens = torch.full((len(lengths), stop - start), 7)
         mask = shape_mask(real, start, stop, masked)
-        call = begin_call(0, 0, {"input_ids": tokens, "attention_mask": mask, "past_key_values": held})
+        call = begin_step(0, 0, {"input_ids": tokens, "attention_mask": mask, "past_key_values": held})
         put_rows(held, 0, call.state)
         got.append(call.index)
         held.seen = start = stop
     assert torch.equal(torch.cat(got, 1), want)
     # A token without mask comes after all real ones.
-    call = begin_call(0, 1, {"input_ids": torch.full((len(lengths), 1), 7), "past_key_values": held})
+    call = begin_step(0, 1, {"input_ids": torch.full((len(lengths), 1), 7), "past_key_values": held})
     assert call.index.flatten().tolist() == lengths
 
 

@@ -16,10 +16,10 @@ from refusals import refused
 from repository import ROOT
 from transformers import DynamicCache, EncoderDecoderCache
 
-from sinkscope.engine.step import TokenPositions
+from sinkscope.engine.tokens import TokenPositions
 from sinkscope.generation.progressive import work_on_copy
 from sinkscope.kv import Full, Observe, StreamingLLM, slots
-from sinkscope.kv.cache import COLUMNS, CacheLayer
+from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import HeldTokens, TokenCount, allocated_slots
 
 HEADS = 2
@@ -70,9 +70,8 @@ class Slow:
                     if real[-1]:
                         self.held[row][head][sum(real) - 1] = [float(keys[row, head, column]), 0]
         columns = torch.tensor(self.real)
-        token = COLUMNS.set(TokenPositions.of(torch.where(columns, columns.long().cumsum(1) - 1, -1)))
+        layer.upcoming = TokenPositions.of(torch.where(columns, columns.long().cumsum(1) - 1, -1))
         layer.update(keys, -keys)
-        COLUMNS.reset(token)
 
     def apply(self, layer: CacheLayer, random: Random, name: str):
         """One operation on both, with a number from 0 to 9 for every slot."""

@@ -144,7 +144,7 @@ class Wrong(Policy):
 
     def scores(self, at: LayerMoment):
         good = at.kv.pos.float()
-        if at.moment.state.decoded < self.since:
+        if at.step.state.decoded < self.since:
             return good
         return {
             "shape": good[:, :, 1:],

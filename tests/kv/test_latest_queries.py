@@ -10,9 +10,12 @@ from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
+from sinkscope.engine.actor import Actor
 from sinkscope.engine.block import Run
+from sinkscope.engine.step import Step
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv import Session, SnapKV
+from sinkscope.kv import SnapKV
+from sinkscope.kv.latest_queries import QueryKeeper
 from sinkscope.sparse.serve import LoopServe
 
 
@@ -23,7 +26,17 @@ class Looking(Intervention):
     states: list[Any] = field(default_factory=list)
 
     def enter(self, run: Run, key: int) -> None:
-        Session.of(run).after_call(lambda moment: self.states.append(moment.state))
+        run.act(Note(self.states))
+
+
+@dataclass
+class Note(Actor):
+    """Notes the state of the rows after each call."""
+
+    states: list[Any]
+
+    def after(self, step: Step) -> None:
+        self.states.append(step.state)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +50,9 @@ def test_only_the_latest_queries_stay_and_they_are_counted(voter, family):
     looking, cache = Looking(), DynamicCache(config=model.config)
     with (voter | looking).on(model) as run:
         decode(model, ids, mask, 600, cache)
-        queries = looking.states[-1].queries.values()
-        kept = sum(latest.query.nbytes + latest.pos.nbytes for latest in queries)
-        stored = sum(one.untyped_storage().nbytes() for latest in queries for one in (latest.query, latest.pos))
+        queries = looking.states[-1].of_actors[QueryKeeper.KEY].by_layer.values()
+        kept = sum(latest.query.nbytes for latest in queries)
+        stored = sum(one.untyped_storage().nbytes() for latest in queries for one in (latest.query,))
         assert len(queries) == 2 and kept == stored
         assert all(latest.query.shape[2] <= 64 for latest in queries)
         layers = [part for layer in cache.layers for part in (layer, layer.whole_layer) if part is not None]

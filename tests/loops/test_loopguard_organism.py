@@ -11,8 +11,8 @@ from transformers import LogitsProcessor
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.generation.conversation import Conversation
+from sinkscope.generation.write import write
 from sinkscope.hooks.edit import Event
-from sinkscope.kv.rewind import generate_with_rewind
 from sinkscope.loops import MonitorSettings, tail_period
 from sinkscope.loops.generate import generate, padded
 from sinkscope.loops.guard import LoopGuard
@@ -117,7 +117,7 @@ def test_what_was_taken_back_is_not_seen_by_penalties():
     seen = LastSeen()
     ask = {"attention_mask": mask, "pad_token_id": 0, "do_sample": False, "logits_processor": [seen]}
     with guard.on(model) as run, torch.no_grad():
-        written = generate_with_rewind(run, model, ids, max_new_tokens=48, stopping_criteria=None, **ask)
+        written = write(run, model, ids, max_new_tokens=48, stopping_criteria=None, **ask)
     assert any(event.data["taken_back"] for event in run.events)
     for whole, row in zip(written, seen.ids, strict=True):
         last = row[ids.shape[1] :]

@@ -18,8 +18,9 @@ from test_bands import random_bands
 from test_sparse_attention import inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sinkscope.engine.attention import Attention, View
+from sinkscope.engine.attention import Attention
 from sinkscope.engine.stock import Stock
+from sinkscope.engine.visible import CausalMask
 from sinkscope.errors import UnsupportedError
 from sinkscope.sparse import band_attention, select_bands, sparse
 from sinkscope.sparse.attention import Scores
@@ -152,11 +153,10 @@ def test_on_a_gpu_decoding_reads_everything_where_a_choice_was_measured_to_be_sl
 def test_prompts_on_a_device_without_it_are_left_to_the_model():
     query = torch.empty(1, 2, 200, 16, device="meta")
     key = torch.empty(1, 1, 200, 16, device="meta")
-    pos = torch.arange(200)[None]
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation_internal="sdpa"))
-    view = View(pos[None], pos)
-    prompt = Attention(module, 0, query, key, key, None, {}, Stock(module.config), 0.25, viewed=lambda _: view)
-    assert LoopServe(shortest=0).why_dense(prompt, view, None) == "on meta: only CPUs and CUDA do that"
+    prompt = Attention(module, 0, query, key, key, None, CausalMask(), 0, {}, Stock(module.config), 0.25)
+    reader: Any = None  # nothing is asked of it there, nor of the call
+    assert LoopServe(shortest=0).why_dense(prompt, reader, reader, None) == "on meta: only CPUs and CUDA do that"
 
 
 @pytest.mark.slow

@@ -52,18 +52,24 @@ class Intervention(ABC):
             return NotImplemented
         return Composed((*self.parts, *other.parts))
 
-    def on(self, model: object) -> Run:
+    def on(self, model: object, *, wait: bool = False) -> Run:
         """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`. What is returned is used once.
 
         Everything that calls the model there is edited: forward, `generate` and its variants, nnsight's `trace` and
         `generate`. On exit, even by an exception, the model is restored. `Run` explains which threads are
         affected. Weights are never changed.
 
+        Args:
+            model: The model.
+            wait: Whether entering waits while another thread is in a block on the same model, as the handlers of a
+                server do. Otherwise it is refused.
+
         Raises:
             SinkscopeError: The model has no such layer or neuron.
-            UnsupportedError: The model cannot be edited this way (no such site); the message says what can.
+            UnsupportedError: The model cannot be edited this way (no such site); the message says what can. Entering
+                raises it if another thread is in a block on the model.
         """
-        return Run(target_of(model), self.parts)
+        return Run(target_of(model), self.parts, wait=wait)
 
 
 @dataclass(frozen=True)

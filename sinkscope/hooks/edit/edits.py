@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.engine.block import Event, Run
-from sinkscope.engine.internals import GenerateFollower, following_generate
-from sinkscope.engine.step import Call, Memory
+from sinkscope.engine.rows import Memory
+from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, check_values, checked_value
 from sinkscope.hooks.edit.base import Intervention
@@ -46,21 +46,27 @@ class Values:
     Attributes:
         old: The values; of a head, the columns of its output.
         of: What the edit says of the hook point.
-        call: The forward call.
+        step: The forward call.
         memory: What the edit remembers of these rows between calls.
         run: The run in which the edit acts.
     """
 
     old: Float[Tensor, "batch pos *d"]
     of: Any
-    call: Call
+    step: Step
     memory: Memory
     run: Run
 
     @property
     def index(self) -> Int[Tensor, "batch pos"]:
         """True position of each token in its row; -1 at padding."""
-        return self.call.on(self.old.device)
+        return self.step.on(self.old.device)
+
+    @property
+    def documents(self) -> Int[Tensor, "batch pos"] | None:
+        """Document of each token; None if each row is one document."""
+        documents = self.step.documents
+        return None if documents is None else documents.to(self.old.device)
 
 
 class PlacedEdit(Intervention):
@@ -93,12 +99,11 @@ class PlacedEdit(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on the modules beside which the values pass."""
         if self.remembers:
-            follower = GenerateFollower(run.acts_here, self._check_generation)
-            run.stack.enter_context(following_generate(run.target.hf, follower))
+            run.check_generate(self._check_generation)
         for number, (point, of) in enumerate(self.hook_points(run.target)):
             run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of)))
 
-    def _check_generation(self, method: str, options: dict[str, Any], _settings: Any) -> None:
+    def _check_generation(self, method: str, options: dict[str, Any]) -> None:
         """Refuse kinds of generation in which what the edit remembers is not that of single tokens, one by one.
 
         Raises:
@@ -117,18 +122,18 @@ class PlacedEdit(Intervention):
 
     def _edit(self, run: Run, key: tuple[int, int], of: Any, tensor: Tensor) -> Tensor | None:
         """New values; None if the run does not act on this call."""
-        call = run.call
-        if call is None:
+        step = run.step
+        if step is None:
             return None
-        if tensor.numel() != call.index.numel() * tensor.shape[-1]:
+        if tensor.numel() != step.index.numel() * tensor.shape[-1]:
             raise UnsupportedError(
                 f"a module of {run.target.name} reads {tensor.numel() // tensor.shape[-1]} tokens of a call with "
-                f"{call.index.numel()}, whose positions are not known: leave its layer out of the edit"
+                f"{step.index.numel()}, whose positions are not known: leave its layer out of the edit"
             )
         # OPT and experts run batch and position together.
-        old = tensor.reshape(*call.index.shape, tensor.shape[-1])
-        memory = call.state.memory.setdefault(key, Memory())
-        return self.edited(Values(old, of, call, memory, run)).reshape(tensor.shape)
+        old = tensor.reshape(*step.index.shape, tensor.shape[-1])
+        memory = step.state.memory.setdefault(key, Memory())
+        return self.edited(Values(old, of, step, memory, run)).reshape(tensor.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,15 +198,15 @@ class NeuronEdit(PlacedEdit):
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the new values, which are logged where they differ."""
         old, index, memory, of = values.old, values.index, values.memory, values.of
-        memory.keep("first", old, index == 0)
+        kept = memory.keep("first", old, index == 0, values.documents)
         changed = new = self.new_values(values)
         size = _norm if isinstance(of, Head) else torch.abs
-        first = size(memory.of_rows["first"].nan_to_num(0))[:, None]
+        first = size(kept.detach().nan_to_num(0))
         has_moved = size((new - old).detach()) > self.EVENT_SHARE * first
         if isinstance(of, Head):
             old, new = _norm(old), _norm(new)
         moved = has_moved & (index >= 0)[..., None]
-        step, before, after = values.call.step, old.detach(), new.detach()
+        step, before, after = values.step.number, old.detach(), new.detach()
 
         def events() -> list[Event]:
             """Return an event for each neuron, or head, that was moved at a token."""
@@ -295,9 +300,14 @@ class Ablate(NeuronEdit):
 
     def _mean(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """The mean of the first call that has one; before it nothing changes."""
-        values.call.check_read("the mean of the row", "give a number as value", enough=1)
+        values.step.check_read("the mean of the row", "give a number as value", enough=1)
         old, there = values.old, (values.index > 0)[..., None]
         exact = torch.promote_types(old.dtype, torch.float32)
+        documents = values.documents
+        if documents is not None:  # each text has a mean of its own
+            own = (documents[:, :, None] == documents[:, None]).to(exact)
+            mean = (own @ torch.where(there, old, 0).to(exact)) / (own @ there.to(exact))
+            return torch.where(mean.isnan(), old, mean.to(old.dtype))
         mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
         earlier = values.memory.of_rows.get("mean", mean)
         mean = torch.where(earlier.isnan(), mean, earlier)

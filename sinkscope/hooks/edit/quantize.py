@@ -160,8 +160,12 @@ class Quantize(PlacedEdit):
         largest = rounded.float().abs().amax(-1, keepdim=True)
         if self.scale == "token":
             return largest
-        values.call.check_read("the largest of their values", 'round with scale="token"')
-        return values.memory.add("largest", largest, values.call.past).amax(1, keepdim=True)
+        values.step.check_read("the largest of their values", 'round with scale="token"')
+        documents = values.documents
+        if documents is not None:  # each text has a scale of its own
+            own = (documents[:, :, None] == documents[:, None])[..., None, None]
+            return torch.where(own, largest[:, None], 0).amax(2)
+        return values.memory.add("largest", largest, values.step.past).amax(1, keepdim=True)
 
 
 def _as_one_head(values: Tensor) -> Tensor:

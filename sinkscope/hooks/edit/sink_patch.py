@@ -158,10 +158,10 @@ class SinkPatch(NeuronEdit):
             numbers = [self.calibrated[site] for site in values.of.sites]
             neutral = torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
         else:
-            neutral = self._second_value(values)[:, None]
+            neutral = self._second_value(values)
         return torch.where((values.index > 0)[..., None], neutral, values.old)
 
-    def _second_value(self, values: Values) -> Float[Tensor, "batch neuron"]:
-        """The value at the second token of each row."""
-        values.call.check_read("the neuron's value at the second one", "give calibrated values", enough=1)
-        return values.memory.keep("second", values.old, values.index == 1)
+    def _second_value(self, values: Values) -> Float[Tensor, "batch _ neuron"]:
+        """The value at the second token of each row, or document."""
+        values.step.check_read("the neuron's value at the second one", "give calibrated values", enough=1)
+        return values.memory.keep("second", values.old, values.index == 1, values.documents)

@@ -100,6 +100,9 @@ class GuardedRows:
     stops: Sequence[int] = ()
     count: int = 0
 
+    def take(self, rows: Int[Tensor, " row"]) -> None:
+        """Return None: rows that changed places are watched anew."""
+
 
 def ids_of_setting(settings: Any, name: str) -> list[int]:
     """Return the token ids that a setting of the generation gives: none, one or several."""

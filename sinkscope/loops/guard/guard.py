@@ -1,13 +1,13 @@
 """LoopGuard (section 5): an online monitor for each row removes the repeating tail from the cache when it fires.
 
-What happens in each call of the model (`GuardRun.on_logits`):
+What happens after each call of the model (`GuardActor.after`):
 
 1. A prompt begins new rows, each with a monitor of its own (`_new_rows`).
 2. Each row's monitor takes its newest token and says whether to intervene, Eqs. 8 and 9 (`push`).
 3. Where a row repeats itself is found, I_bad(t) (`find_repetition`), and what of it is cut (`LoopGuard.to_cut`).
 4. Anchors, a sparse history and clean recent tokens are kept, Eqs. 10 and 11 (`tokens_to_keep`); everything else
    leaves all layers and heads (`evict_rows`).
-5. Where the caller can take tokens back, the copies leave the output as well (`_rewind`); not in the paper.
+5. Where the caller can take tokens back, the copies leave the output as well (`_take_back`); not in the paper.
 6. From then on, tokens that would prolong a repetition are less likely, and tokens are drawn (`_steer`); not in the
    paper.
 """
@@ -20,16 +20,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
+from sinkscope.engine.actor import Actor, TakeBack
 from sinkscope.engine.block import Event, Run
-from sinkscope.engine.step import TokenPositions
+from sinkscope.engine.step import Step
+from sinkscope.engine.tokens import TokenPositions
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Whole, Wording, check_fields, share_of
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv.cache_state import Moment
-from sinkscope.kv.rewind import Rewinder
-from sinkscope.kv.session import Session
+from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.loops.guard.cut import (
     Retention,
     cached_positions,
@@ -48,6 +48,7 @@ from sinkscope.results.notation import count_of, word_list
 
 CERTAIN = 1000.0  # a logit that leads by so much is drawn at any temperature, and has a place in float16
 ASKED_WITHIN = 512  # last tokens of a prompt that may ask for a repetition
+_GUARDED = "guarded rows"
 ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
 DEFAULT_MONITOR = MonitorSettings(cooldown=8)  # a loop that goes on is met with more than a cut: no need to wait
 DEFAULT_STEER = Steer()
@@ -210,16 +211,13 @@ class LoopGuard(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache, and watch ids and logits of the causal model."""
-        session = Session.of(run)
-        session.own_cache(first=self.kept_first)
+        keeper = CacheKeeper.of(run, first=self.kept_first)
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
-        session.keeps_ended = True
-        session.before_decode()  # so that tokens come one by one, in rows that keep their places
+        keeper.watch_decoding()
         if self.act in ("rewind", None) and self.steer is not None:  # else the loop would be written again
-            session.rewinder = Rewinder()
-        guarding = GuardRun(self, self.settings, run, session)
-        run.hook((run.target.hf, "post", guarding.on_logits))
+            run.takes_back = True
+        run.act(GuardActor(self, self.settings, run, keeper))
 
 
 def event_in_words(event: Event, act: str | None = None) -> str:
@@ -242,47 +240,43 @@ def event_in_words(event: Event, act: str | None = None) -> str:
 
 
 @dataclass(eq=False)
-class GuardRun:
-    """One guard at work in one run.
+class GuardActor(Actor):
+    """One guard at work in one block.
 
     Attributes:
         guard: The guard.
         settings: Settings of the monitor of every row.
-        run: The run.
-        session: Its session.
+        run: The block.
+        keeper: Who keeps its caches.
         has_warned: Whether it has said that nothing can be taken back.
     """
 
     guard: LoopGuard
     settings: Settings
     run: Run
-    session: Session
+    keeper: CacheKeeper
     has_warned: bool = False
 
-    def on_logits(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
+    def after(self, step: Step) -> TakeBack | None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
-        moment, self.session.generation.ended = self.session.generation.ended, None
-        if moment is None or moment.call.ids is None:
-            return
-        ids = moment.call.ids
-        rewinder, rows = self.session.rewinder, None
-        if rewinder is None or rewinder.kept_mask is None:  # else this piece of the generation has ended
-            rows = self._rows_of(moment, ids)
+        ids, logits = step.ids, step.logits
+        if ids is None or logits is None or not step.layers or step.is_over:
+            return None
+        rows = self._rows_of(step, ids)
         if rows is None:
-            return
-        rows.seen = moment.call.past + 1
+            return None
+        rows.seen = step.past + 1
         rows.count += 1
-        logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         largest = largest_probability(logits) if isinstance(self.settings, PaperSettings) else None
         alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
-        if rewinder is not None and rewinder.end_lengths:  # a full row goes on as padding
-            alarms = [number for number in alarms if rows.seen < rewinder.end_lengths[number]]
-        if alarms:
-            self._respond(moment, rows, alarms)
+        if step.room:  # a full row goes on as padding
+            alarms = [number for number in alarms if rows.seen < step.room[number]]
+        back = self._respond(step, rows, alarms) if alarms else None
         if self.guard.act == "stop":
             self._stop(rows, alarms, logits)
         if self.guard.steer is not None:
-            self._steer(self.guard.steer, rows, logits)
+            self._steer(self.guard.steer, step, rows, logits)
+        return back
 
     def _stop(self, rows: GuardedRows, alarms: list[int], logits: Float[Tensor, "row vocab"]) -> None:
         """Let rows end from their alarm on: at once, or as soon as the caller's settings allow an end."""
@@ -292,7 +286,7 @@ class GuardRun:
             if row.stops and not row.monitor.ended:
                 logits[number, rows.stops[0]] = logits[number].amax() + CERTAIN
 
-    def _steer(self, steer: Steer, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
+    def _steer(self, steer: Steer, step: Step, rows: GuardedRows, logits: Float[Tensor, "row vocab"]) -> None:
         """Lower the logits of tokens that would prolong a repetition of rows that looped, in place."""
         steered: dict[int, Steering] = {}
         for number, row in enumerate(rows.rows):
@@ -300,7 +294,7 @@ class GuardRun:
                 steered[number] = row.steering
         if steered:
             temperature = steer.temperature
-            if getattr(self.session.generation.settings, "do_sample", False):  # the caller draws
+            if getattr(step.settings, "do_sample", False):  # the caller draws
                 temperature = 0.0
             changed = logits[list(steered)].cpu()  # one wait for the device instead of several for each row
             for (number, steering), row_logits in zip(steered.items(), changed, strict=True):
@@ -312,44 +306,42 @@ class GuardRun:
                     row_logits.copy_(in_order(row_logits.float() + noise, row_logits.dtype))
             logits[list(steered)] = changed.to(logits.device)
 
-    def _rows_of(self, moment: Moment, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
+    def _rows_of(self, step: Step, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
-        rows: GuardedRows | None = moment.state.guarded
-        past = moment.call.past
-        if moment.state.prefilling:
-            moment.state.guarded = self._new_turn(moment, rows, ids)
+        guarded = step.state.of_actors.get(_GUARDED)
+        rows = guarded if isinstance(guarded, GuardedRows) else None
+        if step.state.prefilling:
+            step.state.of_actors[_GUARDED] = self._new_turn(step, rows, ids)
             return None
-        if rows is None or past != rows.seen or len(rows.rows) != len(ids):
+        if rows is None or step.past != rows.seen or len(rows.rows) != len(ids):
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
-            rows = self._new_rows(moment, past, [[] for _ in ids])
-            moment.state.guarded = rows
+            rows = self._new_rows(step, step.past, [[] for _ in ids])
+            step.state.of_actors[_GUARDED] = rows
         return rows
 
-    def _new_turn(self, moment: Moment, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
+    def _new_turn(self, step: Step, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
         """Start following rows at a prompt, a further part of one, or a new turn."""
-        if len(moment.layers) < len(moment.cache.layers):
-            self._spare_states(moment)
-        past = moment.call.past
+        if len(step.layers) < len(step.cache.layers):
+            self._spare_states(step)
+        past = step.past
         prompt_ids: list[list[int]] = []
-        for row_ids, row_index in zip(ids, moment.call.index.to(ids.device), strict=True):
+        for row_ids, row_index in zip(ids, step.index.to(ids.device), strict=True):
             prompt_ids.append(row_ids[row_index >= 0].tolist())
         if earlier is not None and past > 0 and earlier.count == 0 and len(earlier.rows) == len(ids):
             prompt_ids = [[*row.ids, *new] for row, new in zip(earlier.rows, prompt_ids, strict=True)]
-        return self._new_rows(moment, past + ids.shape[1], prompt_ids)
+        return self._new_rows(step, past + ids.shape[1], prompt_ids)
 
-    def _spare_states(self, moment: Moment) -> None:
-        """Take nothing back where layers keep a state, such as those of linear attention."""
-        if self.session.rewinder is not None:
-            self.session.rewinder.allowance = None
-        states = len(moment.cache.layers) - len(moment.layers)
+    def _spare_states(self, step: Step) -> None:
+        """Say that nothing is taken back where layers keep a state, such as those of linear attention."""
+        states = len(step.cache.layers) - len(step.layers)
         warn(
             f"{count_of(states, 'layer')} of {self.run.target.name} with a state, of which LoopGuard can take "
             "nothing: it cuts the other layers and lowers the loop's tokens, and does not rewind"
         )
 
-    def _new_rows(self, moment: Moment, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:
-        prompt: list[int] = (moment.call.columns[:, :seen].amax(1) + 1).tolist()
-        settings = self.session.generation.settings or getattr(self.run.target.hf, "generation_config", None)
+    def _new_rows(self, step: Step, seen: int, prompt_ids: list[list[int]]) -> GuardedRows:
+        prompt: list[int] = (step.columns[:, :seen].amax(1) + 1).tolist()
+        settings = step.settings or getattr(self.run.target.hf, "generation_config", None)
         stops = ids_of_setting(settings, "eos_token_id")
         ends = set(stops)
         if stops:  # a row that has ended goes on as padding; without an end no row does
@@ -366,21 +358,21 @@ class GuardRun:
             raise UnsupportedError(f"LoopGuard(act='stop'): {self.run.target.name} has no end token; use act='report'")
         return GuardedRows(rows, seen, ends, stops)
 
-    def _respond(self, moment: Moment, rows: GuardedRows, alarms: list[int]) -> None:
+    def _respond(self, step: Step, rows: GuardedRows, alarms: list[int]) -> TakeBack | None:
         """Log the alarms of rows; unless alarms are only reported, cut the cache of the rows that loop."""
         cuts = self.guard.act in ("cut", "rewind", None)
         if cuts:
-            for kv in moment.layers:
+            for kv in step.layers:
                 kv.settle()
         kept: dict[int, list[int]] = {}
         taken_back: dict[int, int] = {}
         events: list[Event] = []
         for number in alarms:
-            row, cached = rows.rows[number], cached_positions(moment.layers, number)
-            retention = self.guard.retention(row.prompt, self.session.anchors)
+            row, cached = rows.rows[number], cached_positions(step.layers, number)
+            retention = self.guard.retention(row.prompt, self.keeper.anchors)
             begin, period = find_repetition(row, retention)
             if cuts:
-                taken_back[number] = self._count_to_take_back(row, number)
+                taken_back[number] = self._count_to_take_back(step, row, number)
                 bad, level = self._bad_tokens(row, begin, period, taken_back[number], rows.count)
                 stay = tokens_to_keep(cached, row.length, bad, retention, level)
                 data = event_data(row, period, bad, cached, stay, level, taken_back[number])
@@ -389,14 +381,16 @@ class GuardRun:
                 kept[number] = stay
             else:
                 data = event_data(row, period, range(begin, row.length), cached, cached)
-            events.append(Event(number, moment.call.step, row.length - 1, None, None, LoopGuard.KIND, data))
+            events.append(Event(number, step.number, row.length - 1, None, None, LoopGuard.KIND, data))
         if cuts:
-            evict_rows(moment.layers, kept)
+            evict_rows(step.layers, kept)
+        back = None
         if any(taken_back.values()):
-            self._rewind(moment, rows, taken_back)
+            back = self._take_back(step, rows, taken_back)
         if self.guard.act == "rewind" and any(event.data["left_in_text"] for event in events):
             self._warn_of_copies()
         self.run.log(lambda: events)
+        return back
 
     def _warn_of_copies(self) -> None:
         """Say once what "rewind", which was asked for, cannot do."""
@@ -424,35 +418,34 @@ class GuardRun:
             return range(row.length - taken_back, row.length), level
         return range(*self.guard.to_cut(begin, row.length, period)), level
 
-    def _rewind(self, moment: Moment, rows: GuardedRows, taken_back: dict[int, int]) -> None:
-        """Take tokens of some rows back, and the token before them, which is read again; the piece ends here."""
-        rewinder, state = self.session.rewinder, moment.call.state
-        assert rewinder is not None  # because it has an allowance
+    def _take_back(self, step: Step, rows: GuardedRows, taken_back: dict[int, int]) -> TakeBack:
+        """Take tokens of some rows out of the cache, and the token before them, which is read again."""
+        state = step.state
         columns = state.tokens.pos.clone()
-        rewinder.reread_tokens = {}
+        reread: dict[int, int] = {}
         for number, count in taken_back.items():
             if not count:
                 continue
             row = rows.rows[number]
-            rewinder.reread_tokens[number] = row.ids[-count - 1]
+            reread[number] = row.ids[-count - 1]
             row.take_back(count + 1)
             columns[number] = torch.where(columns[number] < row.length, columns[number], -1)
         used = int((columns >= 0).any(0).nonzero().max()) + 1
         dropped = columns.shape[1] - used
         state.tokens = TokenPositions.of(columns[:, :used])
-        for kv in moment.layers:
+        for kv in step.layers:
             kv.crop(-dropped)
         rows.seen -= dropped
-        rewinder.ended = [row.monitor.ended for row in rows.rows]
-        rewinder.kept_mask = columns[:, :used] >= 0
+        return TakeBack(columns[:, :used] >= 0, reread, [row.monitor.ended for row in rows.rows])
 
-    def _count_to_take_back(self, row: WatchedRow, number: int) -> int:
+    def _count_to_take_back(self, step: Step, row: WatchedRow, number: int) -> int:
         """Number of tokens to remove from the output, all copies of the loop but the first; 0 if that cannot be."""
-        rewinder, tail = self.session.rewinder, row.monitor.last.tail
-        if rewinder is None or rewinder.allowance is None or tail is None:
+        allowance, tail = step.may_take_back, row.monitor.last.tail
+        has_states = len(step.layers) < len(step.cache.layers)
+        if not self.run.takes_back or allowance is None or tail is None or has_states:
             return 0
         count = row.written - tail.start - tail.period
-        if not 0 < count <= rewinder.allowance[number]:
+        if not 0 < count <= allowance[number]:
             return 0
-        rewinder.allowance[number] -= count
+        allowance[number] -= count
         return count

@@ -24,12 +24,12 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
 from sinkscope.engine import stock
+from sinkscope.engine.block import Run
 from sinkscope.engine.tap import HANDLERS
-from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.generation.progressive import Progressive
 from sinkscope.hooks.trace import attention_rows
-from sinkscope.kv import TOVA, Full, Observe, Session, SnapKV, StreamingLLM
-from sinkscope.kv.cache import COLUMNS
+from sinkscope.kv import TOVA, Full, Observe, SnapKV, StreamingLLM
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.serve import LoopServe
@@ -99,7 +99,7 @@ def unchanged(model):
 
     def state():
         attributes = [sorted(vars(module)) for module in hf.modules()]
-        return model_state(hf), attributes, dict(stock.STOCK), HANDLERS.get(), COLUMNS.get()
+        return model_state(hf), attributes, dict(stock.STOCK), HANDLERS.get()
 
     before = state()
     yield
@@ -122,7 +122,7 @@ class Failing(Drawn):
 
 
 class NeverEntered(Drawn):
-    def watch(self, session: Session):
+    def watch(self, run: Run):
         _fail()
 
 
@@ -180,35 +180,42 @@ def test_a_model_inside_a_with_takes_no_other_policy(model):
         pass
 
 
-def test_threads_that_each_enter_a_policy_or_a_guard_write_as_they_do_alone(model):
-    """A call of a thread without a block is refused while two others are inside one."""
-    edits = STREAMING, LoopGuard(40), TOVA(budget=8), None
-    inside, refusals = threading.Barrier(len(edits)), list[str]()
+def test_one_thread_steers_a_model_at_a_time(model):
+    """A second thread gets a line that names the block, or waits; a thread without a block runs under the open one."""
+    edits = STREAMING, LoopGuard(40), TOVA(budget=8)
 
-    def write(edit):
+    def write():
         return model.generate(IDS[:1], max_new_tokens=40, do_sample=False, eos_token_id=None)
 
-    def beside(edit):
-        inside.wait(60)
-        for _ in range(3):
-            try:
-                written = write(edit)
-            except UnsupportedError as error:
-                refusals.append(str(error))
-        inside.wait(60)
-        return written if edit else None
+    def alone(edit, wait=False):
+        with edit.on(model, wait=wait):
+            return write()
 
-    def run(edit, work):
-        if edit is None:
-            return work(edit)
-        with edit.on(model):
-            return work(edit)
+    want = [alone(edit) for edit in edits]
+    with unchanged(model), ThreadPoolExecutor(4) as pool:
+        waiting = list(pool.map(partial(alone, wait=True), edits))
+        with edits[0].on(model):
+            assert torch.equal(pool.submit(write).result(60), want[0])
+            with refused(r"inside a `with` \(StreamingLLM\) of thread 'MainThread', .* wait=True"):
+                pool.submit(alone, edits[1]).result(60)
+            late = pool.submit(partial(alone, wait=True), edits[1])
+            assert torch.equal(write(), want[0]) and not late.done()
+        assert torch.equal(late.result(60), want[1])
+    assert all(torch.equal(one, other) for one, other in zip(want, waiting, strict=True))
 
-    alone = [run(edit, write) for edit in edits[:3]]
-    with unchanged(model), ThreadPoolExecutor(len(edits)) as pool:
-        together = list(pool.map(partial(run, work=beside), edits))
-    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=False))
-    assert len(refusals) == 3 and "this thread is in none" in refusals[0]
+
+def test_a_thread_that_has_ended_holds_nothing_and_a_block_may_be_left_in_another_thread(model):
+    block = STREAMING.on(model)
+    with unchanged(model):
+        entering = threading.Thread(target=block.__enter__)
+        entering.start()
+        entering.join()
+        with TOVA(budget=8).on(model) as run:
+            decode(model, IDS, MASK, 14)
+        assert run.usage and not block.usage
+        leaving = threading.Thread(target=block.__exit__, args=(None, None, None))
+        leaving.start()
+        leaving.join()
 
 
 @pytest.mark.parametrize(
@@ -286,5 +293,7 @@ def test_a_policy_that_never_acts_warns_at_the_end(model):
 def test_padding_on_the_right_is_refused_with_the_remedy(family):
     model = model_of(family)
     ids, mask = prompts([20, 13])
-    with refused("padded on the right, .*padding_side = 'left'"), Full().on(model), torch.no_grad():
-        model(input_ids=ids.flip(1), attention_mask=mask.flip(1))
+    cache, one = DynamicCache(), torch.ones_like(ids[:, :1])
+    with refused("padded on the right, .*padding_side = 'left'"), StreamingLLM(budget=8).on(model), torch.no_grad():
+        model(input_ids=ids.flip(1), attention_mask=mask.flip(1), past_key_values=cache)
+        model(input_ids=one, attention_mask=torch.cat([mask.flip(1), one], 1), past_key_values=cache)

@@ -1,21 +1,24 @@
-"""Generation in pieces: a guard ends a piece where it takes tokens back, and the next piece continues from there."""
+"""The writer of texts: `model.generate` in pieces, each of which ends where an actor takes tokens back.
+
+A guard that finds a loop returns a `TakeBack` after the call whose token set it off, and has cut the cache. The writer
+ends the piece there, takes the same tokens out of the output, and lets `generate` go on from what is left.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
+from sinkscope.engine.actor import TakeBack
 from sinkscope.engine.block import Run
 from sinkscope.errors import warn
-from sinkscope.kv.cache_state import Generation
-from sinkscope.kv.session import Session
 from sinkscope.models.call_cache import cache_argument
 
 _OF_A_PIECE = ("scores", "logits", "attentions", "hidden_states")
@@ -23,51 +26,54 @@ _OF_A_PIECE = ("scores", "logits", "attentions", "hidden_states")
 
 
 @dataclass(eq=False)
-class Rewinder(StoppingCriteria):
-    """Tells the generating code what a guard removes: `generate` runs in pieces, each ending where a loop was found.
+class Pieces(StoppingCriteria):
+    """What a text in pieces has come to; `generate` asks it whether a piece ends.
 
     Attributes:
-        allowance: Number of tokens of each row that may still be removed. None if generation does not run in pieces.
-        kept_mask: Tokens in the cache after a removal, by row: False at padding and at removed tokens. None if nothing
-            has to be removed.
-        reread_tokens: The last token that stays of each row that lost some; it is read again.
-        ended: Rows that have ended, as the guard knows it.
-        end_lengths: Length at which each row of this piece has all its tokens; 0 for a row that has ended. Empty if
-            generation does not run in pieces.
+        allowance: Number of tokens of each row that may still be removed.
+        room: Length at which each row of this piece has all its tokens; 0 for a row that has ended.
+        taken: What an actor has taken back in this piece; None if nothing.
+        ended: Rows that have ended.
+        goes_on: Whether a piece follows another, so that it reads a generated token and no prompt.
     """
 
-    allowance: list[int] | None = None
-    kept_mask: Bool[Tensor, "row pos"] | None = None
-    reread_tokens: dict[int, int] = field(default_factory=dict)
-    ended: list[bool] = field(default_factory=list)
-    end_lengths: list[int] = field(default_factory=list)
+    allowance: list[int]
+    room: list[int]
+    ended: list[bool]
+    taken: TakeBack | None = None
+    goes_on: bool = False
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
         """Say which rows of this piece end: bool `[row]`."""
-        if self.kept_mask is not None:
+        if self.taken is not None:
             return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        return torch.tensor(self.end_lengths, device=input_ids.device) <= input_ids.shape[1]
+        return torch.tensor(self.room, device=input_ids.device) <= input_ids.shape[1]
+
+    def take(self, back: TakeBack) -> None:
+        """Take tokens back: the piece ends."""
+        self.taken, self.ended = back, back.ended
 
     def limit(self, written: Sequence[int], most: int) -> None:
         """Set the end of each row so that it has at most `most` new tokens, `written` of which exist."""
-        self.end_lengths = []
+        self.room = []
         for count, has_ended in zip(written, self.ended, strict=True):
-            self.end_lengths.append(0 if has_ended else most - count)
+            self.room.append(0 if has_ended else most - count)
 
     def continued(
         self, ids: Int[Tensor, "row pos"], mask: Int[Tensor, "row pos"]
     ) -> tuple[Int[Tensor, "row next"], Int[Tensor, "row next"]]:
         """Return what the cache holds with the token with which each row goes on, and which tokens are real."""
-        assert self.kept_mask is not None
-        read, self.kept_mask = self.kept_mask.to(mask), None
-        seen = read.shape[1]
-        newest = ids[:, min(seen, ids.shape[1] - 1)].clone()  # the next one, or that in `reread_tokens`
-        for row, token in self.reread_tokens.items():
+        assert self.taken is not None
+        kept, reread = self.taken.kept.to(mask), self.taken.reread
+        self.taken, self.goes_on = None, True
+        seen = kept.shape[1]
+        newest = ids[:, min(seen, ids.shape[1] - 1)].clone()  # the next one, or that which is read again
+        for row, token in reread.items():
             newest[row] = token
-        return torch.cat([ids[:, :seen], newest[:, None]], 1), torch.nn.functional.pad(read, (0, 1), value=1)
+        return torch.cat([ids[:, :seen], newest[:, None]], 1), torch.nn.functional.pad(kept, (0, 1), value=1)
 
 
-def generate_with_rewind(
+def write(
     run: Run | None,
     model: Any,
     ids: Int[Tensor, "row pos"],
@@ -78,15 +84,15 @@ def generate_with_rewind(
     fixed: bool = False,
     **options: Any,
 ) -> Any:
-    """Call `model.generate`; under a guard that rewinds, again each time a loop is removed from the output.
+    """Call `model.generate`, again each time tokens are taken back, up to the same total of new tokens.
 
     At a loop the piece ends. The row loses what follows the first copy, in the cache and in the output, and the next
-    piece continues from there, up to the same total of new tokens; other rows go on where they were. At most
-    `max_new_tokens` tokens of a row are removed in all; later loops are only cut from the cache. With a streamer,
-    which would show tokens that are later removed, the guard does not rewind.
+    piece continues from there; other rows go on where they were. At most `max_new_tokens` tokens of a row are removed
+    in all; later loops are only cut from the cache. With a streamer, which would show tokens that are later removed,
+    nothing is taken back.
 
     Args:
-        run: The run that acts on the model, if any.
+        run: The block that acts on the model, if any.
         model: The Hugging Face model.
         ids: Token ids of the prompts, padded on the left.
         attention_mask: Which of them are real.
@@ -99,29 +105,22 @@ def generate_with_rewind(
         The output of the last call of `model.generate`, with the ids of the whole answers. Where something was removed,
         it has no scores, logits, attentions and hidden states, which would be those of the last piece.
     """
-    session = Session.in_run(run)
-    rewinder = None if session is None else session.rewinder
     if cache is not None:
         options.update(cache_argument(model, cache))
-    if session is None or rewinder is None or options.get("streamer") is not None:
+    if run is None or not run.takes_back or options.get("streamer") is not None:
         return model.generate(input_ids=ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options)
     if cache is None:
         cache = DynamicCache(config=model.config)
         options.update(cache_argument(model, cache))
-    options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), rewinder])
-    rewinder.allowance = [0 if fixed else max_new_tokens] * len(ids)
-    rewinder.ended = [False] * len(ids)
-    try:
-        return _pieces(session.generation, rewinder, model, ids, attention_mask, max_new_tokens, cache, options)
-    finally:
-        rewinder.allowance = None
-        rewinder.end_lengths = []
-        session.generation.resuming = False
+    rows = len(ids)
+    pieces = Pieces([0 if fixed else max_new_tokens] * rows, [], [False] * rows)
+    options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), pieces])
+    with run.writing(pieces):
+        return _in_pieces(pieces, model, ids, attention_mask, max_new_tokens, cache, options)
 
 
-def _pieces(
-    generation: Generation,
-    rewinder: Rewinder,
+def _in_pieces(
+    pieces: Pieces,
     model: Any,
     ids: Int[Tensor, "row pos"],
     mask: Int[Tensor, "row pos"],
@@ -136,8 +135,8 @@ def _pieces(
     output: Any = ids
     while True:
         written: list[int] = mask[:, width:].sum(1).tolist()
-        rewinder.limit(written, ids.shape[1] + max_new_tokens)
-        left = max(rewinder.end_lengths) - ids.shape[1]
+        pieces.limit(written, ids.shape[1] + max_new_tokens)
+        left = max(pieces.room) - ids.shape[1]
         if left <= 0:
             break
         if least:
@@ -145,18 +144,17 @@ def _pieces(
         output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=left, **options)
         ids = getattr(output, "sequences", output)
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-        if rewinder.kept_mask is None:
+        if pieces.taken is None:
             break
-        ids, mask = rewinder.continued(ids, mask)
+        ids, mask = pieces.continued(ids, mask)
         ids[:, width:].masked_fill_(mask[:, width:] == 0, pad)  # what was removed is no repetition to be penalised
         for layer in cache.layers:
             layer.crop(mask.shape[1] - 1 - layer.seen)  # a call that ran before the piece ended
-        generation.resuming = True  # what comes next reads a generated token and no prompt
     whole = _closed(ids, mask, width, max_new_tokens, pad)
     if isinstance(output, Tensor):
         return whole
     output.sequences = whole
-    if generation.resuming:
+    if pieces.goes_on:
         for name in _OF_A_PIECE:
             if getattr(output, name, None) is not None:
                 setattr(output, name, None)

@@ -1,0 +1,317 @@
+"""Who keeps the caches of a block: it takes them over, says when a prompt has ended, and counts what they hold.
+
+`CacheKeeper.of(run)` is the keeper of a block, made when the first policy or guard asks. It is the first of the block's
+actors, so the others find in each `Step` the layers that can evict and whether the call decodes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+from jaxtyping import Int
+from torch import Tensor
+
+from sinkscope.engine.actor import Actor, TakeBack
+from sinkscope.engine.attention import Attention
+from sinkscope.engine.block import Run
+from sinkscope.engine.owners import holds_on
+from sinkscope.engine.rows import RowState
+from sinkscope.engine.step import Step
+from sinkscope.engine.tap import check_attention_recomputed, check_masks_made
+from sinkscope.engine.visible import FunctionMask, TensorMask
+from sinkscope.errors import UnsupportedError, warn
+from sinkscope.kv.adopt import adopt, own_layers
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.latest_queries import LatestQueries, QueryKeeper
+from sinkscope.kv.usage import Meter, Usage
+from sinkscope.kv.windows import check_mask, check_servable
+from sinkscope.models.call_cache import cache_in
+from sinkscope.models.windows import layer_window
+
+_METER = "meter"
+
+
+def _check_token_by_token(method: str, options: Mapping[str, Any]) -> None:
+    """Refuse kinds of generation in which nothing could act on generated tokens.
+
+    Args:
+        method: The method of a model that `generate` calls: `_prefill`, or another for assisted generation.
+        options: Arguments of the forward call.
+
+    Raises:
+        UnsupportedError: Generation is assisted, or runs without a cache.
+    """
+    if method != "_prefill":
+        raise UnsupportedError(
+            "assisted generation reads several tokens at a time and takes some back, and a cache policy acts on "
+            "tokens that come one by one: generate without an assistant or prompt lookup, or use Full"
+        )
+    if not options.get("use_cache") and cache_in(options) is None:
+        raise UnsupportedError(
+            "use_cache=False: there is no cache that a cache policy or a guard could act on: generate with "
+            "use_cache=True, or without them"
+        )
+
+
+@dataclass(eq=False)
+class CountedRows:
+    """The counter of a cache, which stays with it whatever its rows do."""
+
+    meter: Meter
+
+    def take(self, rows: Int[Tensor, " row"]) -> CountedRows:
+        """Return itself."""
+        return self
+
+
+class CacheKeeper(Actor):
+    """Keeps the caches of a block.
+
+    Attributes:
+        target: The model.
+        windows: Sliding window of each layer; None where it sees everything.
+        anchors: Number of first positions that the policies and guards of the block keep.
+        acts_on_tokens: Whether something acts on generated tokens, which then have to come one by one.
+        meters: Counters of tokens and bytes, one for each cache, also of caches that are gone.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.target = run.target
+        self.windows = [layer_window(run.target.config, layer) for layer in range(run.target.n_layers)]
+        self.anchors = 0
+        self.acts_on_tokens = False
+        self.meters: list[Meter] = []
+        self._queries: QueryKeeper | None = None
+        self._policy_name: str | None = None
+        self._caches: WeakSet[Any] = WeakSet()  # those that were used
+        self._acted: bool | None = None  # False: the model was called, but never to decode, nor by `generate`
+
+    @classmethod
+    def of(cls, run: Run, policy: str | None = None, first: int = 0) -> CacheKeeper:
+        """Return the keeper of a block, which from now on replaces the layers of the caches in use by ours.
+
+        Args:
+            run: The block.
+            policy: Name of the policy that decides what the cache keeps, if one asks.
+            first: Number of first positions that the policy or guard keeps, and that others are to keep, too.
+
+        Raises:
+            UnsupportedError: An outer block acts on the cache of this model already, another policy was entered before,
+                or no mask hides what is beyond a window.
+        """
+        keeper = cls.in_run(run)
+        if keeper is None:
+            keeper = cls._enter(run)
+        if policy is not None and keeper._policy_name is not None:
+            raise UnsupportedError(
+                f"{keeper._policy_name} and {policy} would both choose what the cache keeps: enter one of them"
+            )
+        keeper._policy_name = policy or keeper._policy_name
+        keeper.anchors = max(keeper.anchors, first)
+        return keeper
+
+    @classmethod
+    def in_run(cls, run: Run | None) -> CacheKeeper | None:
+        """Return the keeper of a block; None if nothing acts on its caches."""
+        if run is not None:
+            for actor in run.actors:
+                if isinstance(actor, CacheKeeper):
+                    return actor
+        return None
+
+    @classmethod
+    def _enter(cls, run: Run) -> CacheKeeper:
+        check_servable(run.target)
+        own_attention(run)
+        keeper = cls(run)
+        if any(keeper.windows):
+            check_masks_made(run.target)
+        run.stack.callback(keeper._settle)
+        run.stack.push(keeper._warn_if_idle)
+        run.check_generate(keeper._check_generation)
+        run.act(keeper)
+        run.actors.insert(0, run.actors.pop())  # others find what it says in the record of the call
+        return keeper
+
+    def watch_decoding(self) -> None:
+        """Ask that tokens come one by one, in rows that keep their places."""
+        self.acts_on_tokens = True
+
+    def window_queries(self, run: Run, last: int, decoding: bool = False) -> None:
+        """Keep the `last` queries of prompts for `LayerMoment.window_rows`; with `decoding`, generated tokens too."""
+        check_attention_recomputed(self.target)
+        if self._queries is None:
+            self._queries = QueryKeeper()
+            run.act(self._queries)
+        self._queries.count = max(self._queries.count, last)
+        self._queries.keeps_decoding |= decoding
+
+    def _check_generation(self, method: str, options: dict[str, Any]) -> None:
+        if self.acts_on_tokens:
+            _check_token_by_token(method, options)
+
+    @property
+    def usage(self) -> list[Usage]:
+        """Tokens and bytes of every cache of the block; of a model that is split, the bytes of all processes."""
+        kv_heads = self.target.n_kv_heads if self.target.processes > 1 else None
+        return [meter.usage(kv_heads) for meter in self.meters if meter.calls]
+
+    def _warn_if_idle(self, error: type[BaseException] | None, *_: Any) -> None:
+        """Warn that nothing was measured, if the model ran and the policy never came to act."""
+        if error is None and self._acted is False and self.acts_on_tokens:
+            name = self._policy_name or "the intervention"
+            warn(
+                f"{name} never acted: it acts when a generated token follows a prompt, and only prompts were read, so "
+                "all results are those of the full cache; generate, or feed tokens one by one with a cache"
+            )
+
+    def _settle(self) -> None:
+        """Leave whole caches behind."""
+        for cache in list(self._caches):
+            for kv in own_layers(cache):
+                kv.settle()
+
+    # What the block calls -------------------------------------------------------------------------------------------
+
+    def before(self, step: Step) -> None:
+        """Take the cache of a call over, and say whether the call decodes."""
+        cache, state = step.cache, step.state
+        if cache is None:
+            return
+        counted = state.of_actors.get(_METER)
+        if not isinstance(counted, CountedRows):
+            adopt(cache, self.target, step.earlier)
+            state.of_actors[_METER] = counted = CountedRows(Meter(self.windows))
+        if cache not in self._caches:  # a new one, or a copy
+            self._caches.add(cache)
+            self.meters.append(counted.meter)
+        take_layers(step)
+        if not step.layers:
+            return
+        if step.past and step.new > 1:
+            check_mask(step.given.get("attention_mask"), step, self.target)
+        self._set_phase(step)
+        if self.acts_on_tokens:
+            step.tokens.check_one_document("a cache policy or guard")
+
+    def _set_phase(self, step: Step) -> None:
+        state, layers = step.state, step.layers
+        if step.new > 1 or step.past == 0 or step.prompting:
+            state.prefilling = True
+            self._acted = bool(self._acted) or step.prompting
+            for kv in layers:
+                kv.settle()
+                kv.reordered = False
+            return
+        step.prefill_ended = state.prefilling or not state.prompt  # of a cache that others filled, too
+        state.prefilling = False
+        self._acted = True
+        if step.prefill_ended:
+            state.prompt = tuple(step.before.tolist())
+            state.decoded = 0
+        else:
+            state.decoded += 1
+        if self.acts_on_tokens and layers[0].reordered:
+            raise UnsupportedError(
+                "rows of the cache changed places or number after the prompt, as in beam search, and cache "
+                "policies and guards follow each row: use num_beams=1"
+            )
+        if self.acts_on_tokens and step.prefill_ended:
+            self._check_ends(step)
+
+    def _check_ends(self, step: Step) -> None:
+        """Refuse rows that end with padding, where their last query is none of theirs."""
+        ends = step.earlier.pos[:, -1:]
+        if bool((ends < 0).any()):
+            raise UnsupportedError(
+                f"rows of this batch are padded on the right, where {self.target.name} would write on: cache "
+                "policies and guards need padding on the left (tokenizer.padding_side = 'left')"
+            )
+
+    def attends(self, step: Step) -> bool:
+        """Return whether the model's own attention would not see right what is left in the cache."""
+        if not step.has_gaps:
+            return False
+        if step.new > 1:
+            return True
+        for kv in step.layers:
+            if not kv.gapless or self.windows[kv.number] is not None:
+                return True
+        return isinstance(step.given.get("attention_mask"), Tensor) and step.given["attention_mask"].ndim == 4
+
+    def attend(self, step: Step, attention: Attention) -> None:
+        """Say in which columns the keys stand that are left in a layer."""
+        place_keys(step, attention)
+
+    def after(self, step: Step) -> TakeBack | None:
+        """Count what the cache holds."""
+        if step.layers:
+            queries = step.state.of_actors.get(QueryKeeper.KEY)
+            kept = queries.by_layer if isinstance(queries, LatestQueries) else None
+            meter_of(step.state).note(step.layers, decodes=not step.state.prefilling, queries=kept)
+        return None
+
+
+def meter_of(state: RowState) -> Meter:
+    """Return the counter of the cache on which the rows lie."""
+    counted = state.of_actors[_METER]
+    assert isinstance(counted, CountedRows)
+    return counted.meter
+
+
+def own_attention(run: Run) -> None:
+    """Refuse a block that acts on the cache or attention of a model inside another one that does.
+
+    Raises:
+        UnsupportedError: There is such a block.
+    """
+    me = threading.current_thread()
+    for hold in holds_on(run.target.base):  # those of other threads have ended, or this block could not be entered
+        if hold.thread is me and hold.number in _OWNERS and hold.number != run.number:
+            raise UnsupportedError(
+                f"{run.target.name} is already inside a `with` that acts on its cache: enter them together, "
+                "`(a | b).on(model)`"
+            )
+    if run.number not in _OWNERS:
+        _OWNERS.add(run.number)
+        run.stack.callback(_OWNERS.discard, run.number)
+
+
+_OWNERS: set[int] = set()
+"""Numbers of the blocks that act on caches or replace attention."""
+
+
+def take_layers(step: Step) -> None:
+    """Note the layers of the cache of a call that can evict, and tell them which tokens there will be."""
+    for kv in own_layers(step.cache):
+        step.layers.append(kv)
+        kv.upcoming = step.tokens
+
+
+def place_keys(step: Step, attention: Attention) -> None:
+    """Say in which columns the keys of a layer stand, if tokens are missing in the cache."""
+    kv = layer_of(step, attention.layer)
+    if kv is None or not step.has_gaps or attention.lacks_keys:
+        return
+    attention.lacks_keys = True
+    source = attention.source
+    sees_all = not isinstance(source, TensorMask)
+    if isinstance(source, FunctionMask):
+        sees_all = source.local is None and not source.by_vmap
+    if attention.queries == 1 and kv.gapless and sees_all:
+        attention.is_whole = True
+    else:
+        attention.slots = step.tokens.columns_of(kv.pos)
+
+
+def layer_of(step: Step, number: int) -> CacheLayer | None:
+    """Return the cache of a decoder layer in a call; None if it is not one of ours."""
+    layers = getattr(step.cache, "layers", None)
+    if not layers or number >= len(layers):
+        return None
+    kv = layers[number]
+    return kv if isinstance(kv, CacheLayer) else None
