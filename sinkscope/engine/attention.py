@@ -251,6 +251,10 @@ class Attention:
             outputs.append(self._by(own, query, mask)[0])
         return torch.cat(outputs, 1)
 
+    def recomputed(self) -> AttentionOutput:
+        """Return the output that `attention_probs` gives."""
+        return torch.cat([self._weighted(self._rows(part)) for part in self._parts(_RowRange(0, None, False))], 1), None
+
     def finish(self) -> AttentionOutput:
         """Return the output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
         if not self._listeners and self.compute is None and not self.is_edited:

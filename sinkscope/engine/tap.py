@@ -114,10 +114,19 @@ def listening(target: Target, see: Callable[[Attention], None], *, proving: bool
     Raises:
         UnsupportedError: The model attends by a function of the user's own.
     """
-    if not proving:
+    if proving:
+        see = partial(_see_recomputed, see)
+    else:
         check_attention_recomputed(target)
     with tapped(target) as configs, Handler(see, configs):
         yield
+
+
+def _see_recomputed(see: Callable[[Attention], None], attention: Attention) -> None:
+    """Let a function of the user's own have no part in a proof."""
+    see(attention)
+    if attention.own.agrees is not True and attention.compute is None:
+        attention.compute = Attention.recomputed
 
 
 @contextmanager
@@ -147,12 +156,13 @@ def _attend(
     config = module.config
     number, stock = id(config), STOCK.get(id(config)) or Stock(config)
     listeners: list[Handler] = []
-    idle = True
+    idle, has_gaps = True, False
     for handler in HANDLERS.get():  # a plain loop: every layer comes here
         if number in handler.configs:
             handler.was_reached = True
             listeners.append(handler)
             idle = idle and handler.idle
+            has_gaps = has_gaps or handler.has_gaps
     chosen = None
     indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
     if indices is not None:
@@ -163,7 +173,11 @@ def _attend(
         chosen = _within_blocks(module, attention_mask, blocks, query, key.shape[2], kwargs.get("position_ids"))
     if chosen is not None:
         attention_mask = _among_chosen(attention_mask, chosen)
+    if has_gaps and hasattr(attention_mask, _FUNCTION):  # a model of several parts made it before tokens left
+        attention_mask = getattr(attention_mask, _FUNCTION)
     if idle:
+        if has_gaps:
+            attention_mask = None
         return stock.function(module)(module, query, key, value, attention_mask, **kwargs)
     latest = _LATEST.get()
     is_repeated = latest is not None and latest() is query
@@ -174,6 +188,8 @@ def _attend(
     if stock.kind == "sdpa":  # it drops these, or refuses to run
         softcap = sinks = None
     source, first_query, first_key = _source(module, listeners, attention_mask, query.shape[2], key.shape[2], kwargs)
+    if isinstance(attention_mask, FunctionMask):
+        attention_mask = None
     call = Attention(
         module,
         int(module.layer_idx),
@@ -240,6 +256,7 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
         first_query=_number(kwargs.get("q_offset", 0)),
         first_key=_number(kwargs.get("kv_offset", 0)),
         is_skipped=mask is None
+        and ALL_MASK_ATTENTION_FUNCTIONS[name] is not _no_mask
         and "flash" not in name
         and kwargs.get("allow_is_causal_skip", True)
         and not kwargs.get("allow_is_bidirectional_skip", False),
@@ -261,7 +278,7 @@ def _source(
     module: Any, listeners: list[Handler], mask: Any, queries: int, keys: int, settings: dict[str, Any]
 ) -> tuple[MaskSource, int, int]:
     """What says who sees whom in a layer, and the columns of the first query and of the first key."""
-    function: FunctionMask | None = getattr(mask, _FUNCTION, None)
+    function: FunctionMask | None = mask if isinstance(mask, FunctionMask) else getattr(mask, _FUNCTION, None)
     first_query = first_key = None
     for handler in listeners:
         if handler.first_query is not None:

@@ -129,16 +129,21 @@ class TensorMask(MaskSource):
         mask = mask.expand(batch, -1, len(query), -1)
         if isinstance(key, range):
             return mask[..., key.start - self.first_key : key.stop - self.first_key]
-        at = key.to(device).clamp(min=self.first_key) - self.first_key
-        most = int(at.max()) if at.numel() else 0
-        if most >= mask.shape[3]:
+        key, width = key.to(device), mask.shape[3]
+        is_later = key >= self.first_key + width  # than the call of the mask
+        unknown = (is_later | (key < self.first_key)) & (key >= 0) & (key < query.stop)
+        if bool(unknown.any()):
             raise UnsupportedError(
-                f"a mask of {mask.shape[3]} keys does not say what is seen of the token in column {most}: pass one of "
-                "shape (batch, heads, queries, all tokens so far), or a 2-D mask"
+                f"a mask of {width} keys does not say what is seen of the token in column {int(key[unknown][0])}: pass "
+                "one of shape (batch, heads, queries, all tokens so far), or a 2-D mask"
             )
-        heads = max(mask.shape[1], at.shape[1])
-        at = per_query_head(at, heads).expand(batch, heads, -1)[:, :, None]
-        return mask.expand(-1, heads, -1, -1).gather(3, at.expand(-1, -1, len(query), -1))
+        heads = max(mask.shape[1], key.shape[1])
+        at = per_query_head((key - self.first_key).clamp(0, width - 1), heads).expand(batch, heads, -1)[:, :, None]
+        seen = mask.expand(-1, heads, -1, -1).gather(3, at.expand(-1, -1, len(query), -1))
+        hidden = per_query_head(is_later, heads)[:, :, None]
+        if seen.is_floating_point():
+            return seen.masked_fill(hidden, torch.finfo(seen.dtype).min)
+        return seen & ~hidden
 
     def kept(self, queries: int) -> MaskSource:
         """Return the last rows alone, or the function that says the same."""

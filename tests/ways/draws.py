@@ -68,7 +68,7 @@ def allowed(draw: Draw) -> bool:
 def _meet(draw: Draw) -> bool:
     """Whether values that depend on each other have an answer together."""
     edit, way = EDITS[draw["edit"]], WAYS[draw["cache"]]
-    if draw["hooks"] != "none" and draw["other"] == "thread with a block":  # the user's hooks act in every thread
+    if draw["hooks"] != "none" and draw["other"].startswith("thread that"):  # the user's hooks act in every thread
         return False
     if draw["padding"] != "none" and (draw["rows"] == 1 or draw["length"] <= 4):
         return False

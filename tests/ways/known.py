@@ -101,6 +101,7 @@ REFUSED = [
     Refusal(lambda draw: draw["options"] in ASSISTED, "assisted generation reads tokens that it takes back"),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "are padded on the right"),
     Refusal(lambda draw: draw["attention"] == "own without mask", "was registered without a mask function"),
+    Refusal(lambda draw: draw["mask"] in ("block", "packed") and _owns_cache(draw), "texts are packed into a row"),
 ]
 """A refusal that stands here is no failure; any other one is."""
 
@@ -132,50 +133,27 @@ def _may_pass(_draw: Draw) -> bool:
     return True
 
 
-KNOWN: dict[str, Cause] = {
-    "policies and observers refuse a mask that is not causal, padding and window": Cause(
-        draw_of(mask="tree", positions="given"),
-        _rebuilt,
-        r"words: refused: layer \d+ of \w+ hides keys in another way",
-        _may_pass,
-    ),
-    "rows are rebuilt from causal, padding and window": Cause(
-        draw_of(mask="tree", edit="rows"), _rebuilt, "right: o", _may_pass
-    ),
-    "documents of a row are read as one": Cause(
-        draw_of(mask="packed", edit="patch"),
-        lambda draw: (draw["mask"] == "block" or reads_documents(draw)) and _remembers(draw),
-        "right: o",
-        _may_pass,
-    ),
-    "padding in a mask of queries and keys is read as tokens": Cause(
-        draw_of(mask="4-D additive", rows=2, padding="left", edit="zero first"),
-        lambda draw: draw["mask"] in WHOLE and draw["padding"] != "none" and _remembers(draw),
-        "right: o",
-        _may_pass,
-    ),
-    "the last columns are read as the last queries": Cause(
-        draw_of(mask="later turn", cache="turns", rows=2, edit="snapkv 12"),
-        lambda draw: draw["mask"] in ("hole", "later turn") and EDITS[draw["edit"]].budget,
-        "right: o",
-        _may_pass,
-    ),
-    "a chunk of a prompt that ends in padding is taken for padding on the right": Cause(
-        draw_of(mask="hole", cache="chunks", rows=2),
-        lambda draw: draw["mask"] == "hole" and draw["cache"] == "chunks" and _attends(draw),
-        "words: refused: rows of this batch are padded on the right",
-        _may_pass,
-    ),
-    "a cache of a model of several parts that was saved is read as new": Cause(
-        draw_of(family="gemma3 image", cache="pickled", rows=3, padding="left", edit="h2o"),
-        lambda draw: draw["family"] == "gemma3 image" and draw["cache"] == "pickled" and _attends(draw),
-        "right: o",
-        _may_pass,
-    ),
-}
+KNOWN: dict[str, Cause] = {}
 
 
 MENDED = {
+    "policies and observers refuse a mask that is not causal, padding and window": draw_of(
+        mask="tree", positions="given"
+    ),
+    "rows are rebuilt from causal, padding and window": draw_of(mask="tree", edit="rows"),
+    "documents of a row are read as one": draw_of(mask="packed", edit="patch"),
+    "padding in a mask of queries and keys is read as tokens": draw_of(
+        mask="4-D additive", rows=2, padding="left", edit="zero first"
+    ),
+    "the last columns are read as the last queries": draw_of(
+        mask="later turn", cache="turns", rows=2, edit="snapkv 12"
+    ),
+    "a chunk of a prompt that ends in padding is taken for padding on the right": draw_of(
+        mask="hole", cache="chunks", rows=2
+    ),
+    "a cache of a model of several parts that was saved is read as new": draw_of(
+        family="gemma3 image", cache="pickled", rows=3, padding="left", edit="h2o"
+    ),
     "an attention function without a mask function": draw_of(attention="own without mask"),
     "an attention without a mask function and a window": draw_of(
         attention="own without mask", family="mistral", cache="generate", edit="full"
@@ -190,7 +168,7 @@ MENDED = {
     "names of arguments under nnsight": draw_of(wrapper="nnsight", family="gpt2"),
     "a call that began inside the block": draw_of(cache="begun inside", edit="zero"),
     "memory of rows that change places": draw_of(cache="reordered", edit="mean", rows=2),
-    "a block on what is inside a wrapper": draw_of(other="thread with a block", wrapper="module", edit="head"),
+    "a block on what is inside a wrapper": draw_of(other="thread that waits", wrapper="module", edit="head"),
     "memory of rows that are repeated": draw_of(cache="repeated", edit="mean"),
     "padding of rows that change places": draw_of(cache="reordered", edit="observe", rows=2, padding="left"),
     "memory of a copied cache": draw_of(cache="copied", edit="mean"),

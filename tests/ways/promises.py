@@ -243,7 +243,7 @@ def _entered(draw: Draw, model: Any, bare: nn.Module, edits: Sequence[Any], runs
     def enter() -> Iterator[list[Any]]:
         with contextlib.ExitStack() as stack:
             for one in edits:
-                runs.append(stack.enter_context(one.on(model)))
+                runs.append(stack.enter_context(one.on(model, wait=OTHERS[draw["other"]].enters)))
             yield runs
 
     with HOOKS[draw["hooks"]].around(bare, FAMILIES[draw["family"]], enter) as entered:

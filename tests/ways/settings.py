@@ -302,18 +302,34 @@ def _plain_calls(model: nn.Module, ids: torch.Tensor, _wrong: list[str]) -> Call
 
 
 def _own_calls(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
-    """Calls inside a block of this thread, which no other thread's block edits."""
+    """Calls inside a block of this thread, which waits until no other thread is in one."""
     short = ids[:1, :9]
     with torch.no_grad():
         plain = model(input_ids=short).logits
 
     def call() -> None:
-        logits = model(input_ids=short).logits
+        with _nothing().on(model, wait=True):
+            logits = model(input_ids=short).logits
         off = (logits - plain).abs().max()
         if logits.dtype == torch.float32 and off > 2e-3 * max(1.0, float(plain.std())):
             wrong.append(f"its own block is edited by another thread's: off by {float(off):.3g}")
 
     return call
+
+
+def _refused(model: nn.Module, _ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
+    """A block that is refused in a line while another thread is in one."""
+
+    def enter() -> None:
+        try:
+            with _nothing().on(model):
+                pass
+        except ss.SinkscopeError as error:
+            if "one thread steers a model at a time" not in str(error):
+                wrong.append(f"refused: {error}")
+        time.sleep(0.001)
+
+    return enter
 
 
 def _traces(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
@@ -352,12 +368,17 @@ def _another_model(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Cal
     return write
 
 
+def _enters_itself(draw: Draw) -> bool:
+    """Whether the draw enters its block itself, and so can wait; what sinkscope enters is refused at once."""
+    return not draw["cache"].startswith(("ss.", "conversation", "in a thread", "begun"))
+
+
 @dataclass(frozen=True)
 class Other:
-    """What another thread does all the while."""
+    """What another thread does all the while; if it `enters` blocks, the draw waits for it."""
 
     beside: Beside | None = None
-    block: Callable[[], Any] | None = None
+    enters: bool = False
     fits: Callable[[Draw], bool] = lambda draw: True
 
     @contextlib.contextmanager
@@ -367,11 +388,10 @@ class Other:
             yield wrong
             return
         step, stop = self.beside(model, ids, wrong), threading.Event()
-        block = self.block
 
         def work() -> None:
             try:
-                with torch.no_grad(), contextlib.nullcontext() if block is None else block().on(model):
+                with torch.no_grad():
                     while not stop.is_set():
                         step()
             except Exception as error:
@@ -394,7 +414,8 @@ def _nothing() -> Any:
 OTHERS = {
     "nothing": Other(),
     "plain thread": Other(_plain_calls),
-    "thread with a block": Other(_own_calls, _nothing),
+    "thread that waits": Other(_own_calls, enters=True, fits=_enters_itself),
+    "thread that is refused": Other(_refused, enters=True, fits=_enters_itself),
     "thread with a trace": Other(_traces),
     "thread with another model": Other(_another_model, fits=_keeps_keys),
 }

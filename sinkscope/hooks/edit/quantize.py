@@ -161,11 +161,13 @@ class Quantize(PlacedEdit):
         if self.scale == "token":
             return largest
         values.step.check_read("the largest of their values", 'round with scale="token"')
+        so_far = values.memory.add("largest", largest, values.step.past)
         documents = values.documents
-        if documents is not None:  # each text has a scale of its own
-            own = (documents[:, :, None] == documents[:, None])[..., None, None]
-            return torch.where(own, largest[:, None], 0).amax(2)
-        return values.memory.add("largest", largest, values.step.past).amax(1, keepdim=True)
+        if documents is None:
+            return so_far.amax(1, keepdim=True)
+        every = values.step.tokens.documents.to(documents.device)  # each text has a scale of its own
+        own = (documents[:, :, None] == every[:, None])[..., None, None]
+        return torch.where(own, so_far[:, None], 0).amax(2)
 
 
 def _as_one_head(values: Tensor) -> Tensor:
