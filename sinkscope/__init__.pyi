@@ -13,6 +13,7 @@ from .generation.progressive import Progressive as Progressive
 from .hooks.edit.base import Intervention as Intervention
 from .hooks.edit.edits import Ablate as Ablate
 from .hooks.edit.edits import Add as Add
+from .hooks.edit.knockout import Knockout as Knockout
 from .hooks.edit.quantize import Quantize as Quantize
 from .hooks.edit.sink_patch import SinkPatch as SinkPatch
 from .hooks.trace import trace as trace

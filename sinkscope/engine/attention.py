@@ -147,7 +147,7 @@ class Attention:
         scaling: Factor on the scores.
         softcap: The soft cap of the model's own attention.
         sinks: The learned sink logits of the model's own attention.
-        slots: Columns of the keys, where they are not simply those from `first_key` on.
+        slots_of: Gives the columns of the keys, where they are not simply those from `first_key` on.
         first_key: Column of the first key.
         lacks_keys: Whether keys of earlier tokens are missing.
         is_whole: Whether the only query certainly sees every key, so that no mask is needed.
@@ -169,7 +169,7 @@ class Attention:
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
-    slots: Int[Tensor, "batch _ key"] | None = None
+    slots_of: Callable[[], Int[Tensor, "batch _ key"]] | None = None
     first_key: int = 0
     lacks_keys: bool = False
     is_whole: bool = False
@@ -182,6 +182,11 @@ class Attention:
     def queries(self) -> int:
         """Number of queries in this call."""
         return self.query.shape[2]
+
+    @cached_property
+    def slots(self) -> Int[Tensor, "batch _ key"] | None:
+        """Columns of the keys; None where they are those from `first_key` on."""
+        return None if self.slots_of is None else self.slots_of()
 
     @property
     def visible(self) -> Visible:
@@ -196,7 +201,12 @@ class Attention:
     @property
     def is_edited(self) -> bool:
         """Whether the model's own mask does not say what is seen: keys are missing, or more are hidden."""
-        return self.slots is not None or bool(self._hidden)
+        return bool(self._hidden) or (self.slots_of is not None and not self.is_whole)
+
+    @property
+    def hides(self) -> bool:
+        """Whether something beside the model hides keys."""
+        return bool(self._hidden)
 
     def hide(self, hidden: Hidden) -> None:
         """Hide cells from now on, beside what the model hides."""

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 
 from sinkscope.engine.actor import Actor, TakeBack
 from sinkscope.engine.attention import Attention
@@ -37,7 +37,7 @@ from sinkscope.engine.rows import RowState, forget_rows, put_rows
 from sinkscope.engine.step import Step, begin_step
 from sinkscope.engine.stock import NAME, attention_name, stock_of
 from sinkscope.engine.tap import Handler, tapped
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.call_cache import (
     CACHE_NAMES,
     bridge_hooks,
@@ -112,6 +112,33 @@ class Writer(Protocol):
     def take(self, back: TakeBack) -> None:
         """Take tokens back once the call has ended."""
         ...
+
+
+class Reach:
+    """Whether an edit has met a token, which is asked of the device as late as possible.
+
+    Attributes:
+        is_certain: Whether it certainly has.
+    """
+
+    def __init__(self) -> None:
+        self.is_certain = False
+        self._pending: Tensor | None = None
+
+    def note(self, met: Tensor) -> None:
+        """Note which tokens it meets in a call."""
+        if self.is_certain:
+            return
+        here = met.any()
+        if here.device.type == "cpu":
+            self.is_certain = bool(here)
+        else:
+            self._pending = here if self._pending is None else self._pending.to(here.device) | here
+
+    @property
+    def is_any(self) -> bool:
+        """Whether it has met one."""
+        return self.is_certain or (self._pending is not None and bool(self._pending))
 
 
 class _Here(threading.local):
@@ -219,6 +246,22 @@ class Run:
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
         self.actors.append(actor)
+
+    def reach(self, name: str, why: str) -> Reach:
+        """Return what notes whether an edit has met any token; one that never does gives a warning at the end.
+
+        Args:
+            name: Name of the edit.
+            why: Why it did nothing, if it did not.
+        """
+        reach = Reach()
+
+        def warn_if_none(error: object, *_: object) -> None:
+            if error is None and self.passes and not reach.is_any:
+                warn(f"{name} never acted: {why}, so all results are those without it")
+
+        self.stack.push(warn_if_none)
+        return reach
 
     def check_generate(self, check: Callable[[str, dict[str, Any]], None]) -> None:
         """Let `check` refuse kinds of generation; and learn when `generate` reads a prompt, and its settings.

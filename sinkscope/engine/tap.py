@@ -291,7 +291,7 @@ def _source(
         first_query = keys - queries
     if first_key is None:
         first_key = 0
-    if _is_four_dimensional(mask):
+    if isinstance(mask, Tensor) and mask.ndim == 4:
         if function is None:  # a caller's own, which has a column for each token so far
             return TensorMask(mask, first_query, 0), first_query, max(0, mask.shape[-1] - keys)
         return TensorMask(mask, first_query, first_key, function), first_query, first_key

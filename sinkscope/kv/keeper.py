@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -302,10 +303,13 @@ def place_keys(step: Step, attention: Attention) -> None:
     sees_all = not isinstance(source, TensorMask)
     if isinstance(source, FunctionMask):
         sees_all = source.local is None and not source.by_vmap
-    if attention.queries == 1 and kv.gapless and sees_all:
-        attention.is_whole = True
-    else:
-        attention.slots = step.tokens.columns_of(kv.pos)
+    attention.slots_of = partial(_columns_of, step, kv)
+    attention.is_whole = attention.queries == 1 and kv.gapless and sees_all and not attention.hides
+
+
+def _columns_of(step: Step, kv: CacheLayer) -> Int[Tensor, "batch _ slot"]:
+    """Columns of the slots of a layer."""
+    return step.tokens.columns_of(kv.pos)
 
 
 def layer_of(step: Step, number: int) -> CacheLayer | None:

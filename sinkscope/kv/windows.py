@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache
 
 from sinkscope.engine.step import Step
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
+from sinkscope.models.windows import layers_with_states
 from sinkscope.results.notation import count_of
-
-SERVED = ("DynamicLayer", "DynamicSlidingWindowLayer")
-"""Classes of layers of a stock cache that hold keys and values alone."""
 
 
 def cache_layers(target: Target) -> list[int]:
@@ -26,8 +23,8 @@ def cache_layers(target: Target) -> list[int]:
     for layer in target.attending:
         if hasattr(target.sub(layer, "attn"), "indexer"):
             return []
-    layers = DynamicCache(config=target.config).layers[: target.n_layers]  # of a cut model, the configuration has more
-    return [number for number, layer in enumerate(layers) if type(layer).__name__ in SERVED]
+    states = layers_with_states(target)
+    return [number for number in range(target.n_layers) if number not in states]
 
 
 def scope_line(target: Target) -> str:

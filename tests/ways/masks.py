@@ -173,7 +173,9 @@ def _has_hole(draw: Draw) -> bool:
     family = FAMILIES[draw["family"]]
     counts = (draw["family"] == "mpt" or family.window is not None) and EDITS[draw["edit"]].alone
     ways = draw["cache"] not in ("ss.generate", "conversation", "conversation kept")
-    return _long(draw) and not counts and ways and draw["padding"] != "right" and _has_mask(draw)
+    # nnsight reads ids that come without names as a text, and makes a mask of its own.
+    passes_mask = draw["wrapper"] != "nnsight" or draw["call"] != "positional"
+    return _long(draw) and not counts and ways and passes_mask and draw["padding"] != "right" and _has_mask(draw)
 
 
 def _has_later_turn(draw: Draw) -> bool:

@@ -101,7 +101,10 @@ def _broken(draw: Draw, seed: int) -> str | None:
         wrapper = WRAPPERS[draw["wrapper"]]
         wrapped = wrapper.around(model)
         call = wrapper.called(wrapped)
-        plain = _forward(draw, call, model, ids, mask)  # transformers may leave hooks of its own
+        try:
+            plain = _forward(draw, call, model, ids, mask)  # transformers may leave hooks of its own
+        except Exception:  # a mask of one turn alone
+            return None
         before = _state(model)
         got, run, wrong = _used(draw, wrapped, call, model, ids, mask)
         if WAYS[draw["cache"]].nothing:

@@ -3,6 +3,7 @@
 from sinkscope.engine.block import Event, Run
 from sinkscope.hooks.edit.base import Composed, Intervention
 from sinkscope.hooks.edit.edits import Ablate, Add, NeuronEdit
+from sinkscope.hooks.edit.knockout import Knockout
 from sinkscope.hooks.edit.quantize import Quantize
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 
@@ -12,6 +13,7 @@ __all__ = [
     "Composed",
     "Event",
     "Intervention",
+    "Knockout",
     "NeuronEdit",
     "Quantize",
     "Run",

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.engine.block import Event, Run
+from sinkscope.engine.block import Event, Reach, Run
 from sinkscope.engine.rows import Memory
 from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -100,8 +100,12 @@ class PlacedEdit(Intervention):
         """Register hooks on the modules beside which the values pass."""
         if self.remembers:
             run.check_generate(self._check_generation)
+        positions = getattr(self, "positions", None)
+        reach = None
+        if positions is not None:
+            reach = run.reach(type(self).__name__, f"no token stood at positions={positions!r}")
         for number, (point, of) in enumerate(self.hook_points(run.target)):
-            run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of)))
+            run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of, reach)))
 
     def _check_generation(self, method: str, options: dict[str, Any]) -> None:
         """Refuse kinds of generation in which what the edit remembers is not that of single tokens, one by one.
@@ -120,7 +124,7 @@ class PlacedEdit(Intervention):
                 f"{name}, and without a cache each call is a first one: generate with use_cache=True"
             )
 
-    def _edit(self, run: Run, key: tuple[int, int], of: Any, tensor: Tensor) -> Tensor | None:
+    def _edit(self, run: Run, key: tuple[int, int], of: Any, reach: Reach | None, tensor: Tensor) -> Tensor | None:
         """New values; None if the run does not act on this call."""
         step = run.step
         if step is None:
@@ -130,6 +134,8 @@ class PlacedEdit(Intervention):
                 f"a module of {run.target.name} reads {tensor.numel() // tensor.shape[-1]} tokens of a call with "
                 f"{step.index.numel()}, whose positions are not known: leave its layer out of the edit"
             )
+        if reach is not None and not reach.is_certain:
+            reach.note(chosen_positions(step.index, getattr(self, "positions", None)))
         # OPT and experts run batch and position together.
         old = tensor.reshape(*step.index.shape, tensor.shape[-1])
         memory = step.state.memory.setdefault(key, Memory())
@@ -307,6 +313,11 @@ class Ablate(NeuronEdit):
         if documents is not None:  # each text has a mean of its own
             own = (documents[:, :, None] == documents[:, None]).to(exact)
             mean = (own @ torch.where(there, old, 0).to(exact)) / (own @ there.to(exact))
+            earlier = values.memory.of_rows.get("mean")
+            if earlier is not None:  # of the document in which the call goes on
+                goes_on = (documents == documents[:, :1])[..., None] & ~earlier.isnan()[:, None]
+                mean = torch.where(goes_on, earlier[:, None].to(exact), mean)
+            values.memory.of_rows["mean"] = mean[:, -1].detach()
             return torch.where(mean.isnan(), old, mean.to(old.dtype))
         mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
         earlier = values.memory.of_rows.get("mean", mean)
