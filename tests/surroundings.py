@@ -6,6 +6,7 @@ import copy
 import operator
 import pickle
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -130,10 +131,16 @@ def _writes(model: Any, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Non
 
 def _edits(model: Any, ids: torch.Tensor, wrong: list[str]) -> Callable[[], None]:
     def run() -> torch.Tensor:
-        with SINK.on(model):
+        with SINK.on(model, wait=True):
             return model(input_ids=ids).logits
 
-    return _repeats(run, _near, wrong)
+    repeats = _repeats(run, _near, wrong)
+
+    def step() -> None:
+        repeats()
+        time.sleep(0.1)  # in which the measurement may begin
+
+    return step
 
 
 def _measures(model: Any, _ids: torch.Tensor, wrong: list[str]) -> Callable[[], None]:

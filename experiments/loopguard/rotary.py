@@ -71,7 +71,7 @@ class LayerTail:
             near = probs[0] * ((keys <= rows) & (keys > rows - tail))
             self.sums.append(einsum(near, value, "head query key, head key d -> head query d"))
 
-        call.show(add, needs_mask=True)
+        call.show(add, gives_output=False)
 
     def window(self, shift: int) -> Float[Tensor, "head query key"]:
         """Scores of the last queries, `shift` positions earlier, with the `tail` keys up to each."""

@@ -322,8 +322,11 @@ class Attention:
         return by_query_head(output, batch, heads).transpose(1, 2).contiguous()
 
     def _rows(self, part: slice) -> Rows:
-        query, key, probs, visible = self.query[:, :, part], self.key, self.probs_function(), self.visible
-        if self.is_whole or (self.queries == 1 and visible.is_causal):
+        query, key, probs = self.query[:, :, part], self.key, self.probs_function()
+        if self.is_whole:
+            return probs(query, key, None)
+        visible = self.visible
+        if self.queries == 1 and visible.is_causal:
             return probs(query, key, None)
         later = 0
         if visible.is_causal:

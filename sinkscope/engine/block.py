@@ -398,6 +398,8 @@ class Run:
         self._calls.wait()
         for cache in list(self._caches):
             forget_rows(cache, self.number)
+        self.actors = [actor for actor in self.actors if hasattr(actor, "usage")]  # others hold the block
+        self._checks.clear()
 
     def know_rows(self, cache: Any, state: RowState) -> None:
         """Lay what is known of some rows on their cache."""

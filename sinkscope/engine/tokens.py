@@ -141,13 +141,18 @@ class TokenPositions:
             UnsupportedError: Texts are packed into a row, so that a position is that of several tokens.
         """
         self.check_one_document("the columns of positions")
+        columns = self._column_table.to(pos.device)
+        flat = torch.where(pos < 0, self.seen, pos).flatten(1)
+        return columns.gather(1, flat).view(pos.shape)
+
+    @cached_property
+    def _column_table(self) -> Int[Tensor, "batch _"]:
+        """The column of each position of a row; -1 after them."""
         columns = torch.full((len(self.pos), self.seen + 1), -1, dtype=torch.int64, device=self.pos.device)
         at = torch.where(self.pos < 0, self.seen, self.pos)  # what padding writes is not read
         columns.scatter_(1, at, torch.arange(self.seen, device=at.device).expand_as(at))
         columns[:, self.seen] = -1
-        columns = columns.to(pos.device)
-        flat = torch.where(pos < 0, self.seen, pos).flatten(1)
-        return columns.gather(1, flat).view(pos.shape)
+        return columns
 
     def check_one_document(self, what: str) -> None:
         """Refuse rows into which several texts are packed.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
@@ -80,5 +80,18 @@ class SnapKV(Policy):
         in_window = at.kv.pos >= (at.length - windows.to(at.length.device))[:, None, None]
         votes = votes.masked_fill(per_query_head(in_window, votes.shape[1]), 0)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
+        places = None
+        if not at.kv.gapless:  # a token's neighbours are tokens, whatever padding stands between them
+            places = _without_gaps(per_query_head(at.kv.pos, votes.shape[1]))
+            votes = torch.zeros_like(votes).scatter_(2, places, votes)
         pooled = torch.as_tensor(pool(votes, self.kernel, stride=1, padding=self.kernel // 2))
+        if places is not None:
+            pooled = pooled.gather(2, places)
         return in_groups(pooled, at.kv.pos.shape[1]).mean(2)
+
+
+def _without_gaps(pos: Int[Tensor, "batch head slot"]) -> Int[Tensor, "batch head slot"]:
+    """The place of each slot if those that hold a token stand one after another, behind all others."""
+    occupied = pos >= 0
+    empty = (~occupied).sum(-1, keepdim=True)
+    return torch.where(occupied, empty + occupied.cumsum(-1) - 1, (~occupied).cumsum(-1) - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import threading
 import warnings
 import weakref
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
+import sinkscope as ss
 from sinkscope.engine import stock
 from sinkscope.engine.block import Run
 from sinkscope.engine.tap import HANDLERS
@@ -216,6 +218,28 @@ def test_a_thread_that_has_ended_holds_nothing_and_a_block_may_be_left_in_anothe
         leaving = threading.Thread(target=block.__exit__, args=(None, None, None))
         leaving.start()
         leaving.join()
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (ss.Ablate(layer=1, neurons=[3], positions=[99]), r"Ablate never acted: no token stood at positions=\(99,\)"),
+        (ss.Add(torch.ones(32), "blocks.0.hook_resid_post", positions=slice(50, 60)), "Add never acted"),
+        (ss.Knockout([99]), "Knockout.* never acted"),
+        (ss.Knockout("first", queries=[99]), "Knockout.* never acted"),
+        (ss.Knockout("first"), None),
+        (ss.Ablate(layer=1, neurons=[3], positions="first"), None),
+    ],
+)
+def test_an_edit_that_meets_no_token_says_so(edit, said, model):
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always", SinkscopeWarning)
+        with edit.on(model):
+            model(input_ids=IDS, attention_mask=MASK)
+    messages = [str(each.message) for each in caught if each.category is SinkscopeWarning]
+    assert len(messages) == (said is not None)
+    if said is not None:
+        assert re.search(said, messages[0])
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ NEEDED = {
     "Ablate": {"sites": [(0, 1)]},
     "SinkPatch": {"sites": [(0, 1)]},
     "Quantize": {"activations": 8},
+    "Knockout": {"keys": "first"},
     "PerLayer": {"policy": sinkscope.kv.SnapKV(), "budgets": [512]},
 }
 

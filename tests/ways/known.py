@@ -151,6 +151,10 @@ MENDED = {
     "a chunk of a prompt that ends in padding is taken for padding on the right": draw_of(
         mask="hole", cache="chunks", rows=2
     ),
+    "padding among tokens parts neighbours in a pooling": draw_of(mask="hole", cache="generate", edit="snapkv 12"),
+    "a mean of a text that goes on in a later call": draw_of(
+        mask="block", cache="steps", positions="given", edit="mean"
+    ),
     "a cache of a model of several parts that was saved is read as new": draw_of(
         family="gemma3 image", cache="pickled", rows=3, padding="left", edit="h2o"
     ),

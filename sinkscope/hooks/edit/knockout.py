@@ -9,9 +9,8 @@ policies, guards, observers and edits. In each layer of a call:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -23,6 +22,7 @@ from sinkscope.engine.block import Run
 from sinkscope.engine.step import Step
 from sinkscope.engine.tap import check_attention_recomputed
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.records import Whole, check_values, checked_value
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sites import Positions, checked_positions, chosen_positions, head_of, listed
 from sinkscope.models.grouped_heads import per_query_head
@@ -76,7 +76,9 @@ class Knockout(Intervention):
                 )
             object.__setattr__(self, "queries", _checked(self.queries, "queries", pairs=False))
         if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(listed("layers", self.layers)))
+            layers = tuple(listed("layers", self.layers))
+            check_values(tuple[Whole, ...], layers=layers)
+            object.__setattr__(self, "layers", layers)
         if self.heads is not None:
             object.__setattr__(self, "heads", _checked_heads(self.heads, self.layers))
 
@@ -257,7 +259,7 @@ def _checked(given: Any, what: str, *, pairs: bool) -> Any:
     if isinstance(given, list) and given and isinstance(given[0], list | bool):
         given = torch.as_tensor(given)
     if not isinstance(given, Tensor) or given.dtype != torch.bool:
-        return checked_positions(given)
+        return checked_positions(given, what)
     if given.ndim == 1:
         given = given[None]
     if given.ndim not in ((2, 3) if pairs else (2,)):
@@ -268,17 +270,17 @@ def _checked(given: Any, what: str, *, pairs: bool) -> Any:
 
 def _checked_heads(heads: Any, layers: Any) -> tuple[tuple[int | None, int], ...]:
     """Pairs of a layer (None: each of those chosen) and a head."""
-    given = [heads] if isinstance(heads, int | str) else list(cast("Sequence[Any]", heads))
+    given = [heads] if isinstance(heads, Head) else listed("heads", heads)
     if not given:
         raise SinkscopeError("heads=[]: expected at least one head; give None for all")
     found: list[tuple[int | None, int]] = []
     for head in given:
-        if isinstance(head, int) and not isinstance(head, bool):
-            found.append((None, head))
-            continue
         pair: Any = head
         if isinstance(head, Head):
             pair = (head.layer, head.head)
+        if not isinstance(pair, str | tuple | list):
+            found.append((None, checked_value(Whole, pair, "heads, of which one is ")))
+            continue
         layer, number = head_of(pair)
         if layers is not None and layer not in layers:
             raise SinkscopeError(f"head L{layer}.H{number} with layers={list(layers)}: give heads of these layers")

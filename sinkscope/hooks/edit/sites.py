@@ -71,8 +71,8 @@ def listed(name: str, given: Any) -> list[Any]:
     return [*given]
 
 
-def checked_positions(positions: Any) -> Positions:
-    """Return positions in the form in which an edit stores them.
+def checked_positions(positions: Any, name: str = "positions") -> Positions:
+    """Return positions in the form in which an edit stores them; `name` is that of the field.
 
     Raises:
         SinkscopeError: These are not positions.
@@ -81,7 +81,7 @@ def checked_positions(positions: Any) -> Positions:
         ends = [end for end in (positions.start, positions.stop, positions.step) if end is not None]
         if all(isinstance(end, int) and end >= 0 for end in ends):
             return positions
-    return checked_value(_POSITIONS, python_numbers(positions), "positions ")
+    return checked_value(_POSITIONS, python_numbers(positions), f"{name} ")
 
 
 def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
