@@ -82,7 +82,7 @@ class SnapKV(Policy):
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
         places = None
         if not at.kv.gapless:  # a token's neighbours are tokens, whatever padding stands between them
-            places = _without_gaps(per_query_head(at.kv.pos, votes.shape[1]))
+            places = _without_gaps(per_query_head(at.kv.pos, votes.shape[1])).expand_as(votes)
             votes = torch.zeros_like(votes).scatter_(2, places, votes)
         pooled = torch.as_tensor(pool(votes, self.kernel, stride=1, padding=self.kernel // 2))
         if places is not None:
