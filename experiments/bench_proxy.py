@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -121,17 +122,26 @@ def milliseconds(client: Client, asked: Row, requests: int) -> float:
     return statistics.median(times)
 
 
-def overhead(direct: str, proxied: str, rounds: int, requests: int) -> list[Row]:
-    """What the proxy adds to a whole answer and to a stream, in milliseconds."""
+def processor_seconds(process: int) -> float:
+    """The time of processors that a process has taken."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def overhead(direct: str, proxied: str, process: int, rounds: int, requests: int) -> list[Row]:
+    """What the proxy adds to a whole answer and to a stream, in milliseconds, and what its own process takes for it."""
     rows: list[Row] = []
     for kind in ("whole", "streamed"):
         asked = {"stream": kind == "streamed", "number": 3, "words": EVENTS}
         arms = {name: partial(milliseconds, Client(address), asked, requests)
                 for name, address in (("direct", direct), ("proxied", proxied))}  # fmt: skip
+        begin = processor_seconds(process)
         times = interleaved(arms, rounds)
+        processor = 1000 * (processor_seconds(process) - begin) / ((rounds + 1) * requests)
         added = [after - before for before, after in zip(times["direct"], times["proxied"], strict=True)]
         medians = {name: statistics.median(values) for name, values in times.items()}
-        rows.append({"answer": kind, **medians, "added": statistics.median(added), "interval": interval(added)})
+        row: Row = {"answer": kind, **medians, "added": statistics.median(added), "interval": interval(added)}
+        rows.append({**row, "processor": processor})
     return rows
 
 
@@ -243,7 +253,7 @@ def main(
     with ExitStack() as stack:
         direct, _ = stack.enter_context(started(["experiments.bench_proxy", "--serve"]))
         proxied, process = stack.enter_context(started(["sinkscope", "loops", "--proxy", direct, "--port", "0"]))
-        rows = overhead(direct, proxied, rounds, per_round)
+        rows = overhead(direct, proxied, process, rounds, per_round)
         load = {
             "in_sequence": in_sequence(proxied, requests, process),
             "at_once": asyncio.run(at_once(proxied, streams, words)),

@@ -19,7 +19,8 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.chats import messages_in
-from sinkscope.files.events import Events
+from sinkscope.files.events import LONGEST, Events
+from sinkscope.files.opener import MOST
 from sinkscope.files.plain import parse_json
 from sinkscope.files.tables import CSV, is_parquet, rows_of_csv, rows_of_parquet, suffix_of, unpacked
 from sinkscope.loops.text import forms
@@ -27,6 +28,7 @@ from sinkscope.loops.text.logged import Records, answer_column
 from sinkscope.loops.text.pieces import UNREADABLE, Piece, StreamForm, on_one_line, origin_of
 
 KEPT_IDS = 4096
+MOST_BEGINNING = 1 << 16  # characters of headers, comments and blank lines, behind which the form is decided by them
 MOST_BLANKS = 4096  # characters of white space, from which on an input is a text
 EVENTS = ("data:", "event:", "id:", "retry:", ":")
 """How server-sent events may begin."""
@@ -72,7 +74,7 @@ def pieces_in(
         return
     text = _decoded(source)
     if form == "csv" or (form == "auto" and suffix_of(name) in CSV):
-        lines = (f"{_checked_text(line)}\n" for line in _lines(text))
+        lines = (f"{_checked_text(line)}\n" for line in _lines(text, name, None if whole else skip))
         rows = enumerate(_with_answers(rows_of_csv(lines, name), name, field), 1)
         yield from _pieces_of_rows(rows, name, skip, field, by)
         return
@@ -85,7 +87,8 @@ def pieces_in(
                 yield Piece(name, text=known)
             part.encode()
         return
-    rows = _rows(enumerate(_lines(text), 1), form, name, skip, whole)
+    lines = _lines(text, name, None if whole else skip)
+    rows = _rows(enumerate(lines, 1), form, name, skip, whole)
     yield from _pieces_of_rows(rows, name, skip, field, by, events=form == "sse")
 
 
@@ -142,17 +145,30 @@ def _decoded(source: Any) -> Iterator[str]:
 
 def _beginning(text: Iterator[str], name: str) -> tuple[StreamForm, Iterator[str]]:
     """The form of an input, of which no more is read than that takes, and its text without headers."""
-    start = body = ""
+    parts: list[str] = []
+    size, body = 0, ""
     for part in text:
-        start += part
-        headers = _HEADERS.match(start)
+        parts.append(part)
+        size += len(part)
+        if len(parts) > 1 and "\n" not in part and size <= LONGEST:  # a line that goes on
+            continue
+        start = "".join(parts)
+        parts = [start]
+        headers = _HEADERS.match(start, 0, MOST_BEGINNING)
         body = start if headers is None else start[headers.end() :]
+        ends_too_late = body.rfind("\n") > MOST_BEGINNING or size > LONGEST
         if body.lstrip().startswith("HTTP/"):  # headers that go on
+            if ends_too_late:
+                return default_form(name), chain([body], text)
             body = ""
             continue
         form = form_of(body, name)
+        if form is None and ends_too_late:
+            form = "sse" if body.lstrip().startswith(EVENTS) else default_form(name)
+            form = "jsonl" if body.lstrip().startswith("{") else form
         if form is not None:
             return form, chain([body], text)
+    body = body if len(parts) < 2 else body + "".join(parts[1:])
     return form_of(f"{body}\n", name) or default_form(name), iter([body])
 
 
@@ -192,16 +208,52 @@ def _is_output(line: str, name: str) -> bool:
     return False
 
 
-def _lines(text: Iterable[str]) -> Iterator[str]:
-    """The lines of a text as soon as they arrive."""
+def _lines(text: Iterable[str], name: str, skip: Skip | None = None) -> Iterator[str]:
+    """The lines of a text as soon as they arrive.
+
+    Args:
+        text: The text as it arrives.
+        name: Name of the input.
+        skip: Is told of lines that are too long for a stream; None: it is a file.
+
+    Raises:
+        SinkscopeError: A line of a file is longer than what is read whole.
+    """
     held: list[str] = []
+    size, is_long = 0, False
+    most = MOST if skip is None else LONGEST
     for part in text:
         *lines, rest = part.split("\n")
         for line in lines:
-            yield "".join([*held, line])
-            held = []
+            yield "" if is_long else "".join([*held, line])
+            held, size, is_long = [], 0, False
         held.append(rest)
-    yield "".join(held)
+        size += len(rest)
+        if size <= most:
+            continue
+        problem = f"{name} has a line of over {most:,} characters"
+        if skip is None:
+            raise SinkscopeError(f"{problem}: give a file of shorter ones")
+        if not is_long:
+            skip(f"{problem}, which is not read")
+        held, is_long = [], True
+    yield "" if is_long else "".join(held)
+
+
+def _rest_of(lines: Iterable[tuple[int, str]], name: str) -> list[tuple[int, str]]:
+    """All other lines of a file.
+
+    Raises:
+        SinkscopeError: They are longer than what is read whole.
+    """
+    rest: list[tuple[int, str]] = []
+    size = 0
+    for place, line in lines:
+        rest.append((place, line))
+        size += len(line)
+        if size > MOST:
+            raise SinkscopeError(f"{name} is longer than {MOST:,} characters and no JSON lines: give a shorter file")
+    return rest
 
 
 def _rows(
@@ -215,7 +267,7 @@ def _rows(
         try:
             values = values_in(line)
         except UNREADABLE as error:
-            rest = list(lines) if whole else []
+            rest = _rest_of(lines, name) if whole else []
             try:  # one value on several lines
                 values = values_in("\n".join([line, *(later for _, later in rest)]))
             except UNREADABLE:
