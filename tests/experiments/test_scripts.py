@@ -103,6 +103,13 @@ def cheap_at_the_interval(made: Any) -> bool:
     return row["with"] > row["without"] and row["share"] == row["steps_per_measurement"] / 500
 
 
+def right_behind_the_proxy(made: Any) -> bool:
+    """No answer is wrong, every loop is cut, and the proxy costs something."""
+    load = made["load"]
+    wrong = [part["wrong"] for part in (load["in_sequence"], load["at_once"], load["left"])]
+    return wrong == [0, 0, 0] and load["at_once"]["cut"] == 2 and min(row["added"] for row in made["rows"]) > 0
+
+
 CASES = {
     "bench_callback": Case(
         "--sizes 2x64 --rounds 1 --steps 2 --every 2 --out {out}/x.json", cheap_at_the_interval, "x.json"
@@ -119,6 +126,11 @@ CASES = {
         "x.json",
         {"child": lambda _script, *words: f"{words[1]} in {words[3]} rounds"},
         quick=True,
+    ),
+    "bench_proxy": Case(
+        "--rounds 1 --per-round 3 --requests 6 --streams 4 --words 200 --kills 2 --out {out}/x.json",
+        right_behind_the_proxy,
+        "x.json",
     ),
     "bundled.stories": Case(
         "--teacher sinkscope/models/bundled --out {out}/s.txt --tokens 50",
