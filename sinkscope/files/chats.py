@@ -34,6 +34,7 @@ _LISTS = (
     "contents",
     "chat_messages",
     "history",
+    "chat_history",
     "dialogue",
     "dialog",
     "transcript",
@@ -44,8 +45,8 @@ ANSWERS = (
     *("outputBodyJson", "completion", "completions", "generated_text", "generated_texts", "generation", "generations"),
     *("outputText", "output_text", "model_output", "model_response", "model_answer", "prediction", "predictions"),
     *("generated", "reply", "assistant", "answer", "resps", "message", "messages", "conversations", "conversation"),
-    *("contents", "chat_messages", "history", "dialogue", "dialog", "transcript", "mapping", "turns", "text_output"),
-    *("text", "content", "parts"),
+    *("contents", "chat_messages", "history", "chat_history", "dialogue", "dialog", "transcript", "mapping", "turns"),
+    *("text_output", "text", "content", "parts"),
 )
 """Fields that hold an answer or what holds it: the first that is filled counts. Ids are more exact than text."""
 PROMPTS = (
@@ -236,8 +237,9 @@ def _said(item: Mapping[str, Any]) -> Iterable[Said]:
     yield from reasoning_said(item)
     for field in ("content", "parts"):
         yield from _content(item.get(field))
-    for field in ("text", "value", "refusal"):
-        yield from _content(item.get(field), item.get("thought") is True)
+    for field in ("text", "value", "refusal", "message", "utterance"):
+        if field in ("text", "value", "refusal") or isinstance(item.get(field), str):
+            yield from _content(item.get(field), item.get("thought") is True)
     audio = item.get("audio")
     if isinstance(audio, Mapping) and isinstance(audio.get("transcript"), str):
         yield Said(TEXT, audio["transcript"])

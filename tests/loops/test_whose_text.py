@@ -126,6 +126,17 @@ def test_rules_do_not_count_and_letters_do():
 
 
 FAR = "".join(f"{prose(11, number)}.\n" for number in range(300)) * 3
+def test_zeros_in_base64_and_steps_without_text_are_no_answers():
+    (found,) = check('{"rate": 8000, "pcm": "' + "A" * 9000 + '"}').records
+    assert found.verdict == "clean"
+    assert check("A" * 9000).records[0].verdict == "loops"
+    hidden = {"type": "response_item", "payload": {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}}
+    said = {"type": "response_item", "payload": {"type": "message", "role": "assistant", "content": SHORT}}
+    assert [one.verdict for one in records_in(json_lines([hidden, said, hidden]), "s.jsonl")] == ["clean"]
+    cohere = {"chat_history": [{"role": "USER", "message": LOG}, {"role": "CHATBOT", "message": SLEPT}]}
+    assert [one.verdict for one in records_in(json.dumps(cohere))] == ["loops"]
+
+
 DOUBTFUL = {
     "short lines in any order": "".join(f"{('OK.', 'Done.', 'Yes.', 'Sure.')[n * n % 7 % 4]}\n" for n in range(120)),
     "a cycle of 3,300 words": FAR,

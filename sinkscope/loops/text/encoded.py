@@ -34,6 +34,8 @@ class Readable:
                 if len(self._held) < SHORTEST:
                     continue
                 self._is_encoded = self._before.endswith(_MARK) or looks_encoded(self._held[:SEEN])
+                is_string = self._before.endswith(('"', "'", "`"))
+                self._is_encoded = self._is_encoded or (is_string and set(self._held) == {"A"})  # zeros
                 kept.append(self._held * (not self._is_encoded))
                 self._before = self._held[-len(_MARK) :]
                 self._held = ""

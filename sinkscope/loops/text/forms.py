@@ -45,6 +45,7 @@ TYPED = {
 """Types of events whose text is in "delta", "inputTextDelta" or "content"."""
 TYPED_ENDS = frozenset({"finish", "RUN_FINISHED", "RUN_ERROR", "chat.end"})
 COHERE = {"content-delta": TEXT, "tool-plan-delta": REASONING, "tool-call-start": "call", "tool-call-delta": "call"}
+HOLDS_ANSWERS = frozenset("candidates output content message messages response text completion answer".split())
 NOT_ENDED = ("", "null", "none", "None")
 """What servers send as the reason to finish until there is one."""
 
@@ -106,6 +107,8 @@ class Events:
                 return self._said(said_in(delta), f"message {data.get('id', 0)}")
             case {"event": "message" | "agent_message", "answer": str(text)}:  # Dify
                 return [Piece("stream 0", text=text)]
+            case {"usageMetadata": _} | {"usage": dict()} if not data.keys() & HOLDS_ANSWERS:  # behind the end
+                return []
             case {"event": "message_end"}:
                 return [Piece("stream 0", ends=True)]
             case _:

@@ -34,7 +34,7 @@ EVENTS = ("data:", "event:", "id:", "retry:", ":")
 """How server-sent events may begin."""
 JSON_NAMES = (".json", ".jsonl", ".ndjson")
 _HEADERS = re.compile(r"\s*(?:HTTP/[^\n]*\n(?:[^\n]+\n)*\n)+")  # as curl -i writes them
-_DATA = re.compile(r"data: ?\{")
+_DATA = re.compile(r"data: ?(?:\{|\[\s*(?:\{|$))")
 _NOT_DECODED = re.compile("[\udc80-\udcff]")  # bytes that are no UTF-8
 Skip = Callable[[str], None]
 """Is told what cannot be read."""

@@ -122,6 +122,9 @@ class Records:
         if message.role != "assistant" and message.role != "":
             before.append(message)
             return []
+        is_step = unwrapped(data) is not data or "role" not in data
+        if is_step and not any(one.text.strip() for one in message.said):  # a reasoning that is hidden, say
+            return []
         context = "\n".join(one.everything for one in before)
         answer = Answer(message.said, prompt_before(before, len(before)), context)
         before.clear()
@@ -188,11 +191,16 @@ def _typed(data: Mapping[str, Any], kind: str) -> list[Said]:
     return [Said(channel, str(text))]
 
 
+CONTENT = ("content", "parts", "text", "value", "utterance", "tool_calls", "output", "summary", "thinking")
+"""Fields by which a record with an author is a message."""
+
+
 def is_message(data: Any) -> bool:
     """Return whether a record with an author is a message, and not a record with a prompt and an answer."""
-    has_content = any(name in data for name in ("content", "parts", "text", "value", "tool_calls", "output", "summary"))
+    has_content = any(name in data for name in CONTENT)
     is_item = isinstance(data.get("type"), str) and "role" not in data
     has_answer = any(data.get(name) for name in ("choices", "completion", "response", "answer", "generated_text"))
+    has_content = has_content or isinstance(data.get("message"), str)
     return (has_content or is_item) and not has_answer
 
 

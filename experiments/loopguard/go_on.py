@@ -1,0 +1,305 @@
+"""Going on instead of ending, behind real servers: what becomes of answers that loop.
+
+    python -m experiments.loopguard.go_on WORK --server llama.cpp --url http://127.0.0.1:8080 --model smollm2-135m
+    python -m experiments.loopguard.go_on WORK --table [--out figures/loops_go_on.json]
+
+48 prompts of a chat, on which nothing was chosen, are answered greedily by the server alone. Where the proxy finds
+a loop, it is asked as well, with `--go-on`; ending there is what it does without, and needs no run. Healthy answers
+are asked for through the proxy, too, some of them, and have to be equal byte for byte. The answers are appended to
+WORK/answers.jsonl, and the command goes on from there.
+
+An answer ends by itself if its last reason to finish is "stop". Distinct-4 is the share of different 4-grams among those
+of up to 200 words behind the seam: where the continuation begins, or, of the server alone, where the loop was found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from experiments.record import Row, read_rows, record
+from experiments.script import run
+from sinkscope.files.output import write_atomic
+from sinkscope.loops import MonitorSettings, check
+from sinkscope.loops.servers.answers import StreamWatch
+from sinkscope.loops.servers.proxy import GoOn, application
+from sinkscope.loops.servers.ways import ServerName, Template, found_server
+from sinkscope.measure.margin import share_interval
+
+PROSE = (
+    "Describe the sea at night in great detail.",
+    "Write a long letter from a sailor to his mother.",
+    "Tell the story of a clockmaker who lost his key.",
+    "Explain how rain forms, and say everything you know about it.",
+    "Write an essay on why people keep diaries.",
+    "Describe a village in the mountains through the four seasons.",
+    "Tell me about the history of bread.",
+    "Write a speech for the opening of a library.",
+    "What makes a good friend? Write at length.",
+    "Describe how a forest changes after a fire.",
+    "Write a review of a restaurant that you liked very much.",
+    "Explain the causes of the French Revolution.",
+)
+DIALOGUE = (
+    "Write a dialogue between a cat and a dog about sleep.",
+    "Write an interview with an old fisherman.",
+    "Two friends argue about a lost umbrella. Write what they say.",
+    "Write a conversation between a pupil and a teacher about zero.",
+    "Write a scene in which a waiter forgets every order.",
+    "Write a telephone call between a grandmother and her grandson.",
+    "A robot asks a child what a birthday is. Write their talk.",
+    "Write a dialogue at a market about the price of apples.",
+    "Write a conversation between the sun and the moon.",
+    "A doctor calms a patient before an operation. Write the dialogue.",
+    "Write a quarrel between two neighbours about a fence.",
+    "Write a conversation of three travellers in a train.",
+)
+CODE = (
+    "Write a Python class for a bank account with tests.",
+    "Write a function that sorts a list of names, in three languages.",
+    "Write an HTML page with a table of the planets.",
+    "Write a shell script that renames all files of a folder.",
+    "Write SQL for a shop with customers, orders and goods.",
+    "Write a Python program that plays tic-tac-toe.",
+    "Write a CSS file for a blog.",
+    "Write unit tests for a function that adds two numbers.",
+    "Write a configuration in YAML for a web server with comments.",
+    "Write a JavaScript function that checks a password.",
+    "Write a Python script that counts words in a text.",
+    "Write a C program that prints the first 20 primes.",
+)
+TABLES = (
+    "List 60 animals.",
+    "List 50 cities with their countries.",
+    "Make a table of 20 fruits with their colours.",
+    "Write a multiplication table up to 12.",
+    "List all months with three events for each.",
+    "Write a timetable for a week of school.",
+    "List 40 verbs with their past forms.",
+    "Make a list of 30 things to take on a journey.",
+    "Write a menu with prices for ten days.",
+    "List 50 words that begin with the letter S.",
+    "Write a calendar of the full moons of a year.",
+    "List the chemical elements with their symbols.",
+)
+KINDS = {"prose": PROSE, "dialogue": DIALOGUE, "code": CODE, "tables": TABLES}
+THINKING = (
+    "Think about how many times the word river can be written, and write it while you think.",
+    "Count the sheep one by one in your thoughts, and say the same sentence for each.",
+    "Before you answer, repeat the question in your thoughts again and again.",
+    "Think in circles about whether the egg or the hen was first.",
+    "In your thoughts say: I have to think about it. Say it many times.",
+    "Think about nothing else than the sentence: it is what it is.",
+)
+BEHIND, GRAM = 200, 4
+CHANGING = re.compile(r'"(?:id|created|timings|system_fingerprint)":\s*(?:"[^"]*"|[\d.]+|\{[^}]*\})')
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """The address of an application that runs in a thread."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def ask(url: str, model: str, prompt: str, new: int) -> tuple[bytes, float]:
+    """All bytes of a streamed answer, and how long it took."""
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}], "stream": True}
+    body |= {"temperature": 0, "max_tokens": new}
+    started = time.perf_counter()
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=1800, trust_env=False)
+    answer.raise_for_status()
+    return answer.content, time.perf_counter() - started
+
+
+def read(data: bytes) -> Row:
+    """The text and the reasoning of an answer, the places of its seams, and how it ended."""
+    row: Row = {"text": "", "reasoning": "", "seams": [], "finish": None, "pieces": 0, "about": None}
+    for line in data.decode().splitlines():
+        if line.startswith(": sinkscope"):
+            row["seams"].append(len(row["text"]))
+        if not line.startswith("data: {"):
+            continue
+        chunk = json.loads(line[6:])
+        row["about"] = chunk.get("sinkscope") or row["about"]
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            row["text"] += delta.get("content") or ""
+            row["reasoning"] += delta.get("reasoning_content") or ""
+            row["pieces"] += bool(delta.get("content") or delta.get("reasoning_content"))
+            row["finish"] = choice.get("finish_reason") or row["finish"]
+    return row
+
+
+def loop_in(data: bytes) -> tuple[int, int] | None:
+    """Where the proxy would end an answer: characters of text, and pieces, up to there; None if it would not."""
+    watch = StreamWatch(MonitorSettings())
+    passed = watch.feed(data)
+    if watch.alarm is None:
+        return None
+    row = read(passed)
+    return len(row["text"]), row["pieces"]
+
+
+def distinct(text: str) -> float | None:
+    """The share of different 4-grams among the first 200 words; None of fewer than 20 words."""
+    words = text.split()[:BEHIND]
+    grams = [tuple(words[place : place + GRAM]) for place in range(len(words) - GRAM + 1)]
+    return None if len(words) < 20 else len(set(grams)) / len(grams)
+
+
+def prompts_of(thinking: bool) -> list[tuple[str, str]]:
+    """The prompts with their kinds."""
+    if thinking:
+        return [("thinking", prompt) for prompt in THINKING]
+    return [
+        (kind, prompt) for group in zip(*KINDS.values(), strict=True) for kind, prompt in zip(KINDS, group, strict=True)
+    ]
+
+
+def measure(
+    work: Path, url: str, server: ServerName, model: str, label: str, new: int, equal: int, count: int, settings: Row
+) -> None:
+    """Answer the prompts that have no answer yet."""
+    work.mkdir(parents=True, exist_ok=True)
+    file = work / "answers.jsonl"
+    done = {(row["label"], row["prompt"]) for row in read_rows(file)} if file.is_file() else set()
+    template = None if settings["template"] is None else Template.read(settings["template"])
+    found = found_server(url, server, template, settings["reasoning_end"])
+    print(found.said(), flush=True)
+    left = equal
+    with serving(application(url, MonitorSettings(), print, go_on=GoOn(found))) as proxy:
+        for kind, prompt in prompts_of(settings["thinking"])[:count]:
+            if (label, prompt) in done:
+                continue
+            data, seconds = ask(url, model, prompt, new)
+            alone, loop = read(data), loop_in(data)
+            row: Row = {
+                "label": label,
+                "kind": kind,
+                "prompt": prompt,
+                "alone": alone,
+                "seconds": seconds,
+                "loop": loop,
+            }
+            if loop is not None:
+                data, row["proxy_seconds"] = ask(proxy, model, prompt, new)
+                row["goes_on"] = read(data)
+            elif left:
+                left -= 1
+                same, _ = ask(proxy, model, prompt, new)
+                row["equal"] = CHANGING.sub("", same.decode()) == CHANGING.sub("", data.decode())
+            with file.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+            said = row.get("goes_on", {}).get("about"), row.get("equal")
+            print(label, kind, f"{seconds:.0f} s", loop, *said, flush=True)
+
+
+def table(rows: Sequence[Row]) -> list[Row]:
+    """A row for each server and model."""
+    found: list[Row] = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        own = [row for row in rows if row["label"] == label]
+        loops = [row for row in own if row["loop"] is not None]
+        ends = [row["goes_on"]["finish"] == "stop" for row in loops]
+        alone = [row["alone"]["finish"] == "stop" for row in loops]
+        behind = [
+            distinct(row["goes_on"]["text"][row["goes_on"]["seams"][0] :]) for row in loops if row["goes_on"]["seams"]
+        ]
+        before = [distinct(row["alone"]["text"][row["loop"][0] :]) for row in loops]
+        clean = [check(row["goes_on"]["text"]).records[0].verdict not in ("loops", "looped") for row in loops]
+        checked = [row["equal"] for row in own if "equal" in row]
+        kept = [value for value in behind if value is not None]
+        lost = [value for value in before if value is not None]
+        interval = share_interval(sum(ends), len(ends)) if len(ends) > 2 else None
+        found.append({
+            "label": label, "answers": len(own), "loops": len(loops), "end_alone": sum(alone), "end_going_on": sum(ends),
+            "end_interval": None if interval is None else [round(interval.low, 3), round(interval.high, 3)],
+            "without_loop": sum(clean),
+            "distinct_alone": round(sum(lost) / len(lost), 3) if lost else None,
+            "distinct_going_on": round(sum(kept) / len(kept), 3) if kept else None,
+            "continued": sum(len(row["goes_on"]["seams"]) for row in loops),
+            "closed": sum((row["goes_on"]["about"] or {}).get("reasoning") == "closed" for row in loops),
+            "dropped": sum((row["goes_on"]["about"] or {}).get("dropped") or 0 for row in loops),
+            "seconds_alone": round(sum(row["seconds"] for row in loops), 1),
+            "seconds_going_on": round(sum(row["proxy_seconds"] for row in loops), 1),
+            "equal": [sum(checked), len(checked)],
+        })  # fmt: skip
+    return found
+
+
+def main(
+    work: Path,
+    *,
+    server: str = "auto",
+    url: str = "",
+    model: str = "",
+    label: str = "",
+    template: str | None = None,
+    reasoning_end: str = "",
+    thinking: bool = False,
+    new: int = 400,
+    equal: int = 6,
+    count: int = 48,
+    out: Path | None = None,
+) -> None:
+    """Make what the module describes.
+
+    Args:
+        work: Folder of the answers.
+        server: Which server it is.
+        url: Its address; without one only the table is made.
+        model: Name of the model in requests.
+        label: Name of the row.
+        template: Folder of the model, for a server that needs its template.
+        reasoning_end: What ends a reasoning.
+        thinking: Whether the prompts are those that make a model think in circles.
+        new: Tokens of an answer.
+        equal: Number of healthy answers that are compared.
+        count: Number of prompts.
+        out: The JSON of the table.
+    """
+    settings: Row = {"template": template, "reasoning_end": reasoning_end, "thinking": thinking}
+    if url:
+        named: Any = server
+        measure(work, url, named, model, label or f"{server}, {model}", new, equal, count, settings)
+    rows = read_rows(work / "answers.jsonl")
+    result = table(rows)
+    for row in result:
+        print(row)
+    if out is not None:
+        seams: list[Row] = []
+        for row in rows:
+            if row["loop"] is not None and row["goes_on"]["seams"]:
+                place, text = row["goes_on"]["seams"][0], row["goes_on"]["text"]
+                seams.append(
+                    {
+                        "label": row["label"],
+                        "before": text[max(0, place - 160) : place],
+                        "behind": text[place : place + 160],
+                    }
+                )
+        write_atomic(out, record("loops-go-on", {"rows": result, "seams": seams}, {}, dtype="text"))
+
+
+if __name__ == "__main__":
+    run(main)
