@@ -251,6 +251,16 @@ def test_a_loop_in_a_reasoning_ends_the_reasoning(plain, model):
     assert text_of(events).split() == f"{REST} {COPY}{END}".split()
 
 
+def test_a_reasoning_that_the_template_begins_has_no_mark_in_the_text(model):
+    app = Starlette(routes=[Route("/{path:path}", model.answer, methods=["POST"])])
+    server = Server("llama.cpp", None, "</think>", opens_reasoning=True)
+    with served(app) as direct, served(application(direct, MonitorSettings(), print, go_on=GoOn(server))) as address:
+        events, _ = ask(address, "late")
+    assert text_of(events).split() == f"{START}{REST} {COPY} </think> {END}".split()
+    asked = model.bodies[-1]["messages"][-1]["content"]
+    assert asked.startswith(f"<think>\n{START.split()[0]}") and asked.endswith(f"{COPY.strip()}\n</think>\n\n")
+
+
 def test_a_server_that_dies_while_it_continues_breaks_the_stream(plain):
     with pytest.raises(httpx.RemoteProtocolError):
         ask(plain.address, "dies")

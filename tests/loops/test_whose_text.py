@@ -126,6 +126,8 @@ def test_rules_do_not_count_and_letters_do():
 
 
 FAR = "".join(f"{prose(11, number)}.\n" for number in range(300)) * 3
+
+
 def test_zeros_in_base64_and_steps_without_text_are_no_answers():
     (found,) = check('{"rate": 8000, "pcm": "' + "A" * 9000 + '"}').records
     assert found.verdict == "clean"

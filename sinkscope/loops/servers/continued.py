@@ -14,6 +14,7 @@ from typing import Any
 
 from sinkscope.loops.servers.answers import NOTHING_ASKED, Asked, StreamWatch, Work
 from sinkscope.loops.servers.held import HeldText
+from sinkscope.loops.servers.ways import REASONING_MARKS, Server
 from sinkscope.loops.text.channels import AnswerWatch
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.pieces import REASONING, TEXT, Piece
@@ -21,7 +22,8 @@ from sinkscope.loops.text.pieces import REASONING, TEXT, Piece
 MOST_CONTINUATIONS = 2
 SAID_IN = {TEXT: ("content", "text", "response"), REASONING: ("reasoning_content", "reasoning", "thinking")}
 """Fields of an event that hold the text of each channel."""
-OPENS_REASONING = ("<think>", "[THINK]", "<thinking>", "<reasoning>", "<thought>", "<seed:think>")
+BEGINNING = 200
+"""Characters in which a reasoning begins that stands in the text."""
 
 
 @dataclass
@@ -72,11 +74,19 @@ class GoOnWatch(StreamWatch):
         settings: Settings of the monitor.
         asked: What was asked.
         before: What the client has got before; None for the first part of an answer.
+        server: The server, and the marks of a reasoning.
     """
 
-    def __init__(self, settings: Settings, asked: Asked = NOTHING_ASKED, before: Written | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        asked: Asked = NOTHING_ASKED,
+        before: Written | None = None,
+        server: Server | None = None,
+    ) -> None:
         super().__init__(settings, asked=asked)
         self.before = before or Written()
+        self.server = server or Server()
         self._is_first = before is None
         self._units: deque[Unit] = deque()
         self._raw: list[bytes] = []
@@ -122,7 +132,10 @@ class GoOnWatch(StreamWatch):
         if channel == REASONING:
             return True
         text = self.held_texts[TEXT].text if TEXT in self.held_texts else ""
-        return any(mark in text[:200] and not _closed(text, mark) for mark in OPENS_REASONING)
+        end = self.server.reasoning_end
+        if not end or end in text:
+            return False
+        return self.server.opens_reasoning or REASONING_MARKS.get(end, end) in text[:BEGINNING]
 
     def feeding(self, data: bytes) -> Work[bytes]:
         """Take bytes of the answer, and give those that are known to be no copy; yield after each slice of work."""
@@ -352,9 +365,3 @@ def _with_first(before: Written, data: dict[str, Any]) -> Written:
     choice = next(iter(data.get("choices") or ()), {})
     is_chat = "text" not in choice
     return replace(before, first=shared, is_chat=is_chat)
-
-
-def _closed(text: str, mark: str) -> bool:
-    """Whether the reasoning that a mark opens has been closed."""
-    closing = mark.replace("<", "</").replace("[", "[/")
-    return closing in text

@@ -165,8 +165,8 @@ class _Passing:
             return _as_sent(answer, _parts(answer))
         known = NOTHING_ASKED if rest is not None else await in_turns(asking(content))
         watch = StreamWatch(self.monitor, asked=known)
-        if asked is not None and not asked.why_never():
-            watch = GoOnWatch(self.monitor, known)
+        if self.go_on is not None and asked is not None and not asked.why_never():
+            watch = GoOnWatch(self.monitor, known, server=self.go_on.server)
         parts = self._watched(answer, watch, name, partial(self._continuation, request, asked))
         if is_whole:
             return await _as_whole(answer, parts)
@@ -213,7 +213,7 @@ class _Passing:
                 answer = following
                 yield watch.comment()
                 self.count(name, watch, written, time.perf_counter() - started)
-                watch = GoOnWatch(self.monitor, watch.asked, written)
+                watch = GoOnWatch(self.monitor, watch.asked, written, watch.server)
         except httpx.HTTPError as error:  # the client's connection breaks as the server's did
             self.counts.broken.labels(self.counts.name_of(watch.model)).inc()
             self.log(f"{name}: the server broke off, {type(error).__name__}")
@@ -233,8 +233,7 @@ class _Passing:
 
         if asked is None or self.go_on is None:
             return None
-        end = self.go_on.server.reasoning_end
-        text = assistant_text(written.texts.get(TEXT, ""), written.texts.get(REASONING, ""), end)
+        text = assistant_text(written.texts.get(TEXT, ""), written.texts.get(REASONING, ""), self.go_on.server)
         found = continuation(self.go_on.server, asked, text, written.pieces)
         if found is None:
             return None

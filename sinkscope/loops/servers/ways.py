@@ -70,11 +70,13 @@ class Server:
         name: Which server it is; "other" if nothing is known.
         template: Makes the prompt of a chat from its messages, by the model's own template; None without one.
         reasoning_end: What ends a reasoning; empty if unknown.
+        opens_reasoning: Whether the chat template begins it, so that answers begin inside of one.
     """
 
     name: str = "other"
     template: Template | None = None
     reasoning_end: str = ""
+    opens_reasoning: bool = False
 
     def said(self) -> str:
         """Return how it continues answers, in a line."""
@@ -138,6 +140,11 @@ def reasoning_end_in(template: str) -> str:
     return next((mark for mark in REASONING_MARKS if mark in template), "")
 
 
+def opens_reasoning(prompt: str) -> bool:
+    """Return whether the prompt of a chat ends with what begins a reasoning."""
+    return prompt.rstrip().endswith(tuple(REASONING_MARKS.values()))
+
+
 def found_server(url: str, name: ServerName, template: Template | None = None, reasoning_end: str = "") -> Server:
     """Return the server at an address.
 
@@ -150,6 +157,9 @@ def found_server(url: str, name: ServerName, template: Template | None = None, r
     import httpx
 
     known: str = name
+    opens = False
+    if template is not None:
+        opens = opens_reasoning(template.prompt([{"role": "user", "content": "?"}]))
     end = reasoning_end or ("" if template is None else template.reasoning_end)
     with httpx.Client(base_url=url.rstrip("/"), timeout=5, trust_env=False) as client:
         if name == "auto":
@@ -162,7 +172,11 @@ def found_server(url: str, name: ServerName, template: Template | None = None, r
         if not end and known == "llama.cpp":
             with suppress(httpx.HTTPError, *UNREADABLE):
                 end = reasoning_end_in(str(client.get("/props").json().get("chat_template", "")))
-    return Server(known, template, end)
+        if known == "llama.cpp" and template is None:
+            with suppress(httpx.HTTPError, *UNREADABLE):
+                asked = {"messages": [{"role": "user", "content": "?"}]}
+                opens = opens_reasoning(str(client.post("/apply-template", json=asked).json()["prompt"]))
+    return Server(known, template, end, opens)
 
 
 @dataclass(frozen=True)
@@ -211,16 +225,20 @@ def request_of(path: str, content: bytes) -> Request | None:
     return None
 
 
-def assistant_text(text: str, reasoning: str, end: str) -> str:
+def assistant_text(text: str, reasoning: str, server: Server) -> str:
     """Return what the assistant has written as its model writes it.
 
     Args:
         text: Its text.
         reasoning: Its reasoning, if the server gives it apart; else this is empty.
-        end: What ends a reasoning.
+        server: The server, and the marks of a reasoning.
     """
+    end = server.reasoning_end
+    begin = REASONING_MARKS.get(end, "")
     if reasoning and end:
-        return f"{REASONING_MARKS.get(end, '')}\n{reasoning.strip()}\n{end}\n\n{text}"
+        return f"{begin}\n{reasoning.strip()}\n{end}\n\n{text}"
+    if server.opens_reasoning and begin and begin not in text:
+        return f"{begin}\n{text.lstrip()}"
     return text
 
 
