@@ -8,8 +8,9 @@ a loop, it is asked as well, with `--go-on`; ending there is what it does withou
 are asked for through the proxy, too, some of them, and have to be equal byte for byte. The answers are appended to
 WORK/answers.jsonl, and the command goes on from there.
 
-An answer ends by itself if its last reason to finish is "stop". Distinct-4 is the share of different 4-grams among those
-of up to 200 words behind the seam: where the continuation begins, or, of the server alone, where the loop was found.
+An answer ends by itself if its last reason to finish is "stop". Distinct-4 is the share of different 4-grams among
+those of up to 200 words behind the seam: where the continuation begins, or, of the server alone, where the loop was
+found.
 """
 
 from __future__ import annotations
@@ -93,13 +94,8 @@ TABLES = (
     "List the chemical elements with their symbols.",
 )
 KINDS = {"prose": PROSE, "dialogue": DIALOGUE, "code": CODE, "tables": TABLES}
-THINKING = (
-    "Think about how many times the word river can be written, and write it while you think.",
-    "Count the sheep one by one in your thoughts, and say the same sentence for each.",
-    "Before you answer, repeat the question in your thoughts again and again.",
-    "Think in circles about whether the egg or the hen was first.",
-    "In your thoughts say: I have to think about it. Say it many times.",
-    "Think about nothing else than the sentence: it is what it is.",
+THINKING = tuple(
+    f"In your thoughts, write the whole answer again and again. {prompt}" for prompt in (*TABLES, *PROSE[:4])
 )
 BEHIND, GRAM = 200, 4
 CHANGING = re.compile(r'"(?:id|created|timings|system_fingerprint)":\s*(?:"[^"]*"|[\d.]+|\{[^}]*\})')
