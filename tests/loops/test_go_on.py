@@ -23,7 +23,8 @@ from starlette.routing import Route
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.servers.held import LAG, HeldText
 from sinkscope.loops.servers.proxy import GoOn, application
-from sinkscope.loops.servers.ways import Server, Template, found_server, reasoning_end_in
+from sinkscope.loops.servers.ways import Server, Template, found_server
+from sinkscope.loops.text.reasoning import reasoning_end_in
 
 COPY = "I will now check the file again and report what I see there. "
 START, REST, END = prose(40) + " ", prose(50, 1), prose(30, 2)

@@ -14,10 +14,11 @@ from typing import Any
 
 from sinkscope.loops.servers.answers import NOTHING_ASKED, Asked, StreamWatch, Work
 from sinkscope.loops.servers.held import HeldText
-from sinkscope.loops.servers.ways import REASONING_MARKS, Server
+from sinkscope.loops.servers.ways import Server
 from sinkscope.loops.text.channels import AnswerWatch
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.pieces import REASONING, TEXT, Piece
+from sinkscope.loops.text.reasoning import REASONING_MARKS
 
 MOST_CONTINUATIONS = 2
 SAID_IN = {TEXT: ("content", "text", "response"), REASONING: ("reasoning_content", "reasoning", "thinking")}

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.text.pieces import UNREADABLE
+from sinkscope.loops.text.reasoning import REASONING_MARKS, reasoning_end_in
 
 ServerName = Literal["auto", "llama.cpp", "ollama", "vllm", "sglang", "lmstudio", "transformers", "other"]
 OWNERS = {"llamacpp": "llama.cpp", "library": "ollama", "vllm": "vllm", "sglang": "sglang"}
@@ -48,15 +49,6 @@ NEVER = (
     "format",
 )
 """Fields of requests whose answers are never continued: schemas and probabilities."""
-REASONING_MARKS = {
-    "</think>": "<think>",
-    "[/THINK]": "[THINK]",
-    "</thinking>": "<thinking>",
-    "</reasoning>": "<reasoning>",
-    "</thought>": "<thought>",
-    "</seed:think>": "<seed:think>",
-}
-"""What ends a reasoning, and what begins it, in the chat templates of models."""
 LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
 _TEXT_FIELDS = ("model", "max_tokens", "temperature", "top_p", "stop", "seed", "stream")
 """Fields of a chat's request that one for a text has as well, in any server."""
@@ -133,11 +125,6 @@ class Template:
         if bos and text.startswith(bos) and self.tokenizer("a")["input_ids"][:1] == [self.tokenizer.bos_token_id]:
             return text.removeprefix(bos)
         return text
-
-
-def reasoning_end_in(template: str) -> str:
-    """Return the mark that ends a reasoning in a chat template; empty if there is none."""
-    return next((mark for mark in REASONING_MARKS if mark in template), "")
 
 
 def opens_reasoning(prompt: str) -> bool:
