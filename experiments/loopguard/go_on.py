@@ -1,7 +1,7 @@
 """Going on instead of ending, behind real servers: what becomes of answers that loop.
 
     python -m experiments.loopguard.go_on WORK --server llama.cpp --url http://127.0.0.1:8080 --model smollm2-135m
-    python -m experiments.loopguard.go_on WORK --table [--out figures/loops_go_on.json]
+    python -m experiments.loopguard.go_on WORK [--out figures/loops_go_on.json]
 
 48 prompts of a chat, on which nothing was chosen, are answered greedily by the server alone. Where the proxy finds
 a loop, it is asked as well, with `--go-on`; ending there is what it does without, and needs no run. Healthy answers
