@@ -228,7 +228,8 @@ def table(rows: Sequence[Row]) -> list[Row]:
         lost = [value for value in before if value is not None]
         interval = share_interval(sum(ends), len(ends)) if len(ends) > 2 else None
         found.append({
-            "label": label, "answers": len(own), "loops": len(loops), "end_alone": sum(alone), "end_going_on": sum(ends),
+            "label": label, "answers": len(own), "loops": len(loops),
+            "end_alone": sum(alone), "end_going_on": sum(ends),
             "end_interval": None if interval is None else [round(interval.low, 3), round(interval.high, 3)],
             "without_loop": sum(clean),
             "distinct_alone": round(sum(lost) / len(lost), 3) if lost else None,
