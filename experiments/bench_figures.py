@@ -39,6 +39,7 @@ FACTS = "recall:kinds=needle,multi-key,key-value,tracking,chain:lengths=640,1024
 SENTENCES = "recall:kinds=needle,multi-key,key-value:lengths=640,896,1152:samples=1"
 POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
 LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
+RECALLED = "full,streaming:0.25,h2o:0.25,snapkv:0.25,adakv:0.25,pyramid:0.25,tova:0.25"
 BY_PLACE = "full,streaming:96,snapkv:96,adakv:96,progressive:96,progressive-0:96"
 GUARDS = "full,streaming:256,h2o:256,loopguard:256,loopguard:paper:256"
 
@@ -70,6 +71,7 @@ RUNS = {
     "needle": BenchFigure("score", SENTENCES, NEEDLE, "bundled"),
     "needle_recall": BenchFigure("score", FACTS, NEEDLE, "recall"),
     "needle_recall_2hop": BenchFigure("score", FACTS, f"{NEEDLE},{UNCHECKED}", "recall-2hop"),
+    "recall_dialogues": BenchFigure("score", "recall", RECALLED, "recall"),
     "loopserve_fig2d": BenchFigure("score", "recall:samples=40:turns=1:lengths=400:hops=1", BY_PLACE, "recall", 10),
     "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
 }

@@ -3,6 +3,7 @@
 1. The methods of one set, one model and one run are ordered by score; controls are not.
 2. The best one is compared with each other method, or with the control if there is none, prompt by prompt.
 3. It is ahead if the interval of every difference leaves zero out.
+4. If its score is that of chance, and the control's is not, nothing can be told of any method.
 """
 
 from __future__ import annotations
@@ -139,6 +140,12 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     if not compared:
         return f"In {groups[0].title}, {said}; no other method was run."
     best, *others = compared
+    if at_floor(best, control):
+        shown = f"{task.value_in_words(best.score)} ({task.shown.format(best.low)}-{task.shown.format(best.high)})"
+        return (
+            f"Nothing can be told of methods in {best.title} ({task.unit}): the best, {best.method}, has {shown}, like "
+            f"chance; {said}; give larger budgets or easier prompts."
+        )
     notes = costs(best, groups)
     if task.main in PERCENT and best.margin is not None:
         notes.insert(0, f"{task.shown.format(best.low)}-{task.shown.format(best.high)}")
@@ -179,6 +186,17 @@ def too_few(groups: Sequence[BenchGroup]) -> str:
         some = word_list(said[:most])
         sentences.append(f"{count} prompts are too few to rank methods: {some} in {groups[0].title} ({task.unit}).")
     return short_sentence(sentences)
+
+
+def at_floor(best: BenchGroup, control: BenchGroup | None) -> bool:
+    """Return whether the best method scores no more than by chance, and the control more: prompts are too hard.
+
+    Chance is the score against the answers of another prompt, and 0 where that is not known.
+    """
+    task = task_class(best.task)
+    if control is None or task.main not in PERCENT or task.low_is_good or best.margin is None:
+        return False
+    return best.low <= (best.metrics.get("chance") or 0.0) and control.score > best.high
 
 
 def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:

@@ -123,7 +123,7 @@ class Recall(Task):
     seed: Whole = 0
     turns: Size = 3
     least: Size = 48
-    hops: Size = 2
+    hops: Size = 1
     positions: tuple[Position, ...] = POSITIONS
     depths: tuple[Share, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
 
