@@ -197,7 +197,11 @@ def outcome_of(factory: Factory, flow: Flow) -> Outcome:
     try:
         with entered(made(factory, model, flow.prompt, flow.budget), model) as cache:
             use = Use(model, cache, flow)
-            for act in prompt_acts(flow) + flow.acts:
+            for act in prompt_acts(flow):
+                use.do(act)
+            if any(act[0] == "crop" for act in flow.acts):
+                record_past(cache)
+            for act in flow.acts:
                 use.do(act)
             use.end()
             return use.outcome
@@ -372,6 +376,12 @@ class Use:
     def _follow(self, cache: Any) -> None:
         self.cache = cache
         self._recorder.follow(cache)
+
+
+def record_past(cache: Any) -> None:
+    """Let a cache keep what `crop` needs, as `generate` does after a prompt, unless it says that it cannot go back."""
+    if hasattr(cache, "activate_past_recording") and getattr(cache, "is_croppable", True):
+        cache.activate_past_recording()
 
 
 def change(used: Any, method: str, *given: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transformers import Cache
@@ -23,12 +23,11 @@ _LARGEST_BLOCK = 512
 def no_length_makes_a_difference(kit: Kit) -> str:
     """Prompts and chunks of each length, around each power of two and each block that the cache names, are read."""
     few = _some(kit.seed)
-    every = kit.thorough or isinstance(kit.subject(), Cache)  # else the keys are held by a cache that is known
-    lengths = {*(range(1, MOST + 1) if every else few), *_around(block_sizes(kit.subject())), *_around([256])}
+    lengths = {*all_or(kit, few), *_around(block_sizes(kit.subject())), *_around([256])}
     flows = [Flow(lengths=(1,), acts=(("step", MOST),))]
     for length in sorted(lengths):
         flows.append(Flow(lengths=(length,), acts=(("step", 1),)))
-    for length in sorted(lengths) if kit.thorough else few:
+    for length in all_or(kit, few):
         flows.append(Flow(lengths=(5,), acts=(("step", 1), ("read", length), ("step", 1))))
     if kit.own_budget is not None:
         flows = [flow for flow in flows if flow.prompt + _later(flow) < kit.own_budget]
@@ -41,6 +40,13 @@ def no_length_makes_a_difference(kit: Kit) -> str:
         longer = Flow(lengths=(least.prompt + length,), acts=(("step", 2),), budget=least.budget, watched=True)
         flows.append(longer)
     return kit.right(*flows, budget=False)
+
+
+def all_or(kit: Kit, few: Sequence[int]) -> Sequence[int]:
+    """Return all lengths for a cache, and few for a policy, whose keys are held by a cache that is known."""
+    if kit.thorough or isinstance(kit.subject(), Cache):
+        return range(1, MOST + 1)
+    return few
 
 
 def _later(flow: Flow) -> int:

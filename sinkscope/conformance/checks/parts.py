@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from sinkscope.conformance.checks.lengths import all_or
 from sinkscope.conformance.checks.registry import check
 from sinkscope.conformance.flow import Flow
 from sinkscope.conformance.kit import Kit
 from sinkscope.conformance.models import WINDOW
 
+_NEAR = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 1)
 LONGER = 2 * WINDOW + 8
 
 
@@ -15,9 +17,10 @@ def windows_hide_what_has_left_them_and_nothing_else(kit: Kit) -> str:
     """A window is crossed inside the prompt, and while tokens are generated."""
     flows = [Flow(model="windows", lengths=(WINDOW - 2,), acts=(("step", 6),))]
     flows.append(Flow(model="windows", lengths=(LONGER,), acts=(("step", 4),)))
-    for length in range(1, 3 * WINDOW) if kit.thorough else (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 1):
-        flows.append(Flow(model="windows", lengths=(length,), acts=(("step", 2),)))
-    return kit.right(*flows)
+    said = kit.right(*flows)
+    several = [Flow(model="windows", lengths=(length,), acts=(("step", 2),)) for length in all_or(kit, _NEAR)]
+    kit.right(*several, budget=False)
+    return said
 
 
 @check
