@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from sinkscope.conformance.subject import Factory
-from sinkscope.hooks.edit.base import Run
-from sinkscope.kv import LayerMoment, Policy
+from sinkscope.engine.block import Run
+from sinkscope.kv import CacheKeeper, LayerMoment, Policy
 from sinkscope.models.grouped_heads import in_groups
 
 WATCHED = 4
@@ -26,8 +26,8 @@ class Attended(Policy):
     first: int = 2
     last: int = WATCHED
 
-    def watch(self, session):
-        session.window_queries(WATCHED, decoding=True)
+    def watch(self, run):
+        CacheKeeper.of(run).window_queries(run, WATCHED, decoding=True)
 
     def scores(self, at: LayerMoment):
         return in_groups(at.window_rows(WATCHED).sum(2), at.kv.pos.shape[1]).mean(2)
@@ -82,9 +82,9 @@ class Moved(Attended):
     def change(self, kv: Any) -> None:
         raise NotImplementedError
 
-    def act(self, moment, session):
-        super().act(moment, session)
-        for kv in moment.layers:
+    def act(self, step, keeper):
+        super().act(step, keeper)
+        for kv in step.layers:
             if kv.edited:
                 self.change(kv)
 
@@ -124,9 +124,9 @@ class KeysAreRounded(Moved):
 
 @mistake("the_budget_holds_at_every_step_in_tokens")
 class EvictsAtThePromptAlone(Attended):
-    def act(self, moment, session):
-        if moment.prefill_ended:
-            super().act(moment, session)
+    def act(self, step, keeper):
+        if step.prefill_ended:
+            super().act(step, keeper)
 
 
 @mistake("the_budget_holds_at_every_step_in_tokens")
@@ -143,10 +143,10 @@ class OneLayerKeepsEverything(Attended):
 
 @mistake("the_budget_holds_at_every_step_in_bytes")
 class OldKeysStayInMemory(Attended):
-    def act(self, moment, session):
-        for kv in moment.layers:
-            kv.before = kv.keys if moment.prefill_ended else getattr(kv, "before", None)
-        super().act(moment, session)
+    def act(self, step, keeper):
+        for kv in step.layers:
+            kv.before = kv.keys if step.prefill_ended else getattr(kv, "before", None)
+        super().act(step, keeper)
 
 
 # Rows
@@ -197,8 +197,8 @@ class TheLatestSlotsForTheLatestTokens(Attended):
 
 @mistake("rows_of_a_batch_are_what_they_are_alone")
 class TheBudgetIsSharedByTheRows(Attended):
-    def kept_per_row(self, state, session):
-        kept = super().kept_per_row(state, session)
+    def kept_per_row(self, state, keeper):
+        kept = super().kept_per_row(state, keeper)
         return replace(kept, total=tuple(max(6, total // len(kept.total)) for total in kept.total))
 
 
@@ -226,7 +226,7 @@ class NewTokensAreLost(Attended):
     last: int = 0
 
     def scores(self, at):
-        prompt = torch.tensor(at.moment.state.prompt)[:, None, None]
+        prompt = torch.tensor(at.step.state.prompt)[:, None, None]
         return super().scores(at).masked_fill(at.kv.pos >= prompt, -1)
 
 
@@ -246,7 +246,7 @@ class SumsLieOnThePolicy(Attended):
     def scores(self, at):
         here = super().scores(at)
         sums = vars(self).setdefault("sums", {})
-        if at.moment.prefill_ended or at.layer not in sums:
+        if at.step.prefill_ended or at.layer not in sums:
             sums[at.layer] = torch.zeros(*here.shape[:2], 2000)
         sums[at.layer].scatter_add_(-1, at.kv.pos.clamp(min=0), here.masked_fill(at.kv.pos < 0, 0))
         return sums[at.layer].gather(-1, at.kv.pos.clamp(min=0))
@@ -254,12 +254,12 @@ class SumsLieOnThePolicy(Attended):
 
 @mistake("a_second_turn_is_cut_to_the_budget_again")
 class OnlyTheFirstPromptIsEvicted(Attended):
-    def act(self, moment, session):
+    def act(self, step, keeper):
         prompts = vars(self).setdefault("prompts", [])
-        if moment.prefill_ended:
-            prompts.append(moment)
+        if step.prefill_ended:
+            prompts.append(step)
         if len(prompts) < 2:
-            super().act(moment, session)
+            super().act(step, keeper)
 
 
 # What a policy does not know of the package, and what it leaves
@@ -273,7 +273,7 @@ class ScoresPerQueryHead(Attended):
 
 @mistake("no_call_raises_an_error")
 class QueriesAreNotWatched(Attended):
-    def watch(self, session):
+    def watch(self, run):
         pass
 
 
@@ -301,9 +301,9 @@ class RandomNumbersAreSeeded(Attended):
 def share_of_the_padded_width(share):
     @dataclass(frozen=True, kw_only=True)
     class OfTheWidth(Attended):
-        def kept_per_row(self, state, session):
+        def kept_per_row(self, state, keeper):
             widest = max(state.prompt)
-            return super().kept_per_row(replace(state, prompt=tuple(widest for _ in state.prompt)), session)
+            return super().kept_per_row(replace(state, prompt=tuple(widest for _ in state.prompt)), keeper)
 
     return OfTheWidth(budget=share, every="prefill")
 

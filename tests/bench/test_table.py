@@ -101,10 +101,11 @@ def scored(task: str, answers: str) -> list[BenchRecord]:
          "h2o:4 has 50% (27%-73%, reads 100%) in file s (score), 50±31 points behind full; control full has 100%."),
         # A floor: what no method can do tells none of them apart.
         ("file", ["full 1*20", "h2o:4 0*20", "snapkv:4 1 0*19"],
-         "Nothing can be told of methods in file s (score): the best, snapkv:4, has 5% (0%-22%), like chance; control full "
-         "has 100%; give larger budgets or easier prompts."),
+         "Nothing can be told of methods in file s (score): the best, snapkv:4, has 5% (0%-22%), like chance; control "
+         "full has 100%; give larger budgets or easier prompts."),
         ("file", ["full 0*20", "h2o:4 0*20"],
-         "h2o:4 has 0% (0%-14%, reads 100%) in file s (score), 0±14 points from full: too close to rank; control full has 0%."),
+         "h2o:4 has 0% (0%-14%, reads 100%) in file s (score), 0±14 points from full: too close to rank; control full "
+         "has 0%."),
         # Prompts differ more than methods do: the difference is small of each pair.
         ("text", ["h2o:8 .1 1.1 3.1 9.12", "snapkv:8 .2 1.2 3.2 9.3"],
          "h2o:8 has 3.4 nats (±6.4) in text s (KL to full), 0.12±0.064 ahead of snapkv:8; random was not run."),

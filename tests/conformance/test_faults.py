@@ -26,8 +26,6 @@ LIMITS = {  # of caches that are right otherwise: they raise, or nothing in them
         "any_order_of_calls_gives_what_one_pass_gives",
     ],
 }
-KNOWN = dict.fromkeys(("snap_kv", "ada_kv", "pyramid"), "a_padded_turn_continues_each_row")
-"""What policies are known to fail: `tests/ways/known.py` has the cause."""
 PLANTED: dict[str, Fault | Mistake] = {**FAULTS, **MISTAKES}
 
 
@@ -61,7 +59,7 @@ def test_right_caches_pass(factory):
         pytest.importorskip("optimum.quanto")
     result = ss.check_cache(factory, tolerance=ROUNDING.get(name, TOLERANCE))
     failed = [one.check.replace(" ", "_") for one in result.checks if one.verdict == "fails"]
-    assert [one for one in failed if one != KNOWN.get(name)] == LIMITS.get(name, []), result.text()
+    assert failed == LIMITS.get(name, []), result.text()
     assert result.exit_code == bool(failed)
     assert [one.verdict for one in result.checks].count("passes") >= 10
 
