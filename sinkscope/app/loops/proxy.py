@@ -59,12 +59,8 @@ def serve_proxy(
         SinkscopeError: The address is none, or is taken; or an option has no effect without --go-on.
     """
     upstream, monitor = proxy or "", monitor_of(settings, variant, cut)
-    going = None
-    if go_on:
-        check_upstream(upstream)
-        found = found_server(upstream, server, None if template is None else Template.read(template), reasoning_end)
-        going = GoOn(found, watch_whole)
-    elif server != "auto" or template is not None or reasoning_end or watch_whole:
+    going = going_on(upstream, server, template, reasoning_end, watch_whole) if go_on else None
+    if not go_on and (server != "auto" or template is not None or reasoning_end or watch_whole):
         raise SinkscopeError("--server, --template, --reasoning-end and --watch-whole have no effect without --go-on")
 
     def ready(address: str) -> None:
@@ -82,3 +78,14 @@ def serve_proxy(
     names = LOOPBACK if host in LOOPBACK else ()
     with json_lines(json_file) as told:
         listen(application(upstream, monitor, note, names, told, going), host, port, ready)
+
+
+def going_on(upstream: str, server: ServerName, template: str | None, reasoning_end: str, whole: bool) -> GoOn:
+    """Return how answers of a server go on; it is asked for its models if it is not named.
+
+    Raises:
+        SinkscopeError: The address is none, or the folder has no template.
+    """
+    check_upstream(upstream)
+    read = None if template is None else Template.read(template)
+    return GoOn(found_server(upstream, server, read, reasoning_end), whole)

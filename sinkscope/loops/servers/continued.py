@@ -249,7 +249,7 @@ class GoOnWatch(StreamWatch):
         if "choices" in data:
             data["choices"] = choices
         if isinstance(data.get("usage"), dict):
-            data["usage"] = self._summed(data["usage"])
+            data["usage"] = summed(data["usage"], self.before.pieces)
         ends = (
             any(choice.get("finish_reason") for choice in choices)
             or data.get("done") is True
@@ -265,18 +265,6 @@ class GoOnWatch(StreamWatch):
         if self.before.closed:
             about["reasoning"] = "closed"
         return about
-
-    def _summed(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The usage of the whole answer: what was written before is a part of the continuation's prompt."""
-        before = self.before.pieces
-        read, written = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
-        read = max(0, read - before)
-        return {
-            **usage,
-            "prompt_tokens": read,
-            "completion_tokens": written + before,
-            "total_tokens": read + written + before,
-        }
 
     def seam(self, closing: str = "") -> tuple[bytes, Written]:
         """Return the bytes up to the seam, and what the client has got then. The rest is dropped.
@@ -322,6 +310,14 @@ class GoOnWatch(StreamWatch):
             is_chat=before.is_chat if before.first else _with_first(before, self._last).is_chat,
         )
         return b"".join(passed), written
+
+
+def summed(usage: dict[str, Any], before: int) -> dict[str, Any]:
+    """Return the usage of a whole answer: what was written before is a part of the continuation's prompt."""
+    read, written = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+    read = max(0, read - before)
+    total = read + written + before
+    return {**usage, "prompt_tokens": read, "completion_tokens": written + before, "total_tokens": total}
 
 
 def with_text(data: dict[str, Any], channel: str, text: str) -> dict[str, Any]:
