@@ -376,3 +376,45 @@ def test_what_is_held_is_what_may_be_a_copy(size):
     for word in prose(200, rng.randrange(99)).split():
         free.feed(f"{word} ")
     assert len(free.text[free.safe :].split()) <= LAG + 3
+
+
+def test_lines_of_json_go_on_as_well():
+    """As Ollama sends them: a loop in the text, and one in the reasoning."""
+    bodies: list[dict[str, Any]] = []
+
+    async def chat(request: Request) -> Response:
+        body = json.loads(await request.body())
+        bodies.append(body)
+        begins = body["messages"][-1]["role"] == "user"
+        text = f"{START}{LOOP}" if begins else END
+        field = body["model"] if begins else "content"
+
+        async def parts() -> Any:
+            for word in text.split():
+                message = {"role": "assistant", "content": "", field: f" {word}"}
+                yield (json.dumps({"model": "m", "message": message, "done": False}) + "\n").encode()
+            end = {"model": "m", "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "stop"}
+            yield (json.dumps(end) + "\n").encode()
+
+        return StreamingResponse(parts(), media_type="application/x-ndjson")
+
+    server = Server("ollama", None, "</think>")
+    with served(Starlette(routes=[Route("/{path:path}", chat, methods=["POST"])])) as direct:
+        with served(application(direct, MonitorSettings(), print, go_on=GoOn(server, whole=True))) as address:
+            for field in ("content", "thinking"):
+                body = {
+                    "model": field,
+                    "messages": [{"role": "user", "content": "So?"}],
+                    "options": {"num_predict": 900},
+                }
+                for whole in ({}, {"stream": False}):
+                    got = httpx.post(f"{address}/api/chat", json={**body, **whole}, timeout=60, trust_env=False)
+                    lines = [json.loads(line) for line in got.text.splitlines()]
+                    said = "".join(line["message"].get(field) or "" for line in lines)
+                    more = "".join(line["message"]["content"] for line in lines) if field == "thinking" else ""
+                    assert f"{said} {more}".split() == f"{START}{COPY}{END}".split()
+                    assert lines[-1]["done"] is True and lines[-1]["done_reason"] == "stop"
+                    assert lines[-1]["sinkscope"]["continued"] == 1
+                    assert (len(lines) == 1) == bool(whole)
+                    asked = bodies[-1]
+                    assert asked["options"]["temperature"] == 0.7 and asked["options"]["num_predict"] < 900
