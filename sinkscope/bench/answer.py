@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -266,6 +266,7 @@ class _HeldAfterCalls(Actor):
 
     held: list[HeldTokens]
     windows: list[int | None]
+    reads_logits: ClassVar[bool] = False
 
     def after(self, step: Step) -> TakeBack | None:
         """Note it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Bool
 from torch import Tensor
@@ -31,7 +32,13 @@ class Actor:
 
     A block asks its actors in the order in which they were entered: all of them before the model reads, all of them in
     the attention of each layer, all of them after logits exist.
+
+    Attributes:
+        reads_logits: Whether `after` reads logits; if none of a block's actors does, it is called when the decoder has
+            ended.
     """
+
+    reads_logits: ClassVar[bool] = True
 
     def before(self, step: Step) -> None:
         """Act before the model reads: cache and rows may change."""

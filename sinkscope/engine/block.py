@@ -15,7 +15,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -32,11 +32,11 @@ from sinkscope.engine.internals import (
     is_checkpointing,
     without_continuous_batching,
 )
-from sinkscope.engine.owners import Calls, Hold, acts, held, holds_on
+from sinkscope.engine.owners import Hold, acts, held, holds_on, wait_for_calls
 from sinkscope.engine.rows import RowState, forget_rows, put_rows
 from sinkscope.engine.step import Step, begin_step
 from sinkscope.engine.stock import NAME, attention_name, stock_of
-from sinkscope.engine.tap import Handler, tapped
+from sinkscope.engine.tap import HANDLERS, Handler, tapped
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.call_cache import (
     CACHE_NAMES,
@@ -148,6 +148,7 @@ class _Here(threading.local):
         step: The record of the call in which the decoder is; None outside a call, or if the block does not act on it.
         ended: The record of the call that the decoder has ended, until its logits exist.
         in_model: Whether the whole model runs, so that logits will come.
+        reading: The hook that reads the mask of the first layer, if texts may be packed in this call.
         handler: What the tap calls in the layers of this call.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         settings: Settings of the latest `generate`; None without one.
@@ -157,6 +158,7 @@ class _Here(threading.local):
     step: Step | None = None
     ended: Step | None = None
     in_model: bool = False
+    reading: AbstractContextManager[None] | None = None
     handler: Handler | None = None
     prompting: bool = False
     settings: Any = None
@@ -180,12 +182,13 @@ class Run:
         self.takes_back = False  # whether some actor may take tokens back
         self.passes = 0  # whole ones on which the run acted
         self.actors: list[Actor] = []
+        self._moments()
         self.here = _Here()
         self._confined, self._wait = confined, wait
         self._hold: Hold | None = None  # once it is entered
         self._configs: frozenset[int] | None = None  # of the model, once something acts in its attention
         self._is_open = False  # whether calls that begin now are acted on
-        self._calls = Calls()
+        self._live: dict[int, threading.Thread] = {}  # threads of calls that have begun and not ended, by number
         self._steps = itertools.count()
         self._checks: list[Callable[[str, dict[str, Any]], None]] = []
         self._caches: WeakSet[Any] = WeakSet()  # on which something is known of rows
@@ -211,16 +214,17 @@ class Run:
             # Hooks of every thread, which find out by themselves whose call it is.
             self.stack.enter_context(
                 target.hooks(
-                    (target.hf, "first", self._begin_model),
                     (target.base, "pre", self._begin),
-                    (target.layers[0], "first", self._note_mask),
                     (target.base, "always", self._end),
                     owned=False,
                 )
             )
             for key, part in enumerate(self.parts):
                 part.enter(self, key)
-            self.stack.enter_context(target.hooks((target.hf, "always", self._end_model), owned=False))
+            self._moments()
+            if any(type(actor).after is not Actor.after and actor.reads_logits for actor in self.actors):
+                around = (target.hf, "first", self._begin_model), (target.hf, "always", self._end_model)
+                self.stack.enter_context(target.hooks(*around, owned=False))
             self.stack.push(self._check_edited)
             self.stack.callback(self._close)
             self.stack = self.stack.pop_all()
@@ -246,6 +250,14 @@ class Run:
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
         self.actors.append(actor)
+
+    def _moments(self) -> None:
+        """Note which actors act at which moment, so that nothing is called in vain at every token."""
+        kinds = [(actor, type(actor)) for actor in self.actors]
+        self._before = [actor.before for actor, kind in kinds if kind.before is not Actor.before]
+        self._attends = [actor.attends for actor, kind in kinds if kind.attends is not Actor.attends]
+        self._attend_in = [actor.attend for actor, kind in kinds if kind.attend is not Actor.attend]
+        self._after = [actor.after for actor, kind in kinds if kind.after is not Actor.after]
 
     def reach(self, name: str, why: str) -> Reach:
         """Return what notes whether an edit has met any token; one that never does gives a warning at the end.
@@ -319,7 +331,9 @@ class Run:
 
     def acts_here(self) -> bool:
         """Return whether the run acts on calls that begin now in this thread."""
-        return self._is_open and self._hold is not None and acts(self.target.base, self._hold)
+        if not self._is_open or self._hold is None:
+            return False
+        return self._hold.thread is threading.current_thread() or acts(self.target.base, self._hold)
 
     @property
     def events(self) -> list[Event]:
@@ -395,10 +409,11 @@ class Run:
         """Act on no call that begins from now on, wait for those of other threads, and leave caches as they were."""
         self._is_open = False
         self._drop()
-        self._calls.wait()
+        wait_for_calls(self._live)
         for cache in list(self._caches):
             forget_rows(cache, self.number)
         self.actors = [actor for actor in self.actors if hasattr(actor, "usage")]  # others hold the block
+        self._moments()
         self._checks.clear()
 
     def know_rows(self, cache: Any, state: RowState) -> None:
@@ -427,18 +442,22 @@ class Run:
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable()"
             )
-        changed = None
-        if self.actors and cache_in(given) is None:
+        changed, cache = None, cache_in(given)
+        if self.actors and cache is None:
             cache = new_call_cache(given, self.target)
             if cache is not None:
                 given = with_cache(module, given, cache)
                 changed = (), given
-        step = begin_step(self.number, next(self._steps), given)
-        self._calls.begin(step.number)
+        step = begin_step(self.number, next(self._steps), given, cache)
+        self._live[step.number] = threading.current_thread()
         if not self._is_open:  # it was closed in the meantime
-            self._calls.end(step.number)
+            self._live.pop(step.number, None)
             return None
         here.step, here.ended = step, None
+        if step.jumps is not None:
+            hook = (self.target.layers[0], "first", partial(self._note_mask, step))
+            here.reading = self.target.hooks(hook)
+            here.reading.__enter__()
         if step.cache is not None and (step.past == 0 or step.state.partial):
             self.know_rows(step.cache, step.state)
         if self.actors:
@@ -452,29 +471,27 @@ class Run:
         if here.writer is not None:
             step.may_take_back, step.room = here.writer.allowance, here.writer.room
             step.is_over = here.writer.taken is not None
-        for actor in self.actors:
-            actor.before(step)
-        step.note_gaps()
+        for before in self._before:
+            before(step)
         idle = True
-        for actor in self.actors:
-            idle = idle and not actor.attends(step)
+        for attends in self._attends:
+            if attends(step):
+                idle = False
 
         assert self._configs is not None
         attend = partial(self._attend, step)
-        here.handler = Handler(attend, self._configs, step.past, has_gaps=step.has_gaps, idle=idle)
-        here.handler.__enter__()
+        here.handler = handler = Handler(attend, self._configs, step.past, has_gaps=step.has_gaps, idle=idle)
+        HANDLERS.set((handler, *HANDLERS.get()))
 
     def _attend(self, step: Step, attention: Attention) -> None:
         """Let every actor act in the attention of a layer."""
-        for actor in self.actors:
-            actor.attend(step, attention)
+        for attend in self._attend_in:
+            attend(step, attention)
 
-    def _note_mask(self, _module: nn.Module, _args: Args, kwargs: Kwargs | None = None) -> None:
+    def _note_mask(self, step: Step, _module: nn.Module, _args: Args, kwargs: Kwargs) -> None:
         """Read from the mask that the first layer gets whether texts are packed into a row."""
-        step = self.here.step
-        if step is not None and step.awaits_mask and kwargs is not None:
-            kind = stock_of(self.target.config).kind
-            step.note_mask(kwargs.get("attention_mask"), packs_in_kernel="flash" in kind)
+        kind = stock_of(self.target.config).kind
+        step.note_mask(kwargs.get("attention_mask"), packs_in_kernel="flash" in kind)
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
         """End the record of a call with the decoder's output, or, after an error, without."""
@@ -486,11 +503,17 @@ class Run:
             self._drop()
             return
         here.step = None
+        if here.reading is not None:
+            here.reading.__exit__(None, None, None)
+            here.reading = None
         if handler is not None:
             here.handler = None
-            handler.__exit__()
+            if HANDLERS.get() == (handler,):
+                HANDLERS.set(())
+            else:
+                handler.__exit__()
             if not handler.was_reached:
-                self._calls.end(step.number)
+                self._live.pop(step.number, None)
                 raise self._attention_elsewhere()
         self.passes += 1
         if step.past == 0:
@@ -507,7 +530,7 @@ class Run:
         if step is None:
             return
         if output is None:
-            self._calls.end(step.number)
+            self._live.pop(step.number, None)
             return
         logits = getattr(output, "logits", None)
         if logits is None and isinstance(output, tuple):
@@ -518,9 +541,9 @@ class Run:
 
     def _finish(self, step: Step) -> None:
         """Let every actor act after a call, and hand what one takes back to the writer."""
-        self._calls.end(step.number)
-        for actor in self.actors:
-            back = actor.after(step)
+        self._live.pop(step.number, None)
+        for after in self._after:
+            back = after(step)
             if back is not None and self.here.writer is not None:
                 self.here.writer.take(back)
 
@@ -528,13 +551,15 @@ class Run:
         """Forget the call in which this thread is."""
         here = self.here
         step, handler, ended = here.step, here.handler, here.ended
-        here.step = here.handler = here.ended = None
+        if here.reading is not None:
+            here.reading.__exit__(None, None, None)
+        here.step = here.handler = here.ended = here.reading = None
         here.in_model = False
         if handler is not None:
             handler.__exit__()
         for call in (step, ended):
             if call is not None:
-                self._calls.end(call.number)
+                self._live.pop(call.number, None)
 
     def _attention_elsewhere(self) -> UnsupportedError:
         """The error for a call whose attention did not come by the tap, because it was set after entering a run."""

@@ -10,7 +10,7 @@ thread than it was entered in.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -46,6 +46,7 @@ _HOLDS: WeakKeyDictionary[nn.Module, list[Hold]] = WeakKeyDictionary()
 _CHANGED = threading.Condition()
 """Guards the holds, and tells those who wait that one has ended or that a call has."""
 _DEAD = 0.5  # seconds after which whoever waits looks whether the thread that holds the model still lives
+_LOOK = 0.005  # and whether the calls of other threads have ended, which tell nobody, because they are many
 
 
 @contextmanager
@@ -114,28 +115,9 @@ def _other(decoder: nn.Module, thread: threading.Thread) -> Hold | None:
     return None
 
 
-class Calls:
-    """Calls of a block that have begun and not ended, by their threads."""
-
-    def __init__(self) -> None:
-        self.has_waiting = False
-        self._threads: dict[int, threading.Thread] = {}
-
-    def begin(self, number: int) -> None:
-        """Note that a call begins in this thread."""
-        self._threads[number] = threading.current_thread()
-
-    def end(self, number: int) -> None:
-        """Note that a call has ended."""
-        self._threads.pop(number, None)
-        if self.has_waiting:  # not at every token: a lock costs time
-            with _CHANGED:
-                _CHANGED.notify_all()
-
-    def wait(self) -> None:
-        """Wait for the calls of other threads."""
-        me = threading.current_thread()
-        self.has_waiting = True
-        with _CHANGED:
-            while any(thread is not me and thread.is_alive() for thread in list(self._threads.values())):
-                _CHANGED.wait(_DEAD)
+def wait_for_calls(threads: Mapping[int, threading.Thread]) -> None:
+    """Wait until the calls of other threads have ended; each is taken out of the mapping, by its number, as it ends."""
+    me = threading.current_thread()
+    with _CHANGED:
+        while any(thread is not me and thread.is_alive() for thread in list(threads.values())):
+            _CHANGED.wait(_LOOK)

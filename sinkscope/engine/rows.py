@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sinkscope.engine.tokens import TokenPositions
 
-_ROWS = "sinkscope_rows"
+ROWS = "sinkscope_rows"
 """The attribute of a cache that holds the states of its rows, by the number of the run."""
 
 
@@ -132,18 +132,12 @@ class RowState:
                 self.of_actors[key] = moved
 
 
-def rows_on(cache: Any, run: int) -> RowState | None:
-    """Return what a run knows of the rows of a cache; None if it has not seen them."""
-    states: dict[int, RowState] | None = getattr(cache, _ROWS, None)
-    return None if states is None else states.get(run)
-
-
 def put_rows(cache: Any, run: int, state: RowState) -> None:
     """Lay what a run knows of some rows on their cache."""
-    states: dict[int, RowState] | None = getattr(cache, _ROWS, None)
+    states: dict[int, RowState] | None = getattr(cache, ROWS, None)
     if states is None:
         with suppress(TypeError, AttributeError):  # a class that allows no further attributes: nothing is known of it
-            setattr(cache, _ROWS, {run: state})
+            setattr(cache, ROWS, {run: state})
             cache.__class__ = _with_rows(type(cache))
     else:
         states[run] = state
@@ -151,10 +145,10 @@ def put_rows(cache: Any, run: int, state: RowState) -> None:
 
 def forget_rows(cache: Any, run: int) -> None:
     """Take what a run knows of its rows from a cache, which is again what it was when nobody knows anything."""
-    states: dict[int, RowState] = getattr(cache, _ROWS, {})
+    states: dict[int, RowState] = getattr(cache, ROWS, {})
     states.pop(run, None)
     if not states and isinstance(cache, _WithRows):
-        delattr(cache, _ROWS)
+        delattr(cache, ROWS)
         cache.__class__ = type(cache).__mro__[2]
 
 
@@ -177,14 +171,14 @@ class _WithRows:
         """Repeat each row."""
         result = super().batch_repeat_interleave(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         times = int((*args, *kwargs.values())[0])
-        for state in vars(self)[_ROWS].values():
+        for state in vars(self)[ROWS].values():
             state.take(torch.arange(len(state.tokens.pos)).repeat_interleave(times))
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save the cache as one of the class that it had, without what is known of its rows."""
         kind = type(self).__mro__[2]
-        kept = {name: value for name, value in vars(self).items() if name != _ROWS}
+        kept = {name: value for name, value in vars(self).items() if name != ROWS}
         return _restored, (kind, kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -211,5 +205,5 @@ def _with_rows(kind: type) -> type:
 
 
 def _take(cache: Any, rows: Tensor) -> None:
-    for state in vars(cache)[_ROWS].values():
+    for state in vars(cache)[ROWS].values():
         state.take(rows)

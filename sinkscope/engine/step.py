@@ -23,11 +23,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinkscope.engine.rows import RowState, rows_on
+from sinkscope.engine.rows import ROWS, RowState
 from sinkscope.engine.tokens import TokenPositions
 from sinkscope.engine.visible import shown
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.call_cache import cache_in, tokens_in
+from sinkscope.models.call_cache import tokens_in
 
 
 @dataclass(eq=False)
@@ -45,6 +45,7 @@ class Step:
         earlier: The tokens before the call.
         state: What is known about these rows from earlier calls.
         layers: The layers of the cache that can evict; empty if nothing owns the cache.
+        decodes: Whether it reads a generated token into a cache that can evict.
         prefill_ended: Whether this is the first single-token call after a prompt.
         prompting: Whether `generate` is reading a prompt, so that even a single token is a part of it.
         has_gaps: Whether the cache lacks tokens, so that the place of a key is not its column.
@@ -66,6 +67,7 @@ class Step:
     earlier: TokenPositions
     state: RowState
     layers: list[Any] = field(default_factory=list)
+    decodes: bool = False
     prefill_ended: bool = False
     prompting: bool = False
     has_gaps: bool = False
@@ -85,11 +87,6 @@ class Step:
             self.note_mask(None, packs_in_kernel=False)
         assert self._tokens is not None
         return self._tokens
-
-    @property
-    def awaits_mask(self) -> bool:
-        """Whether texts may be packed in this call, which the mask of the first layer says."""
-        return self._tokens is None
 
     def note_mask(self, mask: Any, *, packs_in_kernel: bool) -> None:
         """Read from the mask that the first layer gets whether texts are packed.
@@ -132,18 +129,6 @@ class Step:
         return self.tokens.pos
 
     @property
-    def decodes(self) -> bool:
-        """Whether the call reads a generated token into a cache that can evict."""
-        return bool(self.layers) and not self.state.prefilling
-
-    def note_gaps(self) -> None:
-        """Note whether some layer of the cache lacks tokens, once everybody has acted on it."""
-        self.has_gaps = False
-        for kv in self.layers:  # a plain loop: every token comes here
-            if kv.slot_positions is not None:
-                self.has_gaps = True
-
-    @property
     def before(self) -> Int[Tensor, " batch"]:
         """Number of real tokens in each row before the call."""
         return self.earlier.length
@@ -180,7 +165,7 @@ class Step:
             )
 
 
-def begin_step(run: int, number: int, given: Mapping[str, Any]) -> Step:
+def begin_step(run: int, number: int, given: Mapping[str, Any], cache: Any) -> Step:
     """Make the record of a forward call.
 
     Args:
@@ -188,16 +173,20 @@ def begin_step(run: int, number: int, given: Mapping[str, Any]) -> Step:
         number: Number of the call within the block.
         given: Arguments of the call by name. The mask may be 2-D (1 = real), 4-D (bool or additive), a dict of these
             by layer type, or None. Tokens that were read in an earlier call keep the mask of that call.
+        cache: The cache among them.
     """
     ids: Tensor | None = given.get("input_ids")
     tokens: Tensor = given["inputs_embeds"] if ids is None else ids
-    cache, mask = cache_in(given), given.get("attention_mask")
+    mask = given.get("attention_mask")
     batch, new = tokens.shape[:2]
     past = 0 if cache is None else tokens_in(cache)
-    state = rows_on(cache, run) if past else None
+    states: dict[int, RowState] = getattr(cache, ROWS, None) or {}
+    state = states.get(run) if past else None
     if state is None or len(state.tokens.pos) != batch:
         state = RowState(TokenPositions.none(batch, tokens.device), partial=past > 0)
-    earlier = state.tokens.first(past)  # tokens may have been taken back
+    earlier = state.tokens
+    if past < earlier.seen:  # tokens were taken back
+        earlier = earlier.first(past)
     step = Step(number, batch, past, new, ids, cache, given, earlier, state)
     if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
         mask = mask.get("full_attention", next(iter(mask.values()), None))

@@ -187,7 +187,9 @@ def _attend(
         scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5
     if stock.kind == "sdpa":  # it drops these, or refuses to run
         softcap = sinks = None
-    source, first_query, first_key = _source(module, listeners, attention_mask, query.shape[2], key.shape[2], kwargs)
+    source, first_query, first_key = _source(
+        module, listeners, attention_mask, query.shape[2], key.shape[2], kwargs, has_gaps
+    )
     if isinstance(attention_mask, FunctionMask):
         attention_mask = None
     call = Attention(
@@ -244,17 +246,21 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     """
     number = id(config)
     name = (STOCK.get(number) or Stock(config)).kind
-    listeners = [handler for handler in HANDLERS.get() if number in handler.configs]
-    mask = None
-    if not any(handler.has_gaps for handler in listeners):
+    listeners: list[Handler] = []
+    has_gaps, mask = False, None
+    for handler in HANDLERS.get():
+        if number in handler.configs:
+            listeners.append(handler)
+            has_gaps = has_gaps or handler.has_gaps
+    if not has_gaps:
         mask = ALL_MASK_ATTENTION_FUNCTIONS[name](config=config, **kwargs)
     function = FunctionMask(
         kwargs.get("mask_function", causal_mask_function),
         kwargs.get("attention_mask"),
         by_vmap=bool(kwargs.get("use_vmap", False)),
         local=kwargs.get("local_size"),
-        first_query=_number(kwargs.get("q_offset", 0)),
-        first_key=_number(kwargs.get("kv_offset", 0)),
+        first_query=int(kwargs.get("q_offset", 0)),
+        first_key=int(kwargs.get("kv_offset", 0)),
         is_skipped=mask is None
         and ALL_MASK_ATTENTION_FUNCTIONS[name] is not _no_mask
         and "flash" not in name
@@ -269,22 +275,20 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     return mask
 
 
-def _number(offset: Any) -> int:
-    """An offset, which caches of fixed size give as a tensor."""
-    return int(offset)
-
-
 def _source(
-    module: Any, listeners: list[Handler], mask: Any, queries: int, keys: int, settings: dict[str, Any]
+    module: Any, listeners: list[Handler], mask: Any, queries: int, keys: int, settings: dict[str, Any], has_gaps: bool
 ) -> tuple[MaskSource, int, int]:
     """What says who sees whom in a layer, and the columns of the first query and of the first key."""
+    is_whole = isinstance(mask, Tensor) and mask.ndim == 4
     function: FunctionMask | None = mask if isinstance(mask, FunctionMask) else getattr(mask, _FUNCTION, None)
     first_query = first_key = None
     for handler in listeners:
         if handler.first_query is not None:
             first_query = handler.first_query
-        if function is None and handler.functions and not _is_four_dimensional(mask):
-            function = _of_layer(module, handler.functions, settings)
+        if function is None and handler.functions and not is_whole:
+            function = handler.functions.get(None)
+            if function is None or len(handler.functions) > 1:
+                function = _of_layer(module, handler.functions, settings)
     if function is not None:
         first_query, first_key = function.first_query, function.first_key
     if first_query is None:
@@ -295,15 +299,9 @@ def _source(
         if function is None:  # a caller's own, which has a column for each token so far
             return TensorMask(mask, first_query, 0), first_query, max(0, mask.shape[-1] - keys)
         return TensorMask(mask, first_query, first_key, function), first_query, first_key
-    if function is None:
-        return CausalMask(), first_query, first_key
-    if function.is_skipped and not any(handler.has_gaps for handler in listeners):
+    if function is None or (function.is_skipped and not has_gaps):
         return CausalMask(), first_query, first_key
     return function, first_query, first_key
-
-
-def _is_four_dimensional(mask: Any) -> bool:
-    return isinstance(mask, Tensor) and mask.ndim == 4
 
 
 def _of_layer(module: Any, functions: dict[int | None, FunctionMask], settings: dict[str, Any]) -> FunctionMask:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -112,6 +112,7 @@ class _CallNote(Actor):
     """Notes what is known of the rows of a turn after each call."""
 
     recorder: TurnRecorder
+    reads_logits: ClassVar[bool] = False
 
     def after(self, step: Step) -> TakeBack | None:
         """Note it."""

@@ -15,8 +15,8 @@ from sinkscope.engine.attention import Attention
 from sinkscope.engine.block import Run
 from sinkscope.engine.step import Step
 from sinkscope.engine.tap import check_attention_recomputed
-from sinkscope.kv.adopt import check_seen
-from sinkscope.kv.keeper import layer_of, place_keys, take_layers
+from sinkscope.kv.adopt import check_seen, own_layers
+from sinkscope.kv.keeper import layer_of, note_gaps, place_keys
 from sinkscope.kv.slots import Slots
 from sinkscope.kv.windows import check_servable
 from sinkscope.models.grouped_heads import per_query_head
@@ -73,7 +73,10 @@ class RowWatcher(Actor):
         if step.cache is not None:
             check_seen(step.cache)
             if not step.layers:  # another block may have cut this cache
-                take_layers(step)
+                for kv in own_layers(step.cache):
+                    step.layers.append(kv)
+                    kv.upcoming = step.tokens
+                note_gaps(step)
 
     def attends(self, step: Step) -> bool:
         """Return True: rows are wanted in every call."""
@@ -82,7 +85,8 @@ class RowWatcher(Actor):
     def attend(self, step: Step, attention: Attention) -> None:
         """Ask for the rows of a layer."""
         if self.layers is None or attention.layer in self.layers:
-            place_keys(step, attention)
+            if step.has_gaps and not attention.lacks_keys:
+                place_keys(step, attention)
             first = 0 if self.last is None else max(0, attention.queries - self.last)
             attention.show(partial(self._show, step, attention), first=first)
 

@@ -72,8 +72,8 @@ class CacheLayer(Slots, DynamicLayer):  # pyright: ignore[reportIncompatibleVari
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values; transformers calls this in every attention layer."""
         new = key_states.shape[-2]
-        columns, self.upcoming = self.upcoming, None
-        if columns is None or columns.seen != self.seen + new:
+        columns, self.upcoming, before = self.upcoming, None, self.columns
+        if columns is None or columns.seen != new + (0 if before is None else before.seen):
             columns = _columns_without_block(self, key_states)
         self.columns = columns
         if new > 1 or not self.is_initialized:  # there may be padding among the new tokens

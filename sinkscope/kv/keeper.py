@@ -80,6 +80,8 @@ class CacheKeeper(Actor):
         meters: Counters of tokens and bytes, one for each cache, also of caches that are gone.
     """
 
+    reads_logits = False
+
     def __init__(self, run: Run) -> None:
         self.target = run.target
         self.windows = [layer_window(run.target.config, layer) for layer in range(run.target.n_layers)]
@@ -190,38 +192,43 @@ class CacheKeeper(Actor):
         if cache not in self._caches:  # a new one, or a copy
             self._caches.add(cache)
             self.meters.append(counted.meter)
-        take_layers(step)
-        if not step.layers:
+        tokens, layers = step.tokens, step.layers
+        for kv in cache.layers:  # a plain loop: every token comes here
+            if isinstance(kv, CacheLayer):
+                kv.upcoming = tokens
+                layers.append(kv)
+        if not layers:
             return
-        if step.past and step.new > 1:
-            check_mask(step.given.get("attention_mask"), step, self.target)
-        self._set_phase(step)
-        if self.acts_on_tokens:
-            step.tokens.check_one_document("a cache policy or guard")
-
-    def _set_phase(self, step: Step) -> None:
-        state, layers = step.state, step.layers
-        if step.new > 1 or step.past == 0 or step.prompting:
+        if step.new == 1 and step.past and not step.prompting:
+            self._begin_decoding(step)
+        else:
+            if step.past and step.new > 1:
+                check_mask(step.given.get("attention_mask"), step, self.target)
             state.prefilling = True
             self._acted = bool(self._acted) or step.prompting
             for kv in layers:
                 kv.settle()
                 kv.reordered = False
-            return
+        if self.acts_on_tokens and tokens.document is not None:
+            tokens.check_one_document("a cache policy or guard")
+
+    def _begin_decoding(self, step: Step) -> None:
+        state = step.state
+        step.decodes = self._acted = True
         step.prefill_ended = state.prefilling or not state.prompt  # of a cache that others filled, too
         state.prefilling = False
-        self._acted = True
+        state.decoded += 1
         if step.prefill_ended:
             state.prompt = tuple(step.before.tolist())
             state.decoded = 0
-        else:
-            state.decoded += 1
-        if self.acts_on_tokens and layers[0].reordered:
+        if not self.acts_on_tokens:
+            return
+        if step.layers[0].reordered:
             raise UnsupportedError(
                 "rows of the cache changed places or number after the prompt, as in beam search, and cache "
                 "policies and guards follow each row: use num_beams=1"
             )
-        if self.acts_on_tokens and step.prefill_ended:
+        if step.prefill_ended:
             self._check_ends(step)
 
     def _check_ends(self, step: Step) -> None:
@@ -235,25 +242,31 @@ class CacheKeeper(Actor):
 
     def attends(self, step: Step) -> bool:
         """Return whether the model's own attention would not see right what is left in the cache."""
-        if not step.has_gaps:
-            return False
-        if step.new > 1:
-            return True
-        for kv in step.layers:
+        has_gaps = is_ragged = False
+        for kv in step.layers:  # a plain loop: every token comes here
+            if kv.slot_positions is not None:
+                has_gaps = True
             if not kv.gapless or self.windows[kv.number] is not None:
-                return True
-        return isinstance(step.given.get("attention_mask"), Tensor) and step.given["attention_mask"].ndim == 4
+                is_ragged = True
+        step.has_gaps = has_gaps
+        if not has_gaps or step.new > 1 or is_ragged:
+            return has_gaps
+        mask = step.given.get("attention_mask")
+        return isinstance(mask, Tensor) and mask.ndim == 4
 
     def attend(self, step: Step, attention: Attention) -> None:
         """Say in which columns the keys stand that are left in a layer."""
-        place_keys(step, attention)
+        if step.has_gaps:
+            place_keys(step, attention)
 
     def after(self, step: Step) -> TakeBack | None:
         """Count what the cache holds."""
         if step.layers:
-            queries = step.state.of_actors.get(QueryKeeper.KEY)
+            known = step.state.of_actors
+            queries, counted = known.get(QueryKeeper.KEY), known[_METER]
+            assert isinstance(counted, CountedRows)
             kept = queries.by_layer if isinstance(queries, LatestQueries) else None
-            meter_of(step.state).note(step.layers, decodes=not step.state.prefilling, queries=kept)
+            counted.meter.note(step.layers, decodes=step.decodes, queries=kept)
         return None
 
 
@@ -286,11 +299,12 @@ _OWNERS: set[int] = set()
 """Numbers of the blocks that act on caches or replace attention."""
 
 
-def take_layers(step: Step) -> None:
-    """Note the layers of the cache of a call that can evict, and tell them which tokens there will be."""
-    for kv in own_layers(step.cache):
-        step.layers.append(kv)
-        kv.upcoming = step.tokens
+def note_gaps(step: Step) -> None:
+    """Note whether some layer of the cache lacks tokens, once everybody has acted on it."""
+    step.has_gaps = False
+    for kv in step.layers:  # a plain loop: every token comes here
+        if kv.slot_positions is not None:
+            step.has_gaps = True
 
 
 def place_keys(step: Step, attention: Attention) -> None:

@@ -281,7 +281,7 @@ class PolicyActor(Actor):
 
     def before(self, step: Step) -> None:
         """Choose what the cache keeps."""
-        if step.decodes:
+        if step.decodes and (step.prefill_ended or self.policy.every != "prefill"):
             self.policy.act(step, self.keeper)
 
 

@@ -171,13 +171,13 @@ def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
             break
         tokens = torch.full((len(lengths), stop - start), 7)
         mask = shape_mask(real, start, stop, masked)
-        call = begin_step(0, 0, {"input_ids": tokens, "attention_mask": mask, "past_key_values": held})
+        call = begin_step(0, 0, {"input_ids": tokens, "attention_mask": mask}, held)
         put_rows(held, 0, call.state)
         got.append(call.index)
         held.seen = start = stop
     assert torch.equal(torch.cat(got, 1), want)
     # A token without mask comes after all real ones.
-    call = begin_step(0, 1, {"input_ids": torch.full((len(lengths), 1), 7), "past_key_values": held})
+    call = begin_step(0, 1, {"input_ids": torch.full((len(lengths), 1), 7)}, held)
     assert call.index.flatten().tolist() == lengths
 
 

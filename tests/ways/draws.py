@@ -68,6 +68,8 @@ def allowed(draw: Draw) -> bool:
 def _meet(draw: Draw) -> bool:
     """Whether values that depend on each other have an answer together."""
     edit, way = EDITS[draw["edit"]], WAYS[draw["cache"]]
+    if EDITS[draw["edit"]].site == ROWS_SEEN and draw["other"] in ("plain thread", "thread with a trace"):
+        return False  # calls of a thread without a block are seen, too
     if draw["hooks"] != "none" and draw["other"].startswith("thread that"):  # the user's hooks act in every thread
         return False
     if draw["padding"] != "none" and (draw["rows"] == 1 or draw["length"] <= 4):
