@@ -327,7 +327,10 @@ def _nan_for_none(value: Any) -> Any:
 def _array(dtype: Any, value: Any) -> Any:
     import numpy as np  # slow to load, and few results hold arrays
 
-    return np.asarray(value, dtype)
+    array = np.asarray(value, dtype)
+    if array.dtype == object:
+        raise ValueError("expected numbers, as many in each row")
+    return array
 
 
 def read_records(path: PathName, type_: type[T], expected: str) -> list[T]:

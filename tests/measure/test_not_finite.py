@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import sinkscope as ss
+from sinkscope.measure.setup import Setup
 
 pytestmark = pytest.mark.few_texts
 
@@ -55,13 +57,25 @@ def test_every_use_of_a_live_model_names_the_tensor(tensor, value):
         assert SAYS in str(refused.value) and tensor in str(refused.value), name
 
 
-@pytest.mark.parametrize("tensor", TENSORS)
-@pytest.mark.parametrize("use", [ss.load, ss.find_sinks], ids=["loaded", "read layer by layer"])
-def test_a_folder_names_it_too(use, tensor, tmp_path):
-    folder = spoiled(tmp_path / "model")
+def written(folder: Path, tensor: str) -> str:
+    """A folder with a checkpoint with one wrong number."""
+    spoiled(folder)
     tensors = load_file(folder / "model.safetensors")
     tensors[tensor].view(-1)[3] = math.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+@pytest.mark.parametrize("use", [ss.load, ss.find_sinks], ids=["loaded", "measured"])
+def test_a_folder_names_it_too(use, tensor, tmp_path):
     with pytest.raises(ss.SinkscopeError, match=SAYS) as refused:
-        use(str(folder))
+        use(written(tmp_path / "model", tensor))
+    assert tensor in str(refused.value)
+
+
+@pytest.mark.parametrize("tensor", ["model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"])
+def test_what_surrounds_the_layers_is_checked_where_they_are_read_one_by_one(tensor, tmp_path):
+    with pytest.raises(ss.SinkscopeError, match=SAYS) as refused:
+        Setup.open(written(tmp_path / "model", tensor))
     assert tensor in str(refused.value)
