@@ -23,10 +23,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from experiments.record import Row, record
+from experiments.record import Row, earlier, record
 from experiments.script import run
 from experiments.timing import interleaved, interval
 from sinkscope.files.listen import listen
@@ -232,6 +232,7 @@ def main(
     streams: int = 200,
     words: int = 400,
     kills: int = 50,
+    only: Literal["all", "overhead", "load"] = "all",
     serve: bool = False,
     out: Path = Path("figures/bench_proxy.json"),
 ) -> None:
@@ -244,6 +245,7 @@ def main(
         streams: Streams at once.
         words: Words of each of them.
         kills: Clients that leave.
+        only: What is measured; the rest stays as the file has it.
         serve: Be the server.
         out: The file.
     """
@@ -254,15 +256,18 @@ def main(
     with ExitStack() as stack:
         direct, _ = stack.enter_context(started(["experiments.bench_proxy", "--serve"]))
         proxied, process = stack.enter_context(started(["sinkscope", "loops", "--proxy", direct, "--port", "0"]))
-        rows = overhead(direct, proxied, process, rounds, per_round)
-        load = {
-            "in_sequence": in_sequence(proxied, requests, process),
-            "at_once": asyncio.run(at_once(proxied, streams, words)),
-            "left": asyncio.run(left(proxied, kills, words)),
-            "megabytes": resident(process),
-        }
+        made = earlier(out)
+        if only in ("all", "overhead"):
+            made["rows"] = overhead(direct, proxied, process, rounds, per_round)
+        if only in ("all", "load"):
+            made["load"] = {
+                "in_sequence": in_sequence(proxied, requests, process),
+                "at_once": asyncio.run(at_once(proxied, streams, words)),
+                "left": asyncio.run(left(proxied, kills, words)),
+                "megabytes": resident(process),
+            }
     settings = {"rounds": rounds, "per_round": per_round, "words": words}
-    write_atomic(out, record("bench-proxy", {"rows": rows, "load": load}, settings, started=begin))
+    write_atomic(out, record("bench-proxy", made, settings, started=begin))
 
 
 if __name__ == "__main__":
