@@ -31,6 +31,7 @@ from .sinks.attack import attack as attack
 from .sinks.marking_heads import heads as heads
 from .sinks.mask import sink_dims as sink_dims
 from .sinks.mask import sink_mask as sink_mask
+from .sinks.metrics import sink_metrics as sink_metrics
 from .sinks.patch import patch_eval as patch_eval
 from .sinks.patch import patch_make as patch_make
 from .sinks.precision import precision as precision

@@ -5,15 +5,9 @@ Measuring leaves the run as it is: no random number is drawn, no gradient is mad
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from sinkscope.errors import UnsupportedError, warn
@@ -21,10 +15,11 @@ from sinkscope.files.records import Natural, check_values
 from sinkscope.measure import Setup
 from sinkscope.models.text import typical_text
 from sinkscope.models.weights import split_weight
-from sinkscope.opening.inference.find import evaluating
+from sinkscope.sinks.metrics import metrics_of
 from sinkscope.sinks.spikes.spike import find_spikes
 from sinkscope.sinks.spikes.survey import survey_of
 from sinkscope.sinks.spikes.writers import with_writers
+from sinkscope.sinks.undisturbed import undisturbed
 
 
 class SinkCallback(TrainerCallback):
@@ -91,22 +86,6 @@ class SinkCallback(TrainerCallback):
         control.should_log = should_log
 
 
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Context manager in which no dropout acts; afterwards modes and random numbers are as before.
-
-    Args:
-        model: The model.
-    """
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.no_grad(), evaluating(model), torch.random.fork_rng(range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
-
-
 def read_sinks(setup: Setup) -> dict[str, float]:
     """Measure what the sink of a model is, by the names under which it is logged.
 
@@ -130,7 +109,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
     spikes = find_spikes(survey, setup.tokenizer)
     numbers: dict[str, float] = {}
     if survey.target.attending:
-        numbers["sink_rate"] = float(survey.sink_rate.mean())
+        numbers["sink_rate"] = metrics_of([survey])["sink_rate"]
     if not spikes:
         numbers["spike_ratio"] = float(survey.ratios[:, :, 0].mean(1).max())
         return numbers
