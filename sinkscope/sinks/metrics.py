@@ -30,9 +30,9 @@ def sink_metrics(
 
     Returns:
         `sink_rate`: share of the heads that give position 0 more than 0.3 of their attention (Gu et al. 2024), mean
-        over rows; left out if no layer attends. `norm_ratio`: the largest norm of the residual stream after any layer over
-        the typical one of this layer, the median, mean over rows; `norm_layer` and `norm_position`: where it is, in
-        most rows.
+        over rows; left out if no layer attends. `norm_ratio`: the largest norm of the residual stream after any layer
+        over the typical one of this layer, the median, mean over rows; `norm_layer` and `norm_position`: where it is,
+        in most rows.
 
     Raises:
         SinkscopeError: The ids or the mask are invalid for this model, a row is longer than its context, or all rows
