@@ -2,6 +2,8 @@
 
     python -m experiments.bench_proxy --out figures/bench_proxy.json [--rounds 9] [--requests 10000] [--streams 200]
 
+On a machine that does other work, put `chrt -r 5` before the command, so that the three processes are not interrupted.
+
 1. A server that answers at once, and the proxy before it, run in processes of their own.
 2. Requests go to both in turn, on connections that are kept alive: whole answers, and streams of twenty events.
 3. Then the load: requests in sequence, streams at once of which half loop, and clients that leave in the middle. Every
