@@ -14,6 +14,7 @@ from transformers import LogitsProcessor
 
 from sinkscope.engine.block import Event
 from sinkscope.errors import warn
+from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.models.inputs import end_ids
 from sinkscope.models.target import Target
@@ -123,15 +124,17 @@ def decode(
     ids = torch.as_tensor(prompts, device=target.device)
     ends = end_ids(target)
     options: dict[str, Any] = {}
-    if cache is not None:
-        options["past_key_values"] = cache
     if forced is not None:
         options |= {"logits_processor": [ForcedAnswer(forced, ids.shape[1])], "eos_token_id": None}
     with under(edit, target) as run:
-        out = target.hf.generate(
-            input_ids=ids,
+        out = write(
+            run,
+            target.hf,
+            ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new,
+            cache=cache,
+            fixed=forced is not None,
             **decoding(target, do_sample=False, pad_token_id=min(ends, default=0), **options),
         )
         answers = out[:, ids.shape[1] :].tolist()
