@@ -24,6 +24,7 @@ from sinkscope.models.checkpoints.config import check_finite
 from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
+from sinkscope.models.text.kinds import Half, TextRows, kind_rows
 from sinkscope.opening.load import fits_in_memory, open_target
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class Setup:
         started: `time.perf_counter()` when the measurement began.
         source: The model as it was given, and the options that open it again in another process.
         memory: Cache for values that several measurements on the same open model share.
+        own_text: Whether the text is the user's own; else texts of four kinds are surveyed.
     """
 
     target: Target
@@ -82,6 +84,7 @@ class Setup:
     started: float = field(default_factory=time.perf_counter)
     source: tuple[object, dict[str, Any]] = (None, {})
     memory: dict[Any, Any] = field(default_factory=dict)
+    own_text: bool = True
 
     @classmethod
     def open(
@@ -133,10 +136,10 @@ class Setup:
         length = min(PIECE, target.max_positions or PIECE)
         pieces = texts if start is not None else WITHOUT_BOS * texts
         ids = text_rows(target.tokenizer, halves_of(content).choose, pieces, length, start)
-        source = (model, options)
+        source, own = (model, options), text is not None
         config = {**target.config.to_dict(), "_name_or_path": ""}  # each may have a folder of its own
         target.shards.agree("model, text or seed", target.name, config, ids.tolist(), seed)
-        return cls(target, start, content, ids, seed, progress or silent, started=started, source=source)
+        return cls(target, start, content, ids, seed, progress or silent, started=started, source=source, own_text=own)
 
     @property
     def tokenizer(self) -> Any:
@@ -165,6 +168,21 @@ class Setup:
         if unknown is None:
             return 0.0
         return float((self.ids[:, 1:] == unknown).float().mean())
+
+    def survey_rows(self, half: Half, count: int, length: int, bos: int | None) -> TextRows:
+        """Return texts for a survey: of four kinds in turn, from the package; or pieces of the user's own text.
+
+        Args:
+            half: "choose" for what chooses, "report" for what is said of what was chosen.
+            count: Number of texts.
+            length: Tokens of a text.
+            bos: The token that texts begin with. None: none.
+        """
+        if not self.own_text:
+            return kind_rows(self.tokenizer, half, count, length, bos)
+        text = self.halves.choose if half == "choose" else self.halves.report
+        ids = text_rows(self.tokenizer, text, count, length, bos)
+        return TextRows(ids, ("",) * len(ids))
 
     def edited(self) -> AbstractContextManager[Any]:
         """Return a `with` block in which the caller's interventions act."""

@@ -134,11 +134,20 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     count = min(rows, len(ids) // body)
     note_second_bos([*start.tolist(), *ids[:1]], bos, "the text")
     tokens = torch.tensor(ids[: count * body], dtype=torch.long)
-    most = int(tokens.mode().values)
+    check_varied(tokenizer, tokens)
+    return torch.cat([start.expand(count, -1), rearrange(tokens, "(row pos) -> row pos", row=count)], 1)
+
+
+def check_varied(tokenizer: Any, tokens: Int[Tensor, "*pos"]) -> None:
+    """Refuse tokens of which nearly all are one and the same, mostly the unknown one: nothing can be compared with it.
+
+    Raises:
+        SinkscopeError: More than nine tenths are one token.
+    """
+    most = int(tokens.flatten().mode().values)
     share = float((tokens == most).float().mean())
-    if share > ONE_TOKEN and len(tokens) >= FEWEST_TOKENS:  # mostly the unknown one: nothing can be compared with it
+    if share > ONE_TOKEN and tokens.numel() >= FEWEST_TOKENS:
         what = f"the one token {tokenizer.decode([most])!r}"
         raise SinkscopeError(
             f"{share:.0%} of the text is {what}: give text of words that this tokenizer knows (--text)"
         )
-    return torch.cat([start.expand(count, -1), rearrange(tokens, "(row pos) -> row pos", row=count)], 1)

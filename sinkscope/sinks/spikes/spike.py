@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,14 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.hooks.edit.sink_patch import SinkPatch
-from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.cards import run
-from sinkscope.sinks.spikes.places import Place, per_text, sink_places, split_by_label
-from sinkscope.sinks.spikes.records import SpikeResult, part_of
+from sinkscope.sinks.spikes.places import Place, at_position, sink_places, split_by_label
 from sinkscope.sinks.spikes.survey import Survey
-from sinkscope.sinks.thresholds import COUNTS, LATER, READS, SAME, SMALLEST, STANDS_OUT
+from sinkscope.sinks.thresholds import HALF, LATER, READS, SAME, SMALLEST, STANDS_OUT
 from sinkscope.sinks.tokens import Mask
 
 Part = Neuron | Head | Component
@@ -30,14 +27,15 @@ class Spike:
     """A place, a direction in the residual stream, and a run of layers in which the place's norm stands out along it.
 
     Attributes:
-        survey: The survey that shows it.
-        place: Where it is, in the texts of the survey.
+        survey: The survey in whose texts it is.
+        place: Where it is, in these texts.
         ordinary: Positions at which nothing stands out.
         mean: Mean state of ordinary positions after the peak.
         direction: Unit vector from there to the mean state of the place.
         size: Projection of the place's departure on it, mean over the place.
-        result: What a result says of it; each step adds to this.
-        written: What every neuron writes of it, by layer.
+        layers: First and last layer of the run.
+        peak: The layer after which it is largest.
+        highest: The layer of the run after which its norm is farthest above the typical one.
     """
 
     survey: Survey
@@ -46,17 +44,14 @@ class Spike:
     mean: Float[Tensor, " d_model"]
     direction: Float[Tensor, " d_model"]
     size: float
-    result: SpikeResult
-    written: Mapping[int, Float[Tensor, " neuron"]] = field(default_factory=dict)
-
-    def adding(self, **measured: Any) -> Spike:
-        """Return the same spike with more fields of its result."""
-        return replace(self, result=replace(self.result, **measured))
+    layers: tuple[int, int]
+    peak: int
+    highest: int
 
     @property
     def name(self) -> str:
         """The spike by its layers."""
-        return run(*self.result.layers)
+        return run(*self.layers)
 
     def along(self, states: Float[Tensor, "*n d_model"]) -> Float[Tensor, "*n"]:
         """Project states on the direction, from the mean of ordinary positions, as a share of the spike."""
@@ -65,34 +60,42 @@ class Spike:
     @cached_property
     def reading_layers(self) -> range:
         """The layers of the model whose heads can read it: from the second of the run to the one after the last."""
-        first, last = self.result.layers
+        first, last = self.layers
         return range(first + 1, min(last + 2, len(self.survey.mlp)))
 
-    @property
-    def needed(self) -> Parts:
-        """The smallest set found that it needs; empty if every set that was tried leaves a quarter or more."""
-        return () if self.result.needed is None else tuple(map(part_of, self.result.needed.parts))
+    def on(self, survey: Survey) -> Spike | None:
+        """Return the same spike in the texts of another survey: its direction and layers stay.
 
-    @property
-    def needed_neurons(self) -> tuple[Neuron, ...]:
-        """The neurons of the smallest set found."""
-        return () if self.result.needed is None else self.result.needed.neurons
+        Places that no words mean are then the positions that stand out along the direction.
 
-    @property
-    def writers(self) -> tuple[Neuron, ...]:
-        """All neurons that write it or against it, and backups."""
-        return tuple(self.result.calibrated)
+        Args:
+            survey: The other survey.
 
-    @property
-    def patch(self) -> SinkPatch:
-        """The patch of all its writers, which holds the median that each has on ordinary text."""
-        calibrated = self.result.calibrated
-        return SinkPatch(sites=tuple(calibrated), calibrated=calibrated)
+        Returns:
+            None if its place is in none of these texts.
+        """
+        ordinary, mask = ordinary_of(survey), self.place.matches(survey.ids)
+        if not bool(self.place.matches(self.survey.ids).any()):
+            along = self.along(survey.states[self.peak])
+            mask = (along >= HALF) & (survey.ratios[self.peak] > STANDS_OUT)
+            mask &= at_position(survey.ids, 0) == self.place.is_first
+        if not bool(mask.any()):
+            return None
+        mean = survey.states[self.peak][ordinary].mean(0)
+        size = float(((survey.states[self.peak][mask] - mean) @ self.direction).mean())
+        if size <= 0:
+            return None
+        place = replace(self.place, mask=mask)
+        return replace(self, survey=survey, place=place, ordinary=ordinary, mean=mean, size=size)
 
-    @property
-    def first_writer(self) -> int:
-        """The layer of the first neuron or component that it needs; if it needs none, the first layer of its run."""
-        return min((part.layer or 0 for part in self.needed), default=self.result.layers[0])
+
+def ordinary_of(survey: Survey) -> Mask:
+    """Mark the positions after the first at which nothing stands out; all of them if everything does."""
+    ordinary = ~(survey.ratios > STANDS_OUT).any(0)
+    ordinary[:, 0] = False
+    if not bool(ordinary.any()):
+        ordinary = ~at_position(survey.ids, 0)
+    return ordinary
 
 
 def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
@@ -102,15 +105,9 @@ def find_spikes(survey: Survey, tokenizer: Any) -> list[Spike]:
         survey: The survey.
         tokenizer: Its `decode` gives words for places.
     """
-    anywhere = (survey.ratios > STANDS_OUT).any(0)
-    ordinary = ~anywhere
-    ordinary[:, 0] = False
-    if not bool(ordinary.any()):  # every position stands out somewhere
-        ordinary = torch.ones_like(anywhere)
-        ordinary[:, 0] = False
-    spikes: list[Spike] = []
-    for place in split_by_label(survey.ids, anywhere, tokenizer.decode):
-        spikes += sorted(spikes_at(survey, place, ordinary), key=lambda spike: spike.result.layers)
+    ordinary, spikes = ordinary_of(survey), list[Spike]()
+    for place in split_by_label(survey.ids, (survey.ratios > STANDS_OUT).any(0), tokenizer.decode):
+        spikes += sorted(spikes_at(survey, place, ordinary), key=lambda spike: spike.layers)
     return spikes
 
 
@@ -125,9 +122,8 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
     mean = states[:, ordinary].mean(1)
     away = states[:, mask].mean(1) - mean
     size = away.norm(dim=-1)
-    typical = torch.tensor(survey.typical_norm).clamp(min=SMALLEST)
-    beside, over = survey.ratios[:, mask].mean(1), survey.norms[:, mask] / typical[:, None]
-    free = beside > STANDS_OUT
+    over = over_typical(survey, mask).mean(1)
+    free = survey.ratios[:, mask].mean(1) > STANDS_OUT
     while bool(free.any()):
         peak = int(size.masked_fill(~free, -1).argmax())
         direction = away[peak] / size[peak]
@@ -137,24 +133,15 @@ def spikes_at(survey: Survey, place: Place, ordinary: Mask) -> Iterator[Spike]:
             first -= 1
         while last + 1 < len(carries) and carries[last + 1]:
             last += 1
-        layers = slice(first, last + 1)
-        highest = first + int(over[layers].mean(1).argmax())
-        square = direction.square()
-        order = square.argsort(descending=True, stable=True)
-        result = SpikeResult(
-            place=place.label,
-            layers=(first, last),
-            peak=peak,
-            norm=float(survey.norms[peak, mask].mean()),
-            before=float(survey.entered[first, mask].norm(dim=-1).mean()),
-            ratio=float(over[highest].mean()),
-            ratio_layer=highest,
-            ratio_margin=margin_of(per_text(over[highest], mask).numpy()),
-            ratio_beside=float(beside[layers].max()),
-            dims=tuple(order[square[order] >= COUNTS].tolist()),
-        )
-        yield Spike(survey, place, ordinary, mean[peak], direction, float(size[peak]), result)
-        free[layers] = False
+        highest = first + int(over[first : last + 1].argmax())
+        yield Spike(survey, place, ordinary, mean[peak], direction, float(size[peak]), (first, last), peak, highest)
+        free[first : last + 1] = False
+
+
+def over_typical(survey: Survey, mask: Mask) -> Float[Tensor, "layer case"]:
+    """Divide the norms at some positions by the typical one of their layer."""
+    typical = torch.tensor(survey.typical_norm).clamp(min=SMALLEST)
+    return survey.norms[:, mask] / typical[:, None]
 
 
 def attended(survey: Survey) -> Mask:

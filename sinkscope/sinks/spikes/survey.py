@@ -17,12 +17,12 @@ from sinkscope.measure import PIECE, Setup
 from sinkscope.models.hooks import Hook, LayerInput, on_hidden, on_input, on_output
 from sinkscope.models.neurons import keep_call, on_mlp
 from sinkscope.models.target import Target
-from sinkscope.models.text import text_rows
+from sinkscope.models.text.kinds import Half
 from sinkscope.results.parts import Component
 from sinkscope.sinks.thresholds import MASSIVE, NARROWEST, READS, SMALLEST
 from sinkscope.sinks.tokens import Mask, TokenRows
 
-SURVEYED = 12  # texts of a survey
+SURVEYED = 16  # texts of a survey, four of each kind
 KEPT_ELEMENTS = 1 << 28  # states of this many elements are kept: one gigabyte; of larger models fewer texts are read
 FEWEST = 4  # ... but at least these
 
@@ -42,7 +42,8 @@ class Survey:
         seen: Number of later queries that see each position.
         learned: Attention to the learned sink logit of each head, mean over queries; 0 without any.
         wrapped: Whether the layers of the model return a tuple.
-        losses: Loss of the next tokens in some texts, by their numbers.
+        kinds: The kind of each text; empty words for texts of the user's own.
+        losses: Loss of the next tokens, when it was first asked for; NaN where it is not read.
     """
 
     target: Target
@@ -54,7 +55,8 @@ class Survey:
     seen: Float[Tensor, "layer pos"]
     learned: Float[Tensor, "layer head text"]
     wrapped: bool = False
-    losses: dict[tuple[int, ...], Float[Tensor, "text pos"]] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
+    losses: list[Float[Tensor, "text pos"]] = field(default_factory=list)
 
     @property
     def states(self) -> Float[Tensor, "layer text pos d_model"]:
@@ -137,12 +139,13 @@ def ratios_of(states: Float[Tensor, "site text pos d"]) -> Float[Tensor, "site t
     return norms / typical[:, None, None]
 
 
-def survey_of(setup: Setup, bos: int | None) -> Survey:
-    """Read twelve pieces of typical text once; of a large model fewer.
+def survey_of(setup: Setup, bos: int | None, half: Half = "choose") -> Survey:
+    """Read sixteen texts once, four of each kind; of a large model fewer.
 
     Args:
         setup: The model and its text.
         bos: The token that texts begin with. None: none.
+        half: Whether the texts are those that choose, or those on which what was chosen is reported.
 
     Raises:
         SinkscopeError: A state is not finite.
@@ -150,16 +153,20 @@ def survey_of(setup: Setup, bos: int | None) -> Survey:
     target = setup.target
     length = min(PIECE, target.max_positions or PIECE)
     kept = KEPT_ELEMENTS // (target.n_layers * length * target.d_model)
-    texts = max(min(SURVEYED, kept), FEWEST)
-    ids = text_rows(setup.tokenizer, setup.halves.choose, texts, length, bos)
-    survey = read_survey(target, ids)
-    setup.progress("survey", len(ids), len(ids))
+    texts = setup.survey_rows(half, max(min(SURVEYED, kept), FEWEST), length, bos)
+    survey = read_survey(target, texts.ids, texts.kinds)
+    setup.progress("survey", len(texts.ids), len(texts.ids))
     return survey
 
 
 @torch.no_grad()
-def read_survey(target: Target, ids: TokenRows) -> Survey:
+def read_survey(target: Target, ids: TokenRows, kinds: tuple[str, ...] = ()) -> Survey:
     """Read some texts of equal length once, in one pass.
+
+    Args:
+        target: The model.
+        ids: The texts.
+        kinds: The kind of each.
 
     Raises:
         SinkscopeError: A state is not finite.
@@ -174,6 +181,7 @@ def read_survey(target: Target, ids: TokenRows) -> Survey:
         own=torch.zeros(depth, heads, len(ids)),
         seen=torch.zeros(depth, ids.shape[1]),
         learned=torch.zeros(depth, heads, len(ids)),
+        kinds=kinds or ("",) * len(ids),
     )
 
     def after(layer: int, output: Any) -> None:
