@@ -123,22 +123,50 @@ def mlp_shares(seen: Pass, spike: PlainSpike) -> list[float]:
 class Left:
     left: float
     heads: int
-    perplexity: float
+    loss: float  # of tokens after the first position's own next token
 
 
-def readers(attention: list[Tensor], spike: PlainSpike) -> int:
-    layers = [layer for layer in range(spike.first + 1, spike.last + 2) if layer < len(attention)]
-    return int((received(attention)[layers].mean(-1) > READS).sum())
+def readers(given: Tensor, spike: PlainSpike) -> int:
+    """Heads of the layers that read a spike, of attention [layer, head, text]."""
+    layers = [layer for layer in range(spike.first + 1, spike.last + 2) if layer < len(given)]
+    return int((given[layers].mean(-1) > READS).sum())
 
 
-def without(model, ids: Tensor, spike: PlainSpike, neurons: Sequence[tuple[int, int]], step: int = 1) -> Left:
-    """What is left without some neurons; the loss of every so many tokens is read."""
+@contextmanager
+def removed(model, neurons: Sequence[tuple[int, int]], at: int | None) -> Iterator[None]:
+    """Neurons give zero at one position, or everywhere."""
+    if at is None:
+        with zeroed(model, tuple(neurons)):
+            yield
+        return
+
+    def edit(numbers: list[int]):
+        def zero(_module, args):
+            post = args[0].clone()
+            post[:, at, numbers] = 0
+            return (post, *args[1:])
+
+        return zero
+
+    handles = []
+    for layer in {layer for layer, _ in neurons}:
+        down = part(part(blocks(model)[layer], "mlp"), "down_proj", "c_proj", "dense_4h_to_h")
+        handles.append(down.register_forward_pre_hook(edit([neuron for own, neuron in neurons if own == layer])))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def without(model, ids: Tensor, spike: PlainSpike, neurons: Sequence[tuple[int, int]], at: int | None) -> Left:
+    """What is left without some neurons at one position, or everywhere (None)."""
     intact = run(model, ids)
-    with zeroed(model, tuple(neurons)):
+    with removed(model, neurons, at):
         edited = run(model, ids)
     along = [spike.along(seen.states[spike.peak + 1, :, 0]).mean() for seen in (edited, intact)]
-    rise = (edited.loss - intact.loss)[:, step - 1 :: step].mean()
-    return Left(float(along[0] / along[1]), readers(edited.attention, spike), float(rise.exp()))
+    rise = (edited.loss - intact.loss)[:, 1:].mean()
+    return Left(float(along[0] / along[1]), readers(received(edited.attention), spike), float(rise))
 
 
 @contextmanager

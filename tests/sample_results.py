@@ -9,18 +9,22 @@ from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.records import (
     Alone,
     Attended,
-    Chance,
+    Candidate,
+    Control,
+    Controls,
     Copies,
+    Effects,
     Largest,
     MarkLeft,
     Needed,
-    NeuronShare,
+    OfKind,
     OtherBos,
+    OtherLeft,
     OtherSpike,
+    Outcome,
     PartShare,
     PlaceWords,
     Readers,
-    Removal,
     SinkRate,
     SpikeResult,
 )
@@ -35,18 +39,25 @@ NEEDED = Needed(
     left=0.02,
     left_margin=0.01,
 )
-WITHOUT = Removal(
-    parts=tuple(map(str, NEURONS)),
+OUTCOME = Outcome(
     left=0.02,
     left_margin=0.01,
     heads=(32, 1),
     heads_margin=(2.0, 1.0),
-    attention=0.1,
-    perplexity=1.4,
-    perplexity_margin=0.2,
-    random=Chance(0.98, 32, 1.001, 0.99, 12),
-    texts=4,
+    loss=0.34,
+    interval=(0.2, 0.48),
+    tokens=992,
+    others=(OtherLeft(1, 0.5),),
 )
+CONTROL = Control(
+    **{**vars(OUTCOME), "left": 0.98, "heads": (32, 32), "loss": 0.01, "interval": None, "others": ()},
+    sets=1,
+    reached=0,
+    norm=1.0,
+    count=40.0,
+)
+EFFECTS = Effects(OUTCOME, OUTCOME, OUTCOME, None, 0.03)
+CONTROLS = Controls(CONTROL, replace(CONTROL, sets=8, reached=1, norm=0.9))
 
 
 def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResult:
@@ -64,20 +75,26 @@ def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResu
         dims=(7,),
         writers=(PartShare("mlp 2", 0.97, 0.01), PartShare("attention 1", 0.03, None)),
         neurons=(
-            NeuronShare(2, None, 412, 0.83, 0.01, 0.01),
-            NeuronShare(2, None, 77, 0.14, None, 0.02),
-            NeuronShare(2, None, 3, 0.001, None, 0.0),
+            Candidate(2, None, 412, 0.83, 0.01, 0.01, 0.3, "needed"),
+            Candidate(2, None, 77, 0.14, None, 0.02, 0.9, "needed"),
+            Candidate(2, None, 3, 0.001, None, 0.0, 1.0, "backup"),
         ),
+        backups=(Neuron(2, None, 3),),
         erasers=(PartShare("mlp 5", -0.4, 0.02),),
         needed=NEEDED,
-        without_writers=WITHOUT,
-        alone=(Alone(2, None, 412, 0.3, 20, 1.2, 0.83), Alone(2, None, 77, 0.9, 31, 1.01, 0.14)),
-        backups=(Neuron(2, None, 3),),
-        marks=(MarkLeft("attention 0", 0.01, 0.001), MarkLeft("L0.H1 and L0.H2", 0.02, None)),
+        effect=EFFECTS,
+        controls=CONTROLS,
+        alone=(Alone(2, None, 412, 0.3, 20, 0.2, (0.1, 0.3)), Alone(2, None, 77, 0.9, 31, 0.01, None)),
+        marks=(
+            MarkLeft("attention 0", 0.01, 0.001, (32, 3), 0.97, 5),
+            MarkLeft("L0.H1 and L0.H2", 0.02, None, (32, 4), None, 0),
+        ),
         copies=(Copies(" the", 300, 0.01, 0.9, 1024), Copies(" a", None, 0.0, 0.1, 1024)),
         like=like,
         heads=32,
         heads_margin=2.0,
+        texts=16,
+        held_out=True,
     )
 
 
@@ -89,7 +106,9 @@ def sample_find_sinks(**changes) -> FindSinks:
         settings={"seed": 0, "text": None},
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5),
         spikes=(spike(FIRST, 232.0), spike(STOP, 12.0, 0)),
-        readers=Readers(FIRST.words, 32, 48, 2.0, 4),
+        readers=Readers(
+            FIRST.words, 32, 48, 2.0, 4, (30, 34, 32, 32), (OfKind("prose", 30, None), OfKind("code", 34, 1.0))
+        ),
         attended=(Attended(PlaceWords("'(' wherever it stands", "(", 0.4), 3),),
         learned_heads=2,
         largest=Largest(240.0, "<s>", 0, 3),

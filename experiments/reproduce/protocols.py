@@ -20,13 +20,13 @@ from sinkscope.models.neurons import expert_and_neuron
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import read_neuron
 from sinkscope.results.parts import Component, Neuron
+from sinkscope.sinks.spikes.controls import ordered, random_neurons
 from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.records import part_of
-from sinkscope.sinks.spikes.removal import ordered, random_neurons
 from sinkscope.sinks.spikes.spike import Spike, first_spikes
 from sinkscope.sinks.spikes.survey import Survey, read_survey
-from sinkscope.sinks.spikes.writers import of_layer, writers_of
+from sinkscope.sinks.spikes.writers import components_of, of_layer
 from sinkscope.sinks.thresholds import COUNTS, NAMED
 from sinkscope.sinks.tokens import single_token
 
@@ -50,7 +50,7 @@ def layers(setup: Setup, survey: Survey, __: Published) -> list[int | None]:
     if spike is None:
         return [None]
     shares: dict[int | None, float] = {}
-    for one in writers_of(spike)[0]:
+    for one in components_of(spike)[0]:
         part = part_of(one.part)
         if isinstance(part, Component) and part.kind == "mlp":
             shares[part.layer] = one.share
@@ -64,7 +64,7 @@ def neurons(setup: Setup, survey: Survey, record: Published) -> list[str]:
         check_site(survey.target, layer)
         if spike is None:
             continue
-        written = of_layer(spike, layer, survey.start(layer))[0].mean(1)
+        written = of_layer(spike, layer, survey.start(layer)).shares.mean(1)
         members: list[Neuron] = []
         for number in written.topk(min(CANDIDATES, len(written))).indices.tolist():
             if float(written[number]) >= NAMED:

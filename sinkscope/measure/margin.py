@@ -3,8 +3,8 @@
 1. The mean over n values has the standard error s / sqrt(n), s with n - 1 in its divisor.
 2. Its 95 % interval is as many standard errors wide as Student's t with n - 1 degrees of freedom says: 4.3 on either
    side for 3 values, 2.2 for 12, 2.0 for 60.
-3. A number that is no mean, such as a count of heads by their mean attention, has the interval of that very number under
-   a bootstrap over texts: half of it is the margin.
+3. A number that is no mean, such as a count of heads by their mean attention, has the interval of that very number
+   under a bootstrap over texts: half of it is the margin.
 4. Values with bounds, such as scores from 0 to 1, get two more first, at either bound: ten right answers of ten say
    that a wrong answer is rare, not that there is none (Agresti and Coull 1998; for differences between paired scores,
    which lie between -1 and 1, Bonett and Price 2012).
@@ -97,7 +97,7 @@ def resampled_margin(
 
     drawn = bootstrap(
         (np.arange(texts),), statistic, n_resamples=RESAMPLED, batch=100, vectorized=True, method="percentile",
-        confidence_level=SURE, random_state=np.random.default_rng(0),
+        confidence_level=SURE, rng=np.random.default_rng(0),
     )  # fmt: skip
     low, high = map(float, drawn.confidence_interval)
     return (high - low) / 2

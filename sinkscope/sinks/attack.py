@@ -32,6 +32,7 @@ from sinkscope.sinks.spikes.copies import along_spikes
 from sinkscope.sinks.spikes.edited import means_of
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 from sinkscope.sinks.thresholds import HALF
 from sinkscope.sinks.tokens import (
     PerToken,
@@ -89,7 +90,7 @@ def find_clusters(setup: Setup, spike: Spike, ids: list[int]) -> TokenClusters:
         ids: The tokens, which stand alone, thus first.
     """
     heads = heads_up_to(setup.target, 0)
-    hold_layers(setup.target, spike.result.peak)
+    hold_layers(setup.target, spike.peak)
     means, edits = means_of(spike, heads), [heads]  # all replaced, then all but each one
     for head in heads:
         edits.append(tuple(other for other in heads if other != head))
@@ -277,7 +278,7 @@ def attack(
     chosen = spike_of(setup, spike)
     if chosen is None:
         return ClusterAttack(spike=None, instead=f"{NO_FIRST_SPIKE}, so there is nothing to attack; see `circuit`.")
-    clusters = find_clusters(setup, chosen, ids)
+    clusters = find_clusters(setup, chosen.spike, ids)
     result = ClusterAttack(
         spike=chosen.name,
         clusters=clusters,
@@ -311,22 +312,22 @@ def pools_of(setup: Setup, clusters: TokenClusters) -> list[list[int]]:
     return [clusters.ids[kept & some].tolist() for some in (kept, *(clusters.head == head for head in clusters.heads))]
 
 
-def run_attempts(setup: Setup, spike: Spike, rows: Mapping[str, TokenRows]) -> tuple[Attempt, ...]:
+def run_attempts(setup: Setup, chosen: SpikeCircuit, rows: Mapping[str, TokenRows]) -> tuple[Attempt, ...]:
     """Run sequences of each source without BOS, with and without the patch.
 
     Args:
         setup: The model and its text.
-        spike: The spike.
+        chosen: The spike, with its writers.
         rows: The sequences.
     """
     target, patches = setup.target, list[SinkPatch | None]([None])
     if target.resident:
-        patches.append(spike.patch)
+        patches.append(chosen.patch)
     attempts: list[Attempt] = []
     for source, ids in rows.items():
         for patch in patches:
             with under(patch, target):
-                (along,) = along_spikes(target, [spike], ids)
+                (along,) = along_spikes(target, [chosen.spike], ids)
             shares = (along[:, 1:] >= HALF).float().mean(1)
             margin = margin_of(shares.numpy())
             attempts.append(Attempt(source, patch is not None, float(shares.mean()), margin))

@@ -16,9 +16,10 @@ from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.results.notation import percent
 from sinkscope.results.parts import Head
-from sinkscope.sinks.spikes.edited import Written, run_edits
+from sinkscope.sinks.spikes.edited import Batch, Edit, Written, read_rows
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
+from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 
 
 def heads_up_to(target: Target, last_layer: int) -> tuple[Head, ...]:
@@ -38,8 +39,11 @@ def along_first(
         edits: The heads that each edit replaces.
         means: What replaced heads write instead.
     """
-    ids = tokens[:, None]
-    return run_edits(spike, ids, torch.ones_like(ids, dtype=torch.bool), [(), *edits], means).projection
+    every = [Edit(), *map(Edit, edits)]
+    edit_of = torch.arange(len(every)).repeat_interleave(len(tokens))
+    ids = tokens.repeat(len(every))[:, None]
+    batch = Batch((spike,), ids, (torch.ones_like(ids, dtype=torch.bool),), tuple(every), edit_of, means)
+    return read_rows(batch).along[0].reshape(len(every), -1)
 
 
 def share_of(value: float, margin: float | None) -> str:
@@ -47,7 +51,7 @@ def share_of(value: float, margin: float | None) -> str:
     return percent(value) if margin is None else f"{percent(value)} (± {margin:.0%})"
 
 
-def spike_of(setup: Setup, number: int | None = None) -> Spike | None:
+def spike_of(setup: Setup, number: int | None = None) -> SpikeCircuit | None:
     """Return a spike of the first token that needs neurons; by default the spike that most heads read.
 
     None: no spike of the first token needs neurons.
@@ -59,7 +63,7 @@ def spike_of(setup: Setup, number: int | None = None) -> Spike | None:
     Raises:
         SinkscopeError: The spike of this number is at another place, or needs no neurons, or there is none.
     """
-    fit: dict[int, Spike] = {}
+    fit: dict[int, SpikeCircuit] = {}
     for own, one in enumerate(sinks_of(setup).spikes):
         if one.place.is_first and one.needed_neurons:
             fit[own] = one

@@ -20,10 +20,10 @@ from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.style import BLUE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.first_tokens import along_first, heads_up_to, share_of, spike_of
+from sinkscope.sinks.spikes.controls import random_heads
 from sinkscope.sinks.spikes.edited import Written, left_of, means_of
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.marks import Without, marking_heads
-from sinkscope.sinks.spikes.removal import random_heads
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.thresholds import HALF, RAISED
 from sinkscope.sinks.tokens import refuse_unused, sample_tokens, token_texts, tokens_of_text, vocabulary
@@ -159,8 +159,8 @@ def heads(
     if chosen is None:
         return MarkingHeads(spike=None, instead=f"{NO_FIRST_SPIKE}, so no mark can be read; see `circuit`.")
     heads = heads_up_to(setup.target, chosen.first_writer)
-    means = means_of(chosen, heads)
-    has = along_first(chosen, words, [], means)[0] >= HALF
+    means = means_of(chosen.spike, heads)
+    has = along_first(chosen.spike, words, [], means)[0] >= HALF
     having, unmarked = (token_texts(setup.target, some.tolist()) for some in (words[has], words[~has]))
     name = chosen.name
     found = MarkingHeads(spike=name, neurons=chosen.needed_neurons, tokens=having, unmarked=unmarked, heads=heads)
@@ -168,7 +168,7 @@ def heads(
         return replace(found, instead=f"No token that was tried has the spike of {name} when it stands first.")
     if not heads:
         return replace(found, instead=f"There are no heads below the neurons of the spike of {name}.")
-    return _with_heads(found, chosen, words[has], means, setup.seed)
+    return _with_heads(found, chosen.spike, words[has], means, setup.seed)
 
 
 def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> Int[Tensor, " token"]:

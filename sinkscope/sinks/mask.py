@@ -130,4 +130,4 @@ def sink_dims(model: object = None, **opening: Any) -> tuple[int, ...]:
     survey = survey_of(setup, setup.bos)
     spikes = find_spikes(survey, setup.tokenizer)
     spikes.sort(key=lambda spike: -spike.size)
-    return tuple(dict.fromkeys(dim for spike in spikes for dim in spike.result.dims))
+    return tuple(dict.fromkeys(dim for spike in spikes for dim in spike.dims))

@@ -307,8 +307,8 @@ def patch_make(
         reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
         return PatchMade(verdict="no-sink", reason=reason)
     patch = replace(chosen.patch, model=vars(setup.info()))
-    others = [spike for spike in sinks.at_first if spike is not chosen]
-    proof = proof_of(setup, [chosen, *others], patch, most, pieces, length)
+    others = [one.spike for one in sinks.at_first if one is not chosen]
+    proof = proof_of(setup, [chosen.spike, *others], patch, most, pieces, length)
     verdict, reason = verdict_of(proof, limit)
     if out is not None and verdict == "made" and is_first():
         patch.save(out)

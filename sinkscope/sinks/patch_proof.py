@@ -31,8 +31,8 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.results.notation import count_of
 from sinkscope.sinks.repeat import append_copy, attention_from
+from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
 from sinkscope.sinks.spikes.copies import along_spikes, copies_of
-from sinkscope.sinks.spikes.removal import ordered_in, random_neurons
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF, READS
 from sinkscope.sinks.tokens import TokenRows, held_out, logits_of, pick_tokens, prefix_of, repeated, token_texts
@@ -307,7 +307,7 @@ def read_copies(
     def run(some: TokenRows) -> None:
         chances.append(target.logits_at(some, torch.tensor([end - 1]))[:, 0].float().softmax(-1).cpu())
 
-    hooks = [(target.layers[one.result.peak], "post", on_output(partial(keep, n))) for n, (one, _) in enumerate(spikes)]
+    hooks = [(target.layers[one.peak], "post", on_output(partial(keep, n))) for n, (one, _) in enumerate(spikes)]
     with under(edit, target), target.hooks(*hooks):
         received = attention_from(target, texts, copies, end, run)[:, 0] / AFTER  # word layer head
     attention = [received[:, readers].mean(1) for _, readers in spikes]  # NaN if no head reads it

@@ -29,10 +29,10 @@ from sinkscope.results.notation import word_list
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
+from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
 from sinkscope.sinks.spikes.edited import left_of
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.places import Place
-from sinkscope.sinks.spikes.removal import ordered_in, random_neurons
 from sinkscope.sinks.tokens import Length, Pieces, TokenRows, held_out, logits_of
 
 Scheme = Literal["a8-tensor", "a8-token", "kv8", "kv4"]

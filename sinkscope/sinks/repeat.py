@@ -236,7 +236,7 @@ def read_vocabulary(setup: Setup, spikes: Sequence[Spike], limit: int, sample: i
     target, ids = setup.target, vocabulary(setup.target, None)
     if sample is not None:
         ids = sample_tokens(ids, sample, setup.seed)
-    hold_layers(target, max(spike.result.peak for spike in spikes))
+    hold_layers(target, max(spike.peak for spike in spikes))
     decisive = {
         "model": fingerprint_of(target),
         "dtype": str(target.dtype),
@@ -288,7 +288,7 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
     count = len(sweep.rows)
     parts = (1, count, count)
-    layer = next((one for one in target.attending if one > spike.result.layers[0]), target.attending[-1])
+    layer = next((one for one in target.attending if one > spike.layers[0]), target.attending[-1])
     usual, copies, one = received[:, 1, layer].split(parts)
     effect = effect_of_copies(torch.stack([copies, one, usual.expand(count)]), exact=sweep.named)
     return Repeat(
@@ -397,8 +397,8 @@ def repeat(
         return read_probabilities(sweep)
     sinks = sinks_of(setup)
     if quantity == "attention" and sinks.spikes:
-        return read_attention(sweep, sinks.spikes[0])
-    spikes = sinks.at_first
+        return read_attention(sweep, sinks.spikes[0].spike)
+    spikes = [one.spike for one in sinks.at_first]
     if not spikes:
         return Repeat(quantity=quantity, instead=NO_SPIKE, effects=())
     if every:

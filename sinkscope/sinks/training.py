@@ -16,9 +16,9 @@ from sinkscope.measure import Setup
 from sinkscope.models.text import typical_text
 from sinkscope.models.weights import split_weight
 from sinkscope.sinks.metrics import metrics_of
-from sinkscope.sinks.spikes.spike import find_spikes
+from sinkscope.sinks.spikes.spike import find_spikes, over_typical
 from sinkscope.sinks.spikes.survey import survey_of
-from sinkscope.sinks.spikes.writers import with_writers
+from sinkscope.sinks.spikes.writers import writers_of
 from sinkscope.sinks.undisturbed import undisturbed
 
 
@@ -114,8 +114,9 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         numbers["spike_ratio"] = float(survey.ratios[:, :, 0].mean(1).max())
         return numbers
     spike = max(spikes, key=lambda one: one.size)
-    numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": spike.result.ratio}
-    for neuron in with_writers(spike).result.neurons[:1]:
+    ratio = float(over_typical(survey, spike.place.mask)[spike.highest].mean())
+    numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": ratio}
+    for neuron in writers_of(spike).neurons[:1]:
         numbers |= {"spike_layer": neuron.layer, "spike_neuron": neuron.neuron}
         if neuron.expert is not None:
             numbers["spike_expert"] = neuron.expert

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.records import NeuronShare
+from sinkscope.sinks.spikes.records import Candidate
 
 
 def patch_for(o: Organism, calibrated: float | None = None, **settings) -> SinkPatch:
@@ -158,7 +158,11 @@ def test_patch_from_result(tmp_path):
     """All neurons that write a spike of the first token, with their values on ordinary text."""
     found = sample_find_sinks()
     first, elsewhere = found.spikes
-    neurons = NeuronShare(2, None, 412, 0.9, None, 0.01), NeuronShare(3, 2, 77, -0.1, None, 0.02)
+    neurons = (
+        Candidate(2, None, 412, 0.9, None, 0.01, 0.1, "needed"),
+        Candidate(3, 2, 77, 0.1, None, 0.02, 0.9, "lowers"),
+        Candidate(3, 2, 78, 0.1, None, 0.02, 1.9, "raises"),
+    )
     found = replace(found, spikes=(replace(first, neurons=neurons), elsewhere))
     patch = SinkPatch.from_result(found)
     assert patch.sites == (Neuron(2, None, 412), Neuron(3, 2, 77))

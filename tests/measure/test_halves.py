@@ -56,8 +56,8 @@ def test_no_text_is_both_chosen_and_reported_on(sizes, length, words, chosen, re
     text = "".join(" " if words and at % words == 1 else chr(FIRST + at) for at in range(length))
     halves = halves_of(text)
     assert halves.choose + halves.report == text and halves.choose and halves.report
-    setup = replace(SETUP, target=replace(SETUP.target, tokenizer=Pieces(sizes)), text=text, bos=None)
-    read = mock.Mock(side_effect=lambda _target, ids: ids)
+    setup = replace(SETUP, target=replace(SETUP.target, tokenizer=Pieces(sizes)), text=text, bos=None, own_text=True)
+    read = mock.Mock(side_effect=lambda _target, ids, _kinds: ids)
     with mock.patch.multiple(survey, read_survey=read, SURVEYED=chosen):
         try:
             first = survey.survey_of(setup, None)

@@ -85,10 +85,10 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path):
 
 def states_by_hand(o: Organism, setup, token: int, replaced: tuple[Head, ...], layer: int) -> torch.Tensor:
     """The state of a token that stands alone, with heads of layer 0 at their mean over ordinary positions."""
-    ordinary, seen = spike_of(setup, None).ordinary, []
+    ordinary, seen = spike_of(setup, None).spike.ordinary, []
     o_proj, n_heads = o.model.model.layers[0].self_attn.o_proj, o.model.config.num_attention_heads
     with inputs_edited(o_proj, lambda z: seen.append(z.clone()) or z), torch.no_grad():
-        o.model(spike_of(setup, None).survey.ids)
+        o.model(spike_of(setup, None).spike.survey.ids)
     means = seen[0][ordinary].mean(0).unflatten(0, (n_heads, -1))
 
     def swap(z):
@@ -103,14 +103,14 @@ def states_by_hand(o: Organism, setup, token: int, replaced: tuple[Head, ...], l
 def test_what_is_left_without_a_set_is_that_of_hooks_of_our_own(tmp_path):
     o = organism("llama", 3)
     setup = setup_of(o, text=text_file(o, tmp_path, 8))
-    spike = spike_of(setup, None)
+    spike = spike_of(setup, None).spike
     every = heads_up_to(setup.target, 0)
     tokens = torch.tensor([o.tokenizer.bos_token_id, *(o.tokens_of(group)[0] for group in (0, 1))])
     sets = [(head,) for head in every] + [every, every[:2]]
     along = along_first(spike, tokens, sets, means_of(spike, every))
     expected = torch.tensor(
         [
-            [float(spike.along(states_by_hand(o, setup, int(token), edit, spike.result.peak))) for token in tokens]
+            [float(spike.along(states_by_hand(o, setup, int(token), edit, spike.peak))) for token in tokens]
             for edit in [(), *sets]
         ]
     )

@@ -38,16 +38,14 @@ def renamed(part: str, names: Names) -> str:
 
 
 def effects(spike: SpikeResult) -> list[float]:
-    """What is left without all writers, and beside random sets."""
-    without = spike.without_writers
-    if without is None:
+    """What the needed set does, and what the busiest others do."""
+    if spike.effect is None:
         return []
-    values = [without.left, *without.heads, without.attention]
-    if without.random is not None:
-        values += [without.random.left, without.random.heads]
-    if without.perplexity is not None:
-        values.append(without.perplexity)
-    return [float(value) for value in values]
+    values: list[float | None] = [spike.effect.elsewhere]
+    for outcome in (spike.effect.at_place, spike.effect.everywhere, spike.effect.hidden, spike.controls.busiest):
+        if outcome is not None:
+            values += [outcome.left, *outcome.heads, outcome.loss, *(one.left for one in outcome.others)]
+    return [float(value) for value in values if value is not None]
 
 
 def shape_of(spike: SpikeResult) -> tuple[Any, ...]:
@@ -127,8 +125,9 @@ def test_circuit_heads_patch_attack_and_repeat_say_the_same_under_drawn_gauges(t
 
 
 def same_words(text: str, names: Names) -> list[str]:
-    """The words with the new names; neurons of one share may come in any order."""
-    return sorted(re.sub(r"L\d+\.[NH]\d+", lambda found: renamed(found[0], names), text).split())
+    """The words with the new names; neurons of one share may come in any order, and decimals may be rounded apart."""
+    named = re.sub(r"L\d+\.[NH]\d+", lambda found: renamed(found[0], names), text)
+    return sorted(re.sub(r"\d+\.\d+", "#", named).split())
 
 
 def spike_under(name: str, packing: Packing, folder: Path) -> tuple[SpikeResult, SpikeResult]:

@@ -74,16 +74,16 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
     proof = made.proof
     made.patch.save(tmp_path / "patch.json")
     patch, setup = SinkPatch.load(tmp_path / "patch.json"), setup_of(o, text=text_file(o, tmp_path, 16))
-    spike = spike_of(setup)
+    spike = spike_of(setup).spike
     ids = [o.tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in proof.words]
     rows = torch.cat([o.repeated(proof.repeats, token) for token in ids])
     for condition, edit in enumerate((None, patch)):
         with nullcontext() if edit is None else edit.on(o.model):
-            last = residuals(o.model, rows)[spike.result.peak, :, -1]
+            last = residuals(o.model, rows)[spike.peak, :, -1]
         assert proof.along[condition, 0] == pytest.approx(spike.along(last).numpy(), rel=1e-3, abs=1e-4)
     ordinary = text_rows(o.tokenizer, setup.halves.report, 1, AFTER, None)
     after = torch.cat([rows, ordinary.expand(len(rows), -1)], 1)
-    end, layers = rows.shape[1], slice(spike.result.layers[0] + 1, spike.result.layers[1] + 2)
+    end, layers = rows.shape[1], slice(spike.layers[0] + 1, spike.layers[1] + 2)
     reading = attention(o.model, sinks_of(setup).survey.ids)[layers, ..., 1:, 0].mean((1, 3)) > 0.3  # layer head
     for condition, edit in enumerate((None, patch)):
         with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.few_texts
 
 def along(setup: Setup, rows: torch.Tensor) -> torch.Tensor:
     """Projection of each position of rows on the spike's direction, over that of the first one, from plain passes."""
-    spike = spike_of(setup)
-    reached = spike.along(residuals(setup.target.model, rows)[spike.result.peak])
+    spike = spike_of(setup).spike
+    reached = spike.along(residuals(setup.target.model, rows)[spike.peak])
     return reached / reached[:, :1]
 
 

@@ -61,15 +61,15 @@ def test_a_card_names_each_writer_with_its_sign():
     _, _, found = measured_spikes(circuit, "saturated", "llama")
     (card,) = [card for card in found.cards() if card.title.startswith("Spike")]
     said = dict(card.rows)
-    assert "408%" in said["writers"] and "-308%" in said["writers"] and said["without"].startswith("0% of the spike")
+    assert "408%" in said["writers"] and "-308%" in said["writers"] and said["at place"].startswith("0% of the spike")
 
 
 @pytest.mark.parametrize(("name", "family", "first"), [("second_position", "gpt2", 1), ("restart", "mistral", 0)])
 def test_what_remains_without_a_mark_and_the_heads_are_those_of_plain_hooks(name, family, first):
     """GPT-2 adds an embedding of positions to that of tokens, and both are the embedding."""
     h, setup, found = measured_spikes(circuit, name, family)
-    spike, own, ids = found.spikes[0], sinks_of(setup).spikes[0], sinks_of(setup).survey.ids
-    mark, (begin, end) = spike.marks[0], own.result.layers
+    spike, own = found.spikes[0], sinks_of(setup).spikes[0].reported
+    mark, (begin, end), ids = spike.marks[0], own.layers, own.survey.ids
     own = SimpleNamespace(first=begin, last=end, peak=spike.peak, ordinary=own.ordinary, along=own.along)
     left, heads = plain.without_part(h.model, ids, plain.run(h.model, ids), own, mark.part, first)
     assert mark.left == pytest.approx(left, abs=1e-3)

@@ -204,23 +204,24 @@ function onTypicalText({ largest, median, positions }) {
 function withoutNeuron(name, spikes) {
   const rows = [];
   for (const [one, { alone, random }] of spikes) {
-    const { place, layers, heads, without_writers: without } = one.found;
+    const { place, layers, heads, needed, effect, controls } = one.found;
     const start = rows.length;
     if (alone) rows.push(["it alone", alone]);
     if (random) rows.push([`random: ${neuronName(random)}`, random]);
-    const set = without ? without.parts : [];
+    const set = needed && effect ? needed.parts : [];
+    const outcome = (words, said) => said && rows.push([words, { ...said, heads: said.heads[1] }]);
     if (set.includes(name) && set.length > 1) {
-      rows.push([set.length > 4 ? `with ${set.length - 1} other writers` : `with ${set.filter((part) => part !== name).join(", ")}`, { ...without, heads: without.heads[1] }]);
-      if (without.random) rows.push([`${set.length} random neurons`, without.random]);
+      outcome(set.length > 4 ? `with ${set.length - 1} other needed neurons` : `with ${set.filter((part) => part !== name).join(", ")}`, effect.at_place);
     }
+    if (set.includes(name) && controls) outcome("the busiest others", controls.busiest);
     if (rows.length > start) rows.splice(start, 0, [`The spike at ${place.words}, ${run(layers)}: ${counted(heads, "head")} read${heads === 1 ? "s" : ""} it`, null]);
   }
   const title = element("h3", {}, "What its removal does");
   if (!rows.length) return element("div", {}, title, element("p", { class: "soft" }, "It was not removed."));
-  const head = ["removed", "remains", "heads", "perplexity"].map((words) => element("th", { scope: "col" }, words));
+  const head = ["removed", "remains", "heads", "loss"].map((words) => element("th", { scope: "col" }, words));
   const lines = rows.map(([words, left]) => {
     if (!left) return element("tr", {}, element("th", { scope: "rowgroup", colspan: 4 }, words));
-    const cells = [words, share(left.left), left.heads, left.perplexity === null ? "not measured" : `${left.perplexity.toFixed(2)} times`];
+    const cells = [words, share(left.left), left.heads, left.loss === null ? "not measured" : `${left.loss.toFixed(2)} nats`];
     return element("tr", {}, ...cells.map((cell) => element("td", {}, String(cell))));
   });
   return element("div", {}, title, element("table", { class: "outcomes" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...lines)));

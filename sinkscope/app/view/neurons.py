@@ -16,9 +16,11 @@ from sinkscope.models.neurons import flat_number, view_layer
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.cards import spike_card, writing
-from sinkscope.sinks.spikes.edited import SpikeTexts
-from sinkscope.sinks.spikes.removal import ordered, random_neurons, removals_of
-from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.controls import ordered, random_neurons
+from sinkscope.sinks.spikes.edited import Edit, SpikeTexts
+from sinkscope.sinks.spikes.effects import ALONE_TEXTS, Measurement
+from sinkscope.sinks.spikes.records import SpikeResult
+from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 
 SHOWN_ACTIVATIONS = 10  # activations that are listed
 TOKENS_BEFORE, TOKENS_AFTER = 12, 4  # tokens that are shown around one
@@ -28,39 +30,43 @@ def circuit_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
     """Return the spikes of the circuit, those that most heads read first."""
     circuit: list[CircuitSpike] = []
     for spike, measured in zip(sink.circuit.spikes, sink.sinks.spikes, strict=True):
-        texts = SpikeTexts.of(measured)
+        texts = SpikeTexts.of(measured.reported)
         one = CircuitSpike(
             found=spike,
             card=spike_card(spike),
-            first_reader=measured.reading_layers.start,
+            first_reader=measured.spike.reading_layers.start,
             attention=tuple(tuple(round(share, 5) for share in layer) for layer in texts.attention.mean(-1).tolist()),
-            random=random_alone(sink.setup, measured, texts),
+            random=random_alone(sink.setup, spike, measured, texts),
         )
         circuit.append(one)
     return tuple(circuit)
 
 
-def random_alone(setup: Setup, spike: Spike, texts: SpikeTexts) -> tuple[RemovedNeuron, ...]:
+def random_alone(
+    setup: Setup, spike: SpikeResult, measured: SpikeCircuit, texts: SpikeTexts
+) -> tuple[RemovedNeuron, ...]:
     """Return what is left of a spike without a random neuron of each layer (and expert) that has neurons removed alone.
 
     Args:
         setup: The model.
         spike: The spike.
+        measured: The spike, with what it needs.
         texts: The texts in which it is.
     """
-    removed = [neuron.address for neuron in spike.result.alone]
-    written = [neuron.address for neuron in spike.result.neurons]
+    removed = [neuron.address for neuron in spike.alone]
+    written = [neuron.address for neuron in spike.neurons]
     drawn: dict[tuple[int, int | None], Neuron] = {}
-    orders = ordered(setup.target, spike.written, removed)
+    orders = ordered(setup.target, measured.needs.writers.written, removed)
     for neuron in removed:
         if (neuron.layer, neuron.expert) not in drawn:
             (other,) = random_neurons(orders, [neuron], setup.seed, excluded=[*removed, *written])
             drawn[neuron.layer, neuron.expert] = other
-    removals = removals_of(texts, [(neuron,) for neuron in drawn.values()], every_loss=False)
     left: list[RemovedNeuron] = []
-    for neuron, removal in zip(drawn.values(), removals, strict=True):
-        outcome = (removal.left, removal.heads[1], removal.perplexity)
-        left.append(RemovedNeuron(neuron.layer, neuron.expert, neuron.neuron, *outcome))
+    if drawn:
+        outcomes = Measurement(texts, ()).first(ALONE_TEXTS).outcomes([Edit((neuron,)) for neuron in drawn.values()])
+        for neuron, one in zip(drawn.values(), outcomes, strict=True):
+            said = one.outcome.left, one.outcome.heads[1], one.outcome.loss
+            left.append(RemovedNeuron(neuron.layer, neuron.expert, neuron.neuron, *said))
     return tuple(left)
 
 

@@ -58,7 +58,7 @@ class ModelSink:
     def layer(self) -> int:
         """The peak of the spike that most heads read, or the layer after which the first token stands out most."""
         if self.sinks.spikes:
-            return self.sinks.spikes[0].result.peak
+            return self.sinks.spikes[0].spike.peak
         return int(self.sinks.survey.ratios[:, :, 0].mean(1).argmax())
 
     @property

@@ -106,12 +106,12 @@ class RemovedNeuron(Neuron):
     Attributes:
         left: Share of the spike.
         heads: Heads in its layers that attend to the place.
-        perplexity: Perplexity over that of the intact model. None: it was not measured.
+        loss: Rise of the loss, in nats a token. None: it was not measured.
     """
 
     left: float
     heads: int
-    perplexity: float | None
+    loss: float | None
 
 
 @dataclass(frozen=True)

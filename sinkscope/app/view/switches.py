@@ -17,7 +17,7 @@ from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_site
 from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Head, Neuron
-from sinkscope.sinks.spikes.removal import ordered_in, random_neurons
+from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
 
 RANDOM_SWITCH = "random neurons zeroed"
 """The switch that is the control of the sink neurons."""

@@ -5,33 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sinkscope.results.cards import Card
-from sinkscope.results.effect import Effect
 from sinkscope.results.notation import count_of, percent, word_form, word_list
 from sinkscope.sinks.spikes.records import (
     Attended,
+    Candidate,
     MarkLeft,
-    NeuronShare,
     OtherBos,
+    Outcome,
     Readers,
     SpikeResult,
 )
 from sinkscope.sinks.thresholds import COUNTS, STANDS_OUT
 
-READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{margin}{lost}."
-LOST = "; ablating {parts} cuts {what} by {value} ({control})"
-LOSE = "Replacing {parts} cuts the attention that {heads} {pay} to {place} by {value} ({control})."
+READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{margin}."
+SUFFICE = (
+    "{parts} {suffice} for the spike at {place}: zeroed there, {they} {cost} {loss} nats a token{margin}, {control}."
+)
+LEAVE = "{parts} {suffice} for the spike at {place}: zeroed there, {they} {leave} {left} of it, {control}."
+REPLACED = "Replacing {parts} at {place} {costs} {loss} nats a token{margin} and leaves {left} of its spike, {control}."
 MARKS = "{parts} {mark} {place}: without {them}, {left} of the spike remains{others}{heads}."
 NO_MARKS = "No component, alone or in pairs, marks {place}: more than three quarters of the spike remain."
 ITSELF = "The embedding has the spike at {place} itself, so nothing marks it."
 NO_SPIKE = "No norm spike was found: the largest is {ratio} times the typical one, at {token} after layer {layer}."
 LEARNED = "{heads} of {total} heads give their learned sink logit, which is no token, more than 0.3 of their attention."
-NO_PERPLEXITY = (
-    "perplexity is empty: it is not measured of a model that is read layer by layer; find_sinks(ss.load(NAME)) has it."
-)
+NO_LOSS = "The loss is not measured of a model that is read layer by layer; find_sinks(ss.load(NAME)) has it."
 LEGEND = (
-    "±: two standard errors over texts. writers: every neuron that writes 2% or more of the spike, or against it. "
-    "needed: the fewest that leave less than a quarter. without: all writers zeroed. random: the worst of as many sets "
-    "of as many other neurons."
+    "±: half of the 95% interval over texts, which did not choose the neurons. needed: the fewest that leave less than "
+    "a quarter of the spike. at place: they are zeroed at the place alone. hidden: later tokens do not see "
+    "the place. busiest, random: other neurons of the same layers that write as much, zeroed everywhere."
 )
 """What explains the labels, below the last card."""
 
@@ -41,35 +42,52 @@ PLACES = 2  # places that a row names
 GAP = "   "  # between the items of a row
 
 
-def readers(said: Readers, spike: SpikeResult | None = None, attention: Effect | None = None) -> str:
-    """Return how many heads attend to a place, and how much of that is lost without the neurons that write its spike.
-
-    Args:
-        said: The heads of all layers.
-        spike: The spike at the place, which needs neurons.
-        attention: What its readers lose without those that write it.
-    """
-    margin, lost = "", ""
-    if said.margin is not None and said.margin >= 0.5:
-        margin = f" (± {said.margin:,.0f})"
-    if spike is not None and attention is not None and spike.without_writers is not None:
-        neurons = spike.without_writers.parts
-        what = "it" if spike.heads == said.heads else f"that of {spike.heads:,}"
-        lost = attention.sentence(LOST, parts=word_list(neurons, 2 if len(neurons) == 2 else 1), what=what)
-    heads, total = f"{said.heads:,}", f"{said.total:,}"
-    return READERS.format(heads=heads, total=total, place=said.place, margin=margin, lost=lost)
+def readers(said: Readers) -> str:
+    """Return how many heads attend to a place."""
+    margin = "" if said.margin is None or said.margin < 0.5 else f" (± {said.margin:,.0f})"
+    return READERS.format(heads=f"{said.heads:,}", total=f"{said.total:,}", place=said.place, margin=margin)
 
 
-def readers_lose(spike: SpikeResult, attention: Effect) -> str:
-    """Return how much of their attention to a spike its readers lose without the components that it needs."""
-    heads, pay = count_of(spike.heads, "head"), word_form(spike.heads, "pays", "pay")
-    return attention.sentence(LOSE, parts=writers_of(spike), heads=heads, pay=pay, place=spike.place.words)
+def suffices(spike: SpikeResult) -> str | None:
+    """Return what the needed set of a spike costs at the place, beside the strongest control; None: not read."""
+    if spike.needed is None or spike.effect is None or spike.controls is None:
+        return None
+    outcome, one = spike.effect.at_place, len(spike.needed.parts) == 1
+    names = word_list([with_article(part) for part in spike.needed.parts], 2 if len(spike.needed.parts) == 2 else 1)
+    words = {
+        "parts": names[:1].upper() + names[1:] if spike.needed.neurons else names,
+        "suffice": "suffices" if one else "suffice",
+        "they": "it" if one else "they",
+        "cost": "costs" if one else "cost",
+        "leave": "leaves" if one else "leave",
+        "costs": "costs",
+        "place": spike.place.words,
+        "loss": nats(outcome.loss),
+        "margin": "" if outcome.margin is None else f" (± {outcome.margin:.2f})",
+        "left": share_left(outcome.left, outcome.left_margin),
+        "control": beside(spike, outcome),
+    }
+    if not spike.needed.neurons:
+        return (REPLACED if outcome.loss is not None else LEAVE).format(**words)
+    return (SUFFICE if outcome.loss is not None else LEAVE).format(**words)
 
 
-def writers_of(spike: SpikeResult) -> str:
-    """Return the names of what was removed, two at most."""
-    parts = () if spike.without_writers is None else spike.without_writers.parts
-    return word_list([with_article(part) for part in parts], 2)
+def beside(spike: SpikeResult, outcome: Outcome) -> str:
+    """Return what the strongest control does, in words that say so if it does as much."""
+    strongest = None if spike.controls is None else spike.controls.strongest
+    if strongest is None:
+        return "without a control"
+    name, control = strongest
+    what = {"busiest": "the busiest others", "random": "random others"}[name]
+    if spike.needed is not None and not spike.needed.neurons:
+        what = "other components"
+    if outcome.loss is not None and control.loss is not None:
+        if control.loss >= outcome.loss - (outcome.margin or 0.0):
+            return f"no more than {what} ({nats(control.loss)})"
+        return f"{what} {nats(control.loss)}"
+    if control.left <= outcome.left + (outcome.left_margin or 0.0):
+        return f"no less than {what} ({percent(control.left)})"
+    return f"{what} {percent(control.left)}"
 
 
 def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
@@ -85,28 +103,37 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
         elsewhere.append(count_of(len(ordered) - PLACES, "further place"))
     rows = {
         "norm": _norm(spike),
-        "writers": _writers(spike),
         "needed": _needed(spike),
-        **_without(spike),
+        "writers": _writers(spike),
+        "not writers": _apart(spike),
+        **_effects(spike),
         "alone": _alone(spike),
         "marks": _marks(spike.marks),
         "erasers": GAP.join(f"{component(one.part)} {percent(-one.share)}" for one in spike.erasers[:SHOWN]),
         "also at": GAP.join(elsewhere),
+        "texts": "" if spike.held_out else "the half that chose: the other half does not have this place",
     }
     title = f"Spike at {spike.place.words}, {run(*spike.layers)}"
     return Card(title, tuple((label, said) for label, said in rows.items() if said))
 
 
-def elsewhere_card(attended: Iterable[Attended], learned: int, other: OtherBos | None, total: int) -> Card | None:
-    """Return what else heads attend to, and how many attend to the first token with the other choice of BOS.
+def attention_card(
+    said: Readers, attended: Iterable[Attended], learned: int, other: OtherBos | None, total: int
+) -> Card | None:
+    """Return how many heads attend to the place of the first spike, by kind of text, and what else heads attend to.
 
     Args:
+        said: Heads that attend to that place.
         attended: Places without a spike.
         learned: Heads that attend to their learned sink logit.
         other: The other choice of BOS.
         total: Number of heads.
     """
     rows: list[tuple[str, str]] = []
+    if said.heads:
+        kinds = [f"{one.kind} {with_margin_of(one.heads, one.margin)}" for one in said.kinds]
+        by_kind = f"; {', '.join(kinds)}" if kinds else ""
+        rows.append((said.place, f"{heads_of(said.heads, said.margin)} of {total:,}{by_kind}"))
     if other is not None:
         spikes = "no spike"
         for one in other.spikes[:1]:
@@ -118,7 +145,7 @@ def elsewhere_card(attended: Iterable[Attended], learned: int, other: OtherBos |
         rows.append((one.place.words, f"{heads_of(one.heads, None)}, no spike"))
     if learned:
         rows.append(("learned sink logits", f"{heads_of(learned, None)} of {total:,}"))
-    return Card("Elsewhere", tuple(rows)) if rows else None
+    return Card("Attention", tuple(rows)) if rows else None
 
 
 # --- rows ---
@@ -137,18 +164,14 @@ def _norm(spike: SpikeResult) -> str:
 
 
 def _writers(spike: SpikeResult) -> str:
-    """The neurons that write most (equal neurons together), the sum of the others, and the rest of each layer."""
-    groups, said = alike(spike.neurons), list[str]()
-    shown = [group for group in groups if abs(_sum(group)) >= COUNTS][:SHOWN] or groups[:1]
-    for group in shown:
-        names = [str(one.address) for one in group]
-        names[1:] = [name.removeprefix(f"L{group[0].layer}.") for name in names[1:]]
-        said.append(f"{word_list(names, SHOWN)} {percent(group[0].share)}{' each' if len(group) > 1 else ''}")
-    rest = [neuron for group in groups if group not in shown for neuron in group]
-    for sign, words in ((1, "write"), (-1, "against it")):
-        some = [one for one in rest if one.share * sign > 0]
-        if some:
-            said.append(f"{count_of(len(some), 'other')} {percent(abs(_sum(some)))} {words}".removesuffix(" write"))
+    """The neurons that write it and whose removal lowers it: the needed set first, and what no such neuron writes."""
+    said, left = list[str](), spike.has_role("lowers", "backup")
+    for group in alike(spike.has_role("needed"))[:SHOWN]:
+        said.append(f"{_names(group)} {percent(group[0].share)}{' each' if len(group) > 1 else ''}")
+    if left:
+        said.append(
+            f"{count_of(len(left), 'other')} that {word_form(len(left), 'lowers', 'lower')} it {percent(_sum(left))}"
+        )
     of_layer: dict[str, float] = {}
     for neuron in spike.neurons:
         name = f"mlp {neuron.layer}"
@@ -161,9 +184,27 @@ def _writers(spike: SpikeResult) -> str:
     return GAP.join(said)
 
 
-def alike(neurons: Iterable[NeuronShare]) -> list[list[NeuronShare]]:
+APART = {"raises": "raises it", "another spike": "lowers another spike more", "nothing": "changes nothing"}
+
+
+def _apart(spike: SpikeResult) -> str:
+    """Neurons that write along the direction, and whose removal does not lower the spike."""
+    said: list[str] = []
+    for role, words in APART.items():
+        for group in alike(one for one in spike.neurons if one.role == role)[:SHOWN]:
+            said.append(f"{_names(group)} {percent(_sum(group))}, {words} ({percent(group[0].left)} left)")
+    return GAP.join(said[:SHOWN])
+
+
+def _names(group: Sequence[Candidate]) -> str:
+    names = [str(one.address) for one in group]
+    names[1:] = [name.removeprefix(f"L{group[0].layer}.") for name in names[1:]]
+    return word_list(names, SHOWN)
+
+
+def alike(neurons: Iterable[Candidate]) -> list[list[Candidate]]:
     """Group neurons of one layer whose shares are equal within a hundredth; those that write most come first."""
-    groups: list[list[NeuronShare]] = []
+    groups: list[list[Candidate]] = []
     for one in sorted(neurons, key=lambda one: (one.layer, -one.share)):
         last = groups[-1][-1] if groups else None
         if last is None or last.layer != one.layer or abs(last.share - one.share) > ALIKE * abs(one.share):
@@ -172,55 +213,81 @@ def alike(neurons: Iterable[NeuronShare]) -> list[list[NeuronShare]]:
     return sorted(groups, key=lambda group: -_sum(group))
 
 
-def _sum(neurons: Iterable[NeuronShare]) -> float:
+def _sum(neurons: Iterable[Candidate]) -> float:
     return sum(one.share for one in neurons)
 
 
 def _needed(spike: SpikeResult) -> str:
-    """The smallest set found, with what is left without it."""
+    """The smallest set found, with what is left without it at the place."""
     needed = spike.needed
     if needed is None:
         return "no neurons or pair of components that was tried"
     names = word_list([component(part) for part in needed.parts], SHOWN)
-    every = {str(one.address) for one in spike.neurons if one.share > 0}
-    if needed.neurons and every == set(needed.parts):
-        names = {1: names, 2: "both"}.get(len(every), f"all {len(every)}")
-    elif needed.neurons:
-        names = f"{names} ({len(needed.neurons)} of {len(spike.neurons)} writers)"
-    return f"{names}; {share_left(needed.left, needed.left_margin)} left without"
+    return f"{names}; {share_left(needed.left, needed.left_margin)} left without {_them(needed.parts)} at the place"
 
 
-def _without(spike: SpikeResult) -> dict[str, str]:
-    """How much of the spike and how many heads remain without all writers, and how the perplexity rises."""
-    without = spike.without_writers
-    if without is None:
-        return {}
-    said = [f"{share_left(without.left, without.left_margin)} of the spike"]
-    if any(without.heads):
-        (before, after), (margin, margin_after) = without.heads, without.heads_margin
-        said.append(f"{with_margin_of(after, margin_after)} of {heads_of(before, margin)}")
-    if without.perplexity is not None:
-        rise, margin = number(without.perplexity), number(without.perplexity_margin or 0.0)
-        said.append(f"perplexity x {rise}" if margin in ("0.00", "0") else f"perplexity x {rise} (± {margin})")
-    rows, chance = {"without": ", ".join(said)}, without.random
-    if chance is not None:
-        beside = [share_left(chance.left, None)]
-        if spike.heads:
-            beside.append(heads_of(chance.heads, None))
-        if chance.perplexity is not None:
-            beside.append(f"x {number(chance.perplexity)}")
-        rows["random"] = f"{', '.join(beside)} (the worst of {chance.sets})"
+def _them(parts: Sequence[str]) -> str:
+    return {1: "it", 2: "both"}.get(len(parts), f"these {len(parts)}")
+
+
+def _effects(spike: SpikeResult) -> dict[str, str]:
+    """What the needed set does at the place and elsewhere, what hiding the place does, and what the controls do."""
+    effect, controls, rows = spike.effect, spike.controls, dict[str, str]()
+    if effect is None or controls is None:
+        return rows
+    rows["at place"] = _outcome(effect.at_place)
+    gone = [one for one in effect.at_place.others if abs(1 - one.left) >= COUNTS]
+    if gone:
+        rows["with it"] = GAP.join(f"spike {one.spike + 1}: {percent(one.left)} left" for one in gone[:SHOWN])
+    if effect.everywhere is not None and effect.everywhere.loss is not None and effect.at_place.loss is not None:
+        rows["everywhere"] = _outcome(effect.everywhere)
+        if effect.elsewhere is not None:
+            rows["everywhere"] += f"; {percent(effect.elsewhere)} of the loss is elsewhere"
+    if effect.hidden is not None and effect.both is not None and effect.hidden.loss is not None:
+        rows["hidden"] = (
+            f"{nats(effect.hidden.loss)} nats{_margin(effect.hidden)}; zeroed as well {nats(effect.both.loss)}"
+        )
+    for name, control in (("busiest", controls.busiest), ("random", controls.random)):
+        if control is not None:
+            what = f"{control.count:,.0f} {word_form(round(control.count), 'neuron', 'neurons')}"
+            if control.norm is not None:
+                what += f", {percent(control.norm)} of the written norm"
+            else:
+                what = "one component"
+            reached = f"; {control.reached} of {control.sets} sets reach the effect" if control.sets > 1 else ""
+            rows[name] = f"{_outcome(control)} ({what}{reached})"
     return rows
 
 
+def _outcome(said: Outcome) -> str:
+    """What is left of the spike and of the heads, and how the loss rises."""
+    parts = [f"{share_left(said.left, said.left_margin)} of the spike"]
+    if any(said.heads):
+        (before, after), (margin, margin_after) = said.heads, said.heads_margin
+        parts.append(f"{with_margin_of(after, margin_after)} of {heads_of(before, margin)}")
+    if said.loss is not None:
+        parts.append(f"{nats(said.loss)} nats{_margin(said)} over {said.tokens:,} tokens")
+    return ", ".join(parts)
+
+
+def _margin(said: Outcome) -> str:
+    return "" if said.interval is None else f" ({said.interval[0]:.2f} to {said.interval[1]:.2f})"
+
+
+def nats(loss: float | None) -> str:
+    """Return a rise of the loss; what rounds to zero has no sign."""
+    return f"{loss or 0.0:.2f}".replace("-0.00", "0.00")
+
+
 def _alone(spike: SpikeResult) -> str:
-    """What is left without single neurons: the needed set first, then the strongest effect first."""
-    members, said = () if spike.needed is None else spike.needed.neurons, list[str]()
-    if not members or len(spike.neurons) == 1:  # what is left without all writers says it
+    """What single needed neurons do: the strongest effect first."""
+    if spike.needed is None or len(spike.needed.neurons) < 2:  # what is left without the set says it
         return ""
-    for one in sorted(spike.alone, key=lambda one: (one.address not in members, one.left))[:SHOWN]:
+    said: list[str] = []
+    for one in spike.alone[:SHOWN]:
         heads = f", {heads_of(one.heads, None)}" if spike.heads else ""
-        said.append(f"without {one.address} {share_left(one.left, None)}{heads}")
+        loss = "" if one.loss is None else f", {nats(one.loss)} nats"
+        said.append(f"without {one.address} {share_left(one.left, None)}{heads}{loss}")
     return GAP.join(said)
 
 
@@ -228,7 +295,7 @@ def _marks(marks: Sequence[MarkLeft]) -> str:
     said: list[str] = []
     for one in marks[:SHOWN]:
         left = f"without {word_list([component(name) for name in one.names], SHOWN)} {share_left(one.left, one.margin)}"
-        if one.heads is not None and any(one.heads):
+        if any(one.heads):
             left += f", {heads_of(one.heads[1], None)}"
         said.append(left)
     return GAP.join(said)
@@ -245,7 +312,7 @@ def marks(spike: SpikeResult) -> str:
     if not spike.marks:
         return NO_MARKS.format(place=place)
     mark, heads = spike.marks[0], ""
-    if mark.heads is not None and any(mark.heads):
+    if any(mark.heads):
         heads = f", and {mark.heads[1]:,} of {mark.heads[0]:,} heads attend there"
     parts = [with_article(name) for name in mark.names]
     names = word_list(parts)
@@ -302,15 +369,7 @@ def with_margin_of(heads: int, margin: float | None) -> str:
     return f"{heads:,}" if margin is None or margin < 0.5 else f"{heads:,} (± {margin:,.0f})"
 
 
-def number(value: float) -> str:
-    """Return a positive number in two digits behind the point, or two that count if it is smaller."""
-    if 0 < value < 0.01:
-        return f"{value:.1e}"
-    return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
-
-
-def writing(spike: SpikeResult) -> list[NeuronShare]:
+def writing(spike: SpikeResult) -> list[Candidate]:
     """Return the neurons that are named: needed neurons first, then all that write a tenth."""
-    needed = () if spike.needed is None else spike.needed.neurons
-    some = [one for one in spike.neurons if abs(one.share) >= COUNTS or one.address in needed]
-    return sorted(some, key=lambda one: (one.address not in needed, -one.share))
+    some = [one for one in spike.neurons if abs(one.share) >= COUNTS or one.role == "needed"]
+    return sorted(some, key=lambda one: (one.role != "needed", -one.share))

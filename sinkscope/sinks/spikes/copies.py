@@ -27,7 +27,7 @@ def along_spikes(target: Target, spikes: Sequence[Spike], rows: TokenRows) -> li
     def project(states: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos spike"]:
         return torch.stack([spike.along(states.float().cpu()) for spike in spikes], -1)
 
-    sites = [f"blocks.{spike.result.peak}.hook_resid_post" for spike in spikes]
+    sites = [f"blocks.{spike.peak}.hook_resid_post" for spike in spikes]
     along = trace(target, rows, sites, project, batch_size=rows_at_once(rows.shape[1], target.d_mlp))
     return [along[site][..., number] for number, site in enumerate(sites)]
 

@@ -1,20 +1,19 @@
-"""Edits of one spike side by side: one batch, one edit per row; and the texts of a survey in which a spike is edited.
+"""Edits of a spike side by side: rows of one pass, each a text under an edit of its own.
 
-1. A batch has all texts under the first edit, then all under the second, and so on; a hook edits the rows of its part.
-2. It starts at the first layer at which an edit differs, from what the survey kept there.
-3. It ends at the spike's peak, whose projection is read; or, for attention and loss, after the layers that read it.
+1. A hook edits the rows of its part: neurons are zeroed at the place, or everywhere; a component or a head writes its
+   mean over ordinary positions at the place.
+2. A pass starts at the first layer at which an edit acts, from what the survey kept there.
+3. It ends at the peak of the spikes whose projections are read; or, for attention and loss, at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -22,149 +21,239 @@ from torch.nn.functional import cross_entropy
 from sinkscope.engine.tap import visible_rows
 from sinkscope.files.progress import report_progress
 from sinkscope.hooks.trace import trace
-from sinkscope.measure.setup import rows_at_once
+from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
 from sinkscope.models.hooks import Hook, LayerInput, on_hidden
 from sinkscope.models.neurons import groups_of, neurons_point
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
-from sinkscope.sinks.spikes.places import per_text
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike
-from sinkscope.sinks.spikes.survey import given_later, to_place
+from sinkscope.sinks.spikes.survey import Survey, given_later, to_place
 from sinkscope.sinks.spikes.writers import hook_points_of
 from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import Mask, TokenRows
 
-LOGITS = 1 << 21  # logits of a text at most: of large vocabularies, every second position is read, or fewer
-FEW = 4  # texts in which a set is searched
+LOGITS = 1 << 23  # logits of a text at most: of very large vocabularies, every second token is read, or fewer
 
 Written = Mapping[Part, Float[Tensor, " d"]]
 """What a component or a head writes at the place instead: its mean over ordinary positions."""
-P = TypeVar("P", bound=Parts)
-Begin = Callable[[int], LayerInput | None]
-"""Gives what enters a layer, at which a pass over texts may then start; None: it starts at the first."""
 
 
-class Effects(NamedTuple):
-    """What is read under each edit.
+@dataclass(frozen=True)
+class Edit:
+    """Parts that are removed.
 
     Attributes:
-        projection: Projection of each position of the place on the spike's direction after the peak, as a share of the
-            spike.
-        attention: Attention to the place in the layers that read the spike, mean over the later queries that see it.
+        parts: The parts. Components and heads are replaced at the place alone.
+        everywhere: Whether neurons are zeroed at every position; else at the place alone.
+    """
+
+    parts: Parts = ()
+    everywhere: bool = False
+
+    @cached_property
+    def first_layer(self) -> int:
+        """The first layer in which it acts."""
+        return min((part.layer or 0 for part in self.parts), default=1 << 30)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of a pass.
+
+    Attributes:
+        spikes: The spikes whose projections are read; edits act at the place of the first.
+        ids: The tokens of each row.
+        places: The place of each spike in them.
+        edits: The edits.
+        edit_of: Number of each row's edit.
+        values: What replaced parts write instead.
+        texts: Number of each row's text in the survey, from whose states a pass may start. None: it is in none.
+        hidden: Layers in which later tokens do not see the place. None: they do.
+    """
+
+    spikes: tuple[Spike, ...]
+    ids: TokenRows
+    places: tuple[Mask, ...]
+    edits: tuple[Edit, ...]
+    edit_of: Int[Tensor, " row"]
+    values: Written = field(default_factory=dict)
+    texts: Int[Tensor, " row"] | None = None
+    hidden: range | None = None
+
+    @property
+    def target(self) -> Target:
+        """The model."""
+        return self.spikes[0].survey.target
+
+    def some(self, rows: slice) -> Batch:
+        """Return some of the rows."""
+        places = tuple(place[rows] for place in self.places)
+        texts = None if self.texts is None else self.texts[rows]
+        return replace(self, ids=self.ids[rows], places=places, edit_of=self.edit_of[rows], texts=texts)
+
+    def start(self, layer: int) -> LayerInput | None:
+        """Return what a pass may start with at a layer; None: it starts at the first."""
+        if self.texts is None:
+            return None
+        return self.spikes[0].survey.start(layer, self.texts, self.ids.shape[1])
+
+    def hiding(self) -> AbstractContextManager[object]:
+        """Return a `with` block in which later tokens do not see the place."""
+        if self.hidden is None or not len(self.hidden):
+            return nullcontext()
+        from sinkscope.hooks.edit import Knockout
+        from sinkscope.hooks.edit.base import under
+
+        return under(Knockout(self.places[0], layers=list(self.hidden)), self.target)
+
+    def hooks(self) -> list[Hook]:
+        """Return the hooks that edit each row."""
+        hooks, members = list[Hook](), [frozenset(edit.parts) for edit in self.edits]
+        parts = list(dict.fromkeys(part for edit in self.edits for part in edit.parts))
+        place, everywhere = self.places[0][..., None], torch.tensor([edit.everywhere for edit in self.edits])
+        for group in groups_of([part for part in parts if isinstance(part, Neuron)]):
+            member = torch.tensor([[site in own for site in group.sites] for own in members])[self.edit_of, None]
+            where = member & (place | everywhere[self.edit_of, None, None])
+            hooks.append(neurons_point(self.target, group).rows(where, torch.zeros_like))
+        for part in parts:
+            if not isinstance(part, Neuron):
+                rows = torch.tensor([part in own for own in members])[self.edit_of, None, None]
+                for point in hook_points_of(self.target, part):
+                    hooks.append(point.rows(rows & place, partial(_expanded, self.values[part])))
+        return hooks
+
+
+def _expanded(new: Float[Tensor, " d"], values: Float[Tensor, "row pos d"]) -> Float[Tensor, "row pos d"]:
+    return new.to(values).expand_as(values)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read of each row.
+
+    Attributes:
+        along: Projection of the place on the direction of each spike after its peak, as a share of the spike, mean over
+            the place; NaN where the row does not have the place, or the pass ended before.
+        attention: Attention to the place of the first spike in the layers that read it, mean over the later queries
+            that see it.
         loss: Loss of the next tokens, in nats; NaN where it is not read.
     """
 
-    projection: Float[Tensor, "edit case"]
-    attention: Float[Tensor, "edit layer head text"]
-    loss: Float[Tensor, "edit text pos"]
+    along: Float[Tensor, "spike row"]
+    attention: Float[Tensor, "row layer head"]
+    loss: Float[Tensor, "row following"]
 
 
 @torch.no_grad()
-def run_edits(
-    spike: Spike,
-    ids: TokenRows,
-    place: Mask,
-    edits: Sequence[Parts],
-    means: Written | None = None,
-    begin: Begin | None = None,
-    *,
-    whole: bool = False,
-    every_loss: bool | None = None,
-    paired: bool = False,
-) -> Effects:
-    """Run texts under edits. Edits of a streamed model are rows of one pass, because it is read from disk once.
+def read_rows(batch: Batch, *, whole: bool = False, losses: bool = False, peaks: int | None = None) -> Reading:
+    """Read rows under their edits. Those of a streamed model are one pass, because it is read from disk once.
 
     Args:
-        spike: The spike whose projection is read.
-        ids: The texts.
-        place: The positions of the spike in them.
-        edits: The parts that each edit removes: neurons are zeroed everywhere, other parts are replaced at the place.
-        means: What replaced parts write instead.
-        begin: What the pass may start with. None: it starts at the first layer.
-        whole: Whether the attention of the layers that can read the spike is read; else the pass ends at the peak.
-        every_loss: Whether the loss of every token is read, however large the vocabulary is. None: no loss is read.
-        paired: Whether each text is read under the edit of its number alone, as one edit.
+        batch: The rows.
+        whole: Whether the attention of the layers that can read the first spike is read; else a pass ends at a peak.
+        losses: Whether the loss is read, of a model in memory.
+        peaks: Number of spikes, from the first on, whose projections are read. None: all.
     """
-    target, texts, size, passes = spike.survey.target, len(ids), len(edits), list[tuple[Tensor, ...]]()
-    if target.resident and not paired:
-        size = rows_at_once(ids.numel(), max(target.d_mlp, target.d_model))
-    starts = range(0, len(edits), size)
+    target, size, passes = batch.target, len(batch.ids), list[Reading]()
+    if target.resident:
+        size = rows_at_once(batch.ids.shape[1], max(target.d_mlp, target.d_model))
+        if losses:
+            positions = read_positions(target, batch.ids.shape[1])
+            size = min(size, max(1, 2 * MOST_NUMBERS // (len(positions) * int(target.config.vocab_size))))
+    starts = range(0, len(batch.ids), size)
     for number, first in enumerate(starts, 1):
-        some = edits[first : first + size]
-        times = 1 if paired else len(some)
-        edit_of = torch.arange(len(some)).repeat_interleave(times * texts // len(some))
-        batch = spike, ids.repeat(times, 1), place.repeat(times, 1), some, edit_of
-        passes.append(_run_rows(*batch, means or {}, begin, whole=whole, every_loss=every_loss))
+        some = batch.some(slice(first, first + size))
+        with some.hiding():
+            passes.append(_read_rows(some, whole, losses, peaks))
         if len(starts) > 1:
             report_progress("removals", number, len(starts))
-    projection, attention, loss = map(torch.cat, zip(*passes, strict=True))
-    return Effects(
-        projection.reshape(len(attention) // texts, -1),
-        rearrange(attention, "(edit text) layer head -> edit layer head text", text=texts).contiguous(),
-        rearrange(loss, "(edit text) pos -> edit text pos", text=texts),
+    return Reading(
+        torch.cat([one.along for one in passes], 1),
+        torch.cat([one.attention for one in passes]),
+        torch.cat([one.loss for one in passes]),
     )
 
 
-def _run_rows(
-    spike: Spike,
-    ids: TokenRows,
-    place: Mask,
-    edits: Sequence[Parts],
-    edit_of: Int[Tensor, " row"],
-    means: Written,
-    begin: Begin | None,
-    *,
-    whole: bool,
-    every_loss: bool | None,
-) -> tuple[Float[Tensor, " case"], Float[Tensor, "row layer head"], Float[Tensor, "row following"]]:
-    """Run rows in one pass, each under the edit of a number, and return what is read.
-
-    Before the layer at which it starts, no edit differs and nothing is read.
-    """
-    target, peak, reading = spike.survey.target, spike.result.peak, spike.reading_layers
-    projection = torch.zeros(int(place.sum()))
+def _read_rows(batch: Batch, whole: bool, losses: bool, peaks: int | None) -> Reading:
+    """Read rows in one pass. Before the layer at which it starts, no edit acts and nothing is read."""
+    target, ids, spikes = batch.target, batch.ids, batch.spikes[:peaks]
+    reading, place = spikes[0].reading_layers, batch.places[0]
+    along = torch.full((len(batch.spikes), len(ids)), torch.nan)
     attention = torch.zeros(len(ids), len(reading), target.n_heads)
-    loss = torch.full((len(ids), ids.shape[1] - 1), torch.nan)
+    loss = torch.full((len(ids), max(ids.shape[1] - 1, 0)), torch.nan)
 
-    def at_peak(hidden: Tensor) -> None:
-        projection[:] = spike.along(hidden.reshape(*place.shape, -1)[place.to(hidden.device)].float().cpu())
+    def at_peak(number: int, hidden: Tensor) -> None:
+        own = batch.places[number]
+        states = hidden.reshape(*own.shape, -1)[own.to(hidden.device)].float().cpu()
+        along[number] = mean_by_row(spikes[number].along(states), own)
 
     def attend(layer: int, _first: int, probs: Tensor, visible: Tensor) -> None:
         given, seen = given_later(probs, visible)
         attention[:, layer - reading.start] = to_place(given.cpu(), seen, place[:, None])
 
     layers = [layer for layer in target.attending if layer in reading] if whole else []
-    firsts = [reading.start if whole else peak, peak, *(part.layer or 0 for edit in edits for part in edit)]
-    start = None if begin is None else begin(min(firsts))
-    if start is not None:
-        start = replace(start, hidden=start.hidden.repeat(len(ids) // len(start.hidden), 1, 1))
-    listening = visible_rows(target, attend, layers=layers, rows_per_chunk=ids.shape[1]) if layers else nullcontext()
-    hooks = [*_hooks(target, place, edits, edit_of, means), (target.layers[peak], "post", on_hidden(at_peak))]
-    with listening, target.hooks(*hooks):
-        if every_loss is not None and target.resident:
-            step = 1 if every_loss else -(-loss.shape[1] * int(target.config.vocab_size) // LOGITS)
-            positions = torch.arange(step - 1, loss.shape[1], step)
+    begins = min([spike.peak for spike in spikes] + [edit.first_layer for edit in batch.edits])
+    if whole:
+        begins = min(begins, reading.start)
+    if batch.hidden is not None:
+        begins = min(begins, batch.hidden.start)
+    start, hooks = batch.start(begins), batch.hooks()
+    for number, spike in enumerate(spikes):
+        hooks.append((target.layers[spike.peak], "post", on_hidden(partial(at_peak, number))))
+    with ExitStack() as stack:
+        if layers:
+            stack.enter_context(visible_rows(target, attend, layers=layers, rows_per_chunk=ids.shape[1]))
+        stack.enter_context(target.hooks(*hooks))
+        if losses and target.resident:
+            positions = read_positions(target, ids.shape[1])
             loss[:, positions] = losses_at(target, ids, positions, start)
         else:
-            target.forward(ids, last_layer=max([peak, *layers]), start=start)
-    return projection, attention, loss
+            target.forward(ids, last_layer=max([*layers, *(spike.peak for spike in spikes)]), start=start)
+    return Reading(along, attention, loss)
 
 
-def _hooks(
-    target: Target, place: Mask, edits: Sequence[Parts], edit_of: Int[Tensor, " row"], means: Written
-) -> list[Hook]:
-    """The hooks that zero neurons in the rows of their edits, and replace other parts at the place there."""
-    hooks, rows_of = list[Hook](), dict[Part, Bool[Tensor, "row 1 1"]]()
-    for part in dict.fromkeys(part for edit in edits for part in edit):
-        rows_of[part] = torch.tensor([part in edit for edit in edits])[edit_of, None, None]
-    for group in groups_of([part for part in rows_of if isinstance(part, Neuron)]):
-        where = torch.cat([rows_of[site] for site in group.sites], -1)
-        hooks.append(neurons_point(target, group).rows(where, torch.zeros_like))
-    for part, rows in rows_of.items():
-        if not isinstance(part, Neuron):
-            for point in hook_points_of(target, part):
-                hooks.append(point.rows(rows & place[..., None], means[part].to))
-    return hooks
+def mean_by_row(cases: Float[Tensor, " case"], place: Mask) -> Float[Tensor, " row"]:
+    """Return the mean over the positions of a place in each row; NaN in a row without."""
+    rows = place.nonzero()[:, 0]
+    total = torch.zeros(len(place)).index_add_(0, rows, cases.float())
+    return total / place.sum(1)
+
+
+def read_positions(target: Target, length: int) -> Int[Tensor, " some"]:
+    """Return the positions whose next tokens have their loss read: all, of a very large vocabulary fewer."""
+    step = -(-length * int(target.config.vocab_size) // LOGITS)
+    return torch.arange(step - 1, length - 1, step)
+
+
+@torch.no_grad()
+def losses_at(target: Target, ids: TokenRows, positions: Tensor, start: LayerInput | None) -> Float[Tensor, "row some"]:
+    """Measure the loss of the tokens after some positions, in nats.
+
+    Args:
+        target: The model.
+        ids: The texts.
+        positions: The positions.
+        start: Where the pass begins. None: at the first layer.
+    """
+    logits = target.logits_at(ids, positions, start)
+    following = ids[:, positions + 1].to(logits.device)
+    loss = cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="none")
+    return loss.reshape(following.shape).cpu()
+
+
+def intact_losses(survey: Survey) -> Float[Tensor, "text following"]:
+    """Return the loss of the next tokens of a survey without an edit; NaN where it is not read."""
+    target, ids = survey.target, survey.ids
+    if not survey.losses:
+        loss = torch.full((len(ids), ids.shape[1] - 1), torch.nan)
+        if target.resident:
+            positions = read_positions(target, ids.shape[1])
+            size = max(1, 2 * MOST_NUMBERS // (len(positions) * int(target.config.vocab_size)))
+            for rows in torch.arange(len(ids)).split(size):
+                start = survey.start(target.n_layers - 1, rows)
+                loss[rows[:, None], positions] = losses_at(target, ids[rows], positions, start)
+        survey.losses.append(loss)
+    return survey.losses[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,23 +263,24 @@ class SpikeTexts:
     Attributes:
         spike: The spike.
         rows: Numbers of the texts.
-        means: What components and heads write when they are replaced, as far as it is known.
+        others: Other spikes in the same survey whose projections are read beside.
+        values: What replaced parts write instead, as far as it is known.
     """
 
     spike: Spike
     rows: Int[Tensor, " text"]
-    means: dict[Part, Float[Tensor, " d"]] = field(default_factory=dict)
+    others: tuple[Spike, ...] = ()
+    values: dict[Part, Float[Tensor, " d"]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, spike: Spike) -> SpikeTexts:
-        """Return all texts that have the place."""
-        return cls(spike, spike.place.mask.any(1).nonzero().flatten())
+    def of(cls, spike: Spike, others: Sequence[Spike] = ()) -> SpikeTexts:
+        """Return all texts that have the place.
 
-    def few(self) -> SpikeTexts:
-        """Return the first texts that have the place most often."""
-        number = self.spike.place.mask[self.rows].sum(1)
-        most = number.argsort(descending=True, stable=True)[:FEW].sort().values
-        return replace(self, rows=self.rows[most])
+        Args:
+            spike: The spike.
+            others: Other spikes whose projections are read beside.
+        """
+        return cls(spike, spike.place.mask.any(1).nonzero().flatten(), tuple(others))
 
     @cached_property
     def attention(self) -> Float[Tensor, "layer head text"]:
@@ -204,71 +294,70 @@ class SpikeTexts:
         """The heads in these layers that attend to the place without an edit."""
         return self.attention.mean(-1) > READS
 
-    def along(self, edits: Sequence[Parts], *, paired: bool = False) -> Float[Tensor, "edit text"]:
-        """Measure what is left of the spike in each text, in passes that end at the peak and at the place.
+    @cached_property
+    def counted(self) -> Bool[Tensor, "text following"]:
+        """The next tokens whose loss counts: those of queries after the first position of the place."""
+        place = self.spike.place.mask[self.rows]
+        return (place.int().cumsum(1) - place.int() > 0)[:, :-1]
+
+    def batch(self, edits: Sequence[Edit], texts: Tensor, edit_of: Tensor, end: int | None = None) -> Batch:
+        """Return rows that read some texts, by their numbers in the survey, each under an edit."""
+        survey, spikes = self.spike.survey, (self.spike, *self.others)
+        parts = {part for edit in edits for part in edit.parts if not isinstance(part, Neuron)}
+        self.values.update(means_of(self.spike, parts - self.values.keys()))
+        places = tuple(spike.place.mask[texts, :end] for spike in spikes)
+        return Batch(spikes, survey.ids[texts, :end], places, tuple(edits), edit_of, self.values, texts)
+
+    def at_place(self, edits: Sequence[Edit], *, beside: bool = False) -> Float[Tensor, "edit spike text"]:
+        """Measure what is left of spikes in each text, in passes that end at their peaks and at the place.
 
         Args:
-            edits: The parts that each edit removes.
-            paired: Whether each text is read under the edit of its number alone.
+            edits: The edits.
+            beside: Whether other spikes are read beside, where their places are not behind this.
         """
         mask, rows = self.spike.place.mask, self.rows
         end = int(mask[rows].any(0).nonzero().max()) + 1
         ids, place = self.spike.survey.ids[rows, :end], mask[rows, :end]
-        if not paired and bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
+        if bool((ids == ids[0]).all() & (place == place[0]).all()):  # such as BOS alone
             rows = rows[:1]
-        return self._left(self._run(rows, end, edits, paired=paired), rows)
+        edit_of = torch.arange(len(edits)).repeat_interleave(len(rows))
+        batch = self.batch(edits, rows.repeat(len(edits)), edit_of, end)
+        along = read_rows(batch, peaks=None if beside else 1).along
+        return self.left_of(along.reshape(len(along), len(edits), -1).transpose(0, 1), rows)
 
-    def left(self, sets: Sequence[P]) -> dict[P, float]:
-        """Return what is left of the spike without each set, mean over texts; strongest effect first."""
+    def along(self, sets: Sequence[Parts]) -> Float[Tensor, "edit text"]:
+        """Measure what is left of the spike in each text, with parts removed at the place."""
+        return self.at_place([Edit(parts) for parts in sets])[:, 0]
+
+    def left(self, sets: Sequence[Parts]) -> dict[Parts, float]:
+        """Return what is left of the spike without each set at the place, mean over texts; strongest effect first."""
         if not sets:
             return {}
         left = dict(zip(sets, self.along(sets).mean(1).tolist(), strict=True))
         return dict(sorted(left.items(), key=lambda item: abs(item[1])))
 
-    def effects(
-        self, edits: Sequence[Parts], *, every_loss: bool | None, paired: bool = False
-    ) -> tuple[Float[Tensor, "edit text"], Float[Tensor, "edit layer head text"] | None, Float[Tensor, "edit text"]]:
-        """Measure what each edit leaves of the spike, the attention to the place, and by how much the loss rises.
-
-        If the spike is not at the first token and no head reads it, only what is left of the spike is measured.
-        """
-        if not bool(self.readers.any()) and not self.spike.place.is_first:
-            left = self.along(edits, paired=paired)
-            return left, None, torch.full_like(left, torch.nan)
-        effects = self._run(self.rows, None, edits, whole=True, every_loss=every_loss, paired=paired)
-        return self._left(effects, self.rows), effects.attention, (effects.loss - self._loss()).nanmean(-1)
-
-    def _run(self, rows: Tensor, end: int | None, edits: Sequence[Parts], **reading: bool | None) -> Effects:
-        """Run some of the texts up to a position."""
-        spike, survey = self.spike, self.spike.survey
-        self.means.update(means_of(spike, {part for edit in edits for part in edit} - self.means.keys()))
-        texts = survey.ids[rows, :end], spike.place.mask[rows, :end]
-        begin = partial(survey.start, texts=rows, length=end)
-        return run_edits(spike, *texts, edits, self.means, begin, **reading)  # pyright: ignore[reportArgumentType]
-
-    def _left(self, effects: Effects, rows: Int[Tensor, " text"]) -> Float[Tensor, "edit text"]:
+    def left_of(self, along: Float[Tensor, "edit spike text"], rows: Tensor) -> Float[Tensor, "edit spike text"]:
         """What is left in these texts: a ratio of means over texts, and how far each text moves it."""
-        spike, place = self.spike, self.spike.place.mask[rows]
-        intact = spike.along(spike.survey.entered[spike.result.peak + 1, rows][place])
-        return left_of(per_text(torch.cat([intact[None], effects.projection]), place))
+        intact: list[Tensor] = []
+        for spike in (self.spike, *self.others):
+            place = spike.place.mask[rows]
+            states = spike.survey.entered[spike.peak + 1, rows][place]
+            intact.append(mean_by_row(spike.along(states), place))
+        return share_left(along, torch.stack(intact))
 
-    def _loss(self) -> Float[Tensor, "*text_pos"]:
-        """Loss of the next tokens without an edit; NaN for a streamed model, which is read without its unembedding."""
-        survey, key = self.spike.survey, tuple(self.rows.tolist())
-        target, ids = survey.target, survey.ids[self.rows]
-        if not target.resident:
-            return torch.tensor(torch.nan)
-        if key not in survey.losses:  # other spikes stand in the same texts
-            start = survey.start(target.n_layers - 1, self.rows)
-            survey.losses[key] = losses_at(target, ids, torch.arange(ids.shape[1] - 1), start)
-        return survey.losses[key]
+
+def share_left(
+    edited: Float[Tensor, "*edit text"], intact: Float[Tensor, "*intact text"]
+) -> Float[Tensor, "*edit text"]:
+    """Divide the mean over texts under each edit by the intact one, and add how far each text moves that ratio."""
+    mean = intact.nanmean(-1, keepdim=True)
+    left = edited.nanmean(-1, keepdim=True) / mean
+    return left + (edited - left * intact) / mean
 
 
 def left_of(along: Float[Tensor, "state case"]) -> Float[Tensor, "edit case"]:
-    """Divide the mean over cases under each edit by the intact one, and add how far each case moves that ratio."""
-    intact, edited = along[:1], along[1:]
-    left = edited.mean(1, keepdim=True) / intact.mean()
-    return left + (edited - left * intact) / intact.mean()
+    """Return what is left under each edit, from projections of the intact state and the edited states."""
+    return share_left(along[1:], along[:1])
 
 
 def means_of(spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
@@ -288,19 +377,3 @@ def means_of(spike: Spike, parts: Collection[Part]) -> dict[Part, Tensor]:
         elif isinstance(part, Component):
             means[part] = survey.added(part)[spike.ordinary].mean(0) / factors.get(part.kind, 1)
     return means
-
-
-@torch.no_grad()
-def losses_at(target: Target, ids: TokenRows, positions: Tensor, start: LayerInput | None) -> Float[Tensor, "row some"]:
-    """Measure the loss of the tokens after some positions, in nats.
-
-    Args:
-        target: The model.
-        ids: The texts.
-        positions: The positions.
-        start: Where the pass begins. None: at the first layer.
-    """
-    logits = target.logits_at(ids, positions, start)
-    following = ids[:, positions + 1].to(logits.device)
-    loss = cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="none")
-    return loss.reshape(following.shape).cpu()

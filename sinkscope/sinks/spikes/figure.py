@@ -1,6 +1,6 @@
 """The drawing of `find_sinks` and `circuit`: each spike as a run of layers, who writes it, and who reads it.
 
-Its neurons stand on the bars of what they write; its readers are counted before and after their removal, beside random
+Its neurons stand on the bars of what they write; its readers are counted before and after their removal, beside other
 neurons of the same layers.
 """
 
@@ -87,9 +87,9 @@ def _draw_circuit(fig: Any, spike: SpikeResult, colour: str, top: float, total: 
         writers = [*writers[: MOST_NODES - 1], (f"{len(rest)} more", f"{share:.0%}", share)]
     rows = max(len(marks), len(writers), 1)
     middle = top - (rows - 1) / 2
-    without = spike.without_writers
+    without = None if spike.effect is None else spike.effect.at_place
     _node(fig, 2, middle, spike.place.words, run(*spike.layers), colour)
-    after = "" if without is None else f"{without.heads[1]} without writers"
+    after = "" if without is None else f"{without.heads[1]} without these"
     _node(fig, 3, middle, f"{spike.heads} heads", after, BEFORE)
     _line(fig, (2, middle), (3, middle), spike.heads / max(total, 1), BEFORE)
     for column, nodes in enumerate((marks, writers)):
@@ -147,15 +147,21 @@ def _name_neurons(fig: Any, spikes: list[SpikeResult]) -> None:
 
 
 def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
-    """The heads that attend to a spike's place: intact, without its writers, and without random neurons."""
-    names = [run(*spike.layers) for spike in spikes if spike.without_writers is not None]
-    needs = [spike.without_writers for spike in spikes if spike.without_writers is not None]
-    counts = {
-        "heads, intact": (BEFORE, [need.heads[0] for need in needs]),
-        "without its writers": (AFTER, [need.heads[1] for need in needs]),
-        "without random neurons": (GREY, [None if need.random is None else need.random.heads for need in needs]),
-    }
-    for number, (name, (colour, heads)) in enumerate(counts.items()):
+    """The heads that attend to a spike's place: intact, without what it needs, and without the busiest others."""
+    some = [spike for spike in spikes if spike.effect is not None and spike.controls is not None]
+    names, before, after, others = [run(*spike.layers) for spike in some], list[int](), list[int](), list[int | None]()
+    for spike in some:
+        if spike.effect is not None and spike.controls is not None:
+            control = spike.controls.busiest or spike.controls.random
+            before.append(spike.effect.at_place.heads[0])
+            after.append(spike.effect.at_place.heads[1])
+            others.append(None if control is None else control.heads[1])
+    bars = (
+        ("intact", BEFORE, before),
+        ("without its needed set", AFTER, after),
+        ("without busiest others", GREY, others),
+    )
+    for number, (name, colour, heads) in enumerate(bars):
         fig.add_bar(
             x=names, y=heads, text=heads, textposition="outside", cliponaxis=False, name=name, marker_color=colour,
             offset=0.27 * number - 0.4, width=0.26, row=2, col=2,

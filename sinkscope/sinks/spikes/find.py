@@ -1,12 +1,14 @@
 """The circuit of a sink, step by step, and the measurements `find_sinks` and `circuit`.
 
-1. Survey: one pass over typical text reads norms and attention.
+1. Survey: one pass over texts of four kinds reads norms and attention; half of the texts choose, half report.
 2. Spikes: places, directions and runs of layers in which the residual stream stands out.
-3. Writers: what each component and neuron adds along a spike's direction, and which of them the spike needs.
-4. Marks and readers: what makes the writers fire at the place, and which heads attend to it.
+3. Writers and needs: which neurons write a spike, by shares, and the fewest that suffice, by their removal.
+4. Marks: what makes the writers fire at the place (`circuit`).
+5. Effects: what the needed neurons do at the place, beside others that write as much.
+6. Readers: which heads attend to the place.
 
-`find_sinks` leaves the marks out. Both also follow copies of a token along each spike of the first token, and survey
-the text once more with the other choice of BOS.
+Both also follow copies of a token along each spike of the first token, and survey the text once more with the other
+choice of BOS.
 """
 
 from __future__ import annotations
@@ -22,29 +24,40 @@ from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import beginning, resolve_bos
 from sinkscope.sinks.spikes.copies import copies_of
+from sinkscope.sinks.spikes.effects import Measured, count_readers, effects_of
 from sinkscope.sinks.spikes.marks import marks_of
-from sinkscope.sinks.spikes.needs import same_needs, with_needs
+from sinkscope.sinks.spikes.needs import like_needs, needs_of
 from sinkscope.sinks.spikes.places import at_position, split_by_label
-from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, OtherSpike, Readers, SinkRate
-from sinkscope.sinks.spikes.removal import count_readers
+from sinkscope.sinks.spikes.records import (
+    Attended,
+    Largest,
+    OfKind,
+    OtherBos,
+    OtherSpike,
+    Readers,
+    SinkRate,
+    SpikeResult,
+)
 from sinkscope.sinks.spikes.result import Circuit, FindSinks
-from sinkscope.sinks.spikes.spike import Spike, attended, find_spikes
+from sinkscope.sinks.spikes.spike import Spike, attended, find_spikes, over_typical
+from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit, record_of
 from sinkscope.sinks.spikes.survey import Survey, survey_of
-from sinkscope.sinks.spikes.writers import with_writers
+from sinkscope.sinks.spikes.writers import writers_of
 from sinkscope.sinks.thresholds import READS, SINK_HEADS
 from sinkscope.sinks.tokens import Mask, pick_tokens, prefix_of, repetition_limit
 
 FEW_COPIES = 64  # copies that `find_sinks` tries
+OTHER_TEXTS = 8  # texts that are read with the other choice of BOS, two of each kind
 NO_FIRST_SPIKE = "No neurons are known that a norm spike at the first token needs"
 
 
 @measurement(loading="fits")
 def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: Natural | None = None) -> FindSinks:
-    """Find the norm spikes of a model, what writes them, what they need, and the heads that attend to their places.
+    """Find the norm spikes of a model, the fewest neurons that make them, and the heads that attend to their places.
 
-    A spike is a place, a direction in the residual stream and a run of layers. Typical text is read once; what each
-    component and neuron adds along the direction are shares of the spike. Then its writers are removed, one by one and
-    together, beside random neurons of the same layers (Sun et al. 2024; Yona et al. 2025, section 4).
+    A spike is a place, a direction in the residual stream and a run of layers. One half of the texts finds spikes and
+    the neurons that they need; the other half tells what these do at the place, beside others that write as much (Sun
+    et al. 2024; Yona et al. 2025, section 4).
 
     Args:
         tokens: Words to repeat, one token each. By default five words of the text.
@@ -54,7 +67,7 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
     limit = repetition_limit(setup.target, max_repeats)
     if max_repeats is None:
         limit = min(FEW_COPIES, limit)
-    return FindSinks(**fields_of(setup, sinks_of(setup), tokens, limit))
+    return FindSinks(**fields_of(setup, tokens, limit, marks=False))
 
 
 @measurement(loading="fits")
@@ -68,10 +81,7 @@ def circuit(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: N
         tokens: Words to repeat, one token each. By default five words of the text, drawn by the seed.
         max_repeats: Largest number of copies. By default 1,024, or what the context holds.
     """
-    limit, sinks = repetition_limit(setup.target, max_repeats), sinks_of(setup)
-    # Step 4: marks
-    marked = tuple(spike.adding(marks=marks_of(spike, setup.seed)) for spike in sinks.spikes)
-    return Circuit(**fields_of(setup, replace(sinks, spikes=marked), tokens, limit))
+    return Circuit(**fields_of(setup, tokens, repetition_limit(setup.target, max_repeats), marks=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,17 +89,19 @@ class Sinks:
     """The spikes of a model.
 
     Attributes:
-        survey: The survey.
-        spikes: The spikes, each with what was measured of it; most read first.
+        survey: The survey of the texts that choose.
+        report: The survey of the texts that report.
+        spikes: The spikes, each with what it needs; most read first.
     """
 
     survey: Survey
-    spikes: tuple[Spike, ...]
+    report: Survey
+    spikes: tuple[SpikeCircuit, ...]
 
     @property
-    def at_first(self) -> tuple[Spike, ...]:
+    def at_first(self) -> tuple[SpikeCircuit, ...]:
         """The spikes of the first token."""
-        return tuple(spike for spike in self.spikes if spike.place.is_first)
+        return tuple(one for one in self.spikes if one.place.is_first)
 
 
 def sinks_of(setup: Setup) -> Sinks:
@@ -99,59 +111,90 @@ def sinks_of(setup: Setup) -> Sinks:
 
 def _sinks_of(setup: Setup) -> Sinks:
     # Step 1: survey
-    survey = survey_of(setup, setup.bos)
+    survey, report = survey_of(setup, setup.bos), survey_of(setup, setup.bos, "report")
     # Step 2: spikes
     found = find_spikes(survey, setup.tokenizer)
-    # Step 3: writers and what is needed of them; a spike with the writers of an earlier spike is like it
-    spikes: list[Spike] = []
-    for spike in map(with_writers, found):
-        same = None
-        for number, other in enumerate(spikes):
-            same = same or same_needs(spike, other, number, setup.seed)
-        spikes.append(same or with_needs(spike, setup.seed))
-        setup.progress("spikes", len(spikes), len(found))
-    ordered = sorted(spikes, key=lambda spike: (spike.result.like is not None, -spike.result.heads))  # duplicates last
-    for number, spike in enumerate(ordered):
-        if spike.result.like is not None:
-            ordered[number] = spike.adding(like=ordered.index(spikes[spike.result.like]))
-    return Sinks(survey, tuple(ordered))
+    # Step 3: writers, and what is needed of them; a spike that needs those of an earlier spike is like it
+    circuits: list[SpikeCircuit] = []
+    for spike in found:
+        others, like, needs = [one for one in found if one is not spike], None, None
+        for number, known in enumerate(circuits):
+            if needs is None and known.like is None:
+                needs = like_needs(spike, known.spike, known.needs)
+                like = None if needs is None else number
+        if needs is None:
+            needs = needs_of(spike, writers_of(spike), others)
+        circuits.append(SpikeCircuit(spike, spike.on(report) or spike, needs, like))
+        setup.progress("spikes", len(circuits), len(found))
+    ordered = sorted(circuits, key=lambda one: (one.like is not None, -one.heads))  # duplicates last
+    for number, one in enumerate(ordered):
+        if one.like is not None:
+            ordered[number] = replace(one, like=ordered.index(circuits[one.like]))
+    return Sinks(survey, report, tuple(ordered))
 
 
-def fields_of(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit: int) -> dict[str, Any]:
-    """Read copies of some tokens, and who attends where, and return the fields of a result.
+def measured_of(setup: Setup, number: int) -> Measured | None:
+    """Take step 5 for a spike, once for each setup; None for a spike that is like an earlier one or needs nothing.
 
     Args:
         setup: The model and its text.
-        sinks: The spikes.
+        number: Number of the spike.
+    """
+    return setup.once((measured_of, setup.seed, number), partial(_measured_of, setup, number))
+
+
+def _measured_of(setup: Setup, number: int) -> Measured | None:
+    sinks = sinks_of(setup)
+    one, numbered = sinks.spikes[number], dict[int, Spike]()
+    if one.like is not None:
+        return None
+    for other, beside in enumerate(sinks.spikes):
+        if other != number and beside.like is None and beside.reported.survey is one.reported.survey:
+            numbered[other] = beside.reported
+    return effects_of(one.reported, one.needs, sinks.survey, numbered, setup.seed)
+
+
+def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, *, marks: bool) -> dict[str, Any]:
+    """Measure effects, read copies of some tokens, and who attends where, and return the fields of a result.
+
+    Args:
+        setup: The model and its text.
         tokens: Words to repeat. None: words of the text.
         limit: Largest number of copies.
+        marks: Whether marks are searched.
     """
-    target, survey, spikes = setup.target, sinks.survey, list(sinks.spikes)
-    words, at_first = pick_tokens(setup, tokens), sinks.at_first
-    copies = copies_of(target, at_first, words, prefix_of(setup, words), limit, setup.progress)
-    for spike, own in zip(at_first, copies, strict=True):
-        spikes[sinks.spikes.index(spike)] = spike.adding(copies=own)
-    setup.record(texts=len(survey.ids), max_repeats=limit)
-    # Step 4: readers
-    first = at_position(survey.ids, 0)
+    sinks, target, results = sinks_of(setup), setup.target, list[SpikeResult]()
+    words, at_first, report = pick_tokens(setup, tokens), sinks.at_first, sinks.report
+    spikes = [one.spike for one in at_first]
+    copies = copies_of(target, spikes, words, prefix_of(setup, words), limit, setup.progress)
+    for number, one in enumerate(sinks.spikes):
+        own = copies[at_first.index(one)] if one in at_first else ()
+        # Step 4: marks
+        marked = marks_of(one, setup.seed) if marks else ()
+        # Step 5: effects
+        results.append(record_of(one, measured_of(setup, number), marked, own))
+        setup.progress("effects", number + 1, len(sinks.spikes))
+    setup.record(texts=len(report.ids), max_repeats=limit)
+    # Step 6: readers
+    first = at_position(report.ids, 0)
     heads: list[tuple[float | None, ...]] = []
-    for layer, given in enumerate(survey.received(first).mean(-1)):
+    for layer, given in enumerate(report.received(first).mean(-1)):
         heads.append(tuple(given.tolist()) if layer in target.attending else (None,) * target.n_heads)
-    readers = readers_of(survey, "the first token", first)
-    if spikes and spikes[0].result.heads:
-        readers = readers_of(survey, spikes[0].result.place.words, spikes[0].place.mask)
-    rate = survey.sink_rate
+    readers = readers_of(report, "the first token", first)
+    if results and results[0].heads and sinks.spikes[0].reported.survey is report:
+        readers = readers_of(report, results[0].place.words, sinks.spikes[0].reported.place.mask)
+    rate = report.sink_rate
     return {
-        "spikes": tuple(spike.result for spike in spikes),
+        "spikes": tuple(results),
         "readers": readers,
-        "attended": attended_places(survey, spikes, setup.tokenizer),
-        "learned_heads": int((survey.learned.mean(-1) > READS).sum()),
-        "largest": largest_norm(survey, setup.tokenizer),
+        "attended": attended_places(sinks, setup.tokenizer),
+        "learned_heads": int((report.learned.mean(-1) > READS).sum()),
+        "largest": largest_norm(report, setup.tokenizer),
         "heads": tuple(heads),
         "bos": other_bos(setup),
-        "sink_rate": SinkRate(READS, survey.ids.shape[1], len(rate), float(rate.mean()), margin_of(rate.numpy())),
-        "typical_norm": tuple(survey.typical_norm),
-        "first_token_norm": tuple(survey.first_norm),
+        "sink_rate": SinkRate(READS, report.ids.shape[1], len(rate), float(rate.mean()), margin_of(rate.numpy())),
+        "typical_norm": tuple(report.typical_norm),
+        "first_token_norm": tuple(report.first_norm),
         "layers_read": target.n_layers,
         "first_ids": tuple(beginning(setup.tokenizer, setup.bos)),
     }
@@ -159,20 +202,33 @@ def fields_of(setup: Setup, sinks: Sinks, tokens: Sequence[str] | None, limit: i
 
 def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:
     """Return heads that attend to a place, in the texts that have it."""
-    received = survey.received(mask)[survey.target.attending][:, :, mask.any(1)]
+    there = mask.any(1)
+    received, kinds = survey.received(mask)[survey.target.attending][:, :, there], list[OfKind]()
     heads, margin = count_readers(received)
     by_text = (received > READS).flatten(0, 1).sum(0).tolist()
-    return Readers(place, heads, received[..., 0].numel(), margin, received.shape[2], tuple(by_text))
+    own = [kind for kind, has in zip(survey.kinds, there.tolist(), strict=True) if has]
+    for kind in dict.fromkeys(own):
+        if kind:
+            some = torch.tensor([one == kind for one in own])
+            kinds.append(OfKind(kind, *count_readers(received[..., some])))
+    total = received[..., 0].numel()
+    return Readers(place, heads, total, margin, received.shape[2], tuple(by_text), tuple(kinds))
 
 
-def attended_places(survey: Survey, spikes: Sequence[Spike], tokenizer: Any) -> tuple[Attended, ...]:
+def attended_places(sinks: Sinks, tokenizer: Any) -> tuple[Attended, ...]:
     """Return places that heads attend to and at which there is no spike."""
+    survey = sinks.survey
     there, layers = attended(survey), survey.target.attending
-    for spike in spikes:
-        there &= ~spike.place.mask
+    for one in sinks.spikes:
+        there &= ~one.place.mask
     found: list[Attended] = []
     for place in split_by_label(survey.ids, there, tokenizer.decode):
-        heads = int((survey.received(place.mask).nanmean(-1)[layers] > READS).sum())
+        mask = place.matches(sinks.report.ids)
+        if not bool(place.matches(survey.ids).any()):  # no words mean it
+            mask = attended(sinks.report) & (at_position(sinks.report.ids, 0) == place.is_first)
+        if not bool(mask.any()):
+            continue
+        heads = int((sinks.report.received(mask).nanmean(-1)[layers] > READS).sum())
         if heads >= SINK_HEADS:
             found.append(Attended(place.label, heads))
     return tuple(sorted(found, key=lambda one: -one.heads))
@@ -191,9 +247,10 @@ def other_bos(setup: Setup) -> OtherBos | None:
     bos = resolve_bos(setup.tokenizer, setup.target.config, None) if setup.bos is None else None
     if setup.bos is None and bos is None:
         return None
-    survey, spikes = survey_of(setup, bos), list[OtherSpike]()
+    survey, spikes = survey_of(setup, bos, "report", OTHER_TEXTS), list[OtherSpike]()
     for spike in find_spikes(survey, setup.tokenizer):
-        spikes.append(OtherSpike(spike.place.label, spike.result.layers, spike.result.ratio))
+        ratio = float(over_typical(survey, spike.place.mask)[spike.highest].mean())
+        spikes.append(OtherSpike(spike.place.label, spike.layers, ratio))
     token = setup.tokenizer.decode([bos if bos is not None else setup.bos])
     received = readers_of(survey, "the first token", at_position(survey.ids, 0))
     return OtherBos(bos is not None, token, received.heads, received.margin, tuple(spikes))

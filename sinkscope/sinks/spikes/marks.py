@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Component, Head
-from sinkscope.sinks.spikes.edited import SpikeTexts
+from sinkscope.sinks.spikes.controls import random_heads
+from sinkscope.sinks.spikes.edited import Edit, SpikeTexts
+from sinkscope.sinks.spikes.effects import Measurement
 from sinkscope.sinks.spikes.records import MarkLeft
-from sinkscope.sinks.spikes.removal import chance_of, random_heads, removals_of
-from sinkscope.sinks.spikes.spike import Parts, Spike
+from sinkscope.sinks.spikes.spike import Parts
+from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 from sinkscope.sinks.spikes.writers import components
 from sinkscope.sinks.thresholds import ENOUGH, REMAINS, REMOVED
 
@@ -28,19 +30,19 @@ Judge = Callable[[Sequence[Parts]], Float[Tensor, "edit case"]]
 
 
 @torch.no_grad()
-def marks_of(spike: Spike, seed: int = 0) -> tuple[MarkLeft, ...]:
+def marks_of(circuit: SpikeCircuit, seed: int = 0) -> tuple[MarkLeft, ...]:
     """Replace each component before the spike's writers at the place by its mean over ordinary positions.
 
     If each component alone leaves a quarter of the spike or more, pairs are tried. If an attention layer marks the
     place, the fewest heads are named that together take away nine tenths of what all its heads take, beside random
-    heads of the same layer.
+    heads of the same layer. What is left is that of texts that did not choose these parts.
 
     Args:
-        spike: The spike, with what it needs.
+        circuit: The spike, with what it needs.
         seed: Seed of the random heads.
     """
-    texts = SpikeTexts.of(spike)
-    left = texts.left([(part,) for part in before_writers(spike)])
+    texts, reported = SpikeTexts.of(circuit.spike), SpikeTexts.of(circuit.reported)
+    left = texts.left([(part,) for part in before_writers(circuit)])
     least = min(map(abs, left.values()), default=1.0)
     if least >= REMOVED:
         of_pairs = texts.left(list(combinations([part for (part,) in left][:PAIRED], 2)))
@@ -48,37 +50,32 @@ def marks_of(spike: Spike, seed: int = 0) -> tuple[MarkLeft, ...]:
             left = of_pairs
     marks: list[MarkLeft] = []
     kept = [members for members, share in list(left.items())[:MOST] if abs(share) <= REMAINS]
-    for members, mark in zip(kept, _marks(texts, kept), strict=True):
+    for members in kept:
         others = [without for other, without in left.items() if not set(other) & set(members)]
-        marks.append(replace(mark, others=median(others) if others else None))
-        marks += _heads(texts, members, seed)
+        marks.append(_mark(reported, members, median(others) if others else None, len(others)))
+        marks += _heads(texts, reported, members, seed)
     return tuple(marks)
 
 
-def before_writers(spike: Spike) -> list[Component]:
+def before_writers(circuit: SpikeCircuit) -> list[Component]:
     """Return the components before the first writer that a spike needs; none if that is the embedding."""
-    first = spike.first_writer
-    parts = components(spike.survey.target, first)
-    writers = [part for part in spike.needed if isinstance(part, Component) and (part.layer or 0) == first]
-    before: list[Component] = []
-    for part in parts:
+    first, before = circuit.first_writer, list[Component]()
+    writers = [part for part in circuit.needs.needed if isinstance(part, Component) and (part.layer or 0) == first]
+    for part in components(circuit.spike.survey.target, first):
         if part in (writers or [Component("mlp", first)]):
             break
         before.append(part)
     return before
 
 
-def _marks(texts: SpikeTexts, sets: Sequence[Parts], random: Sequence[Parts] = ()) -> list[MarkLeft]:
-    """Return the records of some sets; the first is compared with random sets."""
-    marks: list[MarkLeft] = []
-    for removal in removals_of(texts, sets, every_loss=None):
-        beside = None if marks else chance_of(texts, random, removal)
-        name = " and ".join(removal.parts)
-        marks.append(MarkLeft(name, removal.left, removal.left_margin, removal.heads, random=beside))
-    return marks
+def _mark(texts: SpikeTexts, members: Parts, others: float | None, sets: int) -> MarkLeft:
+    """Return the record of a set, in texts that did not choose it."""
+    (outcome,) = Measurement(texts, ()).outcomes([Edit(members)], losses=False)
+    said = outcome.outcome
+    return MarkLeft(" and ".join(map(str, members)), said.left, said.left_margin, said.heads, others, sets)
 
 
-def _heads(texts: SpikeTexts, parts: Parts, seed: int) -> list[MarkLeft]:
+def _heads(texts: SpikeTexts, reported: SpikeTexts, parts: Parts, seed: int) -> list[MarkLeft]:
     """The heads of an attention layer that mark the place as a set, then alone."""
     (part, *others), target = parts, texts.spike.survey.target
     if others or not isinstance(part, Component) or part.kind != "attention" or target.adapter.o is None:
@@ -88,12 +85,14 @@ def _heads(texts: SpikeTexts, parts: Parts, seed: int) -> list[MarkLeft]:
     every, marking = marking_heads(heads, without, texts.along)
     if marking is None:
         return []
-    sets: list[Parts] = [marking.heads]
+    random = random_heads(marking.heads, every.heads, seed)
+    beside = float(reported.along(random).mean()) if random else None
+    marks = [_mark(reported, marking.heads, beside, len(random))]
     if len(marking.heads) > 1:
         for head in every.heads[:MOST]:
             if abs(float(without[heads.index(head)].mean())) <= REMAINS:
-                sets.append((head,))
-    return _marks(texts, sets, random_heads(marking.heads, every.heads, seed))
+                marks.append(_mark(reported, (head,), None, 0))
+    return marks
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Without:
     Attributes:
         heads: The heads.
         left: What is left, mean over cases.
-        margin: Two standard errors over cases. None: fewer than three.
+        margin: Half of the 95 % interval over cases. None: fewer than three.
     """
 
     heads: tuple[Head, ...]

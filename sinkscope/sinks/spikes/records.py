@@ -1,9 +1,9 @@
-"""The parts of a `find_sinks` result as JSON holds them (schema 4)."""
+"""The parts of a `find_sinks` result as JSON holds them (schema 5)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ class PartShare:
     Attributes:
         part: The component, such as "mlp 11", "attention 3" or "embedding".
         share: The share; below zero it is written against the spike.
-        margin: Two standard errors over texts. None: too few texts.
+        margin: Half of the 95 % interval over texts. None: too few texts.
     """
 
     part: PartName
@@ -37,7 +37,7 @@ class NeuronShare(Neuron):
 
     Attributes:
         share: The share.
-        margin: Two standard errors over texts. None: too few texts.
+        margin: Half of the 95 % interval over texts. None: too few texts.
         neutral: Its median value on ordinary text, which a patch writes.
     """
 
@@ -46,25 +46,23 @@ class NeuronShare(Neuron):
     neutral: float
 
 
-@dataclass(frozen=True)
-class Chance:
-    """What is left without random sets: for each outcome, the value nearest to that of the set itself.
+Role = Literal["needed", "lowers", "backup", "raises", "another spike", "nothing"]
+"""What the removal of a neuron alone does to the spike that it writes; "another spike": it lowers that one more."""
 
-    Each text is read under a set of its own, so the worst text is the worst set.
+
+@dataclass(frozen=True)
+class Candidate(NeuronShare):
+    """A neuron that writes a spike, by its share, and what its removal does.
 
     Attributes:
-        left: Share of the spike.
-        heads: Heads that attend to the place: of the intact model, and as many fewer or more as in the worst text.
-        perplexity: Perplexity over that of the intact model. None: it was not measured.
-        attention: What is left of the attention of the heads that attend there before.
-        sets: Number of sets.
+        left: Share of the spike that is left with it and the neurons that equal it zeroed at the place.
+        role: "needed": it is in the smallest set that suffices. "lowers": its removal lowers the spike. "backup": it
+            writes only when others are gone. "raises": the spike rises. "another spike": its removal lowers another
+            spike of the place more. "nothing": its removal changes less than 2 % of the spike.
     """
 
     left: float
-    heads: int
-    perplexity: float | None
-    attention: float = 1.0
-    sets: int = 0
+    role: Role
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,8 @@ class Needed:
     Attributes:
         neurons: The neurons; empty if components are needed.
         parts: The set, as names.
-        left: Share of the spike that is left.
-        left_margin: Two standard errors over texts.
+        left: Share of the spike that is left with it removed at the place.
+        left_margin: Half of the 95 % interval over texts.
     """
 
     neurons: tuple[Neuron, ...]
@@ -85,51 +83,123 @@ class Needed:
 
 
 @dataclass(frozen=True)
-class Removal:
-    """What is left of a spike, of the heads that attend to its place, and of the loss without some parts.
+class OtherLeft:
+    """What is left of another spike; `spike` is its number."""
 
-    Neurons are zeroed; components and heads write their mean over ordinary positions at the place.
+    spike: int
+    left: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What is left of a spike, of the heads that attend to its place, and of the loss under an edit.
 
     Attributes:
-        parts: The parts, as names.
         left: Share of the spike at its peak that is left.
-        left_margin: Two standard errors over texts.
+        left_margin: Half of the 95 % interval over texts.
         heads: Heads in the spike's layers that attend to the place, before and after.
-        heads_margin: Two standard errors of each over texts.
-        attention: What is left of the attention of the heads that attend there before.
-        perplexity: Perplexity over that of the intact model. None: it was not measured.
-        perplexity_margin: Two standard errors over texts.
-        random: The same without random sets. None: it was not measured.
-        texts: Number of texts.
+        heads_margin: Half of the 95 % interval of each count under a bootstrap over texts.
+        loss: Rise of the loss of tokens after the place, in nats a token. None: it was not measured.
+        interval: Its 95 % interval, from paired differences over texts. None: too few texts.
+        tokens: Number of tokens whose loss was read.
+        others: What is left of every other spike.
     """
 
-    parts: tuple[str, ...]
     left: float
     left_margin: float | None
     heads: tuple[int, int]
     heads_margin: tuple[float | None, float | None]
-    attention: float
-    perplexity: float | None
-    perplexity_margin: float | None
-    random: Chance | None
-    texts: int
+    loss: float | None
+    interval: tuple[float, float] | None
+    tokens: int
+    others: tuple[OtherLeft, ...] = ()
+
+    @property
+    def margin(self) -> float | None:
+        """Half of the interval of the loss."""
+        return None if self.interval is None else (self.interval[1] - self.interval[0]) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control(Outcome):
+    """The same with other parts removed instead.
+
+    Attributes:
+        sets: Number of sets, each read in texts of its own if there are several; the outcome is a mean over them.
+        reached: Sets whose loss rises as far as that of the needed set in the same texts, or that leave as little of
+            the spike, if no loss was measured.
+        norm: Mean written norm of the neurons over that of the needed set. None: components.
+        count: Mean number of neurons, or components, of a set.
+    """
+
+    sets: int
+    reached: int
+    norm: float | None
+    count: float
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What the needed set does.
+
+    Attributes:
+        at_place: It is removed at the place alone: neurons are zeroed, components write their mean over ordinary
+            positions.
+        everywhere: It is zeroed at all positions. None: it is of components.
+        hidden: It stands, and later tokens do not see the place in the layers after its first. None: components are
+            needed, or no head reads the place.
+        both: It is zeroed at the place, which is hidden as well.
+        elsewhere: Share of the loss that it costs everywhere and not at the place, in the same texts. None: it costs
+            nothing everywhere.
+    """
+
+    at_place: Outcome
+    everywhere: Outcome | None
+    hidden: Outcome | None
+    both: Outcome | None
+    elsewhere: float | None
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What other parts do, zeroed everywhere, which write as much in norm.
+
+    Attributes:
+        busiest: The busiest other neurons of the same layers. None: components are needed, or there are no others.
+        random: Random sets of other neurons; for components, other components alone. None: there are none.
+    """
+
+    busiest: Control | None
+    random: Control | None
+
+    @property
+    def strongest(self) -> tuple[str, Control] | None:
+        """The control that costs most, or leaves least, with its name."""
+        found: list[tuple[str, Control]] = []
+        if self.busiest is not None:
+            found.append(("busiest", self.busiest))
+        if self.random is not None:
+            found.append(("random", self.random))
+        if not found:
+            return None
+        return max(found, key=lambda one: (one[1].loss or 0.0, -one[1].left))
 
 
 @dataclass(frozen=True)
 class Alone(Neuron):
-    """What is left without one neuron.
+    """What is left with one needed neuron, and those that equal it, zeroed at the place.
 
     Attributes:
         left: Share of the spike.
         heads: Heads that attend to the place.
-        perplexity: Perplexity over that of the intact model. None: it was not measured.
-        share: What it writes, as a share of the spike.
+        loss: Rise of the loss, in nats. None: it was not measured.
+        interval: Its 95 % interval.
     """
 
     left: float
     heads: int
-    perplexity: float | None
-    share: float
+    loss: float | None
+    interval: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -139,19 +209,19 @@ class MarkLeft:
     Attributes:
         part: The part; a set's parts are joined by "and".
         left: The share.
-        margin: Two standard errors over texts. None: too few texts.
-        heads: Heads in the spike's layers that attend to the place, before and after. None: of an older file.
-        others: Median share left with as many other components replaced. None: it is a set of heads, or none was tried.
-        random: The same with as many random heads of the same layer replaced. None: it is a set of components, or there
-            are too few other heads.
+        margin: Half of the 95 % interval over texts. None: too few texts.
+        heads: Heads in the spike's layers that attend to the place, before and after.
+        others: Median share left with as many other components replaced; of a set of heads, mean share left with as
+            many random heads of the same layer replaced. None: there are too few others.
+        sets: Number of such sets.
     """
 
     part: PartName
     left: float
     margin: float | None
-    heads: tuple[int, int] | None = None
-    others: float | None = None
-    random: Chance | None = None
+    heads: tuple[int, int]
+    others: float | None
+    sets: int
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -178,9 +248,9 @@ class Copies:
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SpikeResult:
-    """A spike as a result says it.
+    """A spike as a result says it: what was chosen on one half of the texts, in numbers of the other half.
 
     Attributes:
         place: Where it is.
@@ -190,22 +260,27 @@ class SpikeResult:
         before: Norm there before the run.
         ratio: Norm there over the typical one, in the layer of the run where it is largest.
         ratio_layer: That layer.
-        ratio_margin: Two standard errors over texts.
+        ratio_margin: Half of the 95 % interval over texts.
         ratio_beside: The largest ratio of the run without what dimensions that are massive at all positions have
             everywhere.
         dims: Residual dimensions that hold at least a tenth of its direction's square.
-        writers: What wrote it, largest share first; the shares of all components up to the peak sum to 1.
-        neurons: Its writers: every neuron that wrote at least 2 % of it, or against it, and backups.
+        writers: Components that wrote it, largest share first; the shares of all up to the peak sum to 1.
+        neurons: Candidates: neurons that wrote at least 2 % of it, or against it, and backups, with their roles.
+        backups: Candidates that write nothing while the others stand.
         erasers: What is written against it after the peak.
         needed: The smallest set found that it needs. None: no set that was tried leaves less than a quarter.
-        without_writers: What is left without all its writers. None: no neuron writes it, and nothing is needed.
-        alone: What is left without single neurons, in the order of that.
-        backups: Writers that write nothing while the others stand.
-        marks: What marks the place.
+        effect: What the needed set does. None: nothing is needed, or the spike is like an earlier one.
+        controls: What others do instead.
+        alone: What single neurons of the needed set do.
+        marks: What marks the place (`circuit`).
         copies: What copies of tokens reach.
         like: Number of an earlier spike that this one repeats at another place. None: it repeats none.
         heads: Heads in its layers that attend to the place.
-        heads_margin: Two standard errors of their number over texts.
+        heads_margin: Half of the 95 % interval of their number under a bootstrap over texts.
+        texts: Number of texts with the place in which it was measured.
+        held_out: Whether these are other texts than those in which it was found.
+        conditions: What makes a position such a place (`circuit`). None: it was not asked.
+        purpose: What the attention to the place is for (`circuit`). None: it was not asked.
     """
 
     place: PlaceWords
@@ -218,23 +293,43 @@ class SpikeResult:
     ratio_margin: float | None
     ratio_beside: float
     dims: tuple[int, ...]
-    writers: tuple[PartShare, ...] = ()
-    neurons: tuple[NeuronShare, ...] = ()
-    erasers: tuple[PartShare, ...] = ()
-    needed: Needed | None = None
-    without_writers: Removal | None = None
-    alone: tuple[Alone, ...] = ()
-    backups: tuple[Neuron, ...] = ()
-    marks: tuple[MarkLeft, ...] = ()
-    copies: tuple[Copies, ...] = ()
-    like: int | None = None
-    heads: int = 0
-    heads_margin: float | None = None
+    writers: tuple[PartShare, ...]
+    neurons: tuple[Candidate, ...]
+    backups: tuple[Neuron, ...]
+    erasers: tuple[PartShare, ...]
+    needed: Needed | None
+    effect: Effects | None
+    controls: Controls | None
+    alone: tuple[Alone, ...]
+    marks: tuple[MarkLeft, ...]
+    copies: tuple[Copies, ...]
+    like: int | None
+    heads: int
+    heads_margin: float | None
+    texts: int
+    held_out: bool
+    conditions: None = None
+    purpose: None = None
 
     @property
     def calibrated(self) -> dict[Neuron, float]:
-        """The values that a patch writes."""
-        return {one.address: one.neutral for one in self.neurons}
+        """The values that a patch writes: those of the neurons that write the spike, by what their removal does."""
+        writing = ("needed", "lowers", "backup")
+        return {one.address: one.neutral for one in self.neurons if one.role in writing}
+
+    def has_role(self, *roles: Role) -> tuple[Candidate, ...]:
+        """Return the neurons with some roles, largest share first."""
+        some = [one for one in self.neurons if one.role in roles]
+        return tuple(sorted(some, key=lambda one: -one.share))
+
+
+@dataclass(frozen=True)
+class OfKind:
+    """How many heads attend to a place in texts of one kind, with the margin of the count over these texts."""
+
+    kind: str
+    heads: int
+    margin: float | None
 
 
 @dataclass(frozen=True)
@@ -245,9 +340,10 @@ class Readers:
         place: The words for the place.
         heads: Their number, by the mean attention over texts.
         total: Number of heads of the layers that attend.
-        margin: Two standard errors of the number over texts.
+        margin: Half of the 95 % interval of the number under a bootstrap over texts.
         texts: Number of texts.
         by_text: Their number in each text.
+        kinds: Their number in texts of each kind; empty for texts of the user's own.
     """
 
     place: str
@@ -256,6 +352,7 @@ class Readers:
     margin: float | None
     texts: int
     by_text: tuple[int, ...] = ()
+    kinds: tuple[OfKind, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -289,7 +386,7 @@ class OtherBos:
         bos: Whether the texts begin with it there.
         token: The token.
         heads: Heads that give the first token of these texts more than 0.3 of their attention.
-        margin: Two standard errors of the number over texts.
+        margin: Half of the 95 % interval of the number over texts.
         spikes: The spikes there.
     """
 
@@ -309,7 +406,7 @@ class SinkRate:
         length: Tokens of a text.
         samples: Number of texts.
         value: The share.
-        margin: Two standard errors over texts.
+        margin: Half of the 95 % interval over texts.
     """
 
     eps: float

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from sinkscope.measure import Number, Result
 from sinkscope.results.cards import Card
-from sinkscope.results.effect import Effect
 from sinkscope.results.notation import head_name, word_list
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.tables import Table
@@ -45,15 +44,16 @@ class FindSinks(Result):
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
     percent = ("share", "remaining")
     tables_on_request = True
-    columns = ("part", "role", "needed", "share", "remaining", "heads", "perplexity", "place", "layers")
+    columns = ("part", "role", "share", "remaining", "heads", "loss", "place", "layers")
     glossary: ClassVar = {
         "part": "a neuron, a component, or a set of them that was removed as one",
-        "role": "what it does: it writes the spike, writes it only when others are gone, or marks its place",
-        "needed": "whether it is in the smallest set found without which less than a quarter of the spike remains",
+        "role": "what its removal at the place does to the spike: needed (it is in the smallest set that suffices), "
+        "lowers, backup (it writes only when others are gone), raises, another spike (it lowers that one more), "
+        "nothing; or mark",
         "share": "what it adds along the spike's direction, as a share of the spike",
         "remaining": "share of the spike that remains without it alone",
         "heads": "heads in the spike's layers that still attend to the place without it alone",
-        "perplexity": "perplexity without it alone, over that of the intact model",
+        "loss": "rise of the loss without it alone, in nats a token",
         "place": "where the spike is",
         "layers": "layers in which the spike stands out",
     }
@@ -89,36 +89,33 @@ class FindSinks(Result):
         return self.spike.needed.neurons
 
     def conclusion(self) -> str:
-        """Return how many heads attend where, and what they lose without the neurons that write the spike there."""
+        """Return the fewest neurons that suffice and what they do at the place; or how many heads attend where."""
+        said = None if self.spike is None else cards.suffices(self.spike)
+        if said is not None:
+            return said
         if self.readers.heads or self.spikes:
-            attention = None
-            if self.spike is not None and self.needed:
-                attention = lost_without(self.spike).get("attention")
-            return cards.readers(self.readers, self.spike, attention)
+            return cards.readers(self.readers)
         if self.learned_heads:
             return cards.LEARNED.format(heads=self.learned_heads, total=self.readers.total)
         return self._no_spike
 
     def cards(self) -> list[Card]:
-        """Return a card for each spike, and one for what else heads attend to."""
+        """Return a card for each spike, and one for who attends where."""
         made: list[Card] = []
         for number, spike in enumerate(self.spikes):
             if spike.like is None:
                 made.append(cards.spike_card(spike, [one for one in self.spikes if one.like == number]))
         attended = [one for one in self.attended if self.spikes or one.place.words != self.readers.place]
         learned = self.learned_heads if self.readers.heads or self.spikes else 0  # else the conclusion says it
-        elsewhere = cards.elsewhere_card(attended, learned, self.bos, self.readers.total)
-        return made if elsewhere is None else [*made, elsewhere]
+        attention = cards.attention_card(self.readers, attended, learned, self.bos, self.readers.total)
+        return made if attention is None else [*made, attention]
 
     def details(self) -> list[str]:
-        """Return what readers lose without the components that a spike needs, and what the labels mean."""
+        """Return what the labels mean."""
         if self.spike is not None:
-            effects, lines = lost_without(self.spike), list[str]()
-            if "attention" in effects and not self.needed:
-                lines.append(cards.readers_lose(self.spike, effects["attention"]))
-            without = [one.without_writers for one in self.spikes if one.without_writers is not None]
-            if without and all(one.perplexity is None for one in without):
-                lines.append(cards.NO_PERPLEXITY)
+            effects, lines = [one.effect for one in self.spikes if one.effect is not None], list[str]()
+            if effects and all(one.at_place.loss is None for one in effects):
+                lines.append(cards.NO_LOSS)
             return [*lines, cards.LEGEND]
         return [self._no_spike] if self.readers.heads else []
 
@@ -152,53 +149,49 @@ class FindSinks(Result):
             if self.needed:
                 needed = tuple(map(str, self.needed))
                 numbers.append(Number("neurons", "neurons that the spike needs", word_list(needed, 4), items=needed))
-            kind, edited = "heads", "with {} replaced"
-            if self.needed:
-                kind, edited = "neurons", "without {}"
-            for what, effect in lost_without(self.spike).items():
-                label = f"{what} lost {edited.format(cards.writers_of(self.spike))}"
-                numbers.append(Number.of(f"{what}.{kind}", label, effect))
+            numbers += effect_numbers(self.spike)
         return numbers
 
 
-def lost_without(spike: SpikeResult) -> dict[str, Effect]:
-    """Return how much of the attention to a spike, and of the spike, is lost without its writers."""
-    without, effects = spike.without_writers, dict[str, Effect]()
-    if spike.needed is None or without is None or without.random is None:
-        return effects
-    control = "random neurons" if spike.needed.neurons else "other components, each alone"
-    if spike.heads:
-        effects["attention"] = Effect(1 - without.attention, None, {control: 1 - without.random.attention})
-    effects["spike"] = Effect(1 - without.left, without.left_margin, {control: 1 - without.random.left})
-    return effects
+def effect_numbers(spike: SpikeResult) -> list[Number]:
+    """Return how the loss rises without the needed set of a spike, and what is left, beside the strongest control."""
+    if spike.effect is None or spike.controls is None or spike.needed is None:
+        return []
+    outcome, strongest, numbers = spike.effect.at_place, spike.controls.strongest, list[Number]()
+    control = None if strongest is None else strongest[1]
+    contrast = "control" if strongest is None else f"{strongest[0]} others"
+    names = word_list(spike.needed.parts, 2)
+    if outcome.loss is not None:
+        label = f"rise of the loss without {names} at the place, in nats a token"
+        beside = None if control is None else control.loss
+        numbers.append(Number("loss", label, outcome.loss, beside, outcome.margin, contrast=contrast))
+    label = f"share of the spike that remains without {names} at the place"
+    beside = None if control is None else control.left
+    numbers.append(
+        Number("left.needed", label, outcome.left, beside, outcome.left_margin, share=True, contrast=contrast)
+    )
+    return numbers
 
 
 def spike_rows(spike: SpikeResult) -> Table:
-    """Return the rows of a spike: needed neurons, other writers, components that it needs, and marks."""
+    """Return the rows of a spike: needed neurons, other candidates, components that it needs, and marks."""
     rows: Table = []
-    members, alone = () if spike.needed is None else spike.needed.neurons, {one.address: one for one in spike.alone}
+    alone = {one.address: one for one in spike.alone}
     where = {"place": spike.place.words, "layers": cards.span(*spike.layers)}
-    for one in sorted(spike.neurons, key=lambda one: (one.address not in members, -one.share)):
-        left = alone.get(one.address)
-        outcomes = {"remaining": None, "heads": None, "perplexity": None}
-        if left is not None:
-            outcomes = {"remaining": left.left, "heads": left.heads, "perplexity": left.perplexity}
-        role = "backup" if one.address in spike.backups else "writer"
-        rows.append(
-            {"part": str(one.address), "role": role, "needed": one.address in members, "share": one.share}
-            | outcomes | where
-        )  # fmt: skip
-    shares = {one.part: one.share for one in spike.writers}
-    without = spike.without_writers
-    if spike.needed is not None and not members and without is not None:
-        outcomes = {"remaining": without.left, "heads": without.heads[1], "perplexity": without.perplexity}
+    for one in sorted(spike.neurons, key=lambda one: (one.role != "needed", -one.share)):
+        outcomes = {"remaining": one.left, "heads": None, "loss": None}
+        said = alone.get(one.address)
+        if said is not None:
+            outcomes = {"remaining": said.left, "heads": said.heads, "loss": said.loss}
+        rows.append({"part": str(one.address), "role": one.role, "share": one.share} | outcomes | where)
+    if spike.needed is not None and not spike.needed.neurons and spike.effect is not None:
+        outcome, shares = spike.effect.at_place, {one.part: one.share for one in spike.writers}
         share = sum(shares.get(part, 0.0) for part in spike.needed.parts)
-        row = {"part": " + ".join(spike.needed.parts), "role": "writer", "needed": True, "share": share}
-        rows.append(row | outcomes | where)
+        row = {"part": " + ".join(spike.needed.parts), "role": "needed", "share": share}
+        rows.append(row | {"remaining": outcome.left, "heads": outcome.heads[1], "loss": outcome.loss} | where)
     for mark in spike.marks:
-        heads = None if mark.heads is None else mark.heads[1]
-        row = {"part": mark.part, "role": "mark", "needed": None, "share": None, "remaining": mark.left}
-        rows.append(row | {"heads": heads, "perplexity": None} | where)
+        row = {"part": mark.part, "role": "mark", "share": None, "remaining": mark.left}
+        rows.append(row | {"heads": mark.heads[1], "loss": None} | where)
     return rows
 
 
@@ -229,5 +222,5 @@ class Circuit(FindSinks):
             return super().numbers()
         mark = self.spike.marks[0]
         label = "share of the spike that remains with what marks its place replaced"
-        left = Number("left", label, mark.left, mark.others, mark.margin, share=True, contrast="median of others")
+        left = Number("left", label, mark.left, mark.others, mark.margin, share=True, contrast="others")
         return [left, Number("mark", "what marks the place", mark.part), *super().numbers()]

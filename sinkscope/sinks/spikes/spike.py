@@ -15,7 +15,7 @@ from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.cards import run
 from sinkscope.sinks.spikes.places import Place, at_position, sink_places, split_by_label
 from sinkscope.sinks.spikes.survey import Survey
-from sinkscope.sinks.thresholds import HALF, LATER, READS, SAME, SMALLEST, STANDS_OUT
+from sinkscope.sinks.thresholds import COUNTS, HALF, LATER, READS, SAME, SMALLEST, STANDS_OUT
 from sinkscope.sinks.tokens import Mask
 
 Part = Neuron | Head | Component
@@ -52,6 +52,13 @@ class Spike:
     def name(self) -> str:
         """The spike by its layers."""
         return run(*self.layers)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Residual dimensions that hold at least a tenth of the direction's square, the largest first."""
+        square = self.direction.square()
+        order = square.argsort(descending=True, stable=True)
+        return tuple(order[square[order] >= COUNTS].tolist())
 
     def along(self, states: Float[Tensor, "*n d_model"]) -> Float[Tensor, "*n"]:
         """Project states on the direction, from the mean of ordinary positions, as a share of the spike."""

@@ -1,14 +1,18 @@
-"""Step 3, the writers: what each component and neuron adds along a spike's direction; these shares sum to 1."""
+"""Step 3, the writers: what each component and neuron adds along a spike's direction; these shares sum to 1.
+
+Shares only choose candidates for the set that a spike needs. Equal neurons, which write along one column in step, are
+one unit: a neuron can be packed as many.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -34,24 +38,42 @@ from sinkscope.sinks.spikes.records import NeuronShare, PartShare
 from sinkscope.sinks.spikes.spike import Part, Spike
 from sinkscope.sinks.thresholds import ERASES, LISTED, NAMED, PARALLEL, TRACE
 
-Sizes = Mapping[int, Float[Tensor, " neuron"]]
-"""What each neuron of a layer writes, by the numbers of a `LayerView`."""
+Unit = tuple[Neuron, ...]
+"""Equal neurons of one layer."""
 
 
-def with_writers(spike: Spike) -> Spike:
-    """Add the components and neurons that write a spike, and the components that erase it."""
-    writers, erasers = writers_of(spike)
-    neurons, written = neurons_of(spike, writers)
-    return replace(spike.adding(writers=writers, neurons=neurons, erasers=erasers), written=written)
+@dataclass(frozen=True, eq=False)
+class Writers:
+    """What writes a spike, by shares.
+
+    Attributes:
+        neurons: Candidates: the neurons of units that write 2 % or more of it, or against it; and backups.
+        units: These neurons, equal ones together.
+        written: What every neuron writes of it, by layer and by the numbers of a `LayerView`.
+    """
+
+    neurons: tuple[NeuronShare, ...]
+    units: tuple[Unit, ...]
+    written: Mapping[int, Float[Tensor, " neuron"]]
+
+    @property
+    def neutral(self) -> dict[Neuron, float]:
+        """The median of each candidate at ordinary positions."""
+        return {one.address: one.neutral for one in self.neurons}
+
+    def share(self, neurons: Iterable[Neuron]) -> float:
+        """Return what some candidates write together."""
+        shares = {one.address: one.share for one in self.neurons}
+        return sum(shares[neuron] for neuron in neurons)
 
 
-def writers_of(spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ...]]:
+def components_of(spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ...]]:
     """Return the shares of the embedding, attention and MLPs up to the peak, and those of what erases the spike later.
 
     Args:
         spike: The spike.
     """
-    survey, mask, peak, last = spike.survey, spike.place.mask, spike.result.peak, spike.result.layers[1]
+    survey, mask, peak, last = spike.survey, spike.place.mask, spike.peak, spike.layers[1]
     before, later = list[PartShare](), list[PartShare]()
     for part in components(survey.target, survey.target.n_layers - 1):
         along, layer = survey.added(part) @ spike.direction, part.layer or 0
@@ -67,40 +89,49 @@ def writers_of(spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare, ..
 
 
 @torch.no_grad()
-def neurons_of(spike: Spike, writers: Sequence[PartShare]) -> tuple[tuple[NeuronShare, ...], Sizes]:
-    """Return every neuron up to the peak that writes along the direction, or against it, and what each neuron writes.
+def writers_of(spike: Spike) -> Writers:
+    """Return the neurons up to the peak that write along the direction, or against it, as candidates; largest first.
 
-    The largest share comes first. Neurons of a layer whose columns are parallel count together, because one neuron can
-    be packed as many. If passes through the model cannot begin at a later layer, only layers are read whose MLP writes
-    enough.
+    If passes through the model cannot begin at a later layer, only layers are read whose MLP writes enough.
 
     Args:
         spike: The spike.
-        writers: Its components.
     """
-    found, written, target = list[NeuronShare](), dict[int, Tensor](), spike.survey.target
-    of_mlp, skips = {one.part: abs(one.share) for one in writers}, target.skips_layers
+    found, units, written, target = list[NeuronShare](), list[Unit](), dict[int, Tensor](), spike.survey.target
+    of_mlp, skips = {one.part: abs(one.share) for one in components_of(spike)[0]}, target.skips_layers
     for layer in target.with_neurons:
-        if layer > spike.result.peak or (not skips and of_mlp.get(f"mlp {layer}", 0.0) < NAMED):
+        if layer > spike.peak or (not skips and of_mlp.get(f"mlp {layer}", 0.0) < NAMED):
             continue
         with target.loaded(layer):
-            shares, view = of_layer(spike, layer, spike.survey.start(layer))
-            written[layer] = shares.mean(1)
-            sizes = written[layer].abs()
-            some = (sizes >= TRACE).nonzero().flatten()
-            beside = normalize(columns(target, layer, some).cpu(), dim=1)
-        parallel = (beside @ beside.T).abs() >= PARALLEL
-        for number in some[(parallel.float() @ sizes[some]) >= NAMED].tolist():
-            found.append(_share_of(spike, layer, number, shares[number], view))
-    return tuple(sorted(found, key=lambda one: -one.share)), written
+            view = of_layer(spike, layer, spike.survey.start(layer))
+            written[layer] = view.shares.mean(1)
+            for numbers in equal_neurons(target, view, written[layer]):
+                if abs(float(written[layer][numbers].sum())) >= NAMED:
+                    records = [_share_of(spike, view, number) for number in numbers.tolist()]
+                    found += records
+                    units.append(tuple(one.address for one in records))
+    return Writers(tuple(sorted(found, key=lambda one: -one.share)), tuple(units), written)
 
 
-def of_layer(
-    spike: Spike, layer: int, start: LayerInput | None = None
-) -> tuple[Float[Tensor, "neuron case"], LayerView]:
-    """Return what each neuron of a layer adds along the direction at the place, and the layer at ordinary positions.
+@dataclass(frozen=True, eq=False)
+class LayerShares:
+    """What the neurons of a layer add along a spike's direction.
 
-    Under an ablation, it is what each neuron adds then.
+    Attributes:
+        layer: The layer.
+        shares: At the place, beyond the mean of ordinary positions, as shares of the spike.
+        written: What each adds, at all positions that were read.
+        ordinary: The layer at ordinary positions.
+    """
+
+    layer: int
+    shares: Float[Tensor, "neuron case"]
+    written: Float[Tensor, "n neuron"]
+    ordinary: LayerView
+
+
+def of_layer(spike: Spike, layer: int, start: LayerInput | None = None) -> LayerShares:
+    """Return what each neuron of a layer adds along the direction at the place; under an ablation, what it adds then.
 
     Args:
         spike: The spike.
@@ -118,51 +149,96 @@ def of_layer(
         written = _written(target, view, spike.direction, survey.mlp[layer][where])
     of_place = mask[where]
     beyond = (written[of_place] - written[~of_place].mean(0)) / spike.size
-    return beyond.T, view.at(~of_place)
+    return LayerShares(layer, beyond.T, written, view.at(~of_place))
 
 
-def _share_of(
-    spike: Spike, layer: int, number: int, shares: Float[Tensor, " case"], ordinary: LayerView
-) -> NeuronShare:
+def equal_neurons(target: Target, view: LayerShares, shares: Float[Tensor, " neuron"]) -> list[Int[Tensor, " some"]]:
+    """Return the numbers of a layer's neurons that write a trace, those together that are one neuron packed as many.
+
+    Their columns are parallel, and what they write rises and falls together.
+
+    Args:
+        target: The model.
+        view: What they write.
+        shares: What each writes of the spike.
+    """
+    some, units = (shares.abs() >= TRACE).nonzero().flatten(), list[Tensor]()
+    equal = _parallel(columns(target, view.layer, some).cpu()) & _parallel(view.written.T[some])
+    free = torch.ones(len(some), dtype=torch.bool)
+    for number in range(len(some)):
+        if free[number]:
+            unit = equal[number] & free
+            unit[number] = True
+            units.append(some[unit])
+            free &= ~unit
+    return units
+
+
+def _parallel(rows: Float[Tensor, "n d"]) -> Bool[Tensor, "n n"]:
+    unit = normalize(rows.float(), dim=1)
+    return (unit @ unit.T).abs() >= PARALLEL
+
+
+def _share_of(spike: Spike, view: LayerShares, number: int) -> NeuronShare:
     """The record of a neuron."""
-    target = spike.survey.target
+    target, shares = spike.survey.target, view.shares[number]
     margin = margin_of(per_text(shares, spike.place.mask).numpy())
-    expert, neuron = expert_and_neuron(target, layer, number)
-    neutral = neutral_post(target, ordinary, number)
-    return NeuronShare(layer, expert, neuron, float(shares.mean()), margin, neutral)
+    expert, neuron = expert_and_neuron(target, view.layer, number)
+    neutral = neutral_post(target, view.ordinary, number)
+    return NeuronShare(view.layer, expert, neuron, float(shares.mean()), margin, neutral)
 
 
 @torch.no_grad()
-def with_backups(spike: Spike, neurons: Sequence[Neuron]) -> Spike:
-    """Add neurons that write only when the writers are gone, with what they write while these stand."""
-    found, written = list[NeuronShare](), dict(spike.written)
+def shares_on(spike: Spike, neurons: Sequence[Neuron]) -> list[NeuronShare]:
+    """Return what neurons write of a spike in its own texts.
+
+    Args:
+        spike: The spike.
+        neurons: The neurons.
+    """
+    found: dict[Neuron, NeuronShare] = {}
     for layer in sorted({neuron.layer for neuron in neurons}):
-        shares, view = of_layer(spike, layer, spike.survey.start(layer))
-        written[layer] = shares.mean(1)
+        view = of_layer(spike, layer, spike.survey.start(layer))
         for one in neurons:
             if one.layer == layer:
-                number = flat_number(spike.survey.target, layer, one.expert, one.neuron)
-                found.append(_share_of(spike, layer, number, shares[number], view))
-    return replace(spike.adding(neurons=(*spike.result.neurons, *found), backups=tuple(neurons)), written=written)
+                found[one] = _share_of(spike, view, flat_number(spike.survey.target, layer, one.expert, one.neuron))
+    return [found[neuron] for neuron in neurons]
+
+
+def with_backups(spike: Spike, writers: Writers, neurons: Sequence[Neuron]) -> Writers:
+    """Add neurons that write only when the writers are gone, with what they write while these stand."""
+    if not neurons:
+        return writers
+    fresh, units = shares_on(spike, neurons), tuple((neuron,) for neuron in neurons)
+    return replace(writers, neurons=(*writers.neurons, *fresh), units=(*writers.units, *units))
+
+
+def writing_of(
+    target: Target, view: LayerView, added: Float[Tensor, "n d_model"]
+) -> tuple[Float[Tensor, " d_model"], Float[Tensor, "n 1"]]:
+    """Return the factors of each dimension and each position by which what a neuron gives is added.
+
+    A norm behind the MLP is linear once its scale at a position is known.
+
+    Args:
+        target: The model.
+        view: The layer.
+        added: What the MLP adds, after the norm.
+    """
+    if "post_mlp_norm" not in target.paths[view.layer]:
+        return torch.ones(target.d_model), torch.ones(len(added), 1)
+    gain = gain_of(target, target.sub(view.layer, "post_mlp_norm")).cpu()
+    raw = view.mlp.cpu() * gain
+    return gain, ((raw * added).sum(-1) / raw.square().sum(-1).clamp(min=1e-30))[:, None]
 
 
 def _written(
     target: Target, view: LayerView, direction: Float[Tensor, " d_model"], added: Float[Tensor, "n d_model"]
 ) -> Float[Tensor, "n neuron"]:
-    """What each neuron adds along a direction. A norm behind the MLP is linear once its scale at a position is known.
-
-    Args:
-        target: The model.
-        view: The layer.
-        direction: The direction.
-        added: What the MLP adds, after the norm.
-    """
-    post, onto, scale = view.post, direction.to(view.post.device), torch.ones(len(added), 1)
-    if "post_mlp_norm" in target.paths[view.layer]:
-        gain = gain_of(target, target.sub(view.layer, "post_mlp_norm")).to(post.device)
-        onto, raw = onto * gain, (view.mlp.to(post.device) * gain).cpu()
-        scale = ((raw * added).sum(-1) / raw.square().sum(-1).clamp(min=1e-30))[:, None]
-    projection = torch.zeros(post.shape[1], device=post.device)
+    """What each neuron adds along a direction; `added` is what the MLP adds, after the norm."""
+    post = view.post
+    gain, scale = writing_of(target, view, added)
+    onto, projection = (direction * gain).to(post.device), torch.zeros(post.shape[1], device=post.device)
     for some in post.any(0).nonzero().flatten().split(1024):
         projection[some] = (columns(target, view.layer, some) @ onto).float()  # under autocast it is not
     return (post * projection).cpu() * scale
