@@ -15,7 +15,7 @@ from sinkscope.files.plain import plain
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE, ModelInfo, Provenance
 from sinkscope.files.records import build
 
-SCHEMA = 4
+SCHEMA = 5
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
 ANY_KIND = "result"
 """Kind of a class that states none."""

@@ -52,9 +52,9 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
     sinks = Result.load(folder / "find-sinks.json")
     assert card.conclusion() == sinks.conclusion()
     numbers = {number.label: number for part in card.parts for number in part.numbers}
-    lost = numbers[f"spike lost without {neuron}"]
-    without = sinks.spikes[0].without_writers
-    assert (lost.value, lost.control) == (1 - without.left, 1 - without.random.left)
+    left = numbers[f"share of the spike that remains without {neuron} at the place"]
+    spike = sinks.spikes[0]
+    assert (left.value, left.control) == (spike.effect.at_place.left, spike.controls.strongest[1].left)
     assert len(numbers) >= 7 and numbers["neurons that the spike needs"].value == neuron
     page = (folder / "card.html").read_text()
     for part in card.parts:
@@ -65,9 +65,9 @@ def test_every_part_and_the_card_are_in_the_folder(folder, neuron):
     assert re.findall(r"</h2><(details|div)", page) == ["details", "div", "details"]  # the sink alone is open
     tiles = page.partition('<div class="tiles">')[2].partition("</div>")[0].split("<article>")[1:]
     assert [tile.partition("</h3>")[0] for tile in tiles] == ["<h3>Sink", "<h3>Repetition"]
-    one = numbers[f"attention lost without {neuron}"]
-    value, control = (f"{share:.1%}" for share in (one.value, one.control))
-    assert f"<b>{value}</b> {one.label} <small>({one.contrast}: {control})</small>" in tiles[0]
+    loss = numbers[f"rise of the loss without {neuron} at the place, in nats a token"]
+    value, control = (f"{nats:.4g}" for nats in (loss.value, loss.control))
+    assert f"<b>{value}</b> {loss.label} <small>({loss.contrast}: {control})</small>" in tiles[0]
 
 
 def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):

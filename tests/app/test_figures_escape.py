@@ -24,6 +24,7 @@ CHOICES = {  # one of a few words, or packed numbers
     "kept.scheme",
     "rounded.kept",
     "spikes.writers.part",
+    "spikes.neurons.role",
     "spikes.erasers.part",
     "spikes.marks.part",
     "attempts.patch",

@@ -87,11 +87,11 @@ def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bu
     writers = [f"the MLP of layer 1{found.writers[0].share:.0%}"]
     writers.append(f"{neuron.address}{neuron.share:.0%}; {alone.left:.0%} remains; needed")
     marks = [f"the attention of layer 0{found.marks[0].left:.0%} remains; others: {found.marks[0].others:.0%}"]
-    marks.append(f"{found.marks[1].part}{found.marks[1].left:.0%} remains")
+    marks.append(f"{found.marks[1].part}{found.marks[1].left:.0%} remains; others: {found.marks[1].others:.0%}")
     assert chrome.texts("#spike-0 .parts li") == [*writers, *marks]
     for label, said in view.circuit[0].card.rows:
         assert chrome.text(f"#spike-0 .card-{label.split()[0]}").split() == f"{label} {said}".split()
-    model, ids = bundled.setup.target.hf, measured.survey.ids
+    model, ids = bundled.setup.target.hf, measured.reported.survey.ids
     given = attention(model, ids)[..., 1:, 0].mean((1, 3))  # layer head
     assert np.array(view.circuit[0].attention) == pytest.approx(given[found.layers[0] + 1 :].numpy(), abs=1e-4)
     titles = [f"L{n}.H{head}: {given[n, head]:.0%}" for n in range(2, 6) for head in range(8)]
@@ -106,12 +106,12 @@ def fired(setup, ids, neuron: Neuron):
     return seen[0][..., neuron.neuron]
 
 
-def outcome(sink, neuron: Neuron) -> list[str]:
-    """What a page says is left of the spike, of heads and of perplexity; here from plain hooks."""
-    model, ids = sink.setup.target.hf, sink.sinks.survey.ids
+def outcome(sink, neuron: Neuron, texts: int = 16) -> list[str]:
+    """What a page says is left of the spike, of heads and of the loss; here from plain hooks."""
+    model, ids = sink.setup.target.hf, sink.sinks.report.ids
     (spike,) = plain.spikes(plain.run(model, ids))
-    left = plain.without(model, ids, spike, [neuron.site])
-    return [percent(left.left), str(left.heads), f"{left.perplexity:.2f} times"]
+    left = plain.without(model, ids[:texts], spike, [neuron.site], 0)
+    return [percent(left.left), str(left.heads), f"{left.loss:.2f} nats"]
 
 
 def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened):
@@ -139,14 +139,15 @@ def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened)
     assert [one.token for one in page.largest] == [setup.tokenizer.decode([survey.ids[at]]) for at in expected]
     assert page.largest[0].texts == len(survey.ids)  # BOS begins all of them
     rows = chrome.texts(".largest tr")
-    assert len(rows) == 10 and rows[0].startswith("18.64<s>") and rows[0].endswith("(in 12 texts)")
+    assert len(rows) == 10 and rows[0].startswith("18.64<s>") and rows[0].endswith("(in 16 texts)")
 
     cells = each(chrome, ".outcomes tbody td", "textContent")
     cells = cells[cells.index("it alone") :]
     (control,) = view.circuit[0].random
     random = Neuron(control.layer, control.expert, control.neuron)
     assert cells[:4] == ["it alone", *outcome(bundled, Neuron(1, None, 338))]
-    assert cells[4:] == [f"random: {random}", *outcome(bundled, random)]
+    assert cells[4:8] == [f"random: {random}", *outcome(bundled, random, 4)]
+    assert cells[8] == "the busiest others" and len(cells) == 12
     assert cells[1:3] == ["0%", "1"] and cells[5:7] == ["100%", "20"]
 
 

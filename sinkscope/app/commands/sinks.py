@@ -36,11 +36,11 @@ piece_length = click.option("--length", type=int, default=64, help="Tokens per p
 @repeated
 @click.option("--max-repeats", type=int, help="Number of copies of each. By default 64, or what the context holds.")
 def find_sinks() -> Any:
-    """Find the norm spikes of a model, and the neurons and heads behind them.
+    """Find the norm spikes of a model, the fewest neurons that make them, and the heads that attend to their places.
 
-    A spike is a place, a direction in the residual stream and a run of layers. Typical text is read once; what each
-    component and neuron adds along the direction are shares of the spike. Then its writers are removed, one by one and
-    together, beside random neurons of the same layers (Sun et al. 2024; Yona et al. 2025, section 4).
+    A spike is a place, a direction in the residual stream and a run of layers. One half of the texts finds spikes and
+    the neurons that they need; the other half tells what these do at the place, beside others that write as much (Sun
+    et al. 2024; Yona et al. 2025, section 4).
     """
     return ss.find_sinks
 
