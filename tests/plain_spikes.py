@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from organisms.hard import attentions
@@ -81,17 +81,26 @@ class PlainSpike:
         return (states - self.mean) @ self.direction / self.size
 
 
-def spikes(seen: Pass) -> list[PlainSpike]:
-    """The spikes of the first token, those of the lowest layers first."""
-    states = seen.states[1:]
+def ratios(states: Tensor) -> Tensor:
+    """Norms over the typical one of each layer, without what massive dimensions hold everywhere."""
     later = states[:, :, 1:].flatten(1, 2)
     size = later.abs().median(1).values
     massive = size > 30 * size.median(1, keepdim=True).values
     away = (states - (later.median(1).values * massive)[:, None, None]).norm(dim=-1)
-    ratio = away / away[:, :, 1:].flatten(1).median(1).values[:, None, None]
-    high = (ratio > FACTOR).any(0)
-    ordinary = ~high
+    return away / away[:, :, 1:].flatten(1).median(1).values[:, None, None]
+
+
+def ordinary_of(states: Tensor) -> Tensor:
+    """Positions after the first at which nothing stands out."""
+    ordinary = ~(ratios(states) > FACTOR).any(0)
     ordinary[:, 0] = False
+    return ordinary
+
+
+def spikes(seen: Pass) -> list[PlainSpike]:
+    """The spikes of the first token, those of the lowest layers first."""
+    states = seen.states[1:]
+    ratio, ordinary = ratios(states), ordinary_of(states)
     mean = states[:, ordinary].mean(1)
     there = states[:, :, 0].mean(1) - mean
     size, unit = there.norm(dim=-1), there / there.norm(dim=-1, keepdim=True)
@@ -119,11 +128,36 @@ def mlp_shares(seen: Pass, spike: PlainSpike) -> list[float]:
     return ((along[:, :, 0].mean(1) - along[:, spike.ordinary].mean(1)) / spike.size).tolist()
 
 
+def in_texts(spike: PlainSpike, seen: Pass) -> PlainSpike:
+    """The same direction and layers in other texts."""
+    ordinary = ordinary_of(seen.states[1:])
+    mean = seen.states[spike.peak + 1][ordinary].mean(0)
+    size = float(((seen.states[spike.peak + 1][:, 0] - mean) @ spike.direction).mean())
+    norm = float(seen.states[spike.peak + 1][:, 0].norm(dim=-1).mean())
+    return replace(spike, mean=mean, size=size, norm=norm, ordinary=ordinary)
+
+
+def some(seen: Pass, texts: int) -> Pass:
+    """The same of the first texts."""
+    attention = [rows[:texts] for rows in seen.attention]
+    return Pass(seen.states[:, :texts], seen.mlp[:, :texts], attention, seen.loss[:texts])
+
+
+@torch.no_grad()
+def written_norms(model, ids: Tensor, layer: int) -> Tensor:
+    """Norm of what each neuron of a layer adds, mean over all tokens; of models without a norm behind the MLP."""
+    down = part(part(blocks(model)[layer], "mlp"), "down_proj")
+    with reading([down], "input") as seen:
+        model(ids, use_cache=False)
+    return seen[0].abs().mean((0, 1)) * down.weight.norm(dim=0)
+
+
 @dataclass
 class Left:
     left: float
     heads: int
     loss: float  # of tokens after the first position's own next token
+    tokens: int
 
 
 def readers(given: Tensor, spike: PlainSpike) -> int:
@@ -159,14 +193,26 @@ def removed(model, neurons: Sequence[tuple[int, int]], at: int | None) -> Iterat
             handle.remove()
 
 
-def without(model, ids: Tensor, spike: PlainSpike, neurons: Sequence[tuple[int, int]], at: int | None) -> Left:
-    """What is left without some neurons at one position, or everywhere (None)."""
-    intact = run(model, ids)
+def without(
+    model,
+    ids: Tensor,
+    spike: PlainSpike,
+    neurons: Sequence[tuple[int, int]],
+    at: int | None,
+    step: int = 1,
+    seen: Pass | None = None,
+) -> Left:
+    """What is left without some neurons at one position, or everywhere (None); of every so many tokens' loss.
+
+    `seen` is the intact pass over these texts, if it is known.
+    """
+    intact = seen or run(model, ids)
     with removed(model, neurons, at):
         edited = run(model, ids)
     along = [spike.along(seen.states[spike.peak + 1, :, 0]).mean() for seen in (edited, intact)]
-    rise = (edited.loss - intact.loss)[:, 1:].mean()
-    return Left(float(along[0] / along[1]), readers(received(edited.attention), spike), float(rise))
+    rise = (edited.loss - intact.loss)[:, max(1, step - 1) :: step]
+    heads = readers(received(edited.attention), spike)
+    return Left(float(along[0] / along[1]), heads, float(rise.mean()), rise.numel())
 
 
 @contextmanager

@@ -248,6 +248,77 @@ class Copies:
     count: int
 
 
+Cause = Literal["token", "sight", "position"]
+"""What may make a position a sink: its token; that it sees only itself; its position id."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What an ordinary position is like under one combination of causes.
+
+    Attributes:
+        token: Whether it carries the token of the place.
+        alone: Whether it sees only itself.
+        start: Whether it has the position id of the place.
+        share: Share of the spike that it then has.
+        margin: Half of the 95 % interval over texts.
+        heads: Heads that attend to it beside the place, which is still there.
+    """
+
+    token: bool
+    alone: bool
+    start: bool
+    share: float
+    margin: float | None
+    heads: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What the place is like with one cause taken away.
+
+    Attributes:
+        cause: The cause: another token stands there; tokens before it are seen; the whole text begins later.
+        share: Share of the spike that is left.
+        margin: Half of the 95 % interval over texts.
+        heads: Heads that attend to it.
+    """
+
+    cause: Cause
+    share: float
+    margin: float | None
+    heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What makes a position such a place.
+
+    Attributes:
+        cells: Combinations of causes at ordinary positions.
+        taken: Each cause taken away at the place.
+        sufficient: The fewest causes that give an ordinary position half of the spike; each alone, if several do.
+        necessary: Causes without which less than a quarter of the spike is left at the place.
+        random_token: Share of the spike at an ordinary position that carries a random token and sees only itself.
+        one_other: Share at an ordinary position that sees itself and one random other token.
+        one_other_margin: Half of the 95 % interval over texts.
+        layers: The last of the first layers in which seeing only itself suffices. None: it does not suffice.
+        borne: Share of the spike by the number of nearest other tokens that are seen as well.
+        texts: Number of texts.
+    """
+
+    cells: tuple[Cell, ...]
+    taken: tuple[Taken, ...]
+    sufficient: tuple[Cause, ...]
+    necessary: tuple[Cause, ...]
+    random_token: float
+    one_other: float
+    one_other_margin: float | None
+    layers: int | None
+    borne: tuple[tuple[int, float], ...]
+    texts: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpikeResult:
     """A spike as a result says it: what was chosen on one half of the texts, in numbers of the other half.
@@ -308,7 +379,7 @@ class SpikeResult:
     heads_margin: float | None
     texts: int
     held_out: bool
-    conditions: None = None
+    conditions: Conditions | None
     purpose: None = None
 
     @property
