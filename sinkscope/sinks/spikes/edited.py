@@ -159,7 +159,7 @@ def read_rows(batch: Batch, *, whole: bool = False, losses: bool = False, peaks:
         size = rows_at_once(batch.ids.shape[1], max(target.d_mlp, target.d_model))
         if losses:
             positions = read_positions(target, batch.ids.shape[1])
-            size = min(size, max(1, 2 * MOST_NUMBERS // (len(positions) * int(target.config.vocab_size))))
+            size = min(size, rows_of_logits(target, len(positions)))
     starts = range(0, len(batch.ids), size)
     for number, first in enumerate(starts, 1):
         some = batch.some(slice(first, first + size))
@@ -225,6 +225,11 @@ def read_positions(target: Target, length: int) -> Int[Tensor, " some"]:
     return torch.arange(step - 1, length - 1, step)
 
 
+def rows_of_logits(target: Target, positions: int) -> int:
+    """Return how many texts have logits of so many positions that memory allows."""
+    return max(1, 2 * MOST_NUMBERS // (positions * int(target.config.vocab_size)))
+
+
 @torch.no_grad()
 def losses_at(target: Target, ids: TokenRows, positions: Tensor, start: LayerInput | None) -> Float[Tensor, "row some"]:
     """Measure the loss of the tokens after some positions, in nats.
@@ -248,8 +253,7 @@ def intact_losses(survey: Survey) -> Float[Tensor, "text following"]:
         loss = torch.full((len(ids), ids.shape[1] - 1), torch.nan)
         if target.resident:
             positions = read_positions(target, ids.shape[1])
-            size = max(1, 2 * MOST_NUMBERS // (len(positions) * int(target.config.vocab_size)))
-            for rows in torch.arange(len(ids)).split(size):
+            for rows in torch.arange(len(ids)).split(rows_of_logits(target, len(positions))):
                 start = survey.start(target.n_layers - 1, rows)
                 loss[rows[:, None], positions] = losses_at(target, ids[rows], positions, start)
         survey.losses.append(loss)

@@ -320,6 +320,67 @@ class Conditions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Change:
+    """What another way of reading a place does to later tokens.
+
+    Attributes:
+        name: The way.
+        loss: Rise of their loss, in nats a token.
+        interval: Its 95 % interval, from paired differences over texts.
+        heads: Heads that still attend to the place.
+        taker: The next position that takes over most.
+        taker_heads: Heads that attend to it then.
+        spread: Change of the last states when an earlier token is another, relative to their norm. None: not read.
+        spread_margin: Half of the 95 % interval over texts.
+    """
+
+    name: str
+    loss: float
+    interval: tuple[float, float] | None
+    heads: int
+    taker: int
+    taker_heads: int
+    spread: float | None
+    spread_margin: float | None
+
+    @property
+    def margin(self) -> float | None:
+        """Half of the interval of the loss."""
+        return None if self.interval is None else (self.interval[1] - self.interval[0]) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Purpose:
+    """What the attention to a place is for.
+
+    Attributes:
+        layers: The first and the last layer after the spike's first writer, in which the place is hidden or changed.
+        changes: What each way of reading it does.
+        spread: Change of the last states when an earlier token is another, in the intact model.
+        spread_margin: Half of the 95 % interval over texts.
+        heads: Heads of all layers that attend to the place in the intact model.
+        ordinary: The ordinary key that is hidden as a control.
+        attended: The ordinary key with the most attention.
+        texts: Number of texts.
+        tokens: Number of tokens whose loss was read.
+    """
+
+    layers: tuple[int, int]
+    changes: tuple[Change, ...]
+    spread: float
+    spread_margin: float | None
+    heads: int
+    ordinary: int
+    attended: int
+    texts: int
+    tokens: int
+
+    def change(self, name: str) -> Change:
+        """Return what one way does."""
+        return next(one for one in self.changes if one.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpikeResult:
     """A spike as a result says it: what was chosen on one half of the texts, in numbers of the other half.
 
@@ -380,7 +441,7 @@ class SpikeResult:
     texts: int
     held_out: bool
     conditions: Conditions | None
-    purpose: None = None
+    purpose: Purpose | None
 
     @property
     def calibrated(self) -> dict[Neuron, float]:
