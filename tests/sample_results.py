@@ -95,6 +95,8 @@ def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResu
         heads_margin=2.0,
         texts=16,
         held_out=True,
+        conditions=None,
+        purpose=None,
     )
 
 

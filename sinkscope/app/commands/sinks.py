@@ -48,11 +48,17 @@ def find_sinks() -> Any:
 @measures("circuit", SINKS, "sinkscope circuit --model llama-2-7b --html circuit.html")
 @repeated
 @click.option("--max-repeats", type=int, help="Largest number of copies. By default 1,024, or what the context holds.")
+@click.option(
+    "--only",
+    type=click.Choice(["conditions", "purpose"]),
+    help='Ask one of both questions alone: "conditions" (what makes the place) or "purpose" (what it is for).',
+)
 def circuit() -> Any:
-    """Trace the circuit of the sink.
+    """Ask what makes a position the sink, and what it is for; then trace its circuit to the heads that read it.
 
-    The steps are those of `sinkscope.sinks.spikes.find`. Components and heads are replaced at the place by what they
-    write on average at ordinary positions.
+    An ordinary position gets the place's token, sees only itself, or has its position id; each is taken away at the
+    place. The place is hidden from later tokens, or they read another value from it. Then components and heads are
+    replaced at the place by what they write on average at ordinary positions.
     """
     return ss.circuit
 

@@ -1,11 +1,12 @@
 """What makes a position a sink: its token, that it sees only itself, its position id; each alone and together.
 
-1. Sufficient? An ordinary position, drawn in each text, gets each of the eight combinations. The outcome is the share of
-   the spike that it then has; heads attend beside it, fewer than to the place, because that is still there.
+1. Sufficient? An ordinary position, drawn in each text, gets each of the eight combinations. The outcome is the share
+   of the spike that it then has; heads attend beside it, fewer than to the place, because that is still there.
 2. Necessary? Each is taken away at the place itself: another token; tokens before it that nobody else sees; a shifted
    start.
 3. Controls: a random token in place of the place's own, and seeing one random other token alone.
-4. In which layers? The first layers in which seeing only itself suffices, found by halving; and how many others it bears.
+4. In which layers? The first layers in which seeing only itself suffices, found by halving; and how many others it
+   bears.
 
 A mask of the whole text is given, because position ids that jump are otherwise read as packed texts. Barbero et al.
 2025, Sun et al. 2024 (constant bias), and later papers each claim one of these causes.
@@ -17,6 +18,8 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,7 +31,7 @@ from sinkscope.hooks.edit.base import under
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.draws import draws
-from sinkscope.models.hooks import on_hidden
+from sinkscope.models.hooks import Hook, on_hidden
 from sinkscope.models.target import Target
 from sinkscope.sinks.spikes.records import Cause, Cell, Conditions, Taken
 from sinkscope.sinks.spikes.spike import Spike
@@ -65,7 +68,9 @@ class Layout:
     def of(cls, ids: TokenRows, at: Int[Tensor, " row"]) -> Layout:
         """Return rows as they are."""
         length = ids.shape[1]
-        return cls(ids, torch.arange(length).expand_as(ids), at, torch.zeros(len(ids), length, length, dtype=torch.bool))
+        return cls(
+            ids, torch.arange(length).expand_as(ids), at, torch.zeros(len(ids), length, length, dtype=torch.bool)
+        )
 
     @property
     def rows(self) -> Int[Tensor, " row"]:
@@ -111,63 +116,66 @@ class Seen:
     """What is read at the position of each row.
 
     Attributes:
-        share: Projection on the spike's direction after its peak, as a share of the first token's.
-        attention: Attention to it in the layers that read the spike; None if it was not read.
+        share: Projection on each spike's direction after its peak, as a share of the first token's.
+        given: Attention to the position in every layer, mean over later queries; None if it was not read.
     """
 
-    share: Float[Tensor, " row"]
-    attention: Float[Tensor, "row layer head"] | None
+    share: Float[Tensor, "spike row"]
+    given: Float[Tensor, "row layer head"] | None
 
-    @property
-    def heads(self) -> int | None:
-        """Heads that give it more than 0.3 of their attention, mean over rows."""
-        if self.attention is None:
-            return None
-        return int((self.attention.mean(0) > READS).sum())
+    def heads(self, spike: Spike) -> int:
+        """Heads of the layers that read a spike which give the position more than 0.3, mean over rows."""
+        if self.given is None:
+            return 0
+        reading = spike.reading_layers
+        return int((self.given[:, reading.start : reading.stop].mean(0) > READS).sum())
 
 
 @torch.no_grad()
-def read_layout(spike: Spike, layout: Layout, *, heads: bool = False) -> Seen:
+def read_layout(spikes: Sequence[Spike], layout: Layout, *, heads: bool = False) -> Seen:
     """Read the position of each row.
 
     Args:
-        spike: The spike.
+        spikes: The spikes.
         layout: The rows.
-        heads: Whether attention is read; else the pass ends at the peak.
+        heads: Whether attention is read; else the pass ends at the last peak.
     """
-    target, shares, attention = spike.survey.target, list[Tensor](), list[Tensor]()
-    size = len(layout.ids)
+    target, seen, size = spikes[0].survey.target, list[Seen](), len(layout.ids)
     if target.resident:
         size = rows_at_once(layout.ids.shape[1], max(target.d_mlp, target.d_model))
     for rows in layout.rows.split(size):
-        some = replace(layout, ids=layout.ids[rows], positions=layout.positions[rows], at=layout.at[rows], unseen=layout.unseen[rows])
-        share, given = torch.zeros(len(rows)), torch.zeros(len(rows), len(spike.reading_layers), target.n_heads)
-        _read(spike, some, share, given if heads else None)
-        shares.append(share)
-        attention.append(given)
-    return Seen(torch.cat(shares), torch.cat(attention) if heads else None)
+        of_row = {"positions": layout.positions[rows], "at": layout.at[rows], "unseen": layout.unseen[rows]}
+        seen.append(_read(spikes, replace(layout, ids=layout.ids[rows], **of_row), heads))
+    given = [one.given for one in seen if one.given is not None]
+    return Seen(torch.cat([one.share for one in seen], 1), torch.cat(given) if given else None)
 
 
-def _read(spike: Spike, layout: Layout, share: Tensor, given: Tensor | None) -> None:
-    target, reading = spike.survey.target, spike.reading_layers
-    layers = [layer for layer in target.attending if layer in reading]
+def _read(spikes: Sequence[Spike], layout: Layout, heads: bool) -> Seen:
+    """Read rows in one pass."""
+    target = spikes[0].survey.target
+    share = torch.zeros(len(spikes), len(layout.ids))
+    given = torch.zeros(len(layout.ids), target.n_layers, target.n_heads)
 
-    def at_peak(hidden: Tensor) -> None:
+    def at_peak(number: int, hidden: Tensor) -> None:
         states = hidden.reshape(*layout.ids.shape, -1)[layout.rows, layout.at]
-        share[:] = spike.along(states.float().cpu())
+        share[number] = spikes[number].along(states.float().cpu())
 
     def attend(layer: int, _first: int, probs: Tensor, _visible: Tensor) -> None:
         later = torch.ones(layout.ids.shape[1], layout.ids.shape[1], dtype=torch.bool).tril()[None, None]
         to, seen = given_later(probs, later)
-        assert given is not None
-        given[:, layer - reading.start] = to_place(to.cpu(), seen, layout.place[:, None])
+        given[:, layer] = to_place(to.cpu(), seen, layout.place[:, None])
 
     listening: AbstractContextManager[object] = nullcontext()
-    if given is not None and layers:
-        listening = visible_rows(target, attend, layers=layers, rows_per_chunk=layout.ids.shape[1])
-    last = spike.peak if given is None else max([spike.peak, *layers])
-    with layout.hiding(target), listening, target.hooks((target.layers[spike.peak], "post", on_hidden(at_peak))):
+    last = max(spike.peak for spike in spikes)
+    if heads and target.attending:
+        listening = visible_rows(target, attend, rows_per_chunk=layout.ids.shape[1])
+        last = target.n_layers - 1
+    hooks: list[Hook] = []
+    for number, spike in enumerate(spikes):
+        hooks.append((target.layers[spike.peak], "post", on_hidden(partial(at_peak, number))))
+    with layout.hiding(target), listening, target.hooks(*hooks):
         target.forward(layout.ids, **masked(target, layout.positions), last_layer=last)
+    return Seen(share, given if heads else None)
 
 
 def masked(target: Target, positions: Int[Tensor, "row pos"]) -> dict[str, Tensor]:
@@ -190,48 +198,55 @@ def takes_positions(target: Target) -> bool:
 
 
 @torch.no_grad()
-def conditions_of(spike: Spike, seed: int) -> Conditions | None:
-    """Ask what makes a position such a place; None if the spike is not at the first token, or texts are too short.
+def conditions_of(spikes: Sequence[Spike], seed: int) -> list[Conditions]:
+    """Ask what makes a position the place of spikes of the first token; empty if the texts are too short.
 
     Args:
-        spike: The spike, in texts that did not find it.
+        spikes: The spikes, in texts that did not find them.
         seed: Seed of the ordinary positions, tokens and others.
     """
-    ids = spike.survey.ids[:TEXTS]
-    if not spike.place.is_first or ids.shape[1] <= LAST:
-        return None
+    if not spikes or spikes[0].survey.ids.shape[1] <= LAST:
+        return []
+    ids, target = spikes[0].survey.ids[:TEXTS], spikes[0].survey.target
     generator = draws(seed, "ordinary positions of conditions")
     at = torch.randint(FIRST, LAST, (len(ids),), generator=generator)
-    ordinary, tokens = Layout.of(ids, at), ids[:, 0]
-    others = tokens_from(ids, generator)
-    cells: list[Cell] = []
-    for token in (False, True):
-        for alone in (False, True):
-            for start in (False, True):
-                if start and not takes_positions(spike.survey.target):
-                    continue
-                cells.append(cell_of(spike, changed(ordinary, tokens, token, alone, start), token, alone, start))
-    random = read_layout(spike, ordinary.with_token(others).alone())
-    one = read_layout(spike, ordinary.seeing(some_others(at, ids.shape[1], 1, generator)))
-    taken = taken_away(spike, ids, others)
-    borne: list[tuple[int, float]] = []
-    layers = None
-    if _share(cells, alone=True) >= HALF:
-        for count in BORNE:
-            borne.append((count, float(read_layout(spike, ordinary.seeing(nearest_others(at, ids.shape[1], count))).share.mean())))
-        layers = first_layers(spike, ordinary)
-    return Conditions(
-        cells=tuple(cells),
-        taken=taken,
-        random_token=float(random.share.mean()),
-        one_other=float(one.share.mean()),
-        one_other_margin=margin_of(one.share.numpy()),
-        layers=layers,
-        borne=tuple(borne),
-        sufficient=sufficient_of(cells),
-        necessary=tuple(one.cause for one in taken if one.share < REMOVED),
-        texts=len(ids),
-    )
+    ordinary, others = Layout.of(ids, at), tokens_from(ids, generator)
+    cells: dict[tuple[bool, bool, bool], Seen] = {}
+    for token, alone, start in product((False, True), repeat=3):
+        if not start or takes_positions(target):
+            layout = changed(ordinary, ids[:, 0], token, alone, start)
+            cells[token, alone, start] = read_layout(spikes, layout, heads=True)
+    random = read_layout(spikes, ordinary.with_token(others).alone())
+    other = read_layout(spikes, ordinary.seeing(one_other(at, ids.shape[1], generator)))
+    borne = {count: read_layout(spikes, ordinary.seeing(nearest_others(at, ids.shape[1], count))) for count in BORNE}
+    taken = taken_away(spikes, ids, others)
+    found: list[Conditions] = []
+    for number, spike in enumerate(spikes):
+        own = [Cell(*key, *outcome_of(seen, number, spike)) for key, seen in cells.items()]
+        enough = float(cells[False, True, False].share[number].mean()) >= HALF
+        away = [Taken(cause, *outcome_of(seen, number, spike)) for cause, seen in taken.items()]
+        conditions = Conditions(
+            cells=tuple(own),
+            taken=tuple(away),
+            random_token=float(random.share[number].mean()),
+            one_other=float(other.share[number].mean()),
+            one_other_margin=margin_of(other.share[number].numpy()),
+            layers=first_layers(spike, ordinary)
+            if float(cells[False, True, False].share[number].mean()) >= HALF
+            else None,
+            borne=tuple((count, float(seen.share[number].mean())) for count, seen in borne.items()),
+            sufficient=sufficient_of(own),
+            necessary=tuple(cause.cause for cause in away if cause.share + (cause.margin or 0.0) < REMOVED),
+            texts=len(ids),
+        )
+        found.append(conditions)
+    return found
+
+
+def outcome_of(seen: Seen, number: int, spike: Spike) -> tuple[float, float | None, int]:
+    """Return the share of a spike, its margin over texts, and the heads."""
+    share = seen.share[number]
+    return float(share.mean()), margin_of(share.numpy()), seen.heads(spike)
 
 
 def changed(layout: Layout, tokens: Int[Tensor, " row"], token: bool, alone: bool, start: bool) -> Layout:
@@ -241,17 +256,6 @@ def changed(layout: Layout, tokens: Int[Tensor, " row"], token: bool, alone: boo
     if alone:
         layout = layout.alone()
     return layout.at_id(0) if start else layout
-
-
-def cell_of(spike: Spike, layout: Layout, token: bool, alone: bool, start: bool) -> Cell:
-    """Read one of the combinations."""
-    seen = read_layout(spike, layout, heads=True)
-    return Cell(token, alone, start, float(seen.share.mean()), margin_of(seen.share.numpy()), seen.heads or 0)
-
-
-def _share(cells: Sequence[Cell], *, token: bool = False, alone: bool = False, start: bool = False) -> float:
-    """The share of one combination."""
-    return next((one.share for one in cells if (one.token, one.alone, one.start) == (token, alone, start)), 0.0)
 
 
 def sufficient_of(cells: Sequence[Cell]) -> tuple[Cause, ...]:
@@ -270,17 +274,13 @@ def sufficient_of(cells: Sequence[Cell]) -> tuple[Cause, ...]:
     return next((one for one in enough if len(one) == fewest), ())
 
 
-def taken_away(spike: Spike, ids: TokenRows, others: Int[Tensor, " row"]) -> tuple[Taken, ...]:
+def taken_away(spikes: Sequence[Spike], ids: TokenRows, others: Int[Tensor, " row"]) -> dict[Cause, Seen]:
     """Take each cause away at the place itself."""
-    first = torch.zeros(len(ids), dtype=torch.long)
-    whole, found = Layout.of(ids, first), list[Taken]()
-    layouts: list[tuple[Cause, Layout]] = [("token", whole.with_token(others)), ("sight", before_place(ids))]
-    if takes_positions(spike.survey.target):
-        layouts.append(("position", replace(whole, positions=whole.positions + SHIFT)))
-    for cause, layout in layouts:
-        seen = read_layout(spike, layout, heads=True)
-        found.append(Taken(cause, float(seen.share.mean()), margin_of(seen.share.numpy()), seen.heads or 0))
-    return tuple(found)
+    whole = Layout.of(ids, torch.zeros(len(ids), dtype=torch.long))
+    layouts: dict[Cause, Layout] = {"token": whole.with_token(others), "sight": before_place(ids)}
+    if takes_positions(spikes[0].survey.target):
+        layouts["position"] = replace(whole, positions=whole.positions + SHIFT)
+    return {cause: read_layout(spikes, layout, heads=True) for cause, layout in layouts.items()}
 
 
 def before_place(ids: TokenRows) -> Layout:
@@ -302,7 +302,7 @@ def first_layers(spike: Spike, ordinary: Layout) -> int | None:
     low, high = 0, spike.peak + 1
     while high - low > 1:
         middle = (low + high) // 2
-        share = float(read_layout(spike, replace(ordinary.alone(), layers=range(middle))).share.mean())
+        share = float(read_layout([spike], replace(ordinary.alone(), layers=range(middle))).share.mean())
         low, high = (low, middle) if share >= HALF else (middle, high)
     return high - 1
 
@@ -316,7 +316,9 @@ def tokens_from(ids: TokenRows, generator: torch.Generator) -> Int[Tensor, " row
     return ids.roll(1, 0)[torch.arange(len(ids)), at]
 
 
-def some_others(at: Int[Tensor, " row"], length: int, count: int, generator: torch.Generator) -> Bool[Tensor, "row key"]:
+def some_others(
+    at: Int[Tensor, " row"], length: int, count: int, generator: torch.Generator
+) -> Bool[Tensor, "row key"]:
     """Draw other tokens before each position, but the first."""
     others = torch.zeros(len(at), length, dtype=torch.bool)
     for row, position in enumerate(at.tolist()):

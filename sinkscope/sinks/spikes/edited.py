@@ -20,6 +20,8 @@ from torch.nn.functional import cross_entropy
 
 from sinkscope.engine.tap import visible_rows
 from sinkscope.files.progress import report_progress
+from sinkscope.hooks.edit import Knockout
+from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
 from sinkscope.models.hooks import Hook, LayerInput, on_hidden
@@ -101,9 +103,6 @@ class Batch:
         """Return a `with` block in which later tokens do not see the place."""
         if self.hidden is None or not len(self.hidden):
             return nullcontext()
-        from sinkscope.hooks.edit import Knockout
-        from sinkscope.hooks.edit.base import under
-
         return under(Knockout(self.places[0], layers=list(self.hidden)), self.target)
 
     def hooks(self) -> list[Hook]:

@@ -19,12 +19,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.measure.margin import interval_of, margin_of, resampled_margin
 from sinkscope.sinks.spikes.controls import EqualSets, equal_sets, other_components
 from sinkscope.sinks.spikes.edited import Edit, Reading, SpikeTexts, intact_losses, read_rows
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.records import Alone, Control, Controls, Effects, OtherLeft, Outcome
-from sinkscope.sinks.spikes.spike import Parts, Spike
+from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import READS
 
@@ -67,7 +68,7 @@ def effects_of(spike: Spike, needs: Needs, chosen: Survey, numbered: Mapping[int
     after = range(min(unit[0].layer for unit in needs.units) + 1, spike.survey.target.n_layers)
     hidden = both = None
     if measure.whole:
-        hidden, both = measure.hidden(needs.needed, after, at_place)
+        hidden, both = measure.hidden(after, at_place)
     every = {neuron for unit in needs.writers.units for neuron in unit}
     equal, controls = equal_sets(chosen, needs.units, every, seed), Controls(None, None)
     if equal is not None:
@@ -153,24 +154,24 @@ class Measurement:
             found.append(self._by_text(_part(reading, edit_of == number), rows))
         return found
 
-    def hidden(self, needed: Parts, layers: range, effect: OutcomeByText) -> tuple[Outcome | None, Outcome | None]:
+    def hidden(self, layers: range, effect: OutcomeByText) -> tuple[Outcome | None, Outcome | None]:
         """Hide the place from later tokens in some layers, with the needed set as it is, and zeroed.
 
-        In a model whose layers mix positions by attention alone, what is at the place then reaches no later token: the
-        second outcome is put together from the others.
+        Keys can be hidden where layers mix positions by attention alone. What is at the place then reaches no later
+        token: the second outcome is put together from the others.
 
         Args:
-            needed: The needed set.
             layers: The layers.
             effect: What the set does at the place.
         """
         target, rows = self.texts.spike.survey.target, torch.arange(len(self.texts.rows))
-        if True or not len(layers) or not target.attending:  # KNOCKOUT
+        if not len(layers) or not target.attending:
             return None, None
         none = torch.zeros(len(rows), dtype=torch.long)
-        hidden = self._by_text(self._read([Edit()], rows, none, layers), rows).outcome
-        if not set(layers) <= set(target.attending):
-            return hidden, self._by_text(self._read([Edit(needed)], rows, none, layers), rows).outcome
+        try:
+            hidden = self._by_text(self._read([Edit()], rows, none, layers), rows).outcome
+        except UnsupportedError:  # layers keep states, or compute attention inside: no key can be hidden
+            return None, None
         others: list[OtherLeft] = []
         for spike, at_place, behind in zip(self.texts.others, effect.outcome.others, hidden.others, strict=True):
             same = not bool((spike.place.mask & ~self.texts.spike.place.mask).any())

@@ -6,6 +6,8 @@
 4. Marks: what makes the writers fire at the place (`circuit`).
 5. Effects: what the needed neurons do at the place, beside others that write as much.
 6. Readers: which heads attend to the place.
+7. Conditions: what makes a position the place: its token, seeing only itself, its position id (`circuit`).
+8. Purpose: what later tokens lose without the place (`circuit`).
 
 Both also follow copies of a token along each spike of the first token, and survey the text once more with the other
 choice of BOS.
@@ -13,27 +15,33 @@ choice of BOS.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from sinkscope.errors import UnsupportedError, warn
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import beginning, resolve_bos
+from sinkscope.sinks.spikes.conditions import conditions_of
 from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.effects import Measured, count_readers, effects_of
 from sinkscope.sinks.spikes.marks import marks_of
 from sinkscope.sinks.spikes.needs import like_needs, needs_of
 from sinkscope.sinks.spikes.places import at_position, split_by_label
+from sinkscope.sinks.spikes.purpose import purposes_of
 from sinkscope.sinks.spikes.records import (
     Attended,
+    Conditions,
+    Copies,
     Largest,
     OfKind,
     OtherBos,
     OtherSpike,
+    Purpose,
     Readers,
     SinkRate,
     SpikeResult,
@@ -47,6 +55,8 @@ from sinkscope.sinks.thresholds import READS, SINK_HEADS
 from sinkscope.sinks.tokens import Mask, pick_tokens, prefix_of, repetition_limit
 
 FEW_COPIES = 64  # copies that `find_sinks` tries
+FIND_SINKS = frozenset({"effects", "copies"})
+ALL_PARTS = FIND_SINKS | {"marks", "conditions", "purpose"}
 OTHER_TEXTS = 8  # texts that are read with the other choice of BOS, two of each kind
 NO_FIRST_SPIKE = "No neurons are known that a norm spike at the first token needs"
 
@@ -67,21 +77,30 @@ def find_sinks(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats
     limit = repetition_limit(setup.target, max_repeats)
     if max_repeats is None:
         limit = min(FEW_COPIES, limit)
-    return FindSinks(**fields_of(setup, tokens, limit, marks=False))
+    return FindSinks(**fields_of(setup, tokens, limit, FIND_SINKS))
 
 
 @measurement(loading="fits")
-def circuit(setup: Setup, *, tokens: Sequence[str] | None = None, max_repeats: Natural | None = None) -> Circuit:
-    """Trace the circuit of each sink from what marks its place to the heads that read it, and to copies of a token.
+def circuit(
+    setup: Setup,
+    *,
+    tokens: Sequence[str] | None = None,
+    max_repeats: Natural | None = None,
+    only: Literal["conditions", "purpose"] | None = None,
+) -> Circuit:
+    """Ask what makes a position the sink, and what it is for; then trace its circuit to the heads that read it.
 
-    The steps are those of `sinkscope.sinks.spikes.find`. Components and heads are replaced at the place by what they
-    write on average at ordinary positions.
+    An ordinary position gets the place's token, sees only itself, or has its position id; each is taken away at the
+    place. The place is hidden from later tokens, or they read another value from it. Then components and heads are
+    replaced at the place by what they write on average at ordinary positions.
 
     Args:
         tokens: Words to repeat, one token each. By default five words of the text, drawn by the seed.
         max_repeats: Largest number of copies. By default 1,024, or what the context holds.
+        only: Ask one of both questions alone: "conditions" (what makes the place) or "purpose" (what it is for).
     """
-    return Circuit(**fields_of(setup, tokens, repetition_limit(setup.target, max_repeats), marks=True))
+    parts = ALL_PARTS if only is None else frozenset({only})
+    return Circuit(**fields_of(setup, tokens, repetition_limit(setup.target, max_repeats), parts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,25 +173,49 @@ def _measured_of(setup: Setup, number: int) -> Measured | None:
     return effects_of(one.reported, one.needs, sinks.survey, numbered, setup.seed)
 
 
-def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, *, marks: bool) -> dict[str, Any]:
-    """Measure effects, read copies of some tokens, and who attends where, and return the fields of a result.
+def answers_of(sinks: Sinks, seed: int, parts: Set[str]) -> dict[int, tuple[Conditions | None, Purpose | None]]:
+    """Ask what makes the place of each spike of the first token, and what it is for, by the numbers of the spikes."""
+    asked = [number for number, one in enumerate(sinks.spikes) if one.place.is_first and one.like is None]
+    asked = [number for number in asked if sinks.spikes[number].reported.survey is sinks.report]
+    spikes = [sinks.spikes[number] for number in asked]
+    conditions, purposes = list[Conditions](), list[Purpose]()
+    try:
+        if "conditions" in parts:
+            conditions = conditions_of([one.reported for one in spikes], seed)
+        if "purpose" in parts:
+            purposes = purposes_of(sinks.report, [one.first_writer for one in spikes], seed)
+    except UnsupportedError as error:  # no key can be hidden in this model
+        warn(f"what makes the sink, and what it is for, is not measured: {error}")
+    found: dict[int, tuple[Conditions | None, Purpose | None]] = {}
+    for order, number in enumerate(asked):
+        found[number] = (conditions[order] if conditions else None, purposes[order] if purposes else None)
+    return found
+
+
+def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set[str]) -> dict[str, Any]:
+    """Measure parts of the circuit, read copies of some tokens, and who attends where; return the fields of a result.
 
     Args:
         setup: The model and its text.
         tokens: Words to repeat. None: words of the text.
         limit: Largest number of copies.
-        marks: Whether marks are searched.
+        parts: What is measured: "effects", "copies", "marks", "conditions", "purpose".
     """
     sinks, target, results = sinks_of(setup), setup.target, list[SpikeResult]()
     words, at_first, report = pick_tokens(setup, tokens), sinks.at_first, sinks.report
     spikes = [one.spike for one in at_first]
-    copies = copies_of(target, spikes, words, prefix_of(setup, words), limit, setup.progress)
+    copies = [tuple[Copies, ...]()] * len(spikes)
+    if "copies" in parts:
+        copies = copies_of(target, spikes, words, prefix_of(setup, words), limit, setup.progress)
+    # Steps 7 and 8: conditions and purpose
+    answers = answers_of(sinks, setup.seed, parts)
     for number, one in enumerate(sinks.spikes):
         own = copies[at_first.index(one)] if one in at_first else ()
         # Step 4: marks
-        marked = marks_of(one, setup.seed) if marks else ()
+        marked = marks_of(one, setup.seed) if "marks" in parts else ()
         # Step 5: effects
-        results.append(record_of(one, measured_of(setup, number), marked, own))
+        measured = measured_of(setup, number) if "effects" in parts else None
+        results.append(record_of(one, measured, marked, own, *answers.get(number, (None, None))))
         setup.progress("effects", number + 1, len(sinks.spikes))
     setup.record(texts=len(report.ids), max_repeats=limit)
     # Step 6: readers

@@ -1,4 +1,4 @@
-"""What the attention to a place is for: what later tokens lose without it, who takes over, and how far a change spreads.
+"""What the attention to a place is for: what later tokens lose without it, who takes over, how far a change spreads.
 
 1. The place is hidden from later tokens in all layers; or in the layers after the spike's first writer (`Knockout`).
 2. Later tokens keep their attention to it there, and read zero, or the mean value of ordinary tokens.
@@ -10,7 +10,7 @@ change when one earlier token is another (Barbero et al. 2025: a sink keeps toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +35,7 @@ from sinkscope.models.neurons import heads_point
 from sinkscope.models.target import Target
 from sinkscope.sinks.spikes.edited import losses_at, read_positions, rows_of_logits
 from sinkscope.sinks.spikes.records import Change, Purpose
-from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import TokenRows
 
@@ -44,6 +44,9 @@ CHANGED = 12  # the token that is another one, to see how far this spreads
 KEYS = range(4, CHANGED)  # ordinary keys that may be hidden
 TAKERS = 3  # positions that may take over: the place and those next to it
 ORDINARY = 8  # from here on values are averaged
+TEXTS = 8  # texts that are read, two of each kind
+EVERYWHERE, HIDDEN = "hidden in all layers", "hidden"
+ORDINARY_KEY, ATTENDED_KEY = "ordinary key hidden", "most attended key hidden"
 
 Way = Callable[[int], AbstractContextManager[object]]
 """Opens a `with` block in which the rows of a pass, so many, are read in another way."""
@@ -98,7 +101,11 @@ class _ValuesActor(Actor):
             return
         values = per_query_head(attention.value, attention.query.shape[1])
         own = values[:, :, position]
-        new = values[:, :, ORDINARY:].mean((0, 2), keepdim=False).expand_as(own) if self.of.mean else torch.zeros_like(own)
+        new = (
+            values[:, :, ORDINARY:].mean((0, 2), keepdim=False).expand_as(own)
+            if self.of.mean
+            else torch.zeros_like(own)
+        )
         self.change[layer] = new - own
 
         def keep(first: int, rows: Tensor) -> None:
@@ -183,54 +190,65 @@ def intact(_rows: int) -> AbstractContextManager[object]:
 
 
 @torch.no_grad()
-def purpose_of(spike: Spike, first_writer: int, seed: int) -> Purpose | None:
-    """Ask what the attention to the first token is for; None where it cannot be asked.
+def purposes_of(survey: Survey, first_writers: Sequence[int], seed: int) -> list[Purpose]:
+    """Ask what the attention to the first token is for; empty where it cannot be asked.
 
-    That is of a spike at another place, of texts that are too short, and of a model that is read layer by layer.
+    That is of texts that are too short, and of a model that is read layer by layer. How far a change spreads is read
+    for the first spike alone.
 
     Args:
-        spike: The spike, in texts that did not find it.
-        first_writer: The layer of the first neuron or component that it needs.
+        survey: Texts that found no spike.
+        first_writers: Of each spike of the first token, the layer of the first neuron or component that it needs.
         seed: Seed of the ordinary key.
     """
-    target, ids = spike.survey.target, spike.survey.ids
-    if not spike.place.is_first or ids.shape[1] <= 2 * BEGIN or not target.resident:
-        return None
-    late, length = range(first_writer + 1, target.n_layers), ids.shape[1]
+    target, ids, found = survey.target, survey.ids[:TEXTS], list[Purpose]()
+    length = ids.shape[1]
+    if not first_writers or length <= 2 * BEGIN or not target.resident:
+        return []
     ordinary = KEYS[int(torch.randint(len(KEYS), (1,), generator=draws(seed, "ordinary key of purpose")))]
-    attended = most_attended(spike)
-    ways: dict[str, Way] = {
-        "hidden in all layers": hidden(target, 0, None, length),
-        "hidden": hidden(target, 0, late, length),
-        "value zero": valued(target, 0, late, False),
-        "mean value": valued(target, 0, late, True),
-        "ordinary key hidden": hidden(target, ordinary, late, length),
-        "most attended key hidden": hidden(target, attended, late, length),
-    }
+    attended = most_attended(survey)
     changed = ids.clone()
     changed[:, CHANGED] = ids.roll(1, 0)[:, CHANGED + 7]
-    plain, changes = read_way(target, ids, intact, TAKERS), list[Change]()
+    plain = read_way(target, ids, intact, TAKERS)
     base = spread_of(plain, read_way(target, changed, intact, 1))
-    for name, way in ways.items():
-        read = read_way(target, ids, way, TAKERS)
-        spread = spread_of(read, read_way(target, changed, way, 1)) if "key" not in name else None
-        changes.append(change_of(name, plain, read, spread))
-    return Purpose(
-        layers=(late.start, late.stop - 1),
-        changes=tuple(changes),
-        spread=float(base.mean()),
-        spread_margin=margin_of(base.numpy()),
-        heads=int((plain.given[..., 0] > READS).sum()),
-        ordinary=ordinary,
-        attended=attended,
-        texts=len(ids),
-        tokens=int(plain.loss.isfinite().sum()),
-    )
+    everywhere: Change | None = None
+    for first_writer in first_writers:
+        late, changes = range(first_writer + 1, target.n_layers), list[Change]()
+        ways: dict[str, Way] = {
+            EVERYWHERE: hidden(target, 0, None, length),
+            HIDDEN: hidden(target, 0, late, length),
+            "value zero": valued(target, 0, late, False),
+            "mean value": valued(target, 0, late, True),
+            ORDINARY_KEY: hidden(target, ordinary, late, length),
+            ATTENDED_KEY: hidden(target, attended, late, length),
+        }
+        for name, way in ways.items():
+            if name == EVERYWHERE and everywhere is not None:
+                changes.append(everywhere)
+                continue
+            read, spread = read_way(target, ids, way, TAKERS), None
+            if not found and "key" not in name:
+                spread = spread_of(read, read_way(target, changed, way, 1))
+            changes.append(change_of(name, plain, read, spread))
+        everywhere = changes[0]
+        purpose = Purpose(
+            layers=(late.start, late.stop - 1),
+            changes=tuple(changes),
+            spread=float(base.mean()),
+            spread_margin=margin_of(base.numpy()),
+            heads=int((plain.given[..., 0] > READS).sum()),
+            ordinary=ordinary,
+            attended=attended,
+            texts=len(ids),
+            tokens=int(plain.loss.isfinite().sum()),
+        )
+        found.append(purpose)
+    return found
 
 
-def most_attended(spike: Spike) -> int:
+def most_attended(survey: Survey) -> int:
     """Return the ordinary key that gets the most attention, mean over heads and texts."""
-    given = spike.survey.attention[spike.survey.target.attending].mean((0, 1, 2))
+    given = survey.attention[survey.target.attending].mean((0, 1, 2))
     return KEYS[int(given[KEYS.start : KEYS.stop].argmax())]
 
 

@@ -202,16 +202,36 @@ class Circuit(FindSinks):
     kind = "circuit"
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw_circuit"
 
+    @property
+    def answered(self) -> SpikeResult | None:
+        """The first spike of which it was asked what makes its place, or what it is for."""
+        asked = [one for one in self.spikes if one.conditions is not None or one.purpose is not None]
+        return next(iter(asked), None)
+
     def conclusion(self) -> str:
-        """Return what marks the place of the first spike, and who reads it with and without its mark."""
+        """Return what makes a position the sink and what it is for; where this was not asked, what marks the place."""
+        if self.answered is not None:
+            said = (cards.makes(self.answered), cards.costs(self.answered))
+            return " ".join(one for one in said if one is not None)
         return super().conclusion() if self.spike is None else cards.marks(self.spike)
 
+    def cards(self) -> list[Card]:
+        """Return the answers to both questions first."""
+        made: list[Card] = []
+        for spike in self.spikes:
+            for card in (cards.conditions_card(spike), cards.purpose_card(spike)):
+                if card is not None:
+                    made.append(card)
+        return [*made, *super().cards()]
+
     def details(self) -> list[str]:
-        """Return who attends to the place, and what the labels mean."""
+        """Return what marks the place, what the needed neurons do, and what the labels mean."""
         if self.spike is None:
             return super().details()
         lines = [super().conclusion(), *super().details()]
         marks = self.spike.marks
+        if self.answered is not None and marks:
+            lines.insert(0, cards.marks(self.spike))
         if marks and not any(isinstance(part_of(mark.names[0]), Head) for mark in marks):
             lines.append(HEADS_OF_MARKS)
         return lines

@@ -11,7 +11,16 @@ from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.effects import Measured, count_readers
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.places import Place, per_text
-from sinkscope.sinks.spikes.records import Candidate, Copies, MarkLeft, Needed, NeuronShare, SpikeResult
+from sinkscope.sinks.spikes.records import (
+    Candidate,
+    Conditions,
+    Copies,
+    MarkLeft,
+    Needed,
+    NeuronShare,
+    Purpose,
+    SpikeResult,
+)
 from sinkscope.sinks.spikes.spike import Parts, Spike, over_typical
 from sinkscope.sinks.spikes.writers import components_of, shares_on
 
@@ -78,7 +87,12 @@ class SpikeCircuit:
 
 
 def record_of(
-    circuit: SpikeCircuit, measured: Measured | None, marks: tuple[MarkLeft, ...], copies: tuple[Copies, ...]
+    circuit: SpikeCircuit,
+    measured: Measured | None,
+    marks: tuple[MarkLeft, ...],
+    copies: tuple[Copies, ...],
+    conditions: Conditions | None,
+    purpose: Purpose | None,
 ) -> SpikeResult:
     """Return the record of a spike: what was chosen on one half of the texts, in numbers of the other half.
 
@@ -87,6 +101,8 @@ def record_of(
         measured: What the needed set does. None: it was not measured.
         marks: What marks the place.
         copies: What copies of tokens reach.
+        conditions: What makes the place. None: it was not asked.
+        purpose: What the place is for. None: it was not asked.
     """
     spike, survey, mask = circuit.reported, circuit.reported.survey, circuit.reported.place.mask
     over, layers = over_typical(survey, mask)[spike.highest], slice(spike.layers[0], spike.layers[1] + 1)
@@ -120,6 +136,8 @@ def record_of(
         heads_margin=heads_margin,
         texts=len(texts.rows),
         held_out=held_out,
+        conditions=conditions,
+        purpose=purpose,
     )
 
 
