@@ -67,10 +67,8 @@ class Layout:
     @classmethod
     def of(cls, ids: TokenRows, at: Int[Tensor, " row"]) -> Layout:
         """Return rows as they are."""
-        length = ids.shape[1]
-        return cls(
-            ids, torch.arange(length).expand_as(ids), at, torch.zeros(len(ids), length, length, dtype=torch.bool)
-        )
+        unseen = torch.zeros(len(ids), ids.shape[1], ids.shape[1], dtype=torch.bool)
+        return cls(ids, torch.arange(ids.shape[1]).expand_as(ids), at, unseen)
 
     @property
     def rows(self) -> Int[Tensor, " row"]:
@@ -231,9 +229,7 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[Conditions]:
             random_token=float(random.share[number].mean()),
             one_other=float(other.share[number].mean()),
             one_other_margin=margin_of(other.share[number].numpy()),
-            layers=first_layers(spike, ordinary)
-            if float(cells[False, True, False].share[number].mean()) >= HALF
-            else None,
+            layers=first_layers(spike, ordinary) if enough else None,
             borne=tuple((count, float(seen.share[number].mean())) for count, seen in borne.items()),
             sufficient=sufficient_of(own),
             necessary=tuple(cause.cause for cause in away if cause.share + (cause.margin or 0.0) < REMOVED),
@@ -316,13 +312,11 @@ def tokens_from(ids: TokenRows, generator: torch.Generator) -> Int[Tensor, " row
     return ids.roll(1, 0)[torch.arange(len(ids)), at]
 
 
-def some_others(
-    at: Int[Tensor, " row"], length: int, count: int, generator: torch.Generator
-) -> Bool[Tensor, "row key"]:
-    """Draw other tokens before each position, but the first."""
+def one_other(at: Int[Tensor, " row"], length: int, generator: torch.Generator) -> Bool[Tensor, "row key"]:
+    """Draw another token before each position, but the first."""
     others = torch.zeros(len(at), length, dtype=torch.bool)
     for row, position in enumerate(at.tolist()):
-        others[row, 1 + torch.randperm(position - 1, generator=generator)[:count]] = True
+        others[row, int(torch.randint(1, position, (1,), generator=generator))] = True
     return others
 
 

@@ -101,11 +101,9 @@ class _ValuesActor(Actor):
             return
         values = per_query_head(attention.value, attention.query.shape[1])
         own = values[:, :, position]
-        new = (
-            values[:, :, ORDINARY:].mean((0, 2), keepdim=False).expand_as(own)
-            if self.of.mean
-            else torch.zeros_like(own)
-        )
+        new = torch.zeros_like(own)
+        if self.of.mean:
+            new = values[:, :, ORDINARY:].mean((0, 2)).expand_as(own)
         self.change[layer] = new - own
 
         def keep(first: int, rows: Tensor) -> None:
