@@ -274,7 +274,7 @@ def _outcome(said: Outcome) -> str:
 
 
 def _margin(said: Outcome) -> str:
-    return "" if said.interval is None else f" ({said.interval[0]:.2f} to {said.interval[1]:.2f})"
+    return "" if said.interval is None else f" ({nats(said.interval[0])} to {nats(said.interval[1])})"
 
 
 def nats(loss: float | None) -> str:
@@ -307,7 +307,8 @@ def _marks(marks: Sequence[MarkLeft]) -> str:
 # --- what makes the place, and what it is for ---
 
 CAUSES = {"token": "carries {token}", "sight": "sees only itself", "position": "has position id 0"}
-TAKEN = {"token": "another token there", "sight": "seeing 4 tokens before it", "position": "the text begins 32 later"}
+SHORT = {"token": "its token", "sight": "alone", "position": "id 0"}
+TAKEN = {"token": "another token", "sight": "sees 4 more", "position": "32 later"}
 MAKES = "A position that {causes} becomes the sink: {share} of the spike{margin} ({control})."
 MAKES_NOTHING = (
     "Neither its token, nor seeing only itself, nor position id 0 makes a position the sink: at most {share}."
@@ -356,28 +357,18 @@ def conditions_card(spike: SpikeResult) -> Card | None:
         return None
     rows: list[tuple[str, str]] = []
     for cell in found.cells:
-        words = [CAUSES[cause].format(token=repr(spike.place.token)) for cause in causes_of(cell)]
-        rows.append((" + ".join(words) or "as it is", _cell(cell)))
+        words = [SHORT[cause] for cause in cell.causes]
+        rows.append((", ".join(words) or "as it is", _cell(cell)))
     for taken in found.taken:
-        rows.append((f"place: {TAKEN[taken.cause]}", _cell(taken)))
-    rows.append(("a random token, alone", percent(found.random_token)))
-    rows.append(("sees one other, drawn", percent(found.one_other)))
-    said = [f"{count}: {percent(share)}" for count, share in found.borne]
-    rows.append(("sees others, nearest", ", ".join(said)))
+        rows.append((f"place, {TAKEN[taken.cause]}", _cell(taken)))
+    rows.append(("random token, alone", percent(found.random_token)))
+    rows.append(("sees 1 other, drawn", share_left(found.one_other, found.one_other_margin)))
+    rows.append(("sees nearest", ", ".join(f"{count}: {percent(share)}" for count, share in found.borne)))
     if found.layers is not None:
-        rows.append(("alone is enough in", run(0, found.layers)))
+        rows.append(("alone suffices in", run(0, found.layers)))
     rows.append(("sufficient", _causes(found.sufficient, spike)))
     rows.append(("necessary", _causes(found.necessary, spike)))
     return Card(f"What makes a position the sink, spike of {run(*spike.layers)} ({found.texts} texts)", tuple(rows))
-
-
-def causes_of(cell: Cell) -> list[Cause]:
-    """Return the causes of a combination."""
-    causes: list[Cause] = []
-    for has, cause in ((cell.token, "token"), (cell.alone, "sight"), (cell.start, "position")):
-        if has:
-            causes.append(cause)
-    return causes
 
 
 def _cell(cell: Cell | Taken) -> str:
@@ -398,7 +389,7 @@ def purpose_card(spike: SpikeResult) -> Card | None:
     for one in found.changes:
         said = f"{nats(one.loss)} nats"
         if one.interval is not None:
-            said += f" ({one.interval[0]:.2f} to {one.interval[1]:.2f})"
+            said += f" ({nats(one.interval[0])} to {nats(one.interval[1])})"
         said += f", {heads_of(one.heads, None)} at the place"
         if one.taker_heads:
             said += f", {one.taker_heads:,} at position {one.taker}"

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -172,11 +173,11 @@ def _read(spikes: Sequence[Spike], layout: Layout, heads: bool) -> Seen:
     for number, spike in enumerate(spikes):
         hooks.append((target.layers[spike.peak], "post", on_hidden(partial(at_peak, number))))
     with layout.hiding(target), listening, target.hooks(*hooks):
-        target.forward(layout.ids, **masked(target, layout.positions), last_layer=last)
+        target.forward(layout.ids, last_layer=last, **masked(target, layout.positions))
     return Seen(share, given if heads else None)
 
 
-def masked(target: Target, positions: Int[Tensor, "row pos"]) -> dict[str, Tensor]:
+def masked(target: Target, positions: Int[Tensor, "row pos"]) -> dict[str, Any]:
     """Return a mask of the whole text, and position ids where the model takes them."""
     length = positions.shape[1]
     never = torch.finfo(target.dtype).min
@@ -258,12 +259,8 @@ def sufficient_of(cells: Sequence[Cell]) -> tuple[Cause, ...]:
     """Return the fewest causes that give an ordinary position half of the spike; each alone, if several do so alone."""
     enough: list[tuple[Cause, ...]] = []
     for cell in cells:
-        causes: list[Cause] = []
-        for has, cause in ((cell.token, "token"), (cell.alone, "sight"), (cell.start, "position")):
-            if has:
-                causes.append(cause)
-        if causes and cell.share - (cell.margin or 0.0) >= HALF:
-            enough.append(tuple(causes))
+        if cell.causes and cell.share - (cell.margin or 0.0) >= HALF:
+            enough.append(cell.causes)
     fewest = min(map(len, enough), default=0)
     if fewest == 1:
         return tuple(one[0] for one in enough if len(one) == 1)

@@ -12,6 +12,7 @@ from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from sinkscope.results.style import BLUE, GREY, ORANGE, figure_of, panels
 from sinkscope.sinks.spikes.cards import run
@@ -21,6 +22,7 @@ COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7")
 COLUMNS = ("marks", "writers", "spike", "readers")
 LINE = 14  # letters of a line below a node
 MOST_NODES = 4  # marks, or writers, that a diagram names
+ANSWERS = ("Share of the spike at an ordinary position", "What later tokens lose")
 BEFORE, AFTER = "#56b4e9", "#d55e00"
 """Heads of the intact model, and heads after a removal; both are seen on a dark page."""
 TITLES = (
@@ -58,24 +60,69 @@ def draw(result: Any) -> go.Figure:
 
 
 def draw_circuit(result: Any) -> go.Figure:
-    """Draw the circuit of each spike from left to right: what marks its place, what writes it, and who reads it.
+    """Draw what makes a position the sink, what the place is for, and the circuit of each spike from left to right.
 
-    A line to the right is as wide as the share of the spike that a neuron or component writes, or as the share of all
-    heads that read it.
+    Colours are shares of the spike at an ordinary position under each combination; bars are changes of the loss with
+    their 95 % intervals. A line to the right is as wide as the share of the spike that a neuron or component writes, or
+    as the share of all heads that read it.
     """
     shown = [spike for spike in result.spikes if spike.like is None][: len(COLOURS)]
-    fig: Any = go.Figure()
-    row = 0.0
+    answered, top = result.answered, 1
+    titles = ("What marks, writes and reads each spike",)
+    if answered is not None:
+        titles, top = (*ANSWERS, *titles), 2
+    fig: Any = make_subplots(
+        top, 2, specs=[[{}, {}], [{"colspan": 2}, None]][-top:], subplot_titles=titles, horizontal_spacing=0.22,
+        vertical_spacing=0.14, row_heights=[0.4, 0.6][-top:],
+    )  # fmt: skip
+    if answered is not None:
+        _draw_conditions(fig, answered)
+        _draw_purpose(fig, answered)
+    where, row = {"row": top, "col": 1}, 0.0
     for spike, colour in zip(shown, COLOURS, strict=False):
-        row = _draw_circuit(fig, spike, colour, row, result.readers.total) - 1.5
+        row = _draw_circuit(fig, spike, colour, row, result.readers.total, where) - 1.5
     for column, name in enumerate(COLUMNS):
-        fig.add_annotation(x=column, y=1, text=name, font={"size": 15}, showarrow=False, yanchor="bottom")
-    fig.update_xaxes(visible=False, range=(-0.4, len(COLUMNS) - 0.6))
-    fig.update_yaxes(visible=False, range=(row + 0.5, 2.2))
-    return figure_of(fig, result, width=1000, height=int(190 - 64 * row), bottom=20, showlegend=False)
+        fig.add_annotation(
+            x=column, y=1, text=name, font={"size": 15}, showarrow=False, yanchor="bottom", **where
+        )  # fmt: skip
+    fig.update_xaxes(visible=False, range=(-0.4, len(COLUMNS) - 0.6), **where)
+    fig.update_yaxes(visible=False, range=(row + 0.5, 2.2), **where)
+    height = int(190 - 64 * row) + (440 if top == 2 else 0)
+    return figure_of(fig, result, width=1000, height=height, bottom=20, showlegend=False)
 
 
-def _draw_circuit(fig: Any, spike: SpikeResult, colour: str, top: float, total: int) -> float:
+def _draw_conditions(fig: Any, spike: SpikeResult) -> None:
+    """The share of the spike at an ordinary position under each combination of causes, as a heat map."""
+    if spike.conditions is None:
+        return
+    shares = {(one.token, one.alone, one.start): one.share for one in spike.conditions.cells}
+    rows = [(token, alone) for token in (False, True) for alone in (False, True)]
+    columns = [start for start in (False, True) if (False, False, start) in shares]
+    values = [[shares[token, alone, start] for start in columns] for token, alone in rows]
+    names = [
+        f"{'its token' if token else 'own token'},<br>{'sees itself' if alone else 'sees all'}" for token, alone in rows
+    ]
+    fig.add_heatmap(
+        z=values, x=["position id 0" if start else "own position id" for start in columns], y=names, zmin=0, zmax=1,
+        colorscale=[[0, "#ffffff"], [1, BLUE]], showscale=False, texttemplate="%{z:.0%}", row=1, col=1,
+    )  # fmt: skip
+
+
+def _draw_purpose(fig: Any, spike: SpikeResult) -> None:
+    """The change of the loss in each way of reading the place, with its interval."""
+    if spike.purpose is None:
+        return
+    changes = spike.purpose.changes[::-1]
+    margins = [one.margin or 0.0 for one in changes]
+    colours = [GREY if "key" in one.name else ORANGE for one in changes]
+    fig.add_bar(
+        x=[one.loss for one in changes], y=[one.name for one in changes], orientation="h", marker_color=colours,
+        error_x={"type": "data", "array": margins}, row=1, col=2,
+    )  # fmt: skip
+    fig.update_xaxes(title_text="change of the loss, nats a token", row=1, col=2)
+
+
+def _draw_circuit(fig: Any, spike: SpikeResult, colour: str, top: float, total: int, where: dict[str, int]) -> float:
     """The nodes of a spike and the lines between them, from `top` downwards; return the last row that it takes."""
     members = () if spike.needed is None else spike.needed.parts
     shares = {str(one.address): one.share for one in spike.neurons} | {one.part: one.share for one in spike.writers}
@@ -88,37 +135,39 @@ def _draw_circuit(fig: Any, spike: SpikeResult, colour: str, top: float, total: 
     rows = max(len(marks), len(writers), 1)
     middle = top - (rows - 1) / 2
     without = None if spike.effect is None else spike.effect.at_place
-    _node(fig, 2, middle, spike.place.words, run(*spike.layers), colour)
+    _node(fig, 2, middle, spike.place.words, run(*spike.layers), colour, where)
     after = "" if without is None else f"{without.heads[1]} without these"
-    _node(fig, 3, middle, f"{spike.heads} heads", after, BEFORE)
-    _line(fig, (2, middle), (3, middle), spike.heads / max(total, 1), BEFORE)
+    _node(fig, 3, middle, f"{spike.heads} heads", after, BEFORE, where)
+    _line(fig, (2, middle), (3, middle), spike.heads / max(total, 1), BEFORE, where)
     for column, nodes in enumerate((marks, writers)):
         for number, (name, said, share) in enumerate(nodes):
             y = middle + (len(nodes) - 1) / 2 - number
             if column == 0:
                 for other in range(max(len(writers), 1)):
                     end = (1, middle + (len(writers) - 1) / 2 - other) if writers else (2, middle)
-                    _line(fig, (0, y), end, 0.1, GREY)
+                    _line(fig, (0, y), end, 0.1, GREY, where)
             else:
-                _line(fig, (1, y), (2, middle), share, colour)
-            _node(fig, column, y, name, said, GREY if column == 0 else colour)
+                _line(fig, (1, y), (2, middle), share, colour, where)
+            _node(fig, column, y, name, said, GREY if column == 0 else colour, where)
     return top - (rows - 1)
 
 
-def _node(fig: Any, x: float, y: float, name: str, said: str, colour: str) -> None:
+def _node(fig: Any, x: float, y: float, name: str, said: str, colour: str, where: dict[str, int]) -> None:
     """A node with its name and a number below."""
     text = "<br>".join(escape(line) for line in wrap(name, LINE) + wrap(said, LINE))
     fig.add_scatter(
         x=[x], y=[y], mode="markers+text", text=text, textposition="bottom center", cliponaxis=False, hoverinfo="skip",
-        marker={"size": 14, "color": colour},
+        marker={"size": 14, "color": colour}, **where,
     )  # fmt: skip
 
 
-def _line(fig: Any, start: tuple[float, float], end: tuple[float, float], share: float, colour: str) -> None:
+def _line(
+    fig: Any, start: tuple[float, float], end: tuple[float, float], share: float, colour: str, where: dict[str, int]
+) -> None:
     """A line between two nodes, as wide as a share; what is written against the spike is dotted."""
     line = {"color": colour, "width": 1 + 9 * min(abs(share), 1.0), "dash": "dot" if share < 0 else "solid"}
     x, y = zip(start, end, strict=True)
-    fig.add_scatter(x=x, y=y, mode="lines", line=line, opacity=0.5, hoverinfo="skip")
+    fig.add_scatter(x=x, y=y, mode="lines", line=line, opacity=0.5, hoverinfo="skip", **where)
 
 
 def _draw_spike(fig: Any, spike: SpikeResult, colour: str) -> None:

@@ -272,6 +272,12 @@ class Cell:
     margin: float | None
     heads: int
 
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """The causes of the combination."""
+        has: dict[Cause, bool] = {"token": self.token, "sight": self.alone, "position": self.start}
+        return tuple(cause for cause, there in has.items() if there)
+
 
 @dataclass(frozen=True)
 class Taken:
