@@ -273,7 +273,7 @@ class Target:
     def forward(
         self,
         ids: Int[Tensor, "batch pos"],
-        attention_mask: Int[Tensor, "batch pos"] | None = None,
+        attention_mask: Int[Tensor, "batch pos"] | Float[Tensor, "batch 1 query key"] | None = None,
         *,
         unembed: bool = False,
         last_layer: int | None = None,
