@@ -160,7 +160,8 @@ def _read(spikes: Sequence[Spike], layout: Layout, heads: bool) -> Seen:
         share[number] = spikes[number].along(states.float().cpu())
 
     def attend(layer: int, _first: int, probs: Tensor, _visible: Tensor) -> None:
-        later = torch.ones(layout.ids.shape[1], layout.ids.shape[1], dtype=torch.bool).tril()[None, None]
+        length = layout.ids.shape[1]
+        later = torch.ones(length, length, dtype=torch.bool).tril().expand(len(probs), 1, -1, -1)
         to, seen = given_later(probs, later)
         given[:, layer] = to_place(to.cpu(), seen, layout.place[:, None])
 

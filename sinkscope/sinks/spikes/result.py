@@ -77,6 +77,12 @@ class FindSinks(Result):
         return next(iter(self.spikes), None)
 
     @property
+    def answered(self) -> SpikeResult | None:
+        """The first spike of which it was asked what makes its place, or what it is for."""
+        asked = [one for one in self.spikes if one.conditions is not None or one.purpose is not None]
+        return next(iter(asked), None)
+
+    @property
     def first_spikes(self) -> tuple[SpikeResult, ...]:
         """The spikes of the first token."""
         return tuple(one for one in self.spikes if one.place.words == FIRST)
@@ -201,12 +207,6 @@ class Circuit(FindSinks):
 
     kind = "circuit"
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw_circuit"
-
-    @property
-    def answered(self) -> SpikeResult | None:
-        """The first spike of which it was asked what makes its place, or what it is for."""
-        asked = [one for one in self.spikes if one.conditions is not None or one.purpose is not None]
-        return next(iter(asked), None)
 
     def conclusion(self) -> str:
         """Return what makes a position the sink and what it is for; where this was not asked, what marks the place."""
