@@ -167,6 +167,26 @@ def readers(given: Tensor, spike: PlainSpike) -> int:
 
 
 @contextmanager
+def hidden_first(model, layers: Sequence[int]) -> Iterator[None]:
+    """Later queries do not see the first token in some layers, by the additive mask that eager attention gets."""
+
+    def hide(_module, args, kwargs):
+        mask = kwargs["attention_mask"].clone()
+        mask[:, :, 1:, 0] = torch.finfo(mask.dtype).min
+        return args, {**kwargs, "attention_mask": mask}
+
+    handles = []
+    for layer in layers:
+        module = part(blocks(model)[layer], "self_attn")
+        handles.append(module.register_forward_pre_hook(hide, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def removed(model, neurons: Sequence[tuple[int, int]], at: int | None) -> Iterator[None]:
     """Neurons give zero at one position, or everywhere."""
     if at is None:

@@ -6,6 +6,7 @@ between two marks, and a test compares them with the data in figures/.
 
 from __future__ import annotations
 
+from math import log
 from pathlib import Path
 
 from experiments.real.commands import COMMANDS
@@ -48,18 +49,27 @@ def numbers(found: Row, readings: Row) -> str:
 def measured_numbers(result: Row) -> list[str]:
     """The column of a result of `find-sinks`; the main spike is that of the largest norm."""
     main, other = sorted(result["spikes"], key=lambda spike: -spike["norm"])[:2]
-    readers, without, gone = result["readers"], result["bos"], main["without_writers"]
+    readers, without, effect = result["readers"], result["bos"], main["effect"]
+    gone, busiest = effect["at_place"], main["controls"]["busiest"]
+    hidden = "-" if effect["hidden"] is None else nats(effect["hidden"])
     return [
         f"{readers['heads']} ± {readers['margin']:.0f} of {readers['total']}",
         f"{without['heads']} ± {without['margin']:.0f}",
         f"layers {main['layers'][0]} to {main['layers'][1]}, {main['ratio']:.0f} times",
-        names_of(gone["parts"]),
+        names_of(main["needed"]["parts"]),
         f"{gone['left']:.0%} of the spike",
         f"{gone['heads'][1]} of {gone['heads'][0]}",
-        f"times {gone['perplexity']:.2f} ± {gone['perplexity_margin']:.2f}",
-        f"{gone['random']['left']:.0%} of the spike, perplexity times {gone['random']['perplexity']:.2f}",
+        f"{nats(gone)} at the place, {nats(effect['everywhere'])} everywhere",
+        hidden,
+        f"{busiest['left']:.0%} of the spike, {nats(busiest)} ({busiest['count']:.0f} neurons)",
         f"layers {other['layers'][0]} to {other['layers'][1]}, {other['ratio']:.0f} times",
     ]
+
+
+def nats(outcome: Row) -> str:
+    """A rise of the loss with its interval."""
+    low, high = outcome["interval"]
+    return f"{outcome['loss']:.2f} nats ({low:.2f} to {high:.2f})"
 
 
 def plain_numbers(readings: Row) -> list[str]:
@@ -74,8 +84,9 @@ def plain_numbers(readings: Row) -> list[str]:
         names_of([f"L{layer}.N{neuron}" for layer, neuron in gone["neurons"]]),
         f"{needed['ratio'] / gone['intact']['ratio']:.0%} of the norm",
         f"{needed['later_heads']} of {gone['intact']['later_heads']}",
-        f"times {needed['perplexity_ratio']:.2f}",
-        f"{left}, perplexity times {random['perplexity_ratio']:.2f}",
+        f"{log(needed['perplexity_ratio']):.2f} nats everywhere",
+        "-",
+        f"{left}, {log(random['perplexity_ratio']):.2f} nats (random neurons)",
         "-",
     ]
 
@@ -214,11 +225,12 @@ NUMBERS = (
     "heads that give the first token more than 0.3 of their attention",
     "the same without BOS",
     "main spike: where, and its norm over the typical one",
-    "its needed writers, which are zeroed below",
+    "the neurons that it needs, which are zeroed below",
     "zeroed: what is left",
     "zeroed: heads of later layers that still attend",
-    "zeroed: perplexity",
-    "random neurons zeroed",
+    "zeroed: rise of the loss, nats a token",
+    "the first token hidden from later tokens in the layers after these",
+    "the busiest others of these layers zeroed, which write as much",
     "second spike",
 )
 """The quantities of the table of numbers."""

@@ -123,6 +123,19 @@ def test_the_effect_of_the_late_writers_is_at_the_place_and_that_of_the_early_on
     assert others[of_smollm2.spikes.index(late)] > 0.9  # the early spike can go without the late one
 
 
+def test_what_the_late_writers_do_goes_through_attention_to_the_place(smollm2, of_smollm2):
+    """With the first token hidden in the layers behind them, these neurons change no later token: by plain masks."""
+    late, ids = of_smollm2.first_spikes[0], pieces(smollm2.tokenizer, "report")[:4]
+    losses = []
+    for neurons in ([], [(11, 1229), (11, 1487)]):
+        with plain.hidden_first(smollm2.model, range(12, 30)), plain.removed(smollm2.model, neurons, 0):
+            losses.append(plain.run(smollm2.model, ids).loss[:, 1:])
+    torch.testing.assert_close(*losses, atol=1e-4, rtol=0)
+    rise = float((losses[0] - plain.some(intact(smollm2, "report"), 4).loss[:, 1:]).mean())
+    assert late.effect.both.loss == late.effect.hidden.loss < late.effect.at_place.loss
+    assert rise > 0.5
+
+
 def test_of_the_early_spike_some_candidates_take_the_late_one_along_or_raise_it(smollm2, of_smollm2):
     """Six neurons write 2 % or more; three are needed. Plain hooks say what the other three do."""
     late, early = of_smollm2.first_spikes
