@@ -150,8 +150,11 @@ def test_of_the_early_spike_some_candidates_take_the_late_one_along_or_raise_it(
             left[name, layers] = plain.without(smollm2.model, ids, first[layers], [neuron], 0, seen=seen).left
     assert left["raises", early.layers] > 1.5
     assert left["takes", early.layers] > 0.9 and left["takes", late.layers] < 1 - (1 - left["takes", early.layers])
-    three = [(one.layer, one.neuron) for one in early.neurons if one.role != "needed"]
-    assert plain.without(smollm2.model, ids, first[late.layers], three, 0, seen=seen).left < 0.6
+    kept = []
+    for roles_of in ({"needed"}, {"needed", "lowers", "raises", "another spike"}):
+        some = [(one.layer, one.neuron) for one in early.neurons if one.role in roles_of]
+        kept.append(plain.without(smollm2.model, ids, first[late.layers], some, 0, seen=seen).left)
+    assert kept[0] > 0.9 and kept[1] < 0.6  # the needed three leave the late spike, all six do not
 
 
 def test_the_busiest_others_write_as_much_and_cost_a_tenth(smollm2, of_smollm2):
@@ -194,7 +197,7 @@ def test_what_is_said_of_smollm2(of_smollm2):
         "Spike at the first token, layers 1-8",
     )
     said = dict(late.rows)
-    assert said["norm"].startswith("181 -> 25,102, 190 times the typical one after layer 11; along dimension 507")
+    assert said["norm"].startswith("181 -> 25,102, 183 times the typical one after layer 11; along dimension 507")
     assert said["writers"] == "L11.N1229 73%   L11.N1487 27%" and said["needed"].startswith(
         "L11.N1229 and L11.N1487; 0%"
     )
