@@ -152,7 +152,7 @@ def check_cache(
             values needs more than the default.
         budget: What to keep in all checks, in tokens or as a fraction of the prompt. By default, each check asks for a
             part of its text, or for the smallest budget that the cache takes; texts are made long enough.
-        thorough: Try all lengths, and 500 drawn orders of calls instead of 30; about two minutes.
+        thorough: Try all lengths, and 500 drawn orders of calls; 10 to 30 seconds.
         seed: Seed of the lengths and orders that are drawn.
         progress: Called as `progress(what, done, total)`.
 

@@ -27,7 +27,7 @@ def no_length_makes_a_difference(kit: Kit) -> str:
     flows = [Flow(lengths=(1,), acts=(("step", MOST),))]
     for length in sorted(lengths):
         flows.append(Flow(lengths=(length,), acts=(("step", 1),)))
-    for length in all_or(kit, few):
+    for length in all_or(kit, few[::3]):
         flows.append(Flow(lengths=(5,), acts=(("step", 1), ("read", length), ("step", 1))))
     if kit.own_budget is not None:
         flows = [flow for flow in flows if flow.prompt + _later(flow) < kit.own_budget]

@@ -18,7 +18,7 @@ from sinkscope.conformance.checks.registry import check
 from sinkscope.conformance.flow import ROW_ACTS, Act, Flow
 from sinkscope.conformance.kit import ApartError, FaultError, Kit
 
-_FEW, _MANY = 30, 500
+_FEW, _MANY = 20, 500
 _OF_CACHES = 80  # of a cache that no policy cuts, which is quicker
 _TRIES = 80  # at most, to make a failing order smaller
 _MODELS = ("grouped", "grouped", "grouped", "windows", "hybrid")
