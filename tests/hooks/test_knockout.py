@@ -1,0 +1,106 @@
+"""Attention knockout, beside the plain model under a 4-D mask. The net of ways draws families, masks and caches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from intervention_kit import bridge_of
+from organisms import tiny_model
+from refusals import refused
+
+import sinkscope as ss
+from sinkscope.results.parts import Head
+
+IDS = torch.arange(5, 17)[None].repeat(2, 1) + torch.tensor([[0], [3]])
+LENGTH = IDS.shape[1]
+
+
+def under(model, hidden):
+    """Logits of the plain model whose mask hides these cells `[batch query key]`."""
+    sees = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & ~hidden
+    with torch.no_grad():
+        return model(input_ids=IDS, attention_mask=sees[:, None].expand(2, 1, -1, -1), use_cache=False).logits
+
+
+def cells(keys, queries=None):
+    """Cells of keys and queries at these positions, without a query's own."""
+    hidden = torch.zeros(2, LENGTH, LENGTH, dtype=torch.bool)
+    hidden[:, slice(None) if queries is None else queries, keys] = True
+    return hidden & ~torch.eye(LENGTH, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("edit", "hidden"),
+    [
+        (ss.Knockout("first"), cells([0])),
+        (ss.Knockout([0, 3]), cells([0, 3])),
+        (ss.Knockout(2, queries=slice(5, 8)), cells([2], slice(5, 8))),
+        (ss.Knockout(cells([1, 4])), cells([1, 4])),
+    ],
+    ids=["first", "positions", "queries", "pairs"],
+)
+@pytest.mark.parametrize("kind", ["hf", "bridge"])
+def test_a_knockout_is_a_mask(edit, hidden, kind):
+    model = tiny_model("llama")[0]
+    want = under(model, hidden)
+    given = bridge_of(*tiny_model("llama")) if kind == "bridge" else model
+    with torch.no_grad(), edit.on(given):
+        got = given(IDS) if kind == "bridge" else given(input_ids=IDS).logits
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
+def test_heads_may_be_given_in_three_forms():
+    model = tiny_model("llama")[0]
+    logits = []
+    for heads in ([(1, 2)], "L1.H2", [Head(1, 2)]):
+        with torch.no_grad(), ss.Knockout("first", heads=heads).on(model):
+            logits.append(model(input_ids=IDS).logits)
+    with torch.no_grad(), ss.Knockout("first", layers=[1], heads=[2]).on(model):
+        logits.append(model(input_ids=IDS).logits)
+        plain = model
+    assert all(torch.equal(logits[0], one) for one in logits[1:])
+    with torch.no_grad():
+        assert not torch.allclose(plain(input_ids=IDS).logits, logits[0], atol=1e-4)
+
+
+def test_the_values_of_a_hidden_key_do_not_matter():
+    """Whatever the first token is, later ones give the same logits where nobody sees it."""
+    model = tiny_model("llama")[0]
+    other = IDS.clone()
+    other[:, 0] = 40
+    with torch.no_grad(), ss.Knockout("first").on(model):
+        torch.testing.assert_close(model(input_ids=IDS).logits[:, 1:], model(input_ids=other).logits[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: ss.Knockout(None), "keys=None: expected positions"),
+        (lambda: ss.Knockout("last"), "keys 'last'"),
+        (lambda: ss.Knockout(cells([1]), queries=[3]), "such a mask names the queries; leave one out"),
+        (lambda: ss.Knockout(torch.zeros(1, 2, 3, 4, dtype=torch.bool)), r"keys of shape \(1, 2, 3, 4\)"),
+        (lambda: ss.Knockout("first", heads=[]), "expected at least one head"),
+        (lambda: ss.Knockout("first", layers=[0], heads=["L1.H2"]), "give heads of these layers"),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(make, said):
+    with refused(said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (ss.Knockout("first", layers=[9]), "layer 9 is not in"),
+        (ss.Knockout("first", heads=[(0, 99)]), "head 99 is not in"),
+    ],
+)
+def test_a_model_without_these_heads_is_refused(edit, said):
+    with refused(said), edit.on(tiny_model("llama")[0]):
+        pass
+
+
+def test_a_mask_of_other_rows_is_refused():
+    model = tiny_model("llama")[0]
+    with refused("expected a mask with a row for each"), ss.Knockout(cells([1])[:1].expand(3, -1, -1)).on(model):
+        model(input_ids=IDS)
