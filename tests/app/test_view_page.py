@@ -148,7 +148,7 @@ def test_the_page_of_a_neuron_shows_what_plain_hooks_give(bundled, view, opened)
     assert cells[:4] == ["it alone", *outcome(bundled, Neuron(1, None, 338))]
     assert cells[4:8] == [f"random: {random}", *outcome(bundled, random, 4)]
     assert cells[8] == "the busiest others" and len(cells) == 12
-    assert cells[1:3] == ["0%", "1"] and cells[5:7] == ["100%", "20"]
+    assert cells[1:3] == ["0%", "2"] and cells[5:7] == ["100%", "20"]
 
 
 def test_a_switch_shows_what_the_activations_of_a_neuron_become(bundled, view, opened):
