@@ -341,7 +341,7 @@ def costs(spike: SpikeResult) -> str | None:
     found = spike.purpose
     if found is None:
         return None
-    (hidden,) = [one for one in found.changes if one.name == "hidden"]
+    hidden = found.change("hidden")
     control = max(one.loss for one in found.changes if "key" in one.name)
     margin = "" if hidden.margin is None else f" (± {hidden.margin:.2f})"
     where = f"after layer {found.layers[0] - 1}"

@@ -34,7 +34,7 @@ from sinkscope.models.hooks import on_hidden
 from sinkscope.models.neurons import heads_point
 from sinkscope.models.target import Target
 from sinkscope.sinks.spikes.edited import losses_at, read_positions, rows_of_logits
-from sinkscope.sinks.spikes.records import Change, Purpose
+from sinkscope.sinks.spikes.records import Change, ChangeName, Purpose
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import TokenRows
@@ -45,8 +45,7 @@ KEYS = range(4, CHANGED)  # ordinary keys that may be hidden
 TAKERS = 3  # positions that may take over: the place and those next to it
 ORDINARY = 8  # from here on values are averaged
 TEXTS = 8  # texts that are read, two of each kind
-EVERYWHERE, HIDDEN = "hidden in all layers", "hidden"
-ORDINARY_KEY, ATTENDED_KEY = "ordinary key hidden", "most attended key hidden"
+EVERYWHERE: ChangeName = "hidden in all layers"
 
 Way = Callable[[int], AbstractContextManager[object]]
 """Opens a `with` block in which the rows of a pass, so many, are read in another way."""
@@ -212,13 +211,13 @@ def purposes_of(survey: Survey, first_writers: Sequence[int], seed: int) -> list
     everywhere: Change | None = None
     for first_writer in first_writers:
         late, changes = range(first_writer + 1, target.n_layers), list[Change]()
-        ways: dict[str, Way] = {
+        ways: dict[ChangeName, Way] = {
             EVERYWHERE: hidden(target, 0, None, length),
-            HIDDEN: hidden(target, 0, late, length),
+            "hidden": hidden(target, 0, late, length),
             "value zero": valued(target, 0, late, False),
             "mean value": valued(target, 0, late, True),
-            ORDINARY_KEY: hidden(target, ordinary, late, length),
-            ATTENDED_KEY: hidden(target, attended, late, length),
+            "ordinary key hidden": hidden(target, ordinary, late, length),
+            "most attended key hidden": hidden(target, attended, late, length),
         }
         for name, way in ways.items():
             if name == EVERYWHERE and everywhere is not None:
@@ -255,7 +254,7 @@ def spread_of(read: Lost, changed: Lost) -> Float[Tensor, " text"]:
     return ((read.states - changed.states).norm(dim=-1) / read.states.norm(dim=-1)).mean(1)
 
 
-def change_of(name: str, plain: Lost, read: Lost, spread: Float[Tensor, " text"] | None) -> Change:
+def change_of(name: ChangeName, plain: Lost, read: Lost, spread: Float[Tensor, " text"] | None) -> Change:
     """Return the record of a way."""
     rise = (read.loss - plain.loss).nanmean(1)
     interval = interval_of(rise.numpy())

@@ -325,6 +325,12 @@ class Conditions:
     texts: int
 
 
+ChangeName = Literal[
+    "hidden in all layers", "hidden", "value zero", "mean value", "ordinary key hidden", "most attended key hidden"
+]
+"""A way of reading the place, or a control."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """What another way of reading a place does to later tokens.
@@ -340,7 +346,7 @@ class Change:
         spread_margin: Half of the 95 % interval over texts.
     """
 
-    name: str
+    name: ChangeName
     loss: float
     interval: tuple[float, float] | None
     heads: int
@@ -381,7 +387,7 @@ class Purpose:
     texts: int
     tokens: int
 
-    def change(self, name: str) -> Change:
+    def change(self, name: ChangeName) -> Change:
         """Return what one way does."""
         return next(one for one in self.changes if one.name == name)
 
