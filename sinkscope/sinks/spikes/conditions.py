@@ -100,9 +100,12 @@ class Layout:
 
     def hiding(self, target: Target) -> AbstractContextManager[object]:
         """Return a `with` block in which what is unseen is hidden."""
-        if not bool(self.unseen.any()) or self.layers == range(0):
+        layers = target.attending
+        if self.layers is not None:
+            layers = [layer for layer in target.attending if layer in self.layers]
+        if not bool(self.unseen.any()) or not layers:
             return nullcontext()
-        return under(Knockout(self.unseen, layers=None if self.layers is None else list(self.layers)), target)
+        return under(Knockout(self.unseen, layers=layers), target)
 
     @property
     def place(self) -> Mask:

@@ -165,7 +165,7 @@ class Measurement:
             effect: What the set does at the place.
         """
         target, rows = self.texts.spike.survey.target, torch.arange(len(self.texts.rows))
-        if not len(layers) or not target.attending:
+        if not len(layers) or not set(layers) <= set(target.attending):
             return None, None
         none = torch.zeros(len(rows), dtype=torch.long)
         try:

@@ -171,7 +171,8 @@ def hidden(target: Target, position: int, layers: range | None, length: int) -> 
 
     def way(rows: int) -> AbstractContextManager[object]:
         keys = (torch.arange(length) == position).expand(rows, -1)
-        return under(Knockout(keys, layers=None if layers is None else list(layers)), target)
+        chosen = [layer for layer in target.attending if layers is None or layer in layers]
+        return under(Knockout(keys, layers=chosen), target) if chosen else nullcontext()
 
     return way
 
