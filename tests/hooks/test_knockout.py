@@ -17,15 +17,18 @@ LENGTH = IDS.shape[1]
 
 def under(model, hidden):
     """Logits of the plain model whose mask hides these cells `[batch query key]`."""
+    if hidden.ndim == 3:
+        hidden = hidden[:, None]
     sees = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & ~hidden
     with torch.no_grad():
-        return model(input_ids=IDS, attention_mask=sees[:, None].expand(2, 1, -1, -1), use_cache=False).logits
+        return model(input_ids=IDS, attention_mask=sees, use_cache=False).logits
 
 
 def cells(keys, queries=None):
     """Cells of keys and queries at these positions, without a query's own."""
     hidden = torch.zeros(2, LENGTH, LENGTH, dtype=torch.bool)
-    hidden[:, slice(None) if queries is None else queries, keys] = True
+    for key in keys:
+        hidden[:, slice(None) if queries is None else queries, key] = True
     return hidden & ~torch.eye(LENGTH, dtype=torch.bool)
 
 
@@ -35,9 +38,10 @@ def cells(keys, queries=None):
         (ss.Knockout("first"), cells([0])),
         (ss.Knockout([0, 3]), cells([0, 3])),
         (ss.Knockout(2, queries=slice(5, 8)), cells([2], slice(5, 8))),
-        (ss.Knockout(cells([1, 4])), cells([1, 4])),
+        (ss.Knockout([6, 9], queries=[6, 9]), cells([6, 9], [6, 9])),
+        (ss.Knockout(cells([1, 4]) | torch.eye(LENGTH, dtype=torch.bool)), cells([1, 4])),
     ],
-    ids=["first", "positions", "queries", "pairs"],
+    ids=["first", "positions", "queries", "itself", "pairs"],
 )
 @pytest.mark.parametrize("kind", ["hf", "bridge"])
 def test_a_knockout_is_a_mask(edit, hidden, kind):
@@ -61,6 +65,15 @@ def test_heads_may_be_given_in_three_forms():
     assert all(torch.equal(logits[0], one) for one in logits[1:])
     with torch.no_grad():
         assert not torch.allclose(plain(input_ids=IDS).logits, logits[0], atol=1e-4)
+
+
+def test_other_heads_see_the_key():
+    model = tiny_model("llama")[0]
+    hidden = cells([0])[:, None].repeat(1, model.config.num_attention_heads, 1, 1)
+    hidden[:, [0, 3]] = False
+    want = under(model, hidden)
+    with torch.no_grad(), ss.Knockout("first", heads=[1, 2]).on(model):
+        torch.testing.assert_close(model(input_ids=IDS).logits, want, atol=2e-5, rtol=1e-4)
 
 
 def test_the_values_of_a_hidden_key_do_not_matter():
