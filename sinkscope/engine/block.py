@@ -221,7 +221,6 @@ class Run:
             )
             for key, part in enumerate(self.parts):
                 part.enter(self, key)
-            self._moments()
             if any(type(actor).after is not Actor.after and actor.reads_logits for actor in self.actors):
                 around = (target.hf, "first", self._begin_model), (target.hf, "always", self._end_model)
                 self.stack.enter_context(target.hooks(*around, owned=False))
@@ -250,6 +249,7 @@ class Run:
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
         self.actors.append(actor)
+        self._moments()
 
     def _moments(self) -> None:
         """Note which actors act at which moment, so that nothing is called in vain at every token."""

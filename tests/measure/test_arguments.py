@@ -76,7 +76,7 @@ def test_every_parameter_of_a_public_function_refuses_wrong_values_at_once(name,
                 assert repr(value)[:70] in str(caught.value), (one.name, value)
                 assert time.perf_counter() - began < 1
                 tried += 1
-    assert tried >= 2
+    assert tried >= 2 or all(map(takes_anything, parameters(name)))
 
 
 CLASSES: dict[str, Any] = {}
