@@ -1,53 +1,31 @@
-"""A block: what acts on one model, from entry to exit of a `with`.
-
-A forward call goes through the block in this order:
-
-1. `_begin`: the record of the call is made (`Step`), and every actor acts before the model reads.
-2. The tap shows the attention of each layer to every actor (`_attend`), and edits of activations act by hooks that read
-   the same record.
-3. `_end`: the decoder has read. `_end_model`: logits exist, and every actor acts after them; what one takes back goes
-   to the writer of the text, if it can take tokens back (`Writer`).
-"""
+"""A block: what acts on one model, from entry to exit of a `with`."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
-from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from sinkscope.engine.actor import Actor, TakeBack
-from sinkscope.engine.attention import Attention
+from sinkscope.engine.actor import Actor
+from sinkscope.engine.calls import BlockCalls
 from sinkscope.engine.internals import (
     GenerateFollower,
     following_generate,
-    in_backward,
-    is_checkpointing,
     without_continuous_batching,
 )
 from sinkscope.engine.owners import Hold, acts, held, holds_on, wait_for_calls
-from sinkscope.engine.rows import RowState, forget_rows, put_rows
-from sinkscope.engine.step import Step, begin_step
-from sinkscope.engine.stock import NAME, attention_name, stock_of
-from sinkscope.engine.tap import HANDLERS, Handler, tapped
+from sinkscope.engine.rows import forget_rows
+from sinkscope.engine.tap import tapped
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.call_cache import (
-    CACHE_NAMES,
     bridge_hooks,
-    by_name,
-    cache_in,
-    new_call_cache,
-    tokens_in,
-    with_cache,
 )
-from sinkscope.models.hooks import Args, Hook, Kwargs
+from sinkscope.models.hooks import Hook
 from sinkscope.models.target import Target
 
 
@@ -86,34 +64,6 @@ class Part(Protocol):
         ...
 
 
-class Writer(Protocol):
-    """Who writes a text by calls of the model, and can take tokens back (`generation.write`)."""
-
-    @property
-    def allowance(self) -> list[int]:
-        """How many tokens of each row may still be taken back."""
-        ...
-
-    @property
-    def room(self) -> list[int]:
-        """How many columns each row has when it is full."""
-        ...
-
-    @property
-    def taken(self) -> TakeBack | None:
-        """What was taken back in this piece of the text, which ends; None if nothing."""
-        ...
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a piece follows another, so that `generate` reads no prompt."""
-        ...
-
-    def take(self, back: TakeBack) -> None:
-        """Take tokens back once the call has ended."""
-        ...
-
-
 class Reach:
     """Whether an edit has met a token, which is asked of the device as late as possible.
 
@@ -141,31 +91,7 @@ class Reach:
         return self.is_certain or (self._pending is not None and bool(self._pending))
 
 
-class _Here(threading.local):
-    """What a thread is doing with the model of a block.
-
-    Attributes:
-        step: The record of the call in which the decoder is; None outside a call, or if the block does not act on it.
-        ended: The record of the call that the decoder has ended, until its logits exist.
-        in_model: Whether the whole model runs, so that logits will come.
-        reading: The hook that reads the mask of the first layer, if texts may be packed in this call.
-        handler: What the tap calls in the layers of this call.
-        prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
-        settings: Settings of the latest `generate`; None without one.
-        writer: Who writes the text; None if tokens cannot be taken back.
-    """
-
-    step: Step | None = None
-    ended: Step | None = None
-    in_model: bool = False
-    reading: AbstractContextManager[None] | None = None
-    handler: Handler | None = None
-    prompting: bool = False
-    settings: Any = None
-    writer: Writer | None = None
-
-
-class Run:
+class Run(BlockCalls):
     """Interventions active on one model, from entry to exit. All state lives here or on the caches, none on the model.
 
     A run acts on forward calls of the thread that entered it, and of threads that have not entered a run on the same
@@ -175,23 +101,11 @@ class Run:
     """
 
     def __init__(self, target: Target, parts: Sequence[Part], *, confined: bool = False, wait: bool = False) -> None:
-        self.target = target
+        super().__init__(target)
         self.parts = parts  # what acts, in order
         self.stack = ExitStack()
-        self.number = next(_NUMBERS)
-        self.takes_back = False  # whether some actor may take tokens back
-        self.passes = 0  # whole ones on which the run acted
-        self.actors: list[Actor] = []
-        self._moments()
-        self.here = _Here()
         self._confined, self._wait = confined, wait
         self._hold: Hold | None = None  # once it is entered
-        self._configs: frozenset[int] | None = None  # of the model, once something acts in its attention
-        self._is_open = False  # whether calls that begin now are acted on
-        self._live: dict[int, threading.Thread] = {}  # threads of calls that have begun and not ended, by number
-        self._steps = itertools.count()
-        self._checks: list[Callable[[str, dict[str, Any]], None]] = []
-        self._caches: WeakSet[Any] = WeakSet()  # on which something is known of rows
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
@@ -251,14 +165,6 @@ class Run:
         self.actors.append(actor)
         self._moments()
 
-    def _moments(self) -> None:
-        """Note which actors act at which moment, so that nothing is called in vain at every token."""
-        kinds = [(actor, type(actor)) for actor in self.actors]
-        self._before = [actor.before for actor, kind in kinds if kind.before is not Actor.before]
-        self._attends = [actor.attends for actor, kind in kinds if kind.attends is not Actor.attends]
-        self._attend_in = [actor.attend for actor, kind in kinds if kind.attend is not Actor.attend]
-        self._after = [actor.after for actor, kind in kinds if kind.after is not Actor.after]
-
     def reach(self, name: str, why: str) -> Reach:
         """Return what notes whether an edit has met any token; one that never does gives a warning at the end.
 
@@ -286,25 +192,6 @@ class Run:
             follower = GenerateFollower(self.acts_here, self._begin_generation, self._set_prompting)
             self.stack.enter_context(following_generate(self.target.hf, follower))
 
-    def _begin_generation(self, method: str, options: dict[str, Any], settings: Any) -> None:
-        if settings is not None:
-            self.here.settings = settings
-        for check in self._checks:
-            check(method, options)
-
-    def _set_prompting(self, reads: bool) -> None:
-        writer = self.here.writer
-        self.here.prompting = reads and (writer is None or not writer.goes_on)
-
-    @contextmanager
-    def writing(self, writer: Writer) -> Iterator[None]:
-        """Context manager in which a writer of this thread can take tokens back."""
-        self.here.writer = writer
-        try:
-            yield
-        finally:
-            self.here.writer = None
-
     @property
     def usage(self) -> list[Any]:
         """What each cache of the run held (`kv.usage.Usage`, in tokens and bytes); empty without a cache policy."""
@@ -313,21 +200,6 @@ class Run:
             if usage is not None:
                 return usage
         return []
-
-    @property
-    def step(self) -> Step | None:
-        """The record of the forward call that this thread is in; None outside a call, or if the run does not act on it.
-
-        Raises:
-            UnsupportedError: A backward pass recomputes a layer, and it is not known for which call.
-        """
-        step = self.here.step
-        if step is None and in_backward():
-            raise UnsupportedError(
-                f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
-                "known: checkpoint no layer inside the `with`"
-            )
-        return step
 
     def acts_here(self) -> bool:
         """Return whether the run acts on calls that begin now in this thread."""
@@ -416,172 +288,6 @@ class Run:
         self._moments()
         self._checks.clear()
 
-    def know_rows(self, cache: Any, state: RowState) -> None:
-        """Lay what is known of some rows on their cache."""
-        with suppress(TypeError):  # an object that cannot be referred to weakly
-            self._caches.add(cache)
-        put_rows(cache, self.number, state)
-
-    # What the model calls ------------------------------------------------------------------------------------------
-
-    def _begin_model(self, *_: Any) -> None:
-        """Note that logits will come."""
-        self.here.in_model = True
-
-    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs | None = None) -> tuple[Args, Kwargs] | None:
-        """Make the record of a call; the arguments for the module, or None if they stay as they are."""
-        here = self.here
-        if here.step is not None:  # it was broken off, as by Ctrl-C, after which PyTorch runs no hook
-            self._drop()
-        if kwargs is None or not self.acts_here():
-            return None
-        given = by_name(module, args, kwargs) if args else kwargs
-        first = self.target.layers[0]
-        if first.training and is_checkpointing(first):
-            raise UnsupportedError(
-                f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
-                "without the edits: call model.eval() or model.gradient_checkpointing_disable()"
-            )
-        changed, cache = None, cache_in(given)
-        if self.actors and cache is None:
-            cache = new_call_cache(given, self.target)
-            if cache is not None:
-                given = with_cache(module, given, cache)
-                changed = (), given
-        step = begin_step(self.number, next(self._steps), given, cache)
-        self._live[step.number] = threading.current_thread()
-        if not self._is_open:  # it was closed in the meantime
-            self._live.pop(step.number, None)
-            return None
-        here.step, here.ended = step, None
-        if step.jumps is not None:
-            hook = (self.target.layers[0], "first", partial(self._note_mask, step))
-            here.reading = self.target.hooks(hook)
-            here.reading.__enter__()
-        if step.cache is not None and (step.past == 0 or step.state.partial):
-            self.know_rows(step.cache, step.state)
-        if self.actors:
-            self._act_before(step)
-        return changed
-
-    def _act_before(self, step: Step) -> None:
-        """Let every actor act, and listen to the attention of the layers if one of them has something to do there."""
-        here = self.here
-        step.settings, step.prompting = here.settings, here.prompting
-        if here.writer is not None:
-            step.may_take_back, step.room = here.writer.allowance, here.writer.room
-            step.is_over = here.writer.taken is not None
-        for before in self._before:
-            before(step)
-        idle = True
-        for attends in self._attends:
-            if attends(step):
-                idle = False
-
-        assert self._configs is not None
-        attend = partial(self._attend, step)
-        here.handler = handler = Handler(attend, self._configs, step.past, has_gaps=step.has_gaps, idle=idle)
-        HANDLERS.set((handler, *HANDLERS.get()))
-
-    def _attend(self, step: Step, attention: Attention) -> None:
-        """Let every actor act in the attention of a layer."""
-        for attend in self._attend_in:
-            attend(step, attention)
-
-    def _note_mask(self, step: Step, _module: nn.Module, _args: Args, kwargs: Kwargs) -> None:
-        """Read from the mask that the first layer gets whether texts are packed into a row."""
-        kind = stock_of(self.target.config).kind
-        step.note_mask(kwargs.get("attention_mask"), packs_in_kernel="flash" in kind)
-
-    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
-        """End the record of a call with the decoder's output, or, after an error, without."""
-        here = self.here
-        step, handler = here.step, here.handler
-        if step is None:
-            return
-        if output is None:
-            self._drop()
-            return
-        here.step = None
-        if here.reading is not None:
-            here.reading.__exit__(None, None, None)
-            here.reading = None
-        if handler is not None:
-            here.handler = None
-            if HANDLERS.get() == (handler,):
-                HANDLERS.set(())
-            else:
-                handler.__exit__()
-            if not handler.was_reached:
-                self._live.pop(step.number, None)
-                raise self._attention_elsewhere()
-        self.passes += 1
-        if step.past == 0:
-            self._note_cache(step, cache_in(output))
-        if here.in_model and self.actors:
-            here.ended = step
-        else:
-            self._finish(step)
-
-    def _end_model(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
-        """Let every actor act after logits exist."""
-        here = self.here
-        step, here.ended, here.in_model = here.ended, None, False
-        if step is None:
-            return
-        if output is None:
-            self._live.pop(step.number, None)
-            return
-        logits = getattr(output, "logits", None)
-        if logits is None and isinstance(output, tuple):
-            logits = output[0]
-        if logits is not None and logits.ndim == 3:
-            step.logits = logits[:, -1]
-        self._finish(step)
-
-    def _finish(self, step: Step) -> None:
-        """Let every actor act after a call, and hand what one takes back to the writer."""
-        self._live.pop(step.number, None)
-        for after in self._after:
-            back = after(step)
-            if back is not None and self.here.writer is not None:
-                self.here.writer.take(back)
-
-    def _drop(self) -> None:
-        """Forget the call in which this thread is."""
-        here = self.here
-        step, handler, ended = here.step, here.handler, here.ended
-        if here.reading is not None:
-            here.reading.__exit__(None, None, None)
-        here.step = here.handler = here.ended = here.reading = None
-        here.in_model = False
-        if handler is not None:
-            handler.__exit__()
-        for call in (step, ended):
-            if call is not None:
-                self._live.pop(call.number, None)
-
-    def _attention_elsewhere(self) -> UnsupportedError:
-        """The error for a call whose attention did not come by the tap, because it was set after entering a run."""
-        names = ", ".join(sorted({repr(attention_name(config)) for config in self.target.configs} - {repr(NAME)}))
-        return UnsupportedError(
-            f"the attention of {self.target.name} was set to {names} inside the `with`, which goes past what acts "
-            "here: set it before the `with`"
-        )
-
-    def _note_cache(self, step: Step, cache: Any) -> None:
-        """Lay what is known of the rows of a first call on the cache that it made, if it was given none."""
-        if cache is None:
-            return
-        if step.cache is None:
-            self.know_rows(cache, step.state)
-        if tokens_in(cache) > step.new:
-            raise UnsupportedError(
-                f"positions cannot be counted in {self.target.name}, because its cache does not come as "
-                f"{' or '.join(CACHE_NAMES)}, or does not hold what earlier calls have read; rename that argument, "
-                "or install the versions in constraints.txt"
-            )
-
 
 def _no_packed_rows(target: Target) -> UnsupportedError:
     return UnsupportedError(
@@ -591,7 +297,6 @@ def _no_packed_rows(target: Target) -> UnsupportedError:
 
 
 _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
-_NUMBERS = itertools.count()
 
 
 @contextmanager
