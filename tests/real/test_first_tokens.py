@@ -35,12 +35,14 @@ def test_smollm2_without_heads_is_that_of_plain_hooks(smollm2):
     """No head of layer 0 is needed by most tokens, and without all heads up to layer 11 nothing is left."""
     model = smollm2.model
     setup = Setup.open(model, tokenizer=smollm2.tokenizer)
-    spike, tokens = spike_of(setup, None), torch.tensor([1, 260, 504, 7439, 1127, 5568])
+    chosen, tokens = spike_of(setup, None), torch.tensor([1, 260, 504, 7439, 1127, 5568])
+    assert chosen is not None
+    spike = chosen.spike
     means = mean_outputs(model, spike.survey.ids, range(12), spike.ordinary)
-    intact = spike.along(state_after(model, tokens[:, None], spike.result.peak))
+    intact = spike.along(state_after(model, tokens[:, None], spike.peak))
     for upto in (0, 11):
         some = {layer: means[layer] for layer in range(upto + 1)}
-        without = spike.along(state_after(model, tokens[:, None], spike.result.peak, some))
+        without = spike.along(state_after(model, tokens[:, None], spike.peak, some))
         every = heads_up_to(setup.target, upto)
         along = along_first(spike, tokens, [every], means_of(spike, every))
         torch.testing.assert_close(along, torch.stack([intact, without]), atol=1e-3, rtol=1e-3)

@@ -90,6 +90,7 @@ def compare(real, found, step: int):
             assert outcome.loss == pytest.approx(left.loss, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_mlp_of_layer_8_marks_the_late_spike_of_smollm2_and_most_heads_stay_without_it(smollm2, setup_of_smollm2):
     found = circuit.on(setup_of_smollm2, max_repeats=64)
     ids, seen = pieces(smollm2.tokenizer, "report"), intact(smollm2, "report")
