@@ -257,6 +257,7 @@ def test_the_page_in_a_browser(view, opened):
         for part in ("document.documentElement", "document.querySelector('.neuron')"):
             assert chrome.run(f"{part}.scrollWidth <= {part}.clientWidth"), (how, part)
         chrome.press("Escape")
+        chrome.wait("document.querySelector('.neuron') === null || !document.querySelector('.neuron .token')")
     text = view.texts[0]
     assert len(chrome.texts(".token")) == len(text.tokens)
 
