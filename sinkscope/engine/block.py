@@ -156,13 +156,13 @@ class Run(BlockCalls):
 
     # What parts ask for when they are entered ----------------------------------------------------------------------
 
-    def act(self, actor: Actor) -> None:
-        """Let an actor act in every call from now on, after those that were entered before."""
+    def act(self, actor: Actor, *, first: bool = False) -> None:
+        """Let an actor act in every call from now on, after those that were entered before, or `first` of all."""
         if self._configs is None:
             self._configs = self.stack.enter_context(tapped(self.target))
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
-        self.actors.append(actor)
+        self.actors.insert(0 if first else len(self.actors), actor)
         self._moments()
 
     def reach(self, name: str, why: str) -> Reach:

@@ -136,8 +136,7 @@ class CacheKeeper(Actor):
         run.stack.callback(keeper._settle)
         run.stack.push(keeper._warn_if_idle)
         run.check_generate(keeper._check_generation)
-        run.act(keeper)
-        run.actors.insert(0, run.actors.pop())  # others find what it says in the record of the call
+        run.act(keeper, first=True)  # others find what it says in the record of the call
         return keeper
 
     def watch_decoding(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -21,8 +21,6 @@ from sinkscope.models.weights import Shards, shards_of
 Hook = tuple[nn.Module, str, Any]
 """A module, a moment, and a function with the signature of torch's hooks. Moments are "pre", "first" (before all others
 that are "pre"), "post", and "always" (after an error, too)."""
-AroundCall = Generator[tuple[Args, Kwargs] | None, Any]
-"""Yields once: gives the arguments with which a module is to run (None: those that it has), and takes its output."""
 
 
 _COMPILER = threading.Lock()

@@ -260,6 +260,15 @@ def test_unsupported_generation_is_refused(edit, settings, said, model):
         assert model.generate(ids, max_new_tokens=4).shape[1] == ids.shape[1] + 4
 
 
+def test_a_cache_is_counted_once_wherever_an_observer_stands(model):
+    used = []
+    for way in (Full() | Observe(ignore), Observe(ignore) | Full()):
+        with way.on(model) as run:
+            decode(model, IDS, MASK, 14)
+        used.append(run.usage)
+    assert used[0] == used[1]
+
+
 @pytest.mark.parametrize("policy", [SnapKV(budget=8, window=4), LoopServe(budget=8, first=0), TOVA(budget=8)])
 def test_a_cache_whose_queries_were_not_seen(policy, model):
     filled = DynamicCache()

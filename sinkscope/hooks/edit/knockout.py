@@ -24,16 +24,13 @@ from sinkscope.engine.tap import check_attention_recomputed
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_values, checked_value
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.hooks.edit.sites import Positions, checked_positions, chosen_positions, head_of, listed
+from sinkscope.hooks.edit.sites import checked_positions, chosen_positions, head_of, listed
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.inputs import attending_layers, check_site
 from sinkscope.models.target import Target
 from sinkscope.models.windows import layers_with_states
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head
-
-Tokens = Positions | Bool[Tensor, "*batch pos"]
-"""Positions, "first", or a mask over the columns of a batch."""
 
 
 @dataclass(frozen=True, eq=False)
