@@ -1,6 +1,6 @@
 """A proxy between a client and a server of models that ends answers which loop; `sinkscope loops --proxy` runs it.
 
-It needs starlette, uvicorn, httpx and prometheus-client, and no torch.
+It needs the packages of the extra `proxy`, and no torch.
 """
 
 from __future__ import annotations
