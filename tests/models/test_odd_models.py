@@ -15,6 +15,8 @@ from transformers import (
     BertLMHeadModel,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -103,6 +105,17 @@ def test_models_that_are_no_decoders_are_refused_with_what_is_true(make, said):
             pass
         assert "decoder-only" in str(refusal.value)
         assert not re.search("register|rename|write its row", str(refusal.value))
+
+
+@pytest.mark.parametrize("positions", [8, 16, 19])
+def test_a_context_that_is_shorter_than_the_probe_is_the_cause_that_is_said(positions):
+    config = GPT2Config(
+        vocab_size=64, n_layer=2, n_head=2, n_embd=32, n_positions=positions, bos_token_id=0, eos_token_id=0
+    )
+    with pytest.raises(UnsupportedError, match=f"a context of {positions} tokens, and the probe of its parts reads 20"):
+        ss.trace(GPT2LMHeadModel(config), IDS[:, :4], "hook_embed")
+    # A model with rotary positions reads further than its configuration says.
+    ss.trace(LlamaForCausalLM(LlamaConfig(**LLAMA, max_position_embeddings=positions)), IDS[:, :4], "hook_embed")
 
 
 @pytest.mark.parametrize("layers", [1, 2])

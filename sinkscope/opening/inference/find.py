@@ -28,8 +28,8 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import DRAFT, Adapter, Found, layer_kinds, row_of, shown_row, stack_of
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth, new_model
 from sinkscope.models.hooks import without_autocast
-from sinkscope.models.target import Target
-from sinkscope.opening.inference.proof import probe
+from sinkscope.models.target import Target, sizes_of
+from sinkscope.opening.inference.proof import PROBED_TOKENS, probe
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.inference.sums import token_ids
 
@@ -94,6 +94,7 @@ def _inferred(target: Target, proves: bool, every_layer: bool, runs_itself: bool
             twin = without_hooks(hf)
             target = replace(target, model=twin, hf=twin)
     with evaluating(target.hf):
+        _refuse_short_context(target)
         adapter = propose(target.hf, row)
         numbers = layer_kinds(hf.get_submodule(adapter.layers).children())
         adapter = replace(adapter, rows=tuple(adapter.rows[number] for number in numbers if adapter.rows))
@@ -110,6 +111,21 @@ def _inferred(target: Target, proves: bool, every_layer: bool, runs_itself: bool
     if report.problem is not None:  # the model does not run so
         return replace(adapter, unproved=(("*", report.problem),))
     return adapter
+
+
+@torch.no_grad()
+def _refuse_short_context(target: Target) -> None:
+    """Refuse a model that cannot read as many tokens as the probe, as one with few learned positions."""
+    longest = sizes_of(target.hf.config.get_text_config())[2]
+    if longest is None or longest >= PROBED_TOKENS:
+        return
+    try:
+        target.hf(torch.zeros(1, PROBED_TOKENS, dtype=torch.long, device=target.hf.device))
+    except IndexError:
+        raise UnsupportedError(
+            f"{target.name} has a context of {longest} tokens, and the probe of its parts reads {PROBED_TOKENS}: use "
+            "a model with a longer context"
+        ) from None
 
 
 @contextmanager

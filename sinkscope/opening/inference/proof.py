@@ -28,7 +28,7 @@ from sinkscope.opening.inference.sums import layer_sums, token_ids
 
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
 _NARROW = 6  # tokens of every window, chunk and choice of keys while attention is checked
-_LONG = 20  # tokens of that check, so that it goes beyond all of them
+PROBED_TOKENS = 20  # tokens of that check, so that it goes beyond all of them
 _REACHES = {  # in configurations and modules: how far, or to how many keys, a layer attends, and the most meanwhile
     "sliding_window": _NARROW,
     "sliding_window_size": _NARROW,
@@ -132,7 +132,7 @@ def attention_error(target: Target) -> float:
         if adapter.qkv_layout is not None and part not in target.paths[layer]:
             part = "fused_qkv"
         projected += target.part_hooks(layer, part, "post", on_output(partial(keep_projected, layer)))
-    ids = token_ids(target, _LONG)
+    ids = token_ids(target, PROBED_TOKENS)
     # SDPA drops a soft cap, and eager attention does not: what is compared is computed in one way.
     capped = getattr(target.config.get_text_config(), "attn_logit_softcapping", None) is not None
     with _narrowed(target):
@@ -159,7 +159,7 @@ def attention_error(target: Target) -> float:
         if layer in heads and layer in values:
             value = per_query_head(values[layer], rows.shape[1])
             weighted = rearrange(rows @ value, "row head query d_head -> row query (head d_head)")
-            errors.append(relative_error(weighted, heads[layer].float().reshape(1, _LONG, -1)))
+            errors.append(relative_error(weighted, heads[layer].float().reshape(1, PROBED_TOKENS, -1)))
         if not adapter.attention_interface:
             errors.append(float((rows.sum(-1) - 1).abs().max()))
         if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
