@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -35,6 +35,28 @@ from sinkscope.models.hooks import Args, Kwargs
 from sinkscope.models.target import Target
 
 _NUMBERS = itertools.count()
+
+
+def check_generation(method: str, options: Mapping[str, Any], *, assisted: str | None, uncached: str) -> None:
+    """Refuse kinds of generation that do not read tokens one by one behind a prompt.
+
+    Args:
+        method: The method of a model that `generate` calls: `_prefill`, or another for assisted generation.
+        options: Arguments of the forward call.
+        assisted: Why generation may not be assisted; None if it may.
+        uncached: Why it may not run without a cache.
+
+    Raises:
+        UnsupportedError: Generation is assisted and may not be, or runs without a cache.
+    """
+    if method != "_prefill":
+        if assisted is not None:
+            raise UnsupportedError(
+                f"assisted generation reads several tokens at a time and takes some back, and {assisted}: generate "
+                "without an assistant or prompt lookup"
+            )
+    elif not options.get("use_cache") and cache_in(options) is None:
+        raise UnsupportedError(f"use_cache=False: {uncached}: generate with use_cache=True, or without them")
 
 
 class Writer(Protocol):

@@ -7,7 +7,6 @@ actors, so the others find in each `Step` the layers that can evict and whether 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from sinkscope.engine.actor import Actor, TakeBack
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.block import Run
+from sinkscope.engine.calls import check_generation
 from sinkscope.engine.owners import holds_on
 from sinkscope.engine.rows import RowState
 from sinkscope.engine.step import Step
@@ -30,32 +30,9 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import LatestQueries, QueryKeeper
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.kv.windows import check_mask, check_servable
-from sinkscope.models.call_cache import cache_in
 from sinkscope.models.windows import layer_window
 
 _METER = "meter"
-
-
-def _check_token_by_token(method: str, options: Mapping[str, Any]) -> None:
-    """Refuse kinds of generation in which nothing could act on generated tokens.
-
-    Args:
-        method: The method of a model that `generate` calls: `_prefill`, or another for assisted generation.
-        options: Arguments of the forward call.
-
-    Raises:
-        UnsupportedError: Generation is assisted, or runs without a cache.
-    """
-    if method != "_prefill":
-        raise UnsupportedError(
-            "assisted generation reads several tokens at a time and takes some back, and a cache policy acts on "
-            "tokens that come one by one: generate without an assistant or prompt lookup, or use Full"
-        )
-    if not options.get("use_cache") and cache_in(options) is None:
-        raise UnsupportedError(
-            "use_cache=False: there is no cache that a cache policy or a guard could act on: generate with "
-            "use_cache=True, or without them"
-        )
 
 
 @dataclass(eq=False)
@@ -154,7 +131,9 @@ class CacheKeeper(Actor):
 
     def _check_generation(self, method: str, options: dict[str, Any]) -> None:
         if self.acts_on_tokens:
-            _check_token_by_token(method, options)
+            one_by_one = "a cache policy acts on tokens that come one by one (Full does not)"
+            no_cache = "there is no cache that a cache policy or a guard could act on"
+            check_generation(method, options, assisted=one_by_one, uncached=no_cache)
 
     @property
     def usage(self) -> list[Usage]:

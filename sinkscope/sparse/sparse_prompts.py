@@ -18,6 +18,7 @@ from torch import Tensor
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention, AttentionOutput
 from sinkscope.engine.block import Event, Run
+from sinkscope.engine.calls import check_generation
 from sinkscope.engine.rows import Memory
 from sinkscope.engine.step import Step
 from sinkscope.engine.tap import check_attention_recomputed
@@ -201,10 +202,14 @@ class SparsePrompts(Intervention):
         check_servable(run.target)
         check_attention_recomputed(run.target)
         own_attention(run)
+        name = type(self).__name__
+        as_prompts = f"{name} would read these as a prompt"
+        each_call = f"{name} reads prompts, and without a cache each call is one"
+        run.check_generate(partial(check_generation, assisted=as_prompts, uncached=each_call))
         for actor in run.actors:
             if isinstance(actor, PromptReader):
                 raise UnsupportedError(
-                    f"{actor.name} and {type(self).__name__} would both decide how prompts are read: enter one of them"
+                    f"{actor.name} and {name} would both decide how prompts are read: enter one of them"
                 )
         run.act(PromptReader(self, run, key))
 

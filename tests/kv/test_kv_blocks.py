@@ -249,6 +249,8 @@ def test_an_edit_that_meets_no_token_says_so(edit, said, model):
         (LoopGuard(), {"prompt_lookup_num_tokens": 3}, "assist"),
         (Progressive(budget=8, every=2, after=0), {"num_beams": 3}, "num_beams=1"),
         (STREAMING, {"use_cache": False}, "use_cache=False.*generate with use_cache=True"),
+        (AShape(first=4, local=8), {"prompt_lookup_num_tokens": 3}, "AShape would read these as a prompt"),
+        (AShape(first=4, local=8), {"use_cache": False}, "without a cache each call is one"),
     ],
 )
 def test_unsupported_generation_is_refused(edit, settings, said, model):

@@ -98,7 +98,10 @@ REFUSED = [
     ),
     Refusal(lambda draw: draw["options"] == "no cache" and draw["edit"] in MEMORIES, "without a cache each call is"),
     Refusal(lambda draw: draw["family"] == "mpt", "without a cache each call is"),  # its settings say use_cache=False
-    Refusal(lambda draw: draw["options"] in ASSISTED, "assisted generation reads tokens that it takes back"),
+    Refusal(
+        lambda draw: draw["options"] in ASSISTED and draw["edit"] in ("tensor 8 bits", "keys 8 bits a row"),
+        "assisted generation",
+    ),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "are padded on the right"),
     Refusal(lambda draw: draw["attention"] == "own without mask", "was registered without a mask function"),
     Refusal(lambda draw: draw["mask"] in ("block", "packed") and _owns_cache(draw), "texts are packed into a row"),
@@ -137,6 +140,12 @@ KNOWN: dict[str, Cause] = {}
 
 
 MENDED = {
+    "tokens that may be taken back are read as a prompt": draw_of(
+        cache="generate", edit="a shape 12", options="lookup"
+    ),
+    "the whole text is read as a prompt at every token": draw_of(
+        cache="generate", edit="a shape 12", options="no cache"
+    ),
     "policies and observers refuse a mask that is not causal, padding and window": draw_of(
         mask="tree", positions="given"
     ),

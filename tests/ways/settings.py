@@ -42,8 +42,11 @@ def _dispatches(draw: Draw) -> bool:
     return FAMILIES[draw["family"]].dispatches
 
 
-SEVERAL_LATER = ("chunks", "turns", "prefix", "conversation", "conversation kept")
-"""Ways in which a call reads several tokens behind others."""
+SEVERAL_LATER = ("second turn", "chunks", "turns", "prefix", "conversation", "conversation kept")
+"""Ways in which a call reads several tokens behind others.
+
+Without a mask a kernel lets its triangle begin at the first key, which is all that the first of these queries sees.
+"""
 LATER_OPTIONS = ("lookup", "assistant", "chunked", "no cache", "static")
 """Options under which one does, or a stock cache does not drop what is beyond a window."""
 

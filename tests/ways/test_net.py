@@ -7,10 +7,13 @@ from dataclasses import replace
 import placed
 import pytest
 
+import sinkscope as ss
+from sinkscope import kv
+
 from . import promises
 from .__main__ import walk
 from .draws import cover, draw_of, text_of
-from .edits import EDITS, Draw
+from .edits import EDITS, RESID, VECTOR, Draw
 from .families import LAYERS, model_of
 from .known import KNOWN, MENDED, Cause, causes_of, may_be_refused
 from .promises import check
@@ -18,6 +21,8 @@ from .texts import BY_TOKENS
 from .ways import WAYS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+SMALL = VECTOR / 100
+"""Changes logits by about as much as rounding does."""
 
 
 def must_fail(cause: Cause, draw: Draw) -> bool:
@@ -67,6 +72,20 @@ def test_an_edit_that_is_forgotten_is_noticed_in_half_precision_too(monkeypatch)
     draw = draw_of(family="granite", edit="zero", dtype="bfloat16")
     monkeypatch.setitem(EDITS, "zero", replace(EDITS["zero"], make=list))
     assert (check(draw, 1) or "").startswith("right: off by")
+
+
+@pytest.mark.parametrize(
+    ("draw", "instead"),
+    [
+        (draw_of(family="neox", edit="knock keys", cache="generate", options="beams", mode="autocast"), list),
+        (draw_of(family="gemma3", edit="full", cache="generate", dtype="float16"), lambda: [ss.Add(SMALL, RESID)]),
+        (draw_of(family="gemma3", edit="full", cache="generate", dtype="float16"), lambda: [kv.StreamingLLM(20)]),
+    ],
+    ids=["ranked in two ways", "before keys are dropped", "behind them"],
+)
+def test_what_rounding_excuses_can_still_fail(draw, instead, monkeypatch):
+    monkeypatch.setitem(EDITS, draw["edit"], replace(EDITS[draw["edit"]], make=instead))
+    assert (check(draw, 1) or "").startswith("right: o")
 
 
 @pytest.mark.parametrize("cache", ["reordered", "selected", "conversation"])

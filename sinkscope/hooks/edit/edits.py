@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.engine.block import Event, Reach, Run
+from sinkscope.engine.calls import check_generation
 from sinkscope.engine.rows import Memory
 from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -31,7 +32,6 @@ from sinkscope.hooks.edit.sites import (
     site_of,
 )
 from sinkscope.hooks.trace import resolve
-from sinkscope.models.call_cache import cache_in
 from sinkscope.models.inputs import check_site
 from sinkscope.models.neurons import HookPoint, NeuronGroup, groups_of, heads_point, neurons_point
 from sinkscope.models.target import Target
@@ -113,16 +113,10 @@ class PlacedEdit(Intervention):
         Raises:
             UnsupportedError: Generation runs without a cache; or it is assisted, and that matters.
         """
-        name = f"{type(self).__name__} remembers {self.remembers}"
-        if method != "_prefill":
-            if self.by_token:
-                raise UnsupportedError(
-                    f"{name}, and assisted generation reads tokens that it takes back: generate without an assistant"
-                )
-        elif not options.get("use_cache") and cache_in(options) is None:
-            raise UnsupportedError(
-                f"{name}, and without a cache each call is a first one: generate with use_cache=True"
-            )
+        remembers = f"{type(self).__name__} remembers {self.remembers}"
+        assisted = remembers if self.by_token else None
+        uncached = f"{remembers}, and without a cache each call is a first one"
+        check_generation(method, options, assisted=assisted, uncached=uncached)
 
     def _edit(self, run: Run, key: tuple[int, int], of: Any, reach: Reach | None, tensor: Tensor) -> Tensor | None:
         """New values; None if the run does not act on this call."""
