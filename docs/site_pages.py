@@ -135,16 +135,19 @@ def measurements(section: str) -> str:
 def command_lists() -> str:
     """Every command with its options."""
     lines: list[str] = []
-    shared = [*MODEL, *SETUP, *EDITS, *OUTPUTS]
+    described = COMMANDS["barcode"]  # it has all options that measurements share
+    described.describe()
+    shared = {one.name: one for one in described.params}
     for section, members in _by_section().items():
         lines.append(f"## {section}\n")
         for command in members:
+            command.describe()
             lines.append(f"### sinkscope {command.words}\n\n{inspect.cleandoc(command.help or '')}\n")
-            lines += _options([one for one in command.params if one not in shared])
+            lines += _options(command.own)
     lines.append("## Options of every measurement\n")
-    lines += _options([*MODEL[1:], *SETUP])
+    lines += _options([shared[one.name] for one in (*MODEL[1:], *SETUP)])
     lines.append("Measurements that can run under interventions also take:\n")
-    lines += _options(EDITS)
+    lines += _options([shared[one.name] for one in EDITS])
     lines.append("Commands with a result write it to files:\n")
     lines += _options(OUTPUTS)
     return "\n".join(lines)

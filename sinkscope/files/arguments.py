@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from functools import cache
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.docstrings import descriptions_of
 from sinkscope.files.records import checked_value
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -20,7 +20,6 @@ PYTHON_ONLY = frozenset({"tokenizer", "texts", "ids", "progress", "loading", "in
 """Parameters that no command has as an option."""
 LARGEST = (1 << 31) - 1
 """A number above it is too large for any work."""
-_TITLE = re.compile(r"\n\n(Args|Attributes|Example|Example in Python|Raises|Returns):\n")
 
 
 @dataclass(frozen=True)
@@ -143,16 +142,3 @@ def member_of(hint: Any) -> tuple[Any, bool]:
             hint = parts[1]
         else:
             return hint, many
-
-
-def descriptions_of(doc: str, title: str) -> dict[str, str]:
-    """Return the description of each name in a section of a docstring, such as "Args" or "Attributes"."""
-    parts = _TITLE.split(doc)
-    section = dict(zip(parts[1::2], parts[2::2], strict=True)).get(title, "")
-    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
-
-
-def introduction(doc: str) -> str:
-    """Return a docstring without its sections."""
-    return _TITLE.split(doc)[0]

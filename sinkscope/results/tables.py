@@ -12,7 +12,7 @@ from itertools import product
 from textwrap import fill
 from typing import Any, get_args, get_type_hints
 
-from sinkscope.files.arguments import descriptions_of
+from sinkscope.files.docstrings import descriptions_of
 from sinkscope.files.plain import plain, visible
 from sinkscope.results.notation import head_name, neuron_name
 from sinkscope.results.notation import percent as percent_of

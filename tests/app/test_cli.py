@@ -69,6 +69,7 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeyp
     text = typed([*words.split(), "--help"]).out
     assert max(map(len, text.splitlines())) <= 80
     assert f"Documentation: docs/cli.md#sinkscope-{words.replace(' ', '-')}" in text
+    COMMANDS[words].describe()
     for option in COMMANDS[words].params:
         assert option.help and "." in option.help, option.name
     assert COMMANDS[words].examples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,12 +13,11 @@ from repository import python
 
 from sinkscope.app.commands import COMMANDS
 from sinkscope.app.commands.command import RENAMED
-from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, Commas, TextFile
-from sinkscope.files.arguments import PYTHON_ONLY, introduction, parameters_of
+from sinkscope.app.commands.options import MODEL_WORD, OUTPUTS, Commas, TextFile
+from sinkscope.files.arguments import PYTHON_ONLY, parameters_of
 from sinkscope.files.envelope import result_class
 from sinkscope.files.kinds import KINDS, kind_modules
 from sinkscope.measure import Measurement, Setup
-from sinkscope.measure.edit_options import edit_from_options
 
 REQUIRED_HERE = {("patch make", "out"), ("patch eval", "patch")}
 """Options that a command requires although they have a default in Python."""
@@ -72,20 +72,17 @@ def test_every_parameter_is_an_option_with_its_default_choices_and_kind(words):
 
 
 @EVERY
-def test_the_help_says_what_the_docstring_says(words):
-    """Each sentence of the help of an option stands in the description of the parameter, which may say more."""
+def test_the_help_is_the_docstring_without_what_only_python_takes(words, typed):
     command = COMMANDS[words]
-    doc = " ".join(introduction(inspect.getdoc(command.load()) or "").split())
-    _, *more = " ".join(str(command.help).split()).split(". ")
-    for sentence in more:
-        assert sentence.rstrip(".") in doc, sentence
+    text = " ".join(typed([*words.split(), "--help"]).out.split())
+    doc = " ".join((inspect.getdoc(command.load()) or "").partition("\n\nArgs:")[0].partition("\n\nExample")[0].split())
+    assert re.sub(r" (Raises|Returns): .*", "", doc) in text
+    assert "from Python also" not in text
     known = parameters(words)
-    setup = {one.name: one for one in (*parameters_of(Setup.open), *parameters_of(edit_from_options))}
-    for name, option in own_options(words).items():
-        one = setup[name] if option in (*MODEL, *SETUP, *EDITS) else known[name]
-        help = str(option.help).removesuffix(" It may be given several times.")
-        for part in help.replace("; ", ". ").split(". "):
-            assert part.rstrip(".") in one.help, (name, part)
+    for name in own_options(words):
+        if name in known:  # the options of files and of the words that are typed are described here
+            first, *_ = known[name].help.replace(". ", "; ").split("; ")
+            assert first.rstrip(".") in text, name
 
 
 def test_an_option_has_one_name_everywhere():

@@ -113,6 +113,7 @@ def test_every_command_has_a_test_of_its_options():
 @pytest.mark.parametrize("command", list(BASES))
 def test_every_option_has_an_effect(command, files, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    COMMANDS[command].describe()
     options = {one.name: one for one in COMMANDS[command].params}
     before: dict[str, Any] = {}
     without = []

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP
+from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, SHARED, Several
 from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.files.docstrings import descriptions_of, docstring_at, introduction
 from sinkscope.files.output import WRITTEN, check_output, check_writable, is_device, write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import is_first, world_size
@@ -34,46 +39,82 @@ RENAMED = {"token": "tokens", "scheme": "schemes", "head": "heads", "eta": "etas
 
 
 class Command(click.Command):
-    """A command of sinkscope. Its callback imports the function and returns it; what is typed is given to that."""
+    """A command of sinkscope: a function of Python, and how what it takes is typed.
+
+    The function is imported when the command runs. What the help says is read from docstrings when it is asked for:
+    of the command from that of the function, of each option from where that describes the parameter.
+    """
 
     def __init__(
         self,
-        *args: Any,
         words: str,
+        function: str | Callable[..., Any],
         section: str,
         examples: Sequence[str],
+        *,
+        params: Sequence[click.Parameter] = (),
         shared: Sequence[click.Parameter] = (),
+        described: Sequence[str] = (),
         kinds: Sequence[str] = (),
         processes: bool = False,
-        documented: bool = True,
-        **settings: Any,
     ) -> None:
         """Make a command.
 
         Args:
-            args: As for `click.Command`.
             words: What is typed, such as "find-sinks" or "patch make".
+            function: Where the function is, as `docstring_at` takes it; or the function, of another package.
             section: Heading under which the help lists it.
             examples: Lines for the end of the help.
+            params: Its own options and arguments.
             shared: Options that other commands have as well; an own option takes the place of one of its name.
+            described: Where the parameters are described that the docstring of the function leaves out.
             kinds: Kinds of the results that it gives, if it gives one.
             processes: Whether torchrun may start it in several processes.
-            documented: Whether a page of sinkscope describes it.
-            settings: As for `click.Command`.
         """
         lines = ["\b"]
         if examples:
             lines += ["Examples:", *(f"  {line}" for line in examples)]
-        if documented:
+        if isinstance(function, str):
             lines.append(f"Documentation: {documented_at('cli', 'sinkscope-' + words.replace(' ', '-'))}")
         context = {"show_default": True, "token_normalize_func": renamed}
-        super().__init__(*args, epilog="\n".join(lines), context_settings=context, **settings)
-        own = {one.name for one in self.params}
-        self.params += [one for one in shared if one.name not in own]
-        if kinds:
-            self.params += OUTPUTS
-        self.words, self.section, self.examples, self.kinds = words, section, examples, kinds
-        self.processes = processes
+        self.own = [copy(one) for one in params]  # one object may be given for several commands, which say more of it
+        names = {one.name for one in params}
+        others = [copy(one) for one in shared if one.name not in names]
+        outputs = list(OUTPUTS) if kinds else []
+        every = [*self.own, *others, *outputs]
+        super().__init__(words.split()[-1], params=every, epilog="\n".join(lines), context_settings=context)
+        self.words, self.function, self.section, self.examples = words, function, section, examples
+        self.described, self.kinds, self.processes = (*described, *SHARED), kinds, processes
+
+    def describe(self) -> None:
+        """Read what the help says."""
+        if self.help is not None:
+            return
+        doc = docstring_at(self.function) if isinstance(self.function, str) else inspect.getdoc(self.function) or ""
+        self.help = typed(introduction(doc))
+        said: dict[str, str] = {}
+        for text in (doc, *map(docstring_at, self.described)):
+            said = descriptions_of(text, "Args") | said
+        for one in self.params:
+            if isinstance(one, click.Option | click.Argument) and not one.help:
+                one.help = typed(said[str(one.name)])
+                if isinstance(one, Several):
+                    one.help += " It may be given several times."
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """Return the first sentence of the help."""
+        self.describe()
+        return super().get_short_help_str(limit)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the help."""
+        self.describe()
+        super().format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete a word; shells show the help of options."""
+        self.describe()
+        return super().shell_complete(ctx, incomplete)
 
     def invoke(self, ctx: click.Context) -> None:
         """Check the options, call the function with them, and deliver its result.
@@ -116,8 +157,10 @@ class Command(click.Command):
 
     def load(self) -> Callable[..., Any]:
         """Import the function and return it; the garbage collector, which importing needs not, is on from then on."""
-        assert self.callback is not None
-        function = self.callback()
+        function = self.function
+        if isinstance(function, str):
+            module, _, name = function.partition(":")
+            function = getattr(import_module(f"sinkscope.{module}"), name)
         freeze_imports()
         gc.enable()
         return function
@@ -129,34 +172,32 @@ def freeze_imports() -> None:
     gc.freeze()
 
 
-def command(words: str, section: str, *examples: str, **settings: Any) -> Callable[[Callable[[], Any]], Command]:
-    """Make a command of a function that imports another and returns it; its docstring is the help.
-
-    Args:
-        words: As for `Command`, and so are the others.
-        section: Its heading.
-        examples: Lines to type.
-        settings: The others.
-    """
-    about = {"words": words, "section": section, "examples": examples, **settings}
-    return click.command(words.split()[-1], cls=Command, **about)
+def command(words: str, function: str, section: str, *examples: str, **settings: Any) -> Command:
+    """Return a command; the settings are the others of `Command`."""
+    return Command(words, function, section, examples, **settings)
 
 
 def measures(
-    words: str, section: str, *examples: str, edits: bool = False, **settings: Any
-) -> Callable[[Callable[[], Any]], Command]:
-    """Make the command of a measurement, as `command` does, with the options that all have.
+    words: str, function: str | Callable[..., Any], section: str, *examples: str, edits: bool = False, **settings: Any
+) -> Command:
+    """Return the command of a measurement, with the options that all measurements have.
 
     Args:
         words: As for `Command`, and so are those not named here.
+        function: The measurement.
         section: Its heading.
         examples: Lines to type.
         edits: Whether it can run under a patch, a policy or a guard.
         settings: The others.
     """
     shared = [*MODEL, *SETUP, *(EDITS if edits else [])]
-    about = {"shared": shared, "kinds": [words.replace(" ", "-")], "processes": True, **settings}
-    return command(words, section, *examples, **about)
+    kinds = [words.replace(" ", "-")]
+    return Command(words, function, section, examples, shared=shared, kinds=kinds, processes=True, **settings)
+
+
+def typed(description: str) -> str:
+    """Return what a docstring says to those who type a command: what only Python takes is left out."""
+    return re.sub(r"; from Python also [^.]*(?=\.)", "", description)
 
 
 def renamed(name: str) -> str:

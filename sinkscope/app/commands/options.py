@@ -51,9 +51,8 @@ class Commas(click.ParamType):
 class Several(click.Option):
     """An option of several values: with commas, or given again for each."""
 
-    def __init__(self, *args: Any, type: click.ParamType = click.STRING, help: str = "", **settings: Any) -> None:
-        text = help + " It may be given several times."
-        super().__init__(*args, type=Commas(type), help=text, multiple=True, callback=joined, **settings)
+    def __init__(self, *args: Any, type: click.ParamType = click.STRING, **settings: Any) -> None:
+        super().__init__(*args, type=Commas(type), multiple=True, callback=joined, **settings)
 
 
 def joined(_: click.Context, __: click.Parameter, lists: tuple[list[Any], ...]) -> list[Any] | None:
@@ -63,44 +62,24 @@ def joined(_: click.Context, __: click.Parameter, lists: tuple[list[Any], ...]) 
 
 MODEL = [
     click.Argument([MODEL_WORD], required=False, metavar="[MODEL]", help="The model, also given as --model."),
-    click.Option(["--model"], help="A short name, hub id, folder or .gguf file. By default the model in the package."),
+    click.Option(["--model"]),
 ]
-LOAD = [
-    click.Option(["--revision"], help="Branch, tag or commit on the hub."),
-    click.Option(
-        ["--device"],
-        help="cpu, cuda, cuda:1 or mps, for a model given by name. By default the first CUDA device, else the CPU.",
-    ),
-    click.Option(
-        ["--dtype"],
-        help="float32, bfloat16 or float16, for a model given by name. By default the checkpoint's; a model that is "
-        "read layer by layer on a CPU is float32.",
-    ),
-]
+LOAD = [click.Option(["--revision"]), click.Option(["--device"]), click.Option(["--dtype"])]
 """How a model that is given by name is loaded."""
 SETUP = [
     *LOAD,
-    click.Option(
-        ["--bos/--no-bos"],
-        default=None,
-        help="Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.",
-    ),
-    click.Option(["--text"], help="File of typical text. By default the neutral text in the package."),
-    click.Option(
-        ["--seed"], type=int, default=0, help="Seed of every random choice; without effect where nothing is drawn."
-    ),
+    click.Option(["--bos/--no-bos"], default=None),
+    click.Option(["--text"]),
+    click.Option(["--seed"], type=int, default=0),
 ]
 EDITS = [
-    click.Option(["--patch"], metavar="FILE", help="The patch.json to run under."),
-    click.Option(
-        ["--policy"],
-        metavar="NAME[:BUDGET]",
-        help="Which entries the KV cache keeps, such as streaming:512, snapkv:0.25:window=64 or "
-        "package.module:Class:512.",
-    ),
-    click.Option(["--guard"], is_flag=True, help="Break repetition loops with LoopGuard."),
+    click.Option(["--patch"], metavar="FILE"),
+    click.Option(["--policy"], metavar="NAME[:BUDGET]"),
+    click.Option(["--guard"], is_flag=True),
 ]
 """Options of a command that can run under interventions."""
+SHARED = ("measure.setup:Setup.open", "measure.edit_options:edit_from_options")
+"""Where the docstrings are that describe these options."""
 OUTPUTS = [
     click.Option(["--json"], metavar="FILE|-", help="Write the result as JSON; - is standard output."),
     click.Option(

@@ -41,19 +41,10 @@ def other_commands() -> dict[str, EntryPoint]:
 
 def other_command(words: str, point: EntryPoint) -> Command:
     """Return the command of a measurement of another package."""
-    from sinkscope.files.arguments import introduction  # loads pydantic, which the list of commands need not wait for
-
     measurement = point.load()
     options = [option_of(one) for one in measurement.parameters]
-    make = measures(
-        words,
-        ELSEWHERE,
-        edits=measurement.edits,
-        documented=False,
-        params=[one for one in options if one is not None],
-        help=introduction(inspect.getdoc(measurement) or ""),
-    )
-    return make(lambda: measurement)
+    params = [one for one in options if one is not None]
+    return measures(words, measurement, ELSEWHERE, edits=measurement.edits, params=params)
 
 
 def option_of(one: Parameter) -> click.Option | None:
@@ -65,7 +56,7 @@ def option_of(one: Parameter) -> click.Option | None:
     elif kind not in (str, int, float, bool, Path):
         return None
     required = one.default is inspect.Parameter.empty
-    settings: dict[str, Any] = {"help": one.help, "required": required, "type": click.types.convert_type(kind)}
+    settings: dict[str, Any] = {"required": required, "type": click.types.convert_type(kind)}
     if one.many:
         return Several([flag], **settings)
     if not required:
