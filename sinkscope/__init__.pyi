@@ -40,6 +40,7 @@ from .sinks.spikes.find import circuit as circuit
 from .sinks.spikes.find import find_sinks as find_sinks
 from .sinks.training import SinkCallback as SinkCallback
 from .sparse.lines import lines as lines
+from .sparse.lines_loss import lines_loss as lines_loss
 from .sparse.serve import LoopServe as LoopServe
 from .sparse.shapes import AShape as AShape
 from .sparse.shapes import MInference as MInference

@@ -16,6 +16,7 @@ KINDS = {
     "find-sinks": "sinkscope.sinks.spikes.result",
     "heads": "sinkscope.sinks.marking_heads",
     "lines": "sinkscope.sparse.lines",
+    "lines-loss": "sinkscope.sparse.lines_loss",
     "loops": "sinkscope.loops.text.check",
     "patch-eval": "sinkscope.sinks.patch",
     "patch-make": "sinkscope.sinks.patch",

@@ -39,9 +39,10 @@ def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
 
 @dataclass(frozen=True)
 class TextRecord:
-    """A line of a file of texts."""
+    """A line of a file of texts, which may say of what kind it is."""
 
     text: str
+    kind: str = ""
 
 
 def texts_of(

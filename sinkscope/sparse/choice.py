@@ -99,10 +99,15 @@ def bands_from(
         columns = torch.zeros(scores.heads, grid.keys, dtype=torch.bool, device=device)
         bands = torch.ones(scores.heads, grid.blocks, dtype=torch.bool, device=device)
         return Bands(columns, bands, grid, dense_rows)
-    module = triton_module(device, "triton_sums")
-    rows_of = StoredRows if module is None else module.ComputedRows
     always = kept_columns(scores, grid.sparse_queries(dense_rows), begin, checked)
     return choose_bands(rows_of(scores, rows), alpha, always, dense_above, dense_rows, copies)
+
+
+def rows_of(scores: Scores, rows: Int[Tensor, " row"]) -> StoredRows:
+    """Return the attention of queries with these indices: stored, or computed anew for each sum on a GPU."""
+    module = triton_module(scores.key.device, "triton_sums")
+    kind = StoredRows if module is None else module.ComputedRows
+    return kind(scores, rows)
 
 
 def recorded_bands(
@@ -262,16 +267,8 @@ def choose_bands(
     grid, heads, device = sample.grid, sample.scores.heads, sample.scores.key.device
     columns = torch.zeros(heads, grid.keys, dtype=torch.bool, device=device)
     bands = torch.zeros(heads, grid.blocks, dtype=torch.bool, device=device)
-    lengths = lengths_of(grid, device)
     for number in range(2):
-        column_weight, band_weight = sample.sums(Bands(columns, bands, grid))
-        column_left, band_left = lengths.columns, lengths.bands
-        if number:  # at first no line is crossed
-            column_left = column_left - grid.by_key(crossed(grid, bands.float()))
-            band_left = band_left - crossed(grid, grid.blocked(columns.float()).sum(2))
-        of_columns, of_bands = column_weight / column_left.clamp(min=1), band_weight / band_left.clamp(min=1)
-        of_columns.masked_fill_(always, torch.inf)
-        of_bands[:, :NEAR].fill_(torch.inf)
+        of_columns, of_bands = densities(sample, None if not number else Bands(columns, bands, grid), always)
         least, enough = _threshold(sample, of_columns, of_bands, alpha)
         # Where lines of both kinds cover everything, none has weight outside the other kind: the first choice stays. At
         # first only attention that is not a number is not enough: such heads are dense, as without a choice.
@@ -282,6 +279,29 @@ def choose_bands(
     found = Bands(columns, bands, grid, copies=copies)
     dense = found.cells() > dense_above * grid.cells
     return Bands(columns & ~dense[:, None], bands | dense[:, None], grid, dense_rows, copies)
+
+
+def densities(sample: StoredRows, chosen: Bands | None, always: Bool[Tensor, "head key"]) -> tuple[ByColumn, ByBand]:
+    """Return the weight per cell of each line outside the chosen lines of the other kind; infinite for what stays.
+
+    Args:
+        sample: The sampled attention.
+        chosen: The lines that were chosen before; None at first, when no line is crossed.
+        always: Columns that are chosen whatever they weigh.
+    """
+    grid, lengths = sample.grid, lengths_of(sample.grid, always.device)
+    column_left, band_left = lengths.columns, lengths.bands
+    if chosen is None:
+        none = torch.zeros(len(always), grid.blocks, dtype=torch.bool, device=always.device)
+        column_weight, band_weight = sample.sums(Bands(torch.zeros_like(always), none, grid))
+    else:
+        column_weight, band_weight = sample.sums(chosen)
+        column_left = column_left - grid.by_key(crossed(grid, chosen.bands.float()))
+        band_left = band_left - crossed(grid, grid.blocked(chosen.columns.float()).sum(2))
+    of_columns, of_bands = column_weight / column_left.clamp(min=1), band_weight / band_left.clamp(min=1)
+    of_columns.masked_fill_(always, torch.inf)
+    of_bands[:, :NEAR].fill_(torch.inf)
+    return of_columns, of_bands
 
 
 def _threshold(

@@ -89,3 +89,16 @@ lines = measures(
     ],
     edits=True,
 )
+
+lines_loss = measures(
+    "lines-loss",
+    "sparse.lines_loss:lines_loss",
+    DIALOGUES,
+    "sinkscope lines-loss --model llama-3.1-8b --data texts.jsonl --length 4096",
+    params=[
+        click.Option(["--data"]),
+        click.Option(["--count"], type=int, default=4),
+        click.Option(["--length"], type=int, default=512),
+        Several(["--alphas"], default=["0.9,0.95,0.99"], type=click.FLOAT, metavar="ALPHA,..."),
+    ],
+)
