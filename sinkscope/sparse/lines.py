@@ -39,7 +39,12 @@ from sinkscope.sparse.head_lines import HeadLines, top_lines
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
-RANDOM = "random lines of the same total length"
+CONTROLS = {
+    "other_mass": "another text's lines",
+    "near_mass": "the first column and the nearest diagonals",
+    "random_mass": "random lines of the same total length",
+}
+"""Fields with the attention on other lines, and what these are."""
 TITLES = ("Attention on the lines, mean over heads", "Lines shared, mean over heads")
 _SHARES = ("inputs", "inputs_random", "segments", "segments_relative", "segments_random")
 
@@ -54,6 +59,9 @@ class LineWeights(Result):
         layers: The layers that were measured.
         mass: Share of the attention that lies on the chosen lines; cells at crossings count once.
         random_mass: `mass` of random lines with the same total length of each kind as the chosen ones.
+        near_mass: `mass` of the first column and the nearest offsets, as few as cover at least as many cells.
+        other_mass: `mass` of the lines that were chosen in the text before, mean over all texts but the first; None
+            with a single text.
         cells: Share of all cells that the chosen lines cover.
         inputs: Number of lines chosen in both of two texts divided by the number chosen in either (observation 2); mean
             over pairs of different texts. None with a single text.
@@ -68,14 +76,16 @@ class LineWeights(Result):
 
     page = "measure/lines"
     glossary: ClassVar[dict[str, str]] = {"eta": "Share of all lines that were chosen."}
-    percent = ("mass", "random_mass", "cells", *_SHARES)
-    columns = ("head", "mass", "random_mass", "cells", "inputs", "inputs_random", "segments")
+    percent = ("mass", *CONTROLS, "cells", *_SHARES)
+    columns = ("head", "mass", "other_mass", "near_mass", "random_mass", "cells", "inputs", "inputs_random", "segments")
 
     etas: tuple[float, ...]
     tokens: tuple[int, ...]
     layers: tuple[int, ...]
     mass: Float[np.ndarray, "eta layer head"]
     random_mass: Float[np.ndarray, "eta layer head"]
+    near_mass: Float[np.ndarray, "eta layer head"]
+    other_mass: Float[np.ndarray, "eta layer head"] | None
     cells: Float[np.ndarray, "eta layer head"]
     inputs: Float[np.ndarray, "eta layer head"] | None
     inputs_random: Float[np.ndarray, "eta layer head"] | None
@@ -103,11 +113,24 @@ class LineWeights(Result):
         """Return the mean of a field over all heads, at the eta that is shown."""
         return float(self.mean(name)[self.shown_eta])
 
+    @property
+    def controls(self) -> dict[str, float]:
+        """Attention on other lines, by what they are; the largest first."""
+        found: dict[str, float] = {}
+        for name, what in CONTROLS.items():
+            if getattr(self, name) is not None:
+                found[what] = self.shown(name)
+        return dict(sorted(found.items(), key=lambda one: -one[1]))
+
     def conclusion(self) -> str:
-        """Return the attention on the heaviest lines, compared with random lines of the same length."""
+        """Return the attention on the heaviest lines, compared with the control that carries most."""
+        (control, most), *_ = self.controls.items()
+        said = f"{control}, the strongest control, {most:.1%}"
+        if most >= self.shown("mass"):
+            said = f"{control} carry as much, {most:.1%}"
         return (
-            f"The heaviest {self.etas[self.shown_eta]:.0%} of all vertical and slash lines carry "
-            f"{self.shown('mass'):.1%} of the attention; {RANDOM} carry {self.shown('random_mass'):.1%}."
+            f"The heaviest {self.etas[self.shown_eta]:.0%} of vertical and slash lines carry {self.shown('mass'):.1%} "
+            f"of the attention; {said}."
         )
 
     def details(self) -> list[str]:
@@ -116,6 +139,7 @@ class LineWeights(Result):
         lines = [
             f"{count_of(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
             f"The lines cover {self.shown('cells'):.1%} of the cells.",
+            *(f"{control[0].upper()}{control[1:]} carry {most:.1%}." for control, most in [*self.controls.items()][1:]),
             f"{(heads >= PAPER_MASS).sum()} of {heads.size} heads reach {PAPER_MASS:.0%}.",
         ]
         if self.inputs is not None:
@@ -126,12 +150,12 @@ class LineWeights(Result):
         return lines
 
     def numbers(self) -> list[Number]:
-        """Return the mass on the heaviest lines, and how many of them two texts share, beside random lines."""
+        """Return the mass on the heaviest lines beside the strongest control, and how many of them two texts share."""
         eta, margin = self.etas[self.shown_eta], margin_of(self.text_mass[self.shown_eta])
         label = f"of the attention on the heaviest {eta:.0%} of lines"
-        on_lines = self.shown("mass"), self.shown("random_mass")
+        (control, most), *_ = self.controls.items()
         samples = {f"text {text}": float(mass) for text, mass in enumerate(self.text_mass[self.shown_eta])}
-        numbers = [Number(f"mass.{eta:g}", label, *on_lines, margin, True, RANDOM, samples)]
+        numbers = [Number(f"mass.{eta:g}", label, self.shown("mass"), most, margin, True, control, samples)]
         if self.inputs is not None:
             label, shared = "of the heaviest lines shared by two texts", self.shown("inputs")
             random = self.shown("inputs_random")
@@ -144,6 +168,8 @@ def draw(result: LineWeights) -> go.Figure:
     fig: Any = make_subplots(2, 1, subplot_titles=TITLES, vertical_spacing=0.12)
     curves = (
         ("mass", "heaviest lines", BLUE, "solid", 1),
+        ("other_mass", "lines of another text", ORANGE, "dash", 1),
+        ("near_mass", "first column and nearest diagonals, as many cells", GREEN, "dash", 1),
         ("random_mass", "random lines of the same length", GREY, "dash", 1),
         ("cells", "cells covered", GREEN, "dot", 1),
         ("inputs", "between texts", BLUE, "solid", 2),
@@ -210,7 +236,8 @@ def lines(
 
     def see(layer: int, scores: Scores) -> None:
         drawn = setup.seed, f"lines of layer {layer} in text {len(chosen) // len(wanted)}"
-        own, numbers = weighed(scores, shares, *drawn)
+        before = None if len(chosen) < len(wanted) else chosen[-len(wanted)]
+        own, numbers = weighed(scores, shares, before, *drawn)
         for name, values in numbers.items():
             measured.setdefault(name, []).append(values.double().cpu())
         chosen.append(HeadLines(own.chosen.cpu(), own.queries))
@@ -220,9 +247,9 @@ def lines(
     with setup.edited(), scores_of(target, see, wanted):
         for ids in rows:
             target.forward(ids[None])
-    arrays: dict[str, Any] = {"inputs": None, "inputs_random": None}
-    for name, values in measured.items():
-        mean = reduce(torch.stack(values), "(text layer) eta head -> eta layer head", "mean", text=len(rows))
+    arrays: dict[str, Any] = {"inputs": None, "inputs_random": None, "other_mass": None}
+    for name, values in measured.items():  # all but the first text have one before them
+        mean = reduce(torch.stack(values), "(text layer) eta head -> eta layer head", "mean", layer=len(wanted))
         arrays[name] = mean.numpy()
     if len(rows) > 1:
         layer_count = len(wanted)
@@ -235,7 +262,7 @@ def lines(
 
 
 def weighed(
-    scores: Scores, etas: Sequence[float], seed: int, purpose: str
+    scores: Scores, etas: Sequence[float], before: HeadLines | None, seed: int, purpose: str
 ) -> tuple[HeadLines, dict[str, Float[Tensor, "eta head"]]]:
     """The heaviest lines of one layer and text, and what is measured of them, under the names of `LineWeights`."""
     keys, half = scores.keys, scores.keys // 2
@@ -244,20 +271,32 @@ def weighed(
     sums = second_sums + pad(first_sums, (0, keys - half))
     own = top_lines(sums, etas)
     as_long = own.random(seed, f"{purpose}, as long", cells=True)
-    both = HeadLines(torch.cat([own.chosen, as_long.chosen]), keys)
-    mass, random_mass = (weight_on(scores, both) / sums[:, 0].sum(1)).split(len(etas))
+    others = {"mass": own.chosen, "random_mass": as_long.chosen, "near_mass": nearest_of(own).chosen}
+    if before is not None:  # of lines that only the longer text has, none is in the other
+        there = before.chosen.to(own.chosen.device)
+        others["other_mass"] = pad(there[..., :keys], (0, max(0, keys - there.shape[-1])))
+    weights = weight_on(scores, HeadLines(torch.cat(list(others.values())), keys)) / sums[:, 0].sum(1)
     first, second = top_lines(first_sums, etas), top_lines(second_sums, etas, keys - half)
     inside = top_lines(line_sums(late, since=half), etas)
     first_random = first.random(seed, f"{purpose}, first half", cells=False)
     second_random = second.random(seed, f"{purpose}, second half", cells=False)
     return own, {
-        "mass": mass,
-        "random_mass": random_mass,
+        **dict(zip(others, weights.split(len(etas)), strict=True)),
         "cells": own.attended(),
         "segments": shared_by_second(first, second),
         "segments_relative": shared_by_second(first, inside),
         "segments_random": shared_by_second(first_random, second_random),
     }
+
+
+def nearest_of(lines: HeadLines) -> HeadLines:
+    """Return the first column and the nearest offsets, as few as cover at least as many cells as the lines."""
+    length = lines.lengths()
+    with_column = len(length) + (length - 1).cumsum(0)  # each offset crosses the first column once
+    number = (with_column < lines.cells()[..., None]).sum(-1, keepdim=True) + 1
+    index = torch.arange(len(length), device=length.device)
+    first = (index == 0).expand_as(lines.vertical)
+    return HeadLines.of(first, index < number, lines.queries)
 
 
 def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "eta head"]:

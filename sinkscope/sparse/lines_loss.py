@@ -219,7 +219,7 @@ def lines_loss(
 ) -> LinesLoss:
     """Measure the loss of texts along their own lines, beside lines of another text and fixed ones of equal cells.
 
-    Own lines are those of `LoopServe`: columns and bands that hold a share of the attention of sampled queries. Each
+    Own lines are those of LoopServe: columns and bands that hold a share of the attention of sampled queries. Each
     control has, in every head, at least as many cells. A head that is computed densely is dense in all.
 
     Args:

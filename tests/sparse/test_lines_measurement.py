@@ -36,10 +36,41 @@ def test_the_conclusion_is_about_the_lines_of_the_share_that_is_shown():
         result,
         mass=np.stack([np.full(shape, 0.3), np.full(shape, 0.9)]),
         random_mass=np.stack([np.full(shape, 0.3), np.full(shape, 0.2)]),
+        near_mass=np.full((2, *shape), 0.25),
+        other_mass=np.full((2, *shape), 0.8),
     )
-    said = "The heaviest 10% of all vertical and slash lines carry 90.0% of the attention; random lines of the same"
-    assert result.conclusion().startswith(said) and "carry 20.0%" in result.conclusion()
-    assert (result.numbers()[0].value, result.numbers()[0].control) == (pytest.approx(0.9), pytest.approx(0.2))
+    said = "The heaviest 10% of vertical and slash lines carry 90.0% of the attention; "
+    assert result.conclusion() == said + "another text's lines, the strongest control, 80.0%."
+    assert (result.numbers()[0].value, result.numbers()[0].control) == (pytest.approx(0.9), pytest.approx(0.8))
+    winning = replace(result, near_mass=np.full((2, *shape), 0.95))
+    assert winning.conclusion() == said + "the first column and the nearest diagonals carry as much, 95.0%."
+
+
+def test_controls_are_other_lines_of_the_same_cells():
+    """Against sets of cells: the first column with diagonals, one diagonal fewer being too few; the text before."""
+    model, tokenizer = tiny_model("llama")
+    texts = [ids_of(30), ids_of(41), ids_of(33)]
+    result = lines(model, texts, etas=[0.2], layers=[0], tokenizer=tokenizer)
+    dense = [attention(model, torch.tensor([ids]))[0, 0].double() for ids in texts]
+    for head in range(dense[0].shape[0]):
+        near: list[float] = []
+        other: list[float] = []
+        before: dict[Line, float] = {}
+        for weights in (each[head] for each in dense):
+            every = lines_of(*weights.shape)
+            on_before = [every[line] for line in before if line in every]
+            if before:
+                other.append(float(weights[torch.stack(on_before).any(0)].sum() / weights.sum()))
+            before = heaviest(weights, 0.2)
+            cells = int(torch.stack([every[line] for line in before]).any(0).sum())
+            on = every["vertical", 0].clone()
+            for offset in range(len(weights)):
+                if int(on.sum()) < cells or not offset:
+                    on |= every["slash", offset]
+            near.append(float(weights[on].sum() / weights.sum()))
+        assert result.near_mass[0, 0, head] == pytest.approx(fmean(near), abs=2e-4)
+        assert result.other_mass is not None
+        assert result.other_mass[0, 0, head] == pytest.approx(fmean(other), abs=2e-4)
 
 
 def heaviest(weights: Tensor, share: float) -> dict[Line, float]:
@@ -87,7 +118,7 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     for number, name in zip(result.numbers(), ("mass", "inputs"), strict=True):
         assert number.value == pytest.approx(result.mean(name)[0])
     assert result.numbers()[0].margin == margin_of(result.text_mass[0])
-    assert result.numbers()[0].control == pytest.approx(result.random_mass[0].mean())
+    assert result.numbers()[0].control == pytest.approx(max(result.controls.values()))
 
 
 def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
