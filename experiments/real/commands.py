@@ -53,6 +53,9 @@ COMMANDS = {
     "heads": Command("heads {model} --json results/heads.json"),
     "repeat": Command("repeat {model} --tokens the,company,cat --max-repeats 512 --json results/repeat.json"),
     "lines": Command("lines {model} --data texts.jsonl --length 256 --etas 0.1 --json results/lines.json"),
+    "lines-loss": Command(
+        "lines-loss {model} --data texts.jsonl --count 4 --length 512 --alphas 0.9 --json results/lines-loss.json"
+    ),
     "generate": Command("generate --model {model} --prompt-file prompt.txt --max-new-tokens 160"),
     "generate --policy": Command("generate --model {model} --prompt-file long.txt --policy snapkv:0.5"),
     "generate --guard": Command("generate --model {model} --prompt-file prompt.txt --max-new-tokens 160 --guard"),

@@ -33,6 +33,7 @@ from sinkscope.results.style import BLUE, GREEN, ORANGE, figure_of, panels
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import NEAR, Bands, BlockGrid, Copies
 from sinkscope.sparse.choice import densities, draw_of, kept_columns, rows_of, sampled_rows
+from sinkscope.sparse.head_lines import HeadLines
 from sinkscope.sparse.lines import scores_of
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.sparse_prompts import SparsePrompts
@@ -48,7 +49,7 @@ DISTANCES = ((1, 64), (65, 256), (257, None))
 """How far back the pair of a token and the one before it may have stood: near keys, then up to where copies begin."""
 Shares = dict[int, Float[Tensor, " head"]]
 """Share of the cells that each head computes, by layer."""
-Choose = Callable[[Scores, int, Copies | None], Bands]
+Choose = Callable[[Scores, int, Copies | None], HeadLines | Bands]
 
 
 @dataclass(frozen=True)
@@ -310,9 +311,9 @@ def counted_of(target: Target, length: int) -> int:
 class Along(SparsePrompts):
     """Reads prompts along lines that a function chooses for each layer."""
 
-    choose: Callable[..., Bands]
+    choose: Choose
 
-    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> Bands:
+    def lines(self, scores: Scores, layer: int, copies: Copies | None = None) -> HeadLines | Bands:
         """Return what the function chooses."""
         return self.choose(scores, layer, copies)
 
@@ -338,10 +339,10 @@ class Reading:
         """Return the loss of each counted token along chosen lines, and the cells of each head by layer."""
         cells: Shares = {}
 
-        def chosen(scores: Scores, layer: int, copies: Copies | None) -> Bands:
-            bands = choose(scores, layer, copies)
-            cells[layer] = bands.attended().cpu()
-            return bands
+        def chosen(scores: Scores, layer: int, copies: Copies | None) -> HeadLines | Bands:
+            lines = choose(scores, layer, copies)
+            cells[layer] = lines.attended().cpu()
+            return lines
 
         with Along(choose=chosen).on(self._target):
             return self.full(text), cells
