@@ -28,6 +28,7 @@ CHOICES = {  # one of a few words, or packed numbers
     "spikes.conditions.taken.cause",
     "spikes.conditions.sufficient",
     "spikes.conditions.necessary",
+    "spikes.constancy.numbers.name",
     "spikes.purpose.changes.name",
     "spikes.erasers.part",
     "spikes.marks.part",

@@ -9,16 +9,13 @@ from sinkscope.results.notation import count_of, percent, word_form, word_list
 from sinkscope.sinks.spikes.records import (
     Attended,
     Candidate,
-    Cause,
-    Cell,
     MarkLeft,
     OtherBos,
     Outcome,
     Readers,
     SpikeResult,
-    Taken,
 )
-from sinkscope.sinks.thresholds import COUNTS, HALF, STANDS_OUT
+from sinkscope.sinks.thresholds import COUNTS, STANDS_OUT
 
 READERS = "{heads} of {total} heads give {place} more than 0.3 of their attention{margin}."
 SUFFICE = (
@@ -302,102 +299,6 @@ def _marks(marks: Sequence[MarkLeft]) -> str:
             left += f", {heads_of(one.heads[1], None)}"
         said.append(left)
     return GAP.join(said)
-
-
-# --- what makes the place, and what it is for ---
-
-CAUSES = {"token": "carries {token}", "sight": "sees only itself", "position": "has position id 0"}
-SHORT = {"token": "its token", "sight": "alone", "position": "id 0"}
-TAKEN = {"token": "another token", "sight": "sees 4 more", "position": "32 later"}
-MAKES = "A position that {causes} becomes the sink: {share} of the spike{margin} ({control})."
-MAKES_NOTHING = (
-    "Neither its token, nor seeing only itself, nor position id 0 makes a position the sink: at most {share}."
-)
-COSTS = "Hiding {place} from later tokens {where} costs {loss} nats a token{margin} (another token: {control})."
-
-
-def makes(spike: SpikeResult) -> str | None:
-    """Return what makes a position such a place; None if it was not asked."""
-    found = spike.conditions
-    if found is None:
-        return None
-    if not found.sufficient:
-        most = max(one.share for one in found.cells if one.token + one.alone + one.start < 3)
-        return MAKES_NOTHING.format(share=percent(most))
-    words = [CAUSES[cause].format(token=repr(spike.place.token)) for cause in found.sufficient]
-    alone = [one for one in found.cells if one.token + one.alone + one.start == 1]
-    several = [one for one in alone if one.share - (one.margin or 0.0) >= HALF]
-    cell = max(several, key=lambda one: one.share) if several else max(found.cells, key=lambda one: one.share)
-    control = f"an ordinary position: {percent(found.cells[0].share)}"
-    if "sight" in found.sufficient:
-        control = f"with one other token visible: {percent(found.one_other)}"
-    margin = "" if cell.margin is None else f" (± {percent(cell.margin)})"
-    joined = " or ".join(words) if several else word_list(words)
-    return MAKES.format(causes=joined, share=percent(cell.share), margin=margin, control=control)
-
-
-def costs(spike: SpikeResult) -> str | None:
-    """Return what hiding a place costs; None if it was not asked."""
-    found = spike.purpose
-    if found is None:
-        return None
-    hidden = found.change("hidden")
-    control = max(one.loss for one in found.changes if "key" in one.name)
-    margin = "" if hidden.margin is None else f" (± {hidden.margin:.2f})"
-    where = f"after layer {found.layers[0] - 1}"
-    return COSTS.format(
-        place=spike.place.words, where=where, loss=nats(hidden.loss), margin=margin, control=nats(control)
-    )
-
-
-def conditions_card(spike: SpikeResult) -> Card | None:
-    """Return what an ordinary position is like under each combination, and the place with each cause taken away."""
-    found = spike.conditions
-    if found is None:
-        return None
-    rows: list[tuple[str, str]] = []
-    for cell in found.cells:
-        words = [SHORT[cause] for cause in cell.causes]
-        rows.append((", ".join(words) or "as it is", _cell(cell)))
-    for taken in found.taken:
-        rows.append((f"place, {TAKEN[taken.cause]}", _cell(taken)))
-    rows.append(("random token, alone", percent(found.random_token)))
-    rows.append(("sees 1 other, drawn", share_left(found.one_other, found.one_other_margin)))
-    rows.append(("sees nearest", ", ".join(f"{count}: {percent(share)}" for count, share in found.borne)))
-    if found.layers is not None:
-        rows.append(("alone suffices in", run(0, found.layers)))
-    rows.append(("sufficient", _causes(found.sufficient, spike)))
-    rows.append(("necessary", _causes(found.necessary, spike)))
-    return Card(f"What makes a position the sink, spike of {run(*spike.layers)} ({found.texts} texts)", tuple(rows))
-
-
-def _cell(cell: Cell | Taken) -> str:
-    return f"{share_left(cell.share, cell.margin)} of the spike, {heads_of(cell.heads, None)}"
-
-
-def _causes(causes: Sequence[Cause], spike: SpikeResult) -> str:
-    return "; ".join(CAUSES[cause].format(token=repr(spike.place.token)) for cause in causes) or "none of these"
-
-
-def purpose_card(spike: SpikeResult) -> Card | None:
-    """Return what later tokens lose in each way of reading the place, who takes over, and how far a change spreads."""
-    found = spike.purpose
-    if found is None:
-        return None
-    spread = share_left(found.spread, found.spread_margin)
-    rows = [("intact", f"{heads_of(found.heads, None)} at the place; a changed token spreads {spread}")]
-    for one in found.changes:
-        said = f"{nats(one.loss)} nats"
-        if one.interval is not None:
-            said += f" ({nats(one.interval[0])} to {nats(one.interval[1])})"
-        said += f", {heads_of(one.heads, None)} at the place"
-        if one.taker_heads:
-            said += f", {one.taker_heads:,} at position {one.taker}"
-        if one.spread is not None:
-            said += f"; spreads {share_left(one.spread, one.spread_margin)}"
-        rows.append((one.name, said))
-    layers = f"{run(*found.layers)}, {found.texts} texts, {found.tokens:,} tokens"
-    return Card(f"What attention to {spike.place.words} is for ({layers})", tuple(rows))
 
 
 # --- the conclusion of a circuit ---

@@ -45,6 +45,7 @@ FIRST, LAST = 16, 40  # ordinary positions are drawn from these on, up to here
 BEFORE = 4  # tokens that stand before the place, which nobody else sees
 SHIFT = 32  # by which the start is shifted
 BORNE = (1, 2, 4, 8)  # other tokens that a position sees beside itself
+DRAWS = 4  # positions of each text that see one other token: it matters much which both are
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +99,11 @@ class Layout:
         positions[self.rows, self.at] = position
         return replace(self, positions=positions)
 
+    def until(self, length: int) -> Layout:
+        """Return the first tokens of each row alone: later ones change nothing before them."""
+        unseen = self.unseen[:, :length, :length]
+        return replace(self, ids=self.ids[:, :length], positions=self.positions[:, :length], unseen=unseen)
+
     def hiding(self, target: Target) -> AbstractContextManager[object]:
         """Return a `with` block in which what is unseen is hidden."""
         layers = target.attending
@@ -143,6 +149,8 @@ def read_layout(spikes: Sequence[Spike], layout: Layout, *, heads: bool = False)
         heads: Whether attention is read; else the pass ends at the last peak.
     """
     target, seen, size = spikes[0].survey.target, list[Seen](), len(layout.ids)
+    if not heads:
+        layout = layout.until(int(layout.at.max()) + 1)
     if target.resident:
         size = rows_at_once(layout.ids.shape[1], max(target.d_mlp, target.d_model))
     for rows in layout.rows.split(size):
@@ -211,16 +219,16 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[Conditions]:
     if not spikes or spikes[0].survey.ids.shape[1] <= LAST:
         return []
     ids, target = spikes[0].survey.ids[:TEXTS], spikes[0].survey.target
-    generator = draws(seed, "ordinary positions of conditions")
-    at = torch.randint(FIRST, LAST, (len(ids),), generator=generator)
-    ordinary, others = Layout.of(ids, at), tokens_from(ids, generator)
+    generator = draws(seed, "other tokens of conditions")
+    ordinary, others = ordinary_positions(ids, seed), tokens_from(ids, generator)
+    at = ordinary.at
     cells: dict[tuple[bool, bool, bool], Seen] = {}
     for token, alone, start in product((False, True), repeat=3):
         if not start or takes_positions(target):
             layout = changed(ordinary, ids[:, 0], token, alone, start)
             cells[token, alone, start] = read_layout(spikes, layout, heads=True)
     random = read_layout(spikes, ordinary.with_token(others).alone())
-    other = read_layout(spikes, ordinary.seeing(one_other(at, ids.shape[1], generator)))
+    other = with_one_other(spikes, seed)
     borne = {count: read_layout(spikes, ordinary.seeing(nearest_others(at, ids.shape[1], count))) for count in BORNE}
     taken = taken_away(spikes, ids, others)
     found: list[Conditions] = []
@@ -232,8 +240,8 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[Conditions]:
             cells=tuple(own),
             taken=tuple(away),
             random_token=float(random.share[number].mean()),
-            one_other=float(other.share[number].mean()),
-            one_other_margin=margin_of(other.share[number].numpy()),
+            one_other=float(other[number].mean()),
+            one_other_margin=margin_of(other[number].numpy()),
             layers=first_layers(spike, ordinary) if enough else None,
             borne=tuple((count, float(seen.share[number].mean())) for count, seen in borne.items()),
             sufficient=sufficient_of(own),
@@ -307,6 +315,12 @@ def first_layers(spike: Spike, ordinary: Layout) -> int | None:
 # --- draws ---
 
 
+def ordinary_positions(ids: TokenRows, seed: int) -> Layout:
+    """Draw an ordinary position in each text."""
+    generator = draws(seed, "ordinary positions of conditions")
+    return Layout.of(ids, torch.randint(FIRST, LAST, (len(ids),), generator=generator))
+
+
 def tokens_from(ids: TokenRows, generator: torch.Generator) -> Int[Tensor, " row"]:
     """Draw a token of another text for each row."""
     at = torch.randint(FIRST, ids.shape[1], (len(ids),), generator=generator)
@@ -319,6 +333,16 @@ def one_other(at: Int[Tensor, " row"], length: int, generator: torch.Generator) 
     for row, position in enumerate(at.tolist()):
         others[row, int(torch.randint(1, position, (1,), generator=generator))] = True
     return others
+
+
+def with_one_other(spikes: Sequence[Spike], seed: int) -> Float[Tensor, "spike text"]:
+    """Return the share of each spike that ordinary positions have which see one other token, mean over draws."""
+    ids, generator = spikes[0].survey.ids, draws(seed, "one other token of conditions")
+    shares = list[Tensor]()
+    for _ in range(DRAWS):
+        at = torch.randint(FIRST, LAST, (len(ids),), generator=generator)
+        shares.append(read_layout(spikes, Layout.of(ids, at).seeing(one_other(at, ids.shape[1], generator))).share)
+    return torch.stack(shares).mean(0)
 
 
 def nearest_others(at: Int[Tensor, " row"], length: int, count: int) -> Bool[Tensor, "row key"]:

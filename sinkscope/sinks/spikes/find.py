@@ -6,7 +6,8 @@
 4. Marks: what makes the writers fire at the place (`circuit`).
 5. Effects: what the needed neurons do at the place, beside others that write as much.
 6. Readers: which heads attend to the place.
-7. Conditions: what makes a position the place: its token, seeing only itself, its position id (`circuit`).
+7. Conditions: what makes a position the place: its token, seeing only itself, its position id; and why heads read it,
+   whose spike makes one constant of it (`circuit`).
 8. Purpose: what later tokens lose without the place (`circuit`).
 
 Both also follow copies of a token along each spike of the first token, and survey the text once more with the other
@@ -27,6 +28,7 @@ from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import beginning, resolve_bos
 from sinkscope.sinks.spikes.conditions import conditions_of
+from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.copies import copies_of
 from sinkscope.sinks.spikes.effects import Measured, count_readers, effects_of
 from sinkscope.sinks.spikes.marks import marks_of
@@ -34,8 +36,10 @@ from sinkscope.sinks.spikes.needs import like_needs, needs_of
 from sinkscope.sinks.spikes.places import at_position, split_by_label
 from sinkscope.sinks.spikes.purpose import purposes_of
 from sinkscope.sinks.spikes.records import (
+    Answers,
     Attended,
     Conditions,
+    Constancy,
     Copies,
     Largest,
     OfKind,
@@ -97,7 +101,8 @@ def circuit(
     Args:
         tokens: Words to repeat, one token each. By default five words of the text, drawn by the seed.
         max_repeats: Largest number of copies. By default 1,024, or what the context holds.
-        only: Ask one of both questions alone: "conditions" (what makes the place) or "purpose" (what it is for).
+        only: Ask one of both questions alone: "conditions" (what makes the place, and why heads read
+            it) or "purpose" (what it is for).
     """
     parts = ALL_PARTS if only is None else frozenset({only})
     return Circuit(**fields_of(setup, tokens, repetition_limit(setup.target, max_repeats), parts))
@@ -173,23 +178,31 @@ def _measured_of(setup: Setup, number: int) -> Measured | None:
     return effects_of(one.reported, one.needs, sinks.survey, numbered, setup.seed)
 
 
-def answers_of(sinks: Sinks, seed: int, parts: Set[str]) -> dict[int, tuple[Conditions | None, Purpose | None]]:
+def answers_of(sinks: Sinks, seed: int, parts: Set[str]) -> dict[int, Answers]:
     """Ask what makes the place of each spike of the first token, and what it is for, by the numbers of the spikes."""
     asked = [number for number, one in enumerate(sinks.spikes) if one.place.is_first and one.like is None]
     asked = [number for number in asked if sinks.spikes[number].reported.survey is sinks.report]
-    spikes = [sinks.spikes[number] for number in asked]
-    conditions, purposes = list[Conditions](), list[Purpose]()
+    circuits = [sinks.spikes[number] for number in asked]
+    spikes = [one.reported for one in circuits]
+    conditions, purposes, constancies = list[Conditions](), list[Purpose](), list[Constancy | None]()
     try:
         if "conditions" in parts:
-            conditions = conditions_of([one.reported for one in spikes], seed)
+            conditions = conditions_of(spikes, seed)
+        for spike, found in zip(spikes, conditions, strict=False):
+            begins = min(spike.layers[0] for spike in spikes)
+            constancies.append(constancy_of(spike, begins, found.sufficient, seed))
         if "purpose" in parts:
-            purposes = purposes_of(sinks.report, [one.first_writer for one in spikes], seed)
+            purposes = purposes_of(sinks.report, [one.first_writer for one in circuits], seed)
     except UnsupportedError as error:  # no key can be hidden in this model
         warn(f"what makes the sink, and what it is for, is not measured: {error}")
-    found: dict[int, tuple[Conditions | None, Purpose | None]] = {}
+    answers: dict[int, Answers] = {}
     for order, number in enumerate(asked):
-        found[number] = (conditions[order] if conditions else None, purposes[order] if purposes else None)
-    return found
+        answers[number] = Answers(
+            conditions[order] if conditions else None,
+            purposes[order] if purposes else None,
+            constancies[order] if constancies else None,
+        )
+    return answers
 
 
 def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set[str]) -> dict[str, Any]:
@@ -215,7 +228,7 @@ def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set
         marked = marks_of(one, setup.seed) if "marks" in parts else ()
         # Step 5: effects
         measured = measured_of(setup, number) if "effects" in parts else None
-        results.append(record_of(one, measured, marked, own, *answers.get(number, (None, None))))
+        results.append(record_of(one, measured, marked, own, answers.get(number, Answers())))
         setup.progress("effects", number + 1, len(sinks.spikes))
     setup.record(texts=len(report.ids), max_repeats=limit)
     # Step 6: readers

@@ -306,7 +306,8 @@ class Conditions:
         sufficient: The fewest causes that give an ordinary position half of the spike; each alone, if several do.
         necessary: Causes without which less than a quarter of the spike is left at the place.
         random_token: Share of the spike at an ordinary position that carries a random token and sees only itself.
-        one_other: Share at an ordinary position that sees itself and one random other token.
+        one_other: Share at an ordinary position that sees itself and one random other token: in all texts, several
+            draws of both in each.
         one_other_margin: Half of the 95 % interval over texts.
         layers: The last of the first layers in which seeing only itself suffices. None: it does not suffice.
         borne: Share of the spike by the number of nearest other tokens that are seen as well.
@@ -322,6 +323,57 @@ class Conditions:
     one_other_margin: float | None
     layers: int | None
     borne: tuple[tuple[int, float], ...]
+    texts: int
+
+
+ConstantName = Literal["state", "value", "score"]
+"""A number that says how constant a spike makes its place."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """How constant a spike makes its place, in one number; mean over texts.
+
+    Attributes:
+        name: "state": cosine between the states of texts whose tokens differ. "value": norm of the value over the
+            typical one. "score": share of the score above that of other keys, mean square over queries, that is there
+            for every query.
+        before: The number before the first spike of the place, in all heads of a layer.
+        after: The number after the spike, in the heads that attend to the place.
+        margin: Half of its 95 % interval over texts.
+        ordinary_before: The number at an ordinary position before.
+        ordinary_after: The number at an ordinary position after, in the same heads.
+    """
+
+    name: ConstantName
+    before: float
+    after: float
+    margin: float | None
+    ordinary_before: float
+    ordinary_after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constancy:
+    """Why heads attend to a place: its spike makes one constant of it, which a norm layer passes on.
+
+    Attributes:
+        before: The layer whose input is before the first spike of the place.
+        after: The first layer whose input has half of the spike, and some of whose heads attend to the place.
+        heads: Heads of such layers that attend to the place.
+        numbers: The numbers.
+        by_layer: Cosine between texts where the state enters each layer, of ordinary positions that are made such
+            places.
+        ordinary_by_layer: The same of ordinary positions as they are.
+        texts: Number of texts.
+    """
+
+    before: int
+    after: int
+    heads: int
+    numbers: tuple[Constant, ...]
+    by_layer: tuple[float, ...]
+    ordinary_by_layer: tuple[float, ...]
     texts: int
 
 
@@ -392,6 +444,15 @@ class Purpose:
         return next(one for one in self.changes if one.name == name)
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What is answered of a place: what makes it, what attention to it is for, why heads attend to it."""
+
+    conditions: Conditions | None = None
+    purpose: Purpose | None = None
+    constancy: Constancy | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpikeResult:
     """A spike as a result says it: what was chosen on one half of the texts, in numbers of the other half.
@@ -425,6 +486,7 @@ class SpikeResult:
         held_out: Whether these are other texts than those in which it was found.
         conditions: What makes a position such a place (`circuit`). None: it was not asked.
         purpose: What the attention to the place is for (`circuit`). None: it was not asked.
+        constancy: Why heads attend to the place (`circuit`). None: it was not asked, or none do.
     """
 
     place: PlaceWords
@@ -454,6 +516,7 @@ class SpikeResult:
     held_out: bool
     conditions: Conditions | None
     purpose: Purpose | None
+    constancy: Constancy | None = None
 
     @property
     def calibrated(self) -> dict[Neuron, float]:

@@ -10,7 +10,7 @@ from sinkscope.results.cards import Card
 from sinkscope.results.notation import head_name, word_list
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.tables import Table
-from sinkscope.sinks.spikes import cards
+from sinkscope.sinks.spikes import answer_cards, cards
 from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, Readers, SinkRate, SpikeResult, part_of
 from sinkscope.sinks.thresholds import READS
 
@@ -211,15 +211,17 @@ class Circuit(FindSinks):
     def conclusion(self) -> str:
         """Return what makes a position the sink and what it is for; where this was not asked, what marks the place."""
         if self.answered is not None:
-            said = (cards.makes(self.answered), cards.costs(self.answered))
+            said = (answer_cards.makes(self.answered), answer_cards.costs(self.answered))
             return " ".join(one for one in said if one is not None)
         return super().conclusion() if self.spike is None else cards.marks(self.spike)
 
     def cards(self) -> list[Card]:
-        """Return the answers to both questions first."""
+        """Return the answers first: what makes the place, why heads read it, what attention to it is for."""
         made: list[Card] = []
         for spike in self.spikes:
-            for card in (cards.conditions_card(spike), cards.purpose_card(spike)):
+            answers = answer_cards.conditions_card, answer_cards.constancy_card, answer_cards.purpose_card
+            for answer in answers:
+                card = answer(spike)
                 if card is not None:
                     made.append(card)
         return [*made, *super().cards()]

@@ -12,13 +12,12 @@ from sinkscope.sinks.spikes.effects import Measured, count_readers
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.places import Place, per_text
 from sinkscope.sinks.spikes.records import (
+    Answers,
     Candidate,
-    Conditions,
     Copies,
     MarkLeft,
     Needed,
     NeuronShare,
-    Purpose,
     SpikeResult,
 )
 from sinkscope.sinks.spikes.spike import Parts, Spike, over_typical
@@ -91,8 +90,7 @@ def record_of(
     measured: Measured | None,
     marks: tuple[MarkLeft, ...],
     copies: tuple[Copies, ...],
-    conditions: Conditions | None,
-    purpose: Purpose | None,
+    answers: Answers,
 ) -> SpikeResult:
     """Return the record of a spike: what was chosen on one half of the texts, in numbers of the other half.
 
@@ -101,8 +99,7 @@ def record_of(
         measured: What the needed set does. None: it was not measured.
         marks: What marks the place.
         copies: What copies of tokens reach.
-        conditions: What makes the place. None: it was not asked.
-        purpose: What the place is for. None: it was not asked.
+        answers: What makes the place, what it is for, and why heads read it.
     """
     spike, survey, mask = circuit.reported, circuit.reported.survey, circuit.reported.place.mask
     over, layers = over_typical(survey, mask)[spike.highest], slice(spike.layers[0], spike.layers[1] + 1)
@@ -136,8 +133,9 @@ def record_of(
         heads_margin=heads_margin,
         texts=len(texts.rows),
         held_out=held_out,
-        conditions=conditions,
-        purpose=purpose,
+        conditions=answers.conditions,
+        purpose=answers.purpose,
+        constancy=answers.constancy,
     )
 
 

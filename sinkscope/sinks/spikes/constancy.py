@@ -1,0 +1,199 @@
+"""Why heads read a place: its spike makes one constant of it, whatever the token, the text and the query.
+
+A norm layer stands before the keys, so no length is left of a long state. What is left is its direction, which is one
+and the same in all texts: one key that most queries meet with a large score, and one small value. Three numbers say so,
+before the first spike of a place and after the spike, each beside an ordinary position:
+
+1. State: cosine between texts whose tokens differ: an ordinary position of each is made such a place.
+2. Value: its norm over the typical one.
+3. Score: how far the place's score is above those of other keys; the part of it that is there for every query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.engine.actor import Actor
+from sinkscope.engine.attention import Attention
+from sinkscope.engine.block import Run
+from sinkscope.engine.step import Step
+from sinkscope.engine.visible import shown
+from sinkscope.hooks.edit.base import Intervention, under
+from sinkscope.measure.margin import margin_of
+from sinkscope.models.grouped_heads import per_query_head
+from sinkscope.models.hooks import Hook, on_hidden, on_input
+from sinkscope.sinks.spikes.conditions import LAST, TEXTS, Layout, changed, masked, ordinary_positions
+from sinkscope.sinks.spikes.records import Cause, Constancy, Constant, ConstantName
+from sinkscope.sinks.spikes.spike import Spike
+from sinkscope.sinks.thresholds import HALF, READS, SMALLEST
+
+States = Float[Tensor, "layer text d_model"]
+
+
+@dataclass(frozen=True, eq=False)
+class Keys(Intervention, Actor):
+    """Reads values and scores of keys in some layers.
+
+    Attributes:
+        at: Positions of the keys in each text.
+        layers: The layers.
+        values: Norm of the value of each key over the typical one, by layer.
+        common: Share of its score above other keys, mean square over later queries, that their mean holds, by layer.
+    """
+
+    at: Int[Tensor, "key text"]
+    layers: Sequence[int]
+    values: dict[int, Float[Tensor, "key head text"]] = field(default_factory=dict)
+    common: dict[int, Float[Tensor, "key head text"]] = field(default_factory=dict)
+
+    def enter(self, run: Run, key: int) -> None:
+        """Listen to attention."""
+        run.act(self)
+
+    def attends(self, step: Step) -> bool:
+        """Return True: every call has keys."""
+        return True
+
+    def attend(self, step: Step, attention: Attention) -> None:
+        """Read the values of a layer, and the scores of its queries."""
+        layer, text = attention.layer, torch.arange(self.at.shape[1])
+        if layer not in self.layers:
+            return
+        heads = attention.query.shape[1]
+        norms = per_query_head(attention.value, heads).float().norm(dim=-1).expand(-1, heads, -1).cpu()
+        typical = norms[:, :, 1:].median(-1).values.clamp(min=SMALLEST)
+        self.values[layer] = torch.stack([(norms[text, :, at] / typical).T for at in self.at])
+
+        scores, visible = scores_of(attention)
+        self.common[layer] = torch.stack([common_of(scores.cpu(), visible.cpu(), at) for at in self.at])
+
+
+def scores_of(
+    attention: Attention,
+) -> tuple[Float[Tensor, "text head query key"], Bool[Tensor, "text _ query key"]]:
+    """Return the scores of all queries before the softmax, in which small weights are lost; and which keys are seen."""
+    heads = attention.query.shape[1]
+    scores = attention.query.float() @ per_query_head(attention.key, heads).float().mT * attention.scaling
+    if attention.softcap is not None:
+        scores = torch.tanh(scores / attention.softcap) * attention.softcap
+    mask = attention.visible.mask_by_head(heads)
+    visible = attention.visible.sees()
+    if mask.is_floating_point():  # ALiBi adds to scores
+        scores = scores + mask.float().masked_fill(~shown(mask), 0)
+    return scores, visible.all(1, keepdim=True)
+
+
+def common_of(
+    scores: Float[Tensor, "text head query key"], visible: Bool[Tensor, "text _ query key"], at: Int[Tensor, " text"]
+) -> Float[Tensor, "head text"]:
+    """Return the share of a key's score above other keys that is there for every query, by head and text.
+
+    Args:
+        scores: Scores of all queries; what a query adds to all of them falls out of the difference.
+        visible: Which keys they see.
+        at: The key of each text.
+    """
+    text, sees = torch.arange(len(at)), visible[:, :, LAST:]
+    others = sees.clone()
+    others[text, :, :, at] = False
+    others[..., 0] = False
+    score = scores[:, :, LAST:]
+    mean = (score * others).sum(-1) / others.sum(-1).clamp(min=1)
+    above = (score[text, :, :, at] - mean).masked_fill(~sees[text, :, :, at], torch.nan)
+    return (above.nanmean(-1).square() / above.square().nanmean(-1).clamp(min=SMALLEST)).T
+
+
+@torch.no_grad()
+def constancy_of(spike: Spike, begins: int, sufficient: Sequence[Cause], seed: int) -> Constancy | None:
+    """Measure how constant a spike makes the first token.
+
+    Args:
+        spike: The spike, in texts that did not find it.
+        begins: The first layer of the first spike of the place: what enters it is before.
+        sufficient: What makes another position such a place.
+        seed: Seed of the ordinary positions.
+
+    Returns:
+        None where no head reads the place, or no other position becomes one.
+    """
+    target = spike.survey.target
+    earlier, reading = [layer for layer in target.attending if layer <= begins], reading_heads(spike)
+    if not earlier or not reading:
+        return None
+    first, after, depth = earlier[-1], min(reading), max(*reading, spike.peak) + 1
+    # 1. states
+    ids = spike.survey.ids[:TEXTS]
+    ordinary = ordinary_positions(ids, seed)
+    made = changed(ordinary, ids[:, 0], *(cause in sufficient for cause in ("token", "sight", "position")))
+    states = states_of(spike, made, depth)
+    became = spike.along(states[spike.peak + 1]) >= HALF
+    if int(became.sum()) < 2:
+        return None
+    place, beside = cosines(states[:, became]), cosines(states_of(spike, ordinary, depth)[:, became])
+    found = [constant_of("state", torch.stack([place, beside], 1)[[first, after]])]
+    # 2 and 3. values and scores, in heads that read; before the spike in all heads of a layer
+    keys = Keys(torch.stack([torch.zeros_like(ordinary.at), ordinary.at]), [first, *reading])
+    with under(keys, target):
+        target.forward(ids, last_layer=depth - 1)
+    every = torch.ones(target.n_heads, dtype=torch.bool)
+    read_of: dict[ConstantName, dict[int, Tensor]] = {"value": keys.values, "score": keys.common}
+    for name, read in read_of.items():
+        found.append(constant_of(name, torch.stack([over_heads(read, {first: every}), over_heads(read, reading)])))
+    return Constancy(
+        before=first,
+        after=after,
+        heads=sum(int(heads.sum()) for heads in reading.values()),
+        numbers=tuple(found),
+        by_layer=tuple(place.mean(1).tolist()),
+        ordinary_by_layer=tuple(beside.mean(1).tolist()),
+        texts=int(became.sum()),
+    )
+
+
+def reading_heads(spike: Spike) -> dict[int, Bool[Tensor, " head"]]:
+    """Return the heads that attend to the place, in each layer whose input has at least half of the spike there."""
+    survey, place, heads = spike.survey, spike.place.mask, dict[int, Tensor]()
+    received = survey.received(place).nanmean(-1)
+    for layer in survey.target.attending:
+        there = float(spike.along(survey.entered[layer][place]).mean())
+        if layer in spike.reading_layers and there >= HALF and bool((received[layer] > READS).any()):
+            heads[layer] = received[layer] > READS
+    return heads
+
+
+def states_of(spike: Spike, layout: Layout, depth: int) -> States:
+    """Return the state at the position of each row where it enters each of the first layers, and after the last."""
+    target, states = spike.survey.target, list[Tensor]()
+
+    def keep(hidden: Tensor) -> None:
+        states.append(hidden.reshape(*layout.ids.shape, -1)[layout.rows, layout.at].float().cpu())
+
+    hooks: list[Hook] = [(target.layers[0], "first", on_input(keep))]
+    for layer in range(depth):
+        hooks.append((target.layers[layer], "post", on_hidden(keep)))
+    with layout.hiding(target), target.hooks(*hooks):
+        target.forward(layout.ids, last_layer=depth - 1, **masked(target, layout.positions))
+    return torch.stack(states)
+
+
+def cosines(states: States) -> Float[Tensor, "layer text"]:
+    """Return the mean cosine of each text's state to those of the other texts, where it enters each layer."""
+    unit = torch.nn.functional.normalize(states, dim=-1)
+    between = unit @ unit.mT
+    return (between.sum(-1) - 1) / (len(unit[0]) - 1)
+
+
+def over_heads(read: dict[int, Float[Tensor, "key head text"]], heads: dict[int, Tensor]) -> Float[Tensor, "key text"]:
+    """Return the mean over some heads of each layer."""
+    return torch.cat([read[layer][:, own] for layer, own in heads.items()], 1).nanmean(1)
+
+
+def constant_of(name: ConstantName, read: Float[Tensor, "when where text"]) -> Constant:
+    """Return the record of a number: before and after, at the place and at an ordinary position."""
+    (before, ordinary_before), (after, ordinary_after) = read.nanmean(-1).tolist()
+    return Constant(name, before, after, margin_of(read[1, 0].numpy()), ordinary_before, ordinary_after)
