@@ -24,7 +24,7 @@ def attending(model: Any, sees: Mapping[int, Bool[Tensor, "batch kv_head query k
         visible = sees[module.layer_idx].repeat_interleave(query.shape[1] // key.shape[1], 1)
         least = torch.finfo(query.dtype).min  # finite, so that rows of padding that see nothing are no NaN
         hidden = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, least)
-        return eager_attention(module)(module, query, key, value, hidden, **kwargs)
+        return eager_attention(module, query, key, value, hidden, **kwargs)
 
     AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, lambda **_: None)

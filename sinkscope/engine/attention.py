@@ -110,7 +110,7 @@ def check_recomputed(own: Stock, module: Any, query: Tensor, key: Tensor, value:
         query = query[:1, :, -1:]  # which sees every key, with a mask or without
         rows = attention_probs(query, key[:1], None, scaling=scaling)
         right = rows @ per_query_head(value[:1], rows.shape[1]).float()
-        given = own.function(module)(module, query, key[:1], value[:1], None, scaling=scaling, dropout=0.0)[0]
+        given = own.attention(module, query, key[:1], value[:1], None, scaling=scaling, dropout=0.0)[0]
         own.agrees = relative_error(given.transpose(1, 2).float(), right) < _TOLERATED
     if not own.agrees:
         raise UnsupportedError(
@@ -142,6 +142,7 @@ class Attention:
             the cache, so that no mask of the model's would be right.
         source: Says who sees whom, by column.
         first_query: Column of the first query.
+        queries: Number of queries in this call.
         settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
         own: What the model selects by itself.
         scaling: Factor on the scores.
@@ -165,6 +166,7 @@ class Attention:
     mask: Any
     source: MaskSource
     first_query: int
+    queries: int
     settings: dict[str, Any]
     own: Stock
     scaling: float
@@ -179,11 +181,6 @@ class Attention:
     hides: bool = False
     _hidden: list[Hidden] = field(default_factory=list)
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
-
-    @cached_property
-    def queries(self) -> int:
-        """Number of queries in this call."""
-        return self.query.shape[2]
 
     @cached_property
     def slots(self) -> Int[Tensor, "batch _ key"] | None:
@@ -238,7 +235,7 @@ class Attention:
 
     def stock(self, mask: Any) -> AttentionOutput:
         """Return the model's own attention under a mask of the model's own kind."""
-        return self._by(self.own.function(self.module), self.query, mask)
+        return self._by(self.own.attention, self.query, mask)
 
     def under_visible(self) -> Float[Tensor, "batch query head d_value"]:
         """Return the model's own attention over what is visible."""
@@ -247,7 +244,7 @@ class Attention:
         check_recomputed(self.own, self.module, self.query, self.key, self.value, self.scaling)
         # Only eager attention applies soft caps and learned sink logits; under SDPA the model runs without them.
         is_eager = self.softcap is not None or self.sinks is not None or self.own.kind == "eager"
-        own = eager_attention(self.module) if is_eager else sdpa_attention_forward
+        own = eager_attention if is_eager else sdpa_attention_forward
         outputs = list[Tensor]()
         for start in range(0, self.queries, _MASKED_CHUNK):
             part = slice(start, start + _MASKED_CHUNK)
@@ -266,17 +263,7 @@ class Attention:
         """Return the output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
         if not self._listeners and self.compute is None and not self.is_edited:
             return self.stock(self.mask)
-        output, weights = self._attended()
-        for rows_range, listeners in self._listeners.items():
-            for part in self._parts(rows_range):
-                rows = self._rows(part)
-                for fn in listeners:
-                    fn(part.start, rows)
-        self._listeners.clear()  # they hold this object, and it holds queries, keys and values
-        return output, weights
-
-    def _attended(self) -> AttentionOutput:
-        """Output and weights; a single query's output is made of its rows, if somebody asked for them."""
+        attended: AttentionOutput | None = None
         if self.queries == 1:
             rows: Tensor | None = None
             for rows_range in list(self._listeners):
@@ -286,14 +273,18 @@ class Attention:
                     for fn in self._listeners.pop(rows_range):
                         fn(0, rows)
             if rows is not None:  # they were built anyway: the output comes from them
-                return self._weighted(rows), rows
-        if self.compute is not None:
-            replaced = self.compute(self)
-            if replaced is not None:
-                return replaced
-        if self.is_edited:
-            return self.under_visible(), None
-        return self.stock(self.mask)
+                attended = self._weighted(rows), rows
+        if attended is None and self.compute is not None:
+            attended = self.compute(self)
+        if attended is None:
+            attended = (self.under_visible(), None) if self.is_edited else self.stock(self.mask)
+        for rows_range, listeners in self._listeners.items():
+            for part in self._parts(rows_range):
+                rows = self._rows(part)
+                for fn in listeners:
+                    fn(part.start, rows)
+        self._listeners.clear()  # they hold this object, and it holds queries, keys and values
+        return attended
 
     def _parts(self, rows: _RowRange) -> list[slice]:
         """The queries whose rows are built at a time."""
@@ -319,15 +310,15 @@ class Attention:
         return by_query_head(output, batch, heads).transpose(1, 2).contiguous()
 
     def _rows(self, part: slice) -> Rows:
-        query, key, probs = self.query[:, :, part], self.key, self.probs_function()
-        if self.is_whole:
-            return probs(query, key, None)
-        visible = self.visible
-        if self.queries == 1 and visible.is_causal:
-            return probs(query, key, None)
-        later = 0
-        if visible.is_causal:
-            later = self.queries - part.stop  # new tokens that none of these queries sees
-        earlier = slice(0, key.shape[2] - later)
-        mask = visible.section(part, earlier).mask_by_head(query.shape[1])
-        return torch.nn.functional.pad(probs(query, key[:, :, earlier], mask), (0, later))
+        query, key, mask, later = self.query[:, :, part], self.key, None, 0
+        if not self.is_whole:
+            visible = self.visible
+            is_causal = visible.is_causal
+            if is_causal:
+                later = self.queries - part.stop  # new tokens that none of these queries sees
+            if not is_causal or self.queries > 1:
+                earlier = slice(0, key.shape[2] - later)
+                key = key[:, :, earlier]
+                mask = visible.section(part, earlier).mask_by_head(query.shape[1])
+        rows = attention_probs(query, key, mask, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
+        return torch.nn.functional.pad(rows, (0, later)) if later else rows

@@ -18,7 +18,7 @@ from sinkscope.engine.internals import (
     following_generate,
     without_continuous_batching,
 )
-from sinkscope.engine.owners import Hold, acts, held, holds_on, wait_for_calls
+from sinkscope.engine.owners import Hold, held, holds_on, wait_for_calls
 from sinkscope.engine.rows import forget_rows
 from sinkscope.engine.tap import tapped
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
@@ -105,7 +105,6 @@ class Run(BlockCalls):
         self.parts = parts  # what acts, in order
         self.stack = ExitStack()
         self._confined, self._wait = confined, wait
-        self._hold: Hold | None = None  # once it is entered
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
@@ -200,12 +199,6 @@ class Run(BlockCalls):
             if usage is not None:
                 return usage
         return []
-
-    def acts_here(self) -> bool:
-        """Return whether the run acts on calls that begin now in this thread."""
-        if not self._is_open or self._hold is None:
-            return False
-        return self._hold.thread is threading.current_thread() or acts(self.target.base, self._hold)
 
     @property
     def events(self) -> list[Event]:

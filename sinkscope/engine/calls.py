@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -25,12 +24,13 @@ from torch import nn
 from sinkscope.engine.actor import Actor, TakeBack
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.internals import in_backward, is_checkpointing
+from sinkscope.engine.owners import Hold, acts
 from sinkscope.engine.rows import RowState, put_rows
-from sinkscope.engine.step import Step, begin_step
+from sinkscope.engine.step import Step, begin_step, cache_in, tokens_in
 from sinkscope.engine.stock import NAME, attention_name, stock_of
 from sinkscope.engine.tap import HANDLERS, Handler
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.call_cache import CACHE_NAMES, by_name, cache_in, new_call_cache, tokens_in, with_cache
+from sinkscope.models.call_cache import CACHE_NAMES, by_name, new_call_cache, with_cache
 from sinkscope.models.hooks import Args, Kwargs
 from sinkscope.models.target import Target
 
@@ -111,7 +111,7 @@ class _Here(threading.local):
     writer: Writer | None = None
 
 
-class BlockCalls(ABC):
+class BlockCalls:
     """The calls of a block.
 
     Attributes:
@@ -132,15 +132,18 @@ class BlockCalls(ABC):
         self._moments()
         self.here = _Here()
         self._configs: frozenset[int] | None = None  # of the model, once something acts in its attention
+        self._hold: Hold | None = None  # once the block is entered
         self._is_open = False  # whether calls that begin now are acted on
         self._live: dict[int, threading.Thread] = {}  # threads of calls that have begun and not ended, by number
         self._steps = itertools.count()
         self._checks: list[Callable[[str, dict[str, Any]], None]] = []
         self._caches: WeakSet[Any] = WeakSet()  # on which something is known of rows
 
-    @abstractmethod
     def acts_here(self) -> bool:
         """Return whether the block acts on calls that begin now in this thread."""
+        if not self._is_open or self._hold is None:
+            return False
+        return self._hold.thread is threading.current_thread() or acts(self.target.base, self._hold)
 
     def _moments(self) -> None:
         """Note which actors act at which moment, so that nothing is called in vain at every token."""

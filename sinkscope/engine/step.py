@@ -27,7 +27,7 @@ from sinkscope.engine.rows import ROWS, RowState
 from sinkscope.engine.tokens import TokenPositions
 from sinkscope.engine.visible import shown
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.call_cache import tokens_in
+from sinkscope.models.call_cache import CACHE_NAMES
 
 
 @dataclass(eq=False)
@@ -163,6 +163,29 @@ class Step:
                 f"the first {self.past} tokens were read before this run was entered, so {what} is not known: enter "
                 f"the run first, or {remedy}"
             )
+
+
+def cache_in(given: Any) -> Any:
+    """Return the cache among arguments by name, or in a model's output; None if there is none."""
+    is_by_name = isinstance(given, dict)
+    for name in CACHE_NAMES:
+        cache: Any = given.get(name) if is_by_name else getattr(given, name, None)
+        if cache is not None:
+            return cache
+    return None
+
+
+def tokens_in(cache: Any) -> int:
+    """Return the number of tokens that a cache of transformers has read, with padding.
+
+    Where the first layer keeps a state and no keys, as in MiniMax, it says that there are none.
+    """
+    count = int(cache.get_seq_length())
+    if count == 0:
+        for layer in getattr(cache, "layers", None) or []:
+            if hasattr(layer, "get_seq_length"):
+                count = max(count, int(layer.get_seq_length()))
+    return count
 
 
 def begin_step(run: int, number: int, given: Mapping[str, Any], cache: Any) -> Step:

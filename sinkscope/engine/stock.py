@@ -27,9 +27,9 @@ def attention_name(config: Any) -> str:
     return str(object.__getattribute__(config, "_attn_implementation_internal"))
 
 
-def eager_attention(module: Any) -> Callable[..., Any]:
-    """Return the attention defined in the model's own file."""
-    return sys.modules[type(module).__module__].eager_attention_forward
+def eager_attention(module: Any, *given: Any, **settings: Any) -> Any:
+    """Attend as the model's own file defines it."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *given, **settings)
 
 
 class Stock:
@@ -38,8 +38,7 @@ class Stock:
     Attributes:
         name: Its name in the configuration.
         kind: The name of the attention that runs.
-        attention: What transformers calls by this name, which a user may have replaced; None: the function in the
-            model's own file.
+        attention: What transformers calls by this name, which a user may have replaced.
         times: How often the configuration is tapped.
         agrees: Whether it gives what sinkscope recomputes: a function of transformers does, which was compared when the
             model was opened. None: it is the user's own, and not tried yet.
@@ -48,15 +47,11 @@ class Stock:
     def __init__(self, config: Any) -> None:
         self.name = attention_name(config)
         self.kind = "eager" if self.name == NAME else self.name
-        self.attention: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(self.kind)
+        self.attention: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get(self.kind) or eager_attention
         self.times = 0
         function = getattr(self.attention, "func", self.attention)  # of a partial one, as of a kernel
         is_of_transformers = str(getattr(function, "__module__", "")).startswith("transformers.")
-        self.agrees = True if function is None or is_of_transformers else None
-
-    def function(self, module: Any) -> Callable[..., Any]:
-        """Return the attention function of a module."""
-        return self.attention or eager_attention(module)
+        self.agrees = True if function is eager_attention or is_of_transformers else None
 
 
 _LOCK = threading.Lock()

@@ -178,7 +178,7 @@ def _attend(
     if idle:
         if has_gaps:
             attention_mask = None
-        return stock.function(module)(module, query, key, value, attention_mask, **kwargs)
+        return stock.attention(module, query, key, value, attention_mask, **kwargs)
     latest = _LATEST.get()
     is_repeated = latest is not None and latest() is query
     _LATEST.set(ref(query))
@@ -187,9 +187,8 @@ def _attend(
         scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5
     if stock.kind == "sdpa":  # it drops these, or refuses to run
         softcap = sinks = None
-    source, first_query, first_key = _source(
-        module, listeners, attention_mask, query.shape[2], key.shape[2], kwargs, has_gaps
-    )
+    queries = query.shape[2]
+    source, first_query, first_key = _source(module, listeners, attention_mask, queries, key.shape[2], kwargs, has_gaps)
     if isinstance(attention_mask, FunctionMask):
         attention_mask = None
     call = Attention(
@@ -201,6 +200,7 @@ def _attend(
         attention_mask,
         source,
         first_query,
+        queries,
         kwargs,
         stock,
         float(scaling),

@@ -26,7 +26,7 @@ from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.latest_queries import LatestQueries, QueryKeeper
-from sinkscope.kv.slots import Slots, places_without
+from sinkscope.kv.slots import places_without
 from sinkscope.kv.usage import held_summary
 
 LayerBudget = int | Int[Tensor, "batch _"]
@@ -51,6 +51,9 @@ class KeptPerRow:
     def one_budget(self) -> LayerBudget:
         """The total as `Policy.layer_budget` gives it: one number if it is the same for all rows."""
         return _number_or_rows(self.total)
+
+    def take(self, rows: Int[Tensor, " row"]) -> None:
+        """Return None: of other rows it is asked again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +222,10 @@ class Policy(Intervention):
         """Choose what is kept in every layer, if it is time to."""
         if not step.prefill_ended and (self.every == "prefill" or step.state.decoded % self.every):
             return
-        rows = self.kept_per_row(step.state, keeper)
+        known, key = step.state.of_actors, ("kept", id(self))  # of each layer, it may be another policy
+        rows = known.get(key)
+        if step.prefill_ended or not isinstance(rows, KeptPerRow):
+            rows = known[key] = self.kept_per_row(step.state, keeper)
         has_one_budget = type(self).layer_budget is Policy.layer_budget
         protects = any(rows.first) or any(rows.latest)
         one_too_many: dict[tuple[torch.Size, torch.device], list[tuple[CacheLayer, Tensor]]] = {}
@@ -250,9 +256,30 @@ class Policy(Intervention):
         return self.select(self._checked_scores(at), at, self.layer_budget(at))
 
     def _checked_scores(self, at: LayerMoment) -> Float[Tensor, "batch kv_head slot"]:
-        """The scores of a layer's slots."""
-        scores = self.scores(at)
-        check_scores(scores, at.kv, self.shown_name, at.step.prefill_ended)
+        """The scores of a layer's slots, a number for each.
+
+        On an accelerator only the first scores of a cache are checked for NaN, because every later check would have to
+        wait for the device.
+
+        Raises:
+            SinkscopeError: The scores have the wrong shape, or some are NaN.
+        """
+        scores: object = self.scores(at)
+        shape = at.kv.keys.shape[:3]
+        if not isinstance(scores, Tensor) or scores.shape != shape:
+            raise SinkscopeError(
+                f"{self.shown_name}.scores returned a {type(scores).__name__} of shape "
+                f"{tuple(getattr(scores, 'shape', ()))} for layer {at.layer}: expected a tensor of shape "
+                f"{tuple(shape)}, one number per row, kv head, slot"
+            )
+        checked = at.step.prefill_ended or scores.device.type == "cpu"
+        # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
+        if checked and scores.is_floating_point() and scores.numel() and math.isnan(scores.amin().item()):
+            if bool((scores.isnan() & (at.kv.pos >= 0)).any()):
+                raise SinkscopeError(
+                    f"{self.shown_name}.scores returned NaN for layer {at.layer}: slots without a score cannot be "
+                    "compared; return -torch.inf for what is worth nothing"
+                )
         return scores.float()
 
     def kept_per_row(self, state: RowState, keeper: CacheKeeper) -> KeptPerRow:
@@ -307,38 +334,6 @@ def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch s
     order = scores.argsort(dim=-1, stable=True).flip(-1)
     index = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, index)
-
-
-def check_scores(scores: object, kv: Slots, name: str, is_first: bool) -> None:
-    """Check that there is a number for each slot.
-
-    On an accelerator only the first scores of a cache are checked for NaN, because every later check would have to wait
-    for the device.
-
-    Args:
-        scores: What was returned.
-        kv: The slots.
-        name: Name of the policy.
-        is_first: Whether these are the first scores after a prompt.
-
-    Raises:
-        SinkscopeError: The scores have the wrong shape, or some are NaN.
-    """
-    shape, layer = kv.keys.shape[:3], kv.number
-    if not isinstance(scores, Tensor) or scores.shape != shape:
-        raise SinkscopeError(
-            f"{name}.scores returned a {type(scores).__name__} of shape {tuple(getattr(scores, 'shape', ()))} for "
-            f"layer {layer}: expected a tensor of shape {tuple(shape)}, one number per row, kv head, slot"
-        )
-    checked = is_first or scores.device.type == "cpu"
-    if not checked or not scores.is_floating_point() or not scores.numel():
-        return
-    # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
-    if math.isnan(scores.amin().item()) and bool((scores.isnan() & (kv.pos >= 0)).any()):
-        raise SinkscopeError(
-            f"{name}.scores returned NaN for layer {layer}: slots without a score cannot be compared; return "
-            "-torch.inf for what is worth nothing"
-        )
 
 
 def check_room(budget: int, always_kept: int, named: str) -> None:

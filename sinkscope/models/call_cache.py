@@ -14,33 +14,9 @@ from torch import nn
 from sinkscope.models.hooks import Args, Hook, Kwargs, parameters_of
 from sinkscope.models.target import Target
 
-CACHE_NAMES = ("cache", "past_key_values")
+_NOW, _IN_BRIDGES = "cache", "past_key_values"  # the second in the attention of TransformerLens, up to 4.3
+CACHE_NAMES = (_NOW, _IN_BRIDGES)
 """Names of the cache; where a call has several, transformers reads the first of them."""
-
-_IN_BRIDGES = "past_key_values"  # in the attention of TransformerLens, up to 4.3
-
-
-def cache_in(given: Any) -> Any:
-    """Return the cache among arguments by name, or in a model's output; None if there is none."""
-    is_by_name = isinstance(given, dict)
-    for name in CACHE_NAMES:
-        cache: Any = given.get(name) if is_by_name else getattr(given, name, None)
-        if cache is not None:
-            return cache
-    return None
-
-
-def tokens_in(cache: Any) -> int:
-    """Return the number of tokens that a cache of transformers has read, with padding.
-
-    Where the first layer keeps a state and no keys, as in MiniMax, it says that there are none.
-    """
-    count = int(cache.get_seq_length())
-    if count == 0:
-        for layer in getattr(cache, "layers", None) or []:
-            if hasattr(layer, "get_seq_length"):
-                count = max(count, int(layer.get_seq_length()))
-    return count
 
 
 def cache_parameter(module: nn.Module) -> inspect.Parameter | None:
@@ -64,12 +40,8 @@ def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
 
 
 def with_cache(model: nn.Module, arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-    """Return arguments by name, with a cache in place of theirs; without any if it is None."""
-    if cache is not None and cache_in(arguments) is cache:  # at every token, without a look at the model's signature
-        return dict(arguments)
+    """Return arguments by name, which bring no cache, with one."""
     kept = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
-    if cache is None:
-        return kept
     return {**kept, **cache_argument(model, cache)}
 
 
@@ -108,8 +80,7 @@ def bridge_hooks(bridge: nn.Module) -> list[Hook]:
 
 
 def _rename(_module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    cache = cache_in(kwargs)
-    if cache is None or _IN_BRIDGES in kwargs:
+    if _IN_BRIDGES in kwargs or kwargs.get(_NOW) is None:
         return None
-    kept = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-    return args, {**kept, _IN_BRIDGES: cache}
+    kept = {name: value for name, value in kwargs.items() if name != _NOW}
+    return args, {**kept, _IN_BRIDGES: kwargs[_NOW]}

@@ -9,8 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import sinkscope as ss
+from sinkscope.engine.step import cache_in
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.call_cache import CACHE_NAMES, cache_argument, cache_in
+from sinkscope.models.call_cache import CACHE_NAMES, cache_argument
 
 IDS = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(5))
 NEW = 6

@@ -7,7 +7,7 @@ appendix B.2 (`votes`). Time and memory per token do not grow with the length of
 from __future__ import annotations
 
 from sinkscope.loops.text.copies import MonitorSettings, WordsOf
-from sinkscope.loops.text.signals import Step, checked_id
+from sinkscope.loops.text.signals import IDS, Step, checked_id
 from sinkscope.loops.text.votes import PaperSettings
 
 Settings = MonitorSettings | PaperSettings
@@ -57,8 +57,10 @@ class Monitor:
         """
         if self.ended:
             return self.last
+        if type(token) is not int or not 0 <= token < IDS:
+            token = checked_id(token)
         step = self.last.step + 1
-        found = self.rule.add(checked_id(token), p_max)
+        found = self.rule.add(token, p_max)
         may_trigger = step >= max(self.settings.warmup, self._rests_until)
         self.last = found._replace(step=step, trigger=found.trigger and may_trigger)
         if self.last.trigger:

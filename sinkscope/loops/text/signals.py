@@ -23,6 +23,7 @@ THETA_TTR = 0.2  # LoopGuard, appendix B.1
 THETA_CR = 0.12
 LOOP_TOKENS = 24  # minimum tokens of a loop at the end of a text
 MAX_NEW, THETA_LEN = 2500, 2480  # section 4.3
+IDS = 1 << 32  # a token's id is below it
 
 
 Ids = Sequence[int] | Any  # arrays and tensors of one dimension are taken as well: their elements are no plain ints
@@ -140,7 +141,7 @@ def checked_id(token: Any) -> int:
         number = index(token)
     except TypeError:
         number = -1
-    if not 0 <= number < 1 << 32:
+    if not 0 <= number < IDS:
         raise SinkscopeError(f"the token is {token!r}: expected a whole number from 0 to 2**32 - 1")
     return number
 
