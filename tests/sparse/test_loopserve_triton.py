@@ -154,7 +154,7 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
     query = torch.empty(1, 2, 200, 16, device="meta")
     key = torch.empty(1, 1, 200, 16, device="meta")
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation_internal="sdpa"))
-    prompt = Attention(module, 0, query, key, key, None, CausalMask(), 0, query.shape[2], {}, Stock(module.config), 0.25)
+    prompt = Attention(module, 0, query, key, key, None, CausalMask(), 0, 200, {}, Stock(module.config), 0.25)
     reader: Any = None  # nothing is asked of it there, nor of the call
     assert LoopServe(shortest=0).why_dense(prompt, reader, reader, None) == "on meta: only CPUs and CUDA do that"
 
