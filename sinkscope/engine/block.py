@@ -13,18 +13,12 @@ from torch import Tensor, nn
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.calls import BlockCalls
-from sinkscope.engine.internals import (
-    GenerateFollower,
-    following_generate,
-    without_continuous_batching,
-)
+from sinkscope.engine.internals import GenerateFollower, following_generate
 from sinkscope.engine.owners import Hold, held, holds_on, wait_for_calls
 from sinkscope.engine.rows import forget_rows
 from sinkscope.engine.tap import tapped
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
-from sinkscope.models.call_cache import (
-    bridge_hooks,
-)
+from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.hooks import Hook
 from sinkscope.models.target import Target
 
@@ -121,7 +115,8 @@ class Run(BlockCalls):
         with ExitStack() as self.stack:
             self.stack.enter_context(held(target.base, self._hold, target.name, wait=self._wait))
             self.stack.enter_context(_not_remote(self))
-            self.stack.enter_context(without_continuous_batching(target.hf, _no_packed_rows(target)))
+            generation = self._begin_generation, self._set_prompting, _no_packed_rows(target)
+            self.stack.enter_context(following_generate(target.hf, GenerateFollower(self.acts_here, *generation)))
             if target.kind == "bridge":
                 self.stack.enter_context(target.hooks(*bridge_hooks(target.hf)))
             # Hooks of every thread, which find out by themselves whose call it is.
@@ -181,15 +176,12 @@ class Run(BlockCalls):
         return reach
 
     def check_generate(self, check: Callable[[str, dict[str, Any]], None]) -> None:
-        """Let `check` refuse kinds of generation; and learn when `generate` reads a prompt, and its settings.
+        """Let `check` refuse kinds of generation.
 
         Args:
             check: Called with the name of the method of the model that `generate` calls, and the arguments of the call.
         """
         self._checks.append(check)
-        if len(self._checks) == 1:
-            follower = GenerateFollower(self.acts_here, self._begin_generation, self._set_prompting)
-            self.stack.enter_context(following_generate(self.target.hf, follower))
 
     @property
     def usage(self) -> list[Any]:

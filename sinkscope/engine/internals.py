@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -53,92 +50,80 @@ class GenerateFollower:
             generation) `_get_candidate_generator`, the arguments of the forward call, and the generation settings; may
             raise.
         prompting: Called with True before a prompt is read, and with False afterwards.
+        packed: What `generate_batch` and what it is made of raise: they put the tokens of several texts into one row,
+            so that a position says nothing about its place in a text.
     """
 
     acts_here: Callable[[], bool]
     check: Callable[[str, dict[str, Any], Any], None]
-    prompting: Callable[[bool], None] = lambda _reads: None
+    prompting: Callable[[bool], None]
+    packed: Exception
 
 
 @contextmanager
 def following_generate(model: Any, follower: GenerateFollower) -> Iterator[None]:
-    """Context manager in which the `generate` of a causal language model tells a follower what it does."""
+    """Context manager in which the `generate` of a causal language model tells a follower what it does.
 
-    def acting() -> list[GenerateFollower]:
-        return [one for one in _FOLLOWERS.get(model, ()) if one.acts_here()]
+    Blocks may end in any order, so the last of them puts back what stood on the model.
+    """
+    attributes = vars(model)
+    followed = getattr(attributes.get("_prefill"), "__self__", None)
+    if not isinstance(followed, _Followed):
+        followed = _Followed(model)
+    followed.followers.append(follower)
+    try:
+        yield
+    finally:
+        followed.followers.remove(follower)
+        if not followed.followers:
+            for name in followed.own:
+                attributes.pop(name, None)
+            attributes.update(followed.before)
 
-    def prefill(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
-        followers = acting()
+
+class _Followed:
+    """Stands on a model in place of methods that `generate` calls.
+
+    Attributes:
+        followers: Who follows it.
+        own: What the model calls by itself, by name.
+        before: What of that stood on the model, and not on its class.
+    """
+
+    def __init__(self, model: Any) -> None:
+        attributes = vars(model)
+        methods = {"_prefill": self.prefill, "_get_candidate_generator": self.candidates, _BATCHING: self.batch}
+        self.followers: list[GenerateFollower] = []
+        self.own: dict[str, Any] = {name: getattr(model, name, None) for name in methods}
+        self.before = {name: attributes[name] for name in methods if name in attributes}
+        attributes.update(methods)
+
+    def __deepcopy__(self, _memo: Any) -> _Followed:
+        """Stay what it is on a copy of the model, which nobody lets generate."""
+        return self
+
+    def prefill(self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
+        """Read a prompt."""
+        followers = self._acting()
         for one in followers:
             one.check("_prefill", model_kwargs, generation_config)
         for one in followers:
             one.prompting(True)
         try:
-            return type(model)._prefill(model, input_ids, generation_config, model_kwargs, **more)
+            return self.own["_prefill"](input_ids, generation_config, model_kwargs, **more)
         finally:
             for one in followers:
                 one.prompting(False)
 
-    def candidates(*args: Any, **kwargs: Any) -> Any:
-        for one in acting():
+    def candidates(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin assisted generation."""
+        for one in self._acting():
             one.check("_get_candidate_generator", {}, None)
-        return type(model)._get_candidate_generator(model, *args, **kwargs)
+        return self.own["_get_candidate_generator"](*args, **kwargs)
 
-    with _placed(model, _prefill=prefill, _get_candidate_generator=candidates):
-        with _LOCK:
-            _FOLLOWERS[model] = [*_FOLLOWERS.get(model, ()), follower]
-        try:
-            yield
-        finally:
-            with _LOCK:
-                _FOLLOWERS[model] = [one for one in _FOLLOWERS[model] if one is not follower]
+    def batch(self, *_: Any, **__: Any) -> Any:
+        """Refuse to put several texts into one row."""
+        raise self.followers[-1].packed
 
-
-@contextmanager
-def without_continuous_batching(model: Any, error: Exception) -> Iterator[None]:
-    """Context manager in which `generate_batch` and what it is made of raise an error.
-
-    They put the tokens of several texts into one row, so that a position says nothing about its place in a text.
-
-    Args:
-        model: The causal language model.
-        error: What is raised.
-    """
-
-    def refused(*_: Any, **__: Any) -> Any:
-        raise error
-
-    with _placed(model, **({_BATCHING: refused} if hasattr(type(model), _BATCHING) else {})):
-        yield
-
-
-_FOLLOWERS: WeakKeyDictionary[Any, list[GenerateFollower]] = WeakKeyDictionary()
-_PLACED: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-"""How many contexts want a function in the place of a method of a model."""
-_BEFORE: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-"""What stood on the model itself before."""
-_LOCK = threading.RLock()
-
-
-@contextmanager
-def _placed(model: Any, **functions: Any) -> Iterator[None]:
-    """Context manager with functions in place of methods of a model; they leave when the last context that wants them
-    ends, in whatever order contexts of several threads end.
-    """
-    with _LOCK:
-        count, before = _PLACED.setdefault(model, Counter()), _BEFORE.setdefault(model, {})
-        for name, function in functions.items():
-            if not count[name]:
-                if name in vars(model):
-                    before[name] = vars(model)[name]
-                setattr(model, name, function)
-            count[name] += 1
-    try:
-        yield
-    finally:
-        with _LOCK:
-            for name in functions:
-                count[name] -= 1
-                if not count[name]:
-                    vars(model).pop(name, None)
-                    vars(model).update({name: before.pop(name)} if name in before else {})
+    def _acting(self) -> list[GenerateFollower]:
+        return [one for one in self.followers if one.acts_here()]

@@ -14,7 +14,7 @@ a call are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -55,6 +55,7 @@ class Step:
         room: Number of columns with which each row is full; None if the caller does not count them.
         jumps: Where position ids do not count on, if texts may be packed in this call.
         is_over: Whether the caller ends this piece of the text, because tokens were taken back.
+        notes: What actors note for their later moments in the call, by their keys.
     """
 
     number: int
@@ -76,6 +77,7 @@ class Step:
     may_take_back: list[int] | None = None
     room: list[int] | None = None
     is_over: bool = False
+    notes: dict[Hashable, Any] = field(default_factory=dict)
     jumps: Bool[Tensor, "batch pos"] | None = None
     _tokens: TokenPositions | None = None
     _by_device: dict[torch.device, Int[Tensor, "batch pos"]] = field(default_factory=dict)

@@ -48,6 +48,7 @@ class Handler:
         idle: Whether it has nothing to do by itself. If all handlers are idle, the model computes attention alone.
         was_reached: Whether attention of the model came by.
         functions: The function of the latest mask for each length of windows or chunks, None for full attention.
+        latest: The queries of the latest attention.
     """
 
     see: Callable[[Attention], None]
@@ -57,6 +58,7 @@ class Handler:
     idle: bool = False
     was_reached: bool = False
     functions: dict[int | None, FunctionMask] = field(default_factory=dict)
+    latest: ref[Tensor] | None = None
 
     def __enter__(self) -> Handler:
         """Begin to listen in this context, before earlier handlers."""
@@ -75,7 +77,6 @@ class Handler:
 HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=())
 
 
-_LATEST: ContextVar[ref[Tensor] | None] = ContextVar("sinkscope_latest_queries", default=None)
 _KEYS = 8  # of the queries and keys by which a function of the user's own is tried
 
 
@@ -179,9 +180,9 @@ def _attend(
         if has_gaps:
             attention_mask = None
         return stock.attention(module, query, key, value, attention_mask, **kwargs)
-    latest = _LATEST.get()
-    is_repeated = latest is not None and latest() is query
-    _LATEST.set(ref(query))
+    first = listeners[0]
+    is_repeated = first.latest is not None and first.latest() is query
+    first.latest = ref(query)
     scaling, softcap, sinks = kwargs.get("scaling"), kwargs.get("softcap"), kwargs.get("s_aux")
     if scaling is None:  # what the model passes takes precedence: some models scale their queries (OPT)
         scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from einops import rearrange
@@ -78,7 +78,6 @@ class PromptReader(Actor):
 
     def __init__(self, prompts: SparsePrompts, run: Run, key: int) -> None:
         self._prompts, self._run, self._key = prompts, ref(run), key
-        self._calls: WeakKeyDictionary[Step, PromptCall] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -114,7 +113,7 @@ class PromptReader(Actor):
 
     def of(self, step: Step) -> PromptCall:
         """Return what is known of a call, as long as it lasts."""
-        return self._calls.setdefault(step, PromptCall())
+        return step.notes.setdefault(self._key, PromptCall())
 
     def copies(self, step: Step, row: int, device: torch.device) -> Copies | None:
         """Find the copies in a row of a prompt; None if no id of it is known. The first layer waits for the device."""

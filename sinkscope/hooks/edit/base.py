@@ -16,9 +16,9 @@ from sinkscope.results.notation import count_of
 class Intervention(ABC):
     """An edit of a model's activations or cache that can be entered on any kind of model.
 
-    Interventions are immutable descriptions: one object may be entered many times and on several models. Edits of
-    activations may also be nested on one model, and entered from several threads, each of which sees its own. Cache
-    policies and guards own the model's cache, so a second one on the same model is refused while the first acts.
+    Interventions are immutable descriptions: one object may be entered many times and on several models. One thread
+    steers a model at a time, and there edits of activations may be nested. Cache policies and guards own the model's
+    cache, so a second one on the same model is refused while the first acts.
     `a | b` enters both; `a` acts first where they overlap.
     """
 
