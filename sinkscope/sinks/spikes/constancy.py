@@ -169,6 +169,7 @@ def reading_heads(spike: Spike) -> dict[int, Bool[Tensor, " head"]]:
 def states_of(spike: Spike, layout: Layout, depth: int) -> States:
     """Return the state at the position of each row where it enters each of the first layers, and after the last."""
     target, states = spike.survey.target, list[Tensor]()
+    layout = layout.until(int(layout.at.max()) + 1)
 
     def keep(hidden: Tensor) -> None:
         states.append(hidden.reshape(*layout.ids.shape, -1)[layout.rows, layout.at].float().cpu())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from sinkscope.measure.margin import interval_of, margin_of
 from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.draws import draws
 from sinkscope.models.grouped_heads import per_query_head
-from sinkscope.models.hooks import on_hidden
+from sinkscope.models.hooks import Hook, LayerInput, on_hidden, on_input
 from sinkscope.models.neurons import heads_point
 from sinkscope.models.target import Target
 from sinkscope.sinks.spikes.edited import losses_at, read_positions, rows_of_logits
@@ -128,15 +128,38 @@ class Lost:
         loss: Loss of tokens from `BEGIN` on; NaN where it is not read.
         given: Attention of later queries to the first positions, mean over texts.
         states: The residual stream after the last layer from `BEGIN` on.
+        entered: The whole stream where it enters some layers.
     """
 
     loss: Float[Tensor, "text following"]
     given: Float[Tensor, "layer head position"]
     states: Float[Tensor, "text pos d_model"]
+    entered: dict[int, list[Float[Tensor, "row token d_model"]]] = field(default_factory=dict)
+
+    def begins(self, survey: Survey, layer: int) -> Begin | None:
+        """Return where a pass over these texts may begin that changes nothing before a layer; None: at the first."""
+        if layer not in self.entered or not survey.target.skips_layers:
+            return None
+        hidden = torch.cat(self.entered[layer]).to(survey.weights)
+        return Begin(LayerInput(layer, hidden, survey.wrapped), self.given[:layer])
+
+
+@dataclass(frozen=True, eq=False)
+class Begin:
+    """Where a pass begins, and the attention of the layers before, which do not run again."""
+
+    input: LayerInput
+    given: Float[Tensor, "layer head position"]
+
+    def of(self, rows: Tensor) -> LayerInput:
+        """Return what some of the texts begin with: a copy, because some layers add to it in place."""
+        return replace(self.input, hidden=self.input.hidden[rows])
 
 
 @torch.no_grad()
-def read_way(target: Target, ids: TokenRows, way: Way, positions: int) -> Lost:
+def read_way(
+    target: Target, ids: TokenRows, way: Way, positions: int, *, kept: Sequence[int] = (), begin: Begin | None = None
+) -> Lost:
     """Read texts in one way.
 
     Args:
@@ -144,9 +167,13 @@ def read_way(target: Target, ids: TokenRows, way: Way, positions: int) -> Lost:
         ids: The texts.
         way: The way.
         positions: Number of the first positions to which attention is read.
+        kept: Layers whose whole input is kept.
+        begin: Where the pass begins. None: at the first layer.
     """
     loss = torch.full((len(ids), ids.shape[1] - 1), torch.nan)
-    given = torch.zeros(target.n_layers, target.n_heads, positions)
+    given, entered = torch.zeros(target.n_layers, target.n_heads, positions), {layer: list[Tensor]() for layer in kept}
+    if begin is not None:
+        given[: begin.input.layer] = begin.given[..., :positions]
     states, read = list[Tensor](), read_positions(target, ids.shape[1])
     read = read[read >= BEGIN]
     size = min(rows_at_once(ids.shape[1], max(target.d_mlp, target.d_model)), rows_of_logits(target, len(read)))
@@ -157,13 +184,19 @@ def read_way(target: Target, ids: TokenRows, way: Way, positions: int) -> Lost:
     def keep(hidden: Tensor) -> None:
         states.append(hidden.reshape(-1, ids.shape[1], hidden.shape[-1])[:, BEGIN:].float().cpu())
 
+    def keep_input(layer: int, hidden: Tensor) -> None:
+        entered[layer].append(hidden.reshape(-1, ids.shape[1], hidden.shape[-1]).clone())
+
+    hooks: list[Hook] = [(target.layers[-1], "post", on_hidden(keep))]
+    for layer in entered:
+        hooks.append((target.layers[layer], "first", on_input(partial(keep_input, layer))))
     for rows in torch.arange(len(ids)).split(size):
         with ExitStack() as stack:
             stack.enter_context(way(len(rows)))
             stack.enter_context(visible_rows(target, attend, rows_per_chunk=ids.shape[1]))
-            stack.enter_context(target.hooks((target.layers[-1], "post", on_hidden(keep))))
-            loss[rows[:, None], read] = losses_at(target, ids[rows], read, None)
-    return Lost(loss, given, torch.cat(states))
+            stack.enter_context(target.hooks(*hooks))
+            loss[rows[:, None], read] = losses_at(target, ids[rows], read, None if begin is None else begin.of(rows))
+    return Lost(loss, given, torch.cat(states), entered)
 
 
 def hidden(target: Target, position: int, layers: range | None, length: int) -> Way:
@@ -207,8 +240,10 @@ def purposes_of(survey: Survey, first_writers: Sequence[int], seed: int) -> list
     attended = most_attended(survey)
     changed = ids.clone()
     changed[:, CHANGED] = ids.roll(1, 0)[:, CHANGED + 7]
-    plain = read_way(target, ids, intact, TAKERS)
-    base = spread_of(plain, read_way(target, changed, intact, 1))
+    late_layers = sorted({layer + 1 for layer in first_writers if layer + 1 < target.n_layers})
+    plain = read_way(target, ids, intact, TAKERS, kept=late_layers)
+    other = read_way(target, changed, intact, 1, kept=late_layers)
+    base = spread_of(plain, other)
     everywhere: Change | None = None
     for first_writer in first_writers:
         late, changes = range(first_writer + 1, target.n_layers), list[Change]()
@@ -224,9 +259,12 @@ def purposes_of(survey: Survey, first_writers: Sequence[int], seed: int) -> list
             if name == EVERYWHERE and everywhere is not None:
                 changes.append(everywhere)
                 continue
-            read, spread = read_way(target, ids, way, TAKERS), None
+            begin, begin_other, spread = plain.begins(survey, late.start), other.begins(survey, late.start), None
+            if name == EVERYWHERE:
+                begin = begin_other = None
+            read = read_way(target, ids, way, TAKERS, begin=begin)
             if not found and "key" not in name:
-                spread = spread_of(read, read_way(target, changed, way, 1))
+                spread = spread_of(read, read_way(target, changed, way, 1, begin=begin_other))
             changes.append(change_of(name, plain, read, spread))
         everywhere = changes[0]
         purpose = Purpose(
