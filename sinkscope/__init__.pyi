@@ -2,6 +2,7 @@
 
 from . import kv as kv
 from . import loops as loops
+from .app.compare import compare as compare
 from .app.report import report as report
 from .app.scan import scan as scan
 from .app.view.command import view as view

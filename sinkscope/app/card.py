@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from math import hypot
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
-from sinkscope.measure.margin import DIFFERENCES, Interval, difference_of, in_points
+from sinkscope.measure.changes import Change, changes_of
 from sinkscope.results.cards import Card
-from sinkscope.results.notation import word_list
 from sinkscope.results.pages import text
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, constant_last, strings
@@ -26,14 +23,12 @@ TOPICS = {
     "precision": "Precision",
 }
 """What the parts on the first screen are about."""
-SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
-NAMED = 6  # items of a list that a comparison names
 SAME_TEXTS = ("text", "seed", "bos")
 """Settings of two cards that read the same texts and prompts."""
 RULE = (
-    "A number changed if the 95 % interval of its change leaves out zero and it moved by 1 % of its value. On the same "
-    "texts the interval is that of the differences text by text, else of both margins together; a number without a "
-    "margin is shown and not judged."
+    "A number changed if the 95 % interval of its change leaves out zero and it moved by 1 % of its value. The "
+    "interval is that of the differences text by text or, of a number without values for each text, of both margins "
+    "together; a number without a margin is shown and not judged."
 )
 
 
@@ -166,25 +161,38 @@ class SinkCard(Result):
         """Return the numbers by the name of their part and their key."""
         return {(part.name, number.key): number for part in self.parts for number in part.numbers}
 
+    def numbers_beside(self, other: SinkCard) -> tuple[list[Number], list[Number]]:
+        """Return the numbers of both cards, each by its part and key."""
+        sides: list[list[Number]] = []
+        for card in (self, other):
+            numbers: list[Number] = []
+            for (part, key), number in card.by_key().items():
+                numbers.append(replace(number, key=f"{part}.{key}", about=part))
+            sides.append(numbers)
+        return sides[0], sides[1]
+
     def compared(self, other: SinkCard) -> SinkCard:
         """Compare this card with another one and return it with the changes, the changed ones first.
 
         Raises:
-            SinkscopeError: The cards have no number or fact in common, or only one of them was made with --quick.
+            SinkscopeError: The cards have no number or fact in common, are of other texts, or only one of them was made
+                with --quick.
         """
         if self.quick != other.quick:
             raise SinkscopeError(
                 "one of the two cards was made with --quick and the other without: their numbers are of different "
                 "settings; make both in the same way"
             )
-        paired = all(self.settings.get(name) == other.settings.get(name) for name in SAME_TEXTS)
-        before = other.by_key()
+        differing = [name for name in SAME_TEXTS if self.settings.get(name) != other.settings.get(name)]
+        if differing:
+            raise SinkscopeError(
+                f"the two cards are of other texts ({', '.join(differing)}): make both with the same --text, --seed "
+                "and --bos"
+            )
         changes: dict[tuple[str, str, str], CardChange] = {}
-        for part in self.parts:
-            for number in part.numbers:
-                if (part.name, number.key) in before:
-                    change = _change(part.name, before[part.name, number.key], number, paired)
-                    changes.setdefault((change.label, change.before, change.after), change)  # two parts may share it
+        for moved in changes_of(*other.numbers_beside(self), paired=True):
+            change = _card_change(moved)
+            changes.setdefault((change.label, change.before, change.after), change)  # two parts may share it
         if not changes:
             raise SinkscopeError("the two cards have no number in common: give the card of a scan with the same parts")
         ordered = sorted(changes.values(), key=lambda change: (change.changed is not True, change.changed is None))
@@ -201,35 +209,11 @@ def _tile(part: CardPart) -> str:
     return f"<article>{tile}<p>{text(part.conclusion)}</p></article>"
 
 
-def _change(part: str, before: Number, after: Number, paired: bool) -> CardChange:
-    """How a number moved, and whether by more than its margin; a word changes if it is another."""
-    said, interval, pairs, changed = "", None, bool(paired and before.samples.keys() & after.samples.keys()), None
-    if isinstance(before.value, str) or isinstance(after.value, str):
-        changed = before.value != after.value
-    elif before.value is not None and after.value is not None:
-        moved = after.value - before.value
-        if pairs:
-            answers = {*before.samples.values(), *after.samples.values()} <= {0.0, 1.0}  # right or wrong
-            interval = difference_of(after.samples, before.samples, DIFFERENCES if answers else None)
-        if interval is None and before.margin is not None and after.margin is not None:
-            pairs, margin = False, hypot(before.margin, after.margin)
-            interval = Interval(moved, moved - margin, moved + margin)
-        elif pairs and interval is not None:
-            moved = interval.mean
-        said = in_points(moved, interval, after.share)
-        if interval is not None:
-            changed = abs(moved) > SMALLEST_CHANGE * abs(before.value) and not interval.low <= 0 <= interval.high
-    margin = None if interval is None else interval.margin
-    old, new = cell(before.value, percent=after.share), cell(after.value, percent=after.share)
-    which = _which(before.items, after.items)
-    return CardChange(after.label, old, new, said, which, pairs, margin, changed, part, after.key)
-
-
-def _which(before: Sequence[str], after: Sequence[str]) -> str:
-    """What a list has now and had not, and the other way round."""
-    said: list[str] = []
-    for words, some, others in (("new", after, before), ("gone", before, after)):
-        names = [name for name in some if name not in others]
-        if names and before and after:
-            said.append(f"{words}: {word_list(names, NAMED)}")
-    return "; ".join(said)
+def _card_change(change: Change) -> CardChange:
+    """A change as a card has it."""
+    old, new = (cell(value, percent=change.share) for value in (change.before, change.after))
+    margin = None if change.interval is None else change.interval.margin
+    return CardChange(
+        change.label, old, new, change.moved, change.which, change.texts > 0, margin, change.changed, change.about,
+        change.key.removeprefix(f"{change.about}."),
+    )  # fmt: skip

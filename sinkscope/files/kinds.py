@@ -13,6 +13,7 @@ KINDS = {
     "bench": "sinkscope.bench.table",
     "check-cache": "sinkscope.conformance.check_cache",
     "circuit": "sinkscope.sinks.spikes.result",
+    "compare": "sinkscope.app.compare",
     "find-sinks": "sinkscope.sinks.spikes.result",
     "heads": "sinkscope.sinks.marking_heads",
     "lines": "sinkscope.sparse.lines",

@@ -30,6 +30,8 @@ SETUP_PARAMETERS = {one.name: one for one in parameters_of(Setup.open) if one.na
 """Parameters that every measurement has."""
 EDIT_PARAMETERS = {one.name: one for one in parameters_of(edit_from_options)}
 """Parameters of a measurement that can run under interventions."""
+TEXT_READ = "text_read"
+"""The setting that two results share if they read the same texts."""
 EXAMPLE = """Example in Python:
     >>> import sinkscope as ss
     >>> result = {name}()  # or of a name, or of a live model
@@ -141,6 +143,7 @@ class Measurement(Generic[P, R]):
             if arguments.get(name):
                 settings[name] = str(arguments[name])
         settings |= setup.settings
+        settings[TEXT_READ] = setup.text_read
         if decoding:
             settings["decoding"] = decoding
         return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -160,6 +161,11 @@ class Setup:
     def n_heads(self) -> int:
         """Number of query heads in a layer."""
         return self.target.n_heads
+
+    @property
+    def text_read(self) -> str:
+        """What tells the text and its tokens from others: two results that share it can be compared text by text."""
+        return sha256(f"{self.text}\n{self.ids.tolist()}".encode()).hexdigest()[:16]
 
     @property
     def unknown_tokens(self) -> float:

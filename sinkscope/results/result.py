@@ -42,6 +42,10 @@ class Number:
         samples: The number of each text or prompt, by what tells them apart, so that two models are compared text by
             text.
         items: Names of what it counts or lists, so that a comparison says which are new.
+        about: What it is about, such as one spike of several; empty if it is about the whole result.
+        whole: Of how many things it is a share, so that a comparison says it as a count; 0 if it is of no count.
+        site: Layer, expert (None without experts) and neuron, if it is about one neuron.
+        comes: Whether it is a finding of its own, which comes or goes where another result does not have it.
     """
 
     key: str
@@ -53,6 +57,10 @@ class Number:
     contrast: str = "control"
     samples: dict[str, float] = field(default_factory=dict)
     items: tuple[str, ...] = ()
+    about: str = ""
+    whole: int = 0
+    site: tuple[int | None, ...] = ()
+    comes: bool = False
 
     @classmethod
     def of(cls, key: str, label: str, effect: Effect, samples: dict[str, float] | None = None) -> Number:
@@ -120,6 +128,16 @@ class Result(Envelope):
         """Return the numbers and words by which two models are compared; a subclass overrides it."""
         return []
 
+    def numbers_beside(self, other: Any) -> tuple[list[Number], list[Number]]:
+        """Return the numbers by which `compare` compares this result and another one, of one quantity under one key.
+
+        A subclass overrides it if the other result decides which of its findings are the same.
+
+        Args:
+            other: A result of the same kind.
+        """
+        return self.numbers(), other.numbers()
+
     def summary(self) -> str:
         """Return the conclusion, the model, the details and warnings, as lines of plain text."""
         cards = [card.text() for card in self.cards()]
@@ -181,10 +199,16 @@ class Result(Envelope):
         return [Grid(columns, important=self.columns)]
 
     def to_frame(self) -> Any:
-        """Return `rows` as a pandas data frame."""
+        """Return `rows` as a pandas data frame; whole numbers, such as layers, stay whole where some are missing."""
         import pandas as pd
 
-        return pd.DataFrame(self.rows())
+        rows = self.rows()
+        frame = pd.DataFrame(rows)
+        for name in frame.columns:
+            kinds = {type(row.get(name)) for row in rows}
+            if kinds == {int, type(None)}:
+                frame[name] = pd.array([row.get(name) for row in rows], dtype="Int64")
+        return frame
 
     def to_csv(self) -> str:
         """Return all rows and columns of `to_frame` as CSV."""

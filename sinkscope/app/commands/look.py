@@ -36,6 +36,25 @@ scan_table = command(
     kinds=["scan-table"],
 )
 
+compare = command(
+    "compare",
+    "app.compare:compare_results",
+    LOOK,
+    "sinkscope compare base.json fine-tuned.json --html compare.html",
+    "sinkscope compare ./base ./run/checkpoints --out results",
+    params=[
+        click.Argument(["results"], metavar="A B [C ...]", nargs=-1, required=True),
+        click.Option(
+            ["--measure"],
+            type=click.Choice(["find-sinks", "circuit", "repeat", "lines", "precision"]),
+            default="find-sinks",
+        ),
+        click.Option(["--out"], metavar="FOLDER"),
+    ],
+    shared=[one for one in SETUP if one.name != "revision"],
+    kinds=["compare"],
+)
+
 view_model = command(
     "view",
     "app.view.command:view_model",

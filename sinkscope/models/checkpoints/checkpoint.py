@@ -358,6 +358,9 @@ def model_with_weights(source: ModelSource, files: Files, config: Any, options: 
         )
     if not is_quantised(config):  # else factors belong there
         check_unexpected(model, info["unexpected_keys"], source.name, {})
+    quantizer = getattr(model, "hf_quantizer", None)
+    if files.gguf is not None and quantizer is not None and not getattr(quantizer, "packed_modules", None):
+        quantizer.remove_quantization_config(model)  # the weights are numbers now: they can be trained and saved
     return model.eval()
 
 

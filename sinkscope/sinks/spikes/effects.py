@@ -58,7 +58,7 @@ def effects_of(spike: Spike, needs: Needs, chosen: Survey, numbered: Mapping[int
         return None
     texts = SpikeTexts.of(spike, tuple(numbered.values()))
     measure = Measurement(texts, tuple(numbered))
-    (at_place,) = measure.outcomes([Edit(needs.needed)])
+    at_place = kept_by_text(measure.outcomes([Edit(needs.needed)])[0])
     if not needs.units:
         sets = other_components([(part,) for part in needs.order], needs.needed)
         random = measure.control([Edit(parts) for parts in sets], at_place, None) if sets else None
@@ -111,6 +111,14 @@ class OutcomeByText:
     outcome: Outcome
     rise: Float[Tensor, " text"]
     left: Float[Tensor, " text"]
+
+
+def kept_by_text(found: OutcomeByText) -> OutcomeByText:
+    """Return the same with the numbers of each text in its record, by which models are compared."""
+    by_text = {"left_by_text": tuple(found.left.tolist())}
+    if found.outcome.loss is not None:
+        by_text["loss_by_text"] = tuple(found.rise.tolist())
+    return replace(found, outcome=replace(found.outcome, **by_text))
 
 
 @dataclass(frozen=True, eq=False)

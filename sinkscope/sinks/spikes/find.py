@@ -239,7 +239,6 @@ def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set
     readers = readers_of(report, "the first token", first)
     if results and results[0].heads and sinks.spikes[0].reported.survey is report:
         readers = readers_of(report, results[0].place.words, sinks.spikes[0].reported.place.mask)
-    rate = report.sink_rate
     return {
         "spikes": tuple(results),
         "readers": readers,
@@ -248,12 +247,19 @@ def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set
         "largest": largest_norm(report, setup.tokenizer),
         "heads": tuple(heads),
         "bos": other_bos(setup),
-        "sink_rate": SinkRate(READS, report.ids.shape[1], len(rate), float(rate.mean()), margin_of(rate.numpy())),
+        "sink_rate": rate_of(report),
         "typical_norm": tuple(report.typical_norm),
         "first_token_norm": tuple(report.first_norm),
         "layers_read": target.n_layers,
         "first_ids": tuple(beginning(setup.tokenizer, setup.bos)),
     }
+
+
+def rate_of(survey: Survey) -> SinkRate:
+    """Return the sink rate of position 0 over the texts of a survey."""
+    rate, length = survey.sink_rate, survey.ids.shape[1]
+    margin = margin_of(rate.numpy())
+    return SinkRate(READS, length, len(rate), float(rate.mean()), margin, tuple(rate.tolist()))
 
 
 def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:

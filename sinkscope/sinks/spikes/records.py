@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -39,11 +39,13 @@ class NeuronShare(Neuron):
         share: The share.
         margin: Half of the 95 % interval over texts. None: too few texts.
         neutral: Its median value on ordinary text, which a patch writes.
+        by_text: The share in each text.
     """
 
     share: float
     margin: float | None
     neutral: float
+    by_text: tuple[float, ...] = field(default=(), kw_only=True)
 
 
 Role = Literal["needed", "lowers", "backup", "raises", "another spike", "nothing"]
@@ -103,6 +105,8 @@ class Outcome:
         interval: Its 95 % interval, from paired differences over texts. None: too few texts.
         tokens: Number of tokens whose loss was read.
         others: What is left of every other spike.
+        loss_by_text: Rise of the loss in each text, if it was kept.
+        left_by_text: Share of the spike that is left in each text, if it was kept.
     """
 
     left: float
@@ -113,6 +117,8 @@ class Outcome:
     interval: tuple[float, float] | None
     tokens: int
     others: tuple[OtherLeft, ...] = ()
+    loss_by_text: tuple[float, ...] = ()
+    left_by_text: tuple[float, ...] = ()
 
     @property
     def margin(self) -> float | None:
@@ -487,6 +493,8 @@ class SpikeResult:
         conditions: What makes a position such a place (`circuit`). None: it was not asked.
         purpose: What the attention to the place is for (`circuit`). None: it was not asked.
         constancy: Why heads attend to the place (`circuit`). None: it was not asked, or none do.
+        ratio_by_text: The ratio in each text.
+        text_numbers: The numbers of these texts among those that were read.
     """
 
     place: PlaceWords
@@ -517,6 +525,8 @@ class SpikeResult:
     conditions: Conditions | None
     purpose: Purpose | None
     constancy: Constancy | None = None
+    ratio_by_text: tuple[float, ...] = ()
+    text_numbers: tuple[int, ...] = ()
 
     @property
     def calibrated(self) -> dict[Neuron, float]:
@@ -614,6 +624,7 @@ class SinkRate:
         samples: Number of texts.
         value: The share.
         margin: Half of the 95 % interval over texts.
+        by_text: The share in each text.
     """
 
     eps: float
@@ -621,6 +632,7 @@ class SinkRate:
     samples: int
     value: float
     margin: float | None
+    by_text: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

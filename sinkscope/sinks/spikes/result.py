@@ -11,6 +11,7 @@ from sinkscope.results.notation import head_name, word_list
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.tables import Table
 from sinkscope.sinks.spikes import answer_cards, cards
+from sinkscope.sinks.spikes.compared import numbers_beside
 from sinkscope.sinks.spikes.records import Attended, Largest, OtherBos, Readers, SinkRate, SpikeResult, part_of
 from sinkscope.sinks.thresholds import READS
 
@@ -157,6 +158,10 @@ class FindSinks(Result):
                 numbers.append(Number("neurons", "neurons that the spike needs", word_list(needed, 4), items=needed))
             numbers += effect_numbers(self.spike)
         return numbers
+
+    def numbers_beside(self, other: Any) -> tuple[list[Number], list[Number]]:
+        """Return what is compared of both results, those of one spike under one key."""
+        return numbers_beside(self, other)
 
 
 def effect_numbers(spike: SpikeResult) -> list[Number]:

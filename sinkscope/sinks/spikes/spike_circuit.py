@@ -103,6 +103,7 @@ def record_of(
     """
     spike, survey, mask = circuit.reported, circuit.reported.survey, circuit.reported.place.mask
     over, layers = over_typical(survey, mask)[spike.highest], slice(spike.layers[0], spike.layers[1] + 1)
+    ratio_by_text = per_text(over, mask)
     writers, erasers = components_of(spike)
     texts = SpikeTexts.of(spike)
     heads, heads_margin = count_readers(texts.attention)
@@ -115,7 +116,7 @@ def record_of(
         before=float(survey.entered[spike.layers[0], mask].norm(dim=-1).mean()),
         ratio=float(over.mean()),
         ratio_layer=spike.highest,
-        ratio_margin=margin_of(per_text(over, mask).numpy()),
+        ratio_margin=margin_of(ratio_by_text.numpy()),
         ratio_beside=float(survey.ratios[:, mask].mean(1)[layers].max()),
         dims=spike.dims,
         writers=writers,
@@ -136,6 +137,8 @@ def record_of(
         conditions=answers.conditions,
         purpose=answers.purpose,
         constancy=answers.constancy,
+        ratio_by_text=tuple(ratio_by_text.tolist()),
+        text_numbers=tuple(texts.rows.tolist()),
     )
 
 
@@ -150,7 +153,7 @@ def candidates_of(circuit: SpikeCircuit) -> tuple[Candidate, ...]:
         for neuron in unit:
             one, left = written[neuron], float(needs.alone[unit][0])
             what = one.share, one.margin, needs.writers.neutral[neuron], left, needs.role(unit)
-            found.append(Candidate(neuron.layer, neuron.expert, neuron.neuron, *what))
+            found.append(Candidate(neuron.layer, neuron.expert, neuron.neuron, *what, by_text=one.by_text))
     return tuple(sorted(found, key=lambda one: -one.share))
 
 

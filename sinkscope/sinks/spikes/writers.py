@@ -182,10 +182,11 @@ def _parallel(rows: Float[Tensor, "n d"]) -> Bool[Tensor, "n n"]:
 def _share_of(spike: Spike, view: LayerShares, number: int) -> NeuronShare:
     """The record of a neuron."""
     target, shares = spike.survey.target, view.shares[number]
-    margin = margin_of(per_text(shares, spike.place.mask).numpy())
+    by_text = per_text(shares, spike.place.mask)
     expert, neuron = expert_and_neuron(target, view.layer, number)
     neutral = neutral_post(target, view.ordinary, number)
-    return NeuronShare(view.layer, expert, neuron, float(shares.mean()), margin, neutral)
+    share, margin = float(shares.mean()), margin_of(by_text.numpy())
+    return NeuronShare(view.layer, expert, neuron, share, margin, neutral, by_text=tuple(by_text.tolist()))
 
 
 @torch.no_grad()
