@@ -42,6 +42,7 @@ class CardPart:
         conclusion: What it found, or why there is no result.
         numbers: Its numbers and words, each with its control.
         cards: Its labels with numbers.
+        measured: Whether there is a result.
     """
 
     name: str
@@ -49,6 +50,7 @@ class CardPart:
     conclusion: str
     numbers: tuple[Number, ...] = ()
     cards: tuple[Card, ...] = ()
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,11 @@ class SinkCard(Result):
     parts: tuple[CardPart, ...]
     against: str | None = None
     changes: tuple[CardChange, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """1 if nothing was measured."""
+        return int(not any(part.measured for part in self.parts))
 
     def conclusion(self) -> str:
         """Return what changed since the other card; without another card, the first part's conclusion."""

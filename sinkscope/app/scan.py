@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,16 +11,18 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from sinkscope import __version__
 from sinkscope.app.card import CARD, CardPart, SinkCard
 from sinkscope.app.report import read_card, sections_of, why_missing
+from sinkscope.bench.record import read_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import CutShortError, SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.output import write_output
 from sinkscope.files.store import Folder, Keyed
@@ -27,6 +30,7 @@ from sinkscope.loops.barcode import barcode
 from sinkscope.loops.why import why
 from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.config import parse_dtype
+from sinkscope.models.hooks import on_input
 from sinkscope.models.target import Target
 from sinkscope.opening.load import fits
 from sinkscope.results.console import note
@@ -57,7 +61,7 @@ class ScanPart:
         full: Its arguments.
         quick: Its arguments with --quick. None: it is then left out.
         streams: Whether it can run on a model that is read layer by layer.
-        seconds: What it may take with --quick on a model of 135 million parameters; more on larger ones, in proportion.
+        records: Whether it keeps a folder of records, from which it goes on.
     """
 
     name: str
@@ -66,7 +70,7 @@ class ScanPart:
     full: Mapping[str, Any] = field(default_factory=dict)
     quick: Mapping[str, Any] | None = field(default_factory=dict)
     streams: bool = False
-    seconds: float = 20
+    records: bool = False
 
     @property
     def file(self) -> str:
@@ -74,17 +78,33 @@ class ScanPart:
         return self.name.replace("_", "-") + ".json"
 
 
-def measure_bench(setup: Setup, *, task: str, methods: Sequence[str], max_new_tokens: int | None = None) -> BenchTable:
-    """Return the table of a benchmark on an open model."""
-    run = run_bench(setup.target, task, methods, max_new_tokens=max_new_tokens, seed=setup.seed)
-    return tabulate_records([run])
+def measure_bench(
+    setup: Setup, *, task: str, methods: Sequence[str], max_new_tokens: int | None = None, out: Path | None = None
+) -> BenchTable:
+    """Return the table of a benchmark on an open model; if the time ends, that of the prompts that were answered.
+
+    Args:
+        setup: The model.
+        task: The task with its settings.
+        methods: The methods.
+        max_new_tokens: Longest answer.
+        out: Folder for the records, from which the benchmark goes on.
+    """
+    run = partial(run_bench, setup.target, task, methods, out=out, max_new_tokens=max_new_tokens, seed=setup.seed)
+    try:
+        return tabulate_records([run()])
+    except CutShortError:
+        table = None if out is None else tabulate_records([read_run(out)])
+        if table is None or not table.groups:
+            raise
+        return replace(table, settings={**table.settings, "cut": ["the other prompts"]})
 
 
 GUARDED = ("full", "loopguard")
 POLICIES = ("full", "random:0.25", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25")
 PARTS = (
-    ScanPart("find_sinks", "find-sinks", find_sinks.on, streams=True, seconds=70),
-    ScanPart("circuit", "circuit", circuit.on, quick={"max_repeats": 300}, seconds=30),
+    ScanPart("find_sinks", "find-sinks", find_sinks.on, streams=True),
+    ScanPart("circuit", "circuit", circuit.on, quick={"max_repeats": 300}),
     ScanPart("heads", "heads", heads.on, quick={"n_tokens": 8}, streams=True),
     ScanPart("repeat", "repeat", repeat.on, quick={"max_repeats": 300}, streams=True),
     ScanPart("attack", "attack", attack.on, quick={"sequences": 8, "n_tokens": 96}),
@@ -99,7 +119,7 @@ PARTS = (
         {"task": "loops:source=text:count=16", "methods": GUARDED, "max_new_tokens": 384},
         # the guard acts 64 tokens beyond two copies
         {"task": "loops:source=text:count=2", "methods": GUARDED, "max_new_tokens": 112},
-        seconds=60,
+        records=True,
     ),
     ScanPart(
         "policies",
@@ -108,13 +128,17 @@ PARTS = (
         {"task": "text:count=4:prompt=768:answer=32", "methods": POLICIES},
         # a quarter of the prompt is more than the 64 tokens that SnapKV always keeps
         {"task": "text:count=1:prompt=320:answer=12", "methods": POLICIES},
+        records=True,
     ),
-    ScanPart(
-        "precision", "precision", precision.on, quick={"pieces": 3, "length": 16, "schemes": ["a8-tensor"]}, seconds=40
-    ),
+    ScanPart("precision", "precision", precision.on, quick={"pieces": 3, "length": 16, "schemes": ["a8-tensor"]}),
 )
 """What a scan runs, in the order of the card."""
-QUICK_SECONDS, SMALL = 125.0, 135e6  # what all parts may take with --quick, on a model of so many parameters
+QUICK_TEXTS = 8
+"""Texts of a survey with --quick, two of each kind."""
+PartName = Literal[
+    "find-sinks", "circuit", "heads", "repeat", "attack", "patch-make", "barcode", "why", "lines", "loops", "policies",
+    "precision",
+]  # fmt: skip
 
 
 Outcomes = list[tuple[ScanPart, Result | str]]
@@ -134,6 +158,8 @@ def scan(
     *,
     out: str | Path | None = None,
     quick: bool = False,
+    only: Sequence[PartName] | None = None,
+    within: str | None = None,
     against: str | Path | None = None,
     **settings: Any,
 ) -> SinkCard:
@@ -145,14 +171,17 @@ def scan(
     Args:
         model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
         out: Folder for the results and the card. By default scan-NAME.
-        quick: Use smaller numbers, and end each part after a time: about two minutes for a model of 135 million
-            parameters, and in proportion for larger ones. The card says which parts were cut short.
+        quick: Read fewer texts and measure less: a third to a tenth of the passes, the same number on any machine.
+        only: Parts to run. By default all.
+        within: Time for all parts, such as 90s, 10m or 1h. A part that it ends keeps what it had measured, and the same
+            command goes on from there. If nothing was measured, the status is 1.
         against: A card.json, or the folder of a scan, to compare with.
         settings: As for `sinkscope.measure.Setup.open`.
 
     Raises:
         SinkscopeError: The model cannot be opened, or the folder holds something else.
     """
+    seconds = None if within is None else read_duration(within)
     other = None if against is None else read_card(against)
     setup = Setup.open(model, **settings)
     target = setup.target
@@ -161,9 +190,10 @@ def scan(
         setup = Setup.open(model, **settings, loading="whole")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
+    plan = Plan(folder, quick, tuple(only or ()), seconds)
     with Folder(folder, decisive, FinishedPart, option="--out") as kept:
         try:
-            outcomes = _outcomes(kept, folder, setup, quick)
+            outcomes = _outcomes(kept, plan, setup)
         except KeyboardInterrupt:
             note(f"{folder} keeps {count_of(len(kept.records), 'finished part')}: the same command goes on from there")
             raise
@@ -177,53 +207,120 @@ def scan(
     return card
 
 
-def _outcomes(kept: Folder[FinishedPart], folder: Path, setup: Setup, quick: bool) -> Outcomes:
+@dataclass(frozen=True)
+class Plan:
+    """What a scan runs.
+
+    Attributes:
+        folder: Its folder.
+        quick: Whether parts run with smaller numbers.
+        only: Files of the parts, without their ending; empty: all.
+        seconds: Time for all parts. None: no limit.
+    """
+
+    folder: Path
+    quick: bool
+    only: tuple[str, ...]
+    seconds: float | None
+
+    @property
+    def parts(self) -> list[ScanPart]:
+        """The parts that are run; without --only, --quick leaves some out."""
+        chosen: list[ScanPart] = []
+        for part in PARTS:
+            name = part.file.removesuffix(".json")
+            if name in self.only or (not self.only and not (self.quick and part.quick is None)):
+                chosen.append(part)
+        return chosen
+
+
+def _outcomes(kept: Folder[FinishedPart], plan: Plan, setup: Setup) -> Outcomes:
     """Each part with its result, measured now or kept from an earlier run; or with why there is none."""
     outcomes: Outcomes = []
-    chosen = [part for part in PARTS if not quick or part.quick is not None]
-    larger = max(1.0, sum(parameter.numel() for parameter in setup.target.hf.parameters()) / SMALL)
-    left = QUICK_SECONDS * larger
-    for number, part in enumerate(chosen):
-        setup.progress(f"scan: {part.command}", number, len(chosen))
+    end = None if plan.seconds is None else clock() + plan.seconds
+    for number, part in enumerate(plan.parts):
+        setup.progress(f"scan: {part.command}", number, len(plan.parts))
         outcome: Result | str | None = None
         if part.name in kept.records:
             with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
-                outcome = Result.load(folder / part.file)
+                outcome = Result.load(plan.folder / part.file)
         if outcome is None:
-            began = clock()
-            outcome = _measured(part, setup, min(part.seconds * larger, left) if quick else None)
-            took = clock() - began
-            left -= took
+            began, limit = clock(), Limit(setup.target, _share(end, len(plan.parts) - number))
+            outcome = _measured(part, plan, setup, limit)
             if not sys.stderr.isatty():  # where there is no bar
-                end = outcome if isinstance(outcome, str) else "done"
-                note(f"scan {number + 1} of {len(chosen)}: {part.command}: {end} ({took:.0f} s)")
+                done = f"done, {limit.work}"
+                if isinstance(outcome, str):
+                    done = outcome
+                elif "cut" in outcome.settings:
+                    done = f"cut short, {limit.work}"
+                note(f"scan {number + 1} of {len(plan.parts)}: {part.command}: {done} ({clock() - began:.0f} s)")
             if isinstance(outcome, Result):
-                outcome.save(folder / part.file)
-                kept.append([FinishedPart(part.name)])
+                outcome.save(plan.folder / part.file)
+                if "cut" not in outcome.settings:
+                    kept.append([FinishedPart(part.name)])
         outcomes.append((part, outcome))
     return outcomes
 
 
-class CutShortError(SinkscopeError):
-    """A part of a scan took all of its time."""
+def _share(end: float | None, parts: int) -> float | None:
+    """The time of a part: half of what is left, and all of it for the last part."""
+    if end is None:
+        return None
+    left = max(0.0, end - clock())
+    return left if parts == 1 else left / 2
 
 
-@contextmanager
-def at_most(target: Target, seconds: float | None) -> Iterator[None]:
-    """Context manager in which passes of a model end in an error after `seconds`; None is no limit."""
-    if seconds is None:
-        yield
-        return
-    if seconds < 0:
-        raise CutShortError("the parts before it took all the time")
-    end = clock() + seconds
+class Limit:
+    """Counts the passes of a model in a `with`, and ends the work in an error after a time.
 
-    def check(*_: object) -> None:
-        if clock() > end:
-            raise CutShortError(f"it was cut short after {seconds:.0f} s")
+    Args:
+        target: The model.
+        seconds: The time. None: no limit.
+    """
 
-    with target.hooks(*((layer, "pre", check) for layer in target.layers)):
-        yield
+    def __init__(self, target: Target, seconds: float | None) -> None:
+        self.target, self.seconds = target, seconds
+        self._end = None if seconds is None else clock() + seconds
+        self._layers = self._tokens = 0
+
+    @property
+    def work(self) -> str:
+        """Passes through all layers, or as many through some, and the tokens that they read."""
+        passes, tokens = (-(-count // self.target.n_layers) for count in (self._layers, self._tokens))
+        return f"{passes:,} passes over {tokens:,} tokens"
+
+    def lift(self) -> None:
+        """Let what is left of the work end."""
+        self._end = None
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Watch the passes in a `with`."""
+
+        def check(hidden: Tensor) -> None:
+            self._layers += 1
+            self._tokens += hidden.shape[:-1].numel()
+            if self._end is not None and clock() > self._end:
+                raise CutShortError(f"it was cut short after {self.seconds:.0f} s")
+
+        with self.target.hooks(*((layer, "pre", on_input(check)) for layer in self.target.layers)):
+            yield
+
+
+DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?")
+SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600}
+
+
+def read_duration(text: str) -> float:
+    """Return the seconds of a duration such as 90s, 10m or 1h; a number alone is seconds.
+
+    Raises:
+        SinkscopeError: It is none.
+    """
+    match = DURATION.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise SinkscopeError(f"--within {text!r}: expected a time such as 90s, 10m or 1h")
+    return float(match[1]) * SECONDS[match[2] or "s"]
 
 
 def _page(card: SinkCard, outcomes: Outcomes) -> str:
@@ -249,17 +346,21 @@ def _settings(setup: Setup, quick: bool) -> dict[str, Any]:
     }
 
 
-def _measured(part: ScanPart, setup: Setup, seconds: float | None) -> Result | str:
-    """The result of a part, or why there is none; with --quick it ends after `seconds`."""
+def _measured(part: ScanPart, plan: Plan, setup: Setup, limit: Limit) -> Result | str:
+    """The result of a part, or why there is none."""
     if not part.streams and not setup.target.resident:
         return "it needs the whole model in memory"
-    arguments = part.full if seconds is None else part.quick or {}
-    setup = replace(setup, settings={}, started=time.perf_counter())
+    arguments = dict(part.quick or {}) if plan.quick else dict(part.full)
+    if part.records:
+        arguments["out"] = plan.folder / f".{part.name}"
+    setup = replace(setup, settings={}, started=time.perf_counter(), overtime=limit.lift)
+    if plan.quick:
+        setup = replace(setup, surveyed=QUICK_TEXTS)
     try:
-        with at_most(setup.target, seconds):
+        with limit.on():
             return part.measure(setup, **arguments)
     except CutShortError as error:
-        return f"{error}; `sinkscope {part.command}` alone has no bound"
+        return f"{error}; `sinkscope {part.command}` alone has no limit"
     except Exception as error:
         return why_missing(error)
 
@@ -268,7 +369,7 @@ def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
     """Return a part of the card: its conclusion and numbers, or why it has no result."""
     if isinstance(outcome, str):
         missing = f"not measured, because {outcome.rstrip('.')}."
-        return CardPart(part.name, part.command, missing)
+        return CardPart(part.name, part.command, missing, measured=False)
     numbers = tuple(number for number in outcome.numbers() if number.value is not None)
     return CardPart(part.name, part.command, outcome.conclusion(), numbers, tuple(outcome.cards()))
 

@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sinkscope.engine.owners import blocks_here
+from sinkscope.errors import CutShortError
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Whole
@@ -36,6 +37,10 @@ FIRST_IDS = 4  # of the first text, which a result says
 WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
 MOST_NUMBERS = 1 << 24
 """Numbers of the widest activation of a pass: 64 MB in float32."""
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 def rows_at_once(length: int, width: int) -> int:
@@ -72,6 +77,8 @@ class Setup:
         source: The model as it was given, and the options that open it again in another process.
         memory: Cache for values that several measurements on the same open model share.
         own_text: Whether the text is the user's own; else texts of four kinds are surveyed.
+        surveyed: Number of texts of a survey, in each half. None: sixteen.
+        overtime: Called when the time is over and what was measured is put together, which takes a few more passes.
     """
 
     target: Target
@@ -86,6 +93,8 @@ class Setup:
     source: tuple[object, dict[str, Any]] = (None, {})
     memory: dict[Any, Any] = field(default_factory=dict)
     own_text: bool = True
+    surveyed: int | None = None
+    overtime: Callable[[], object] = nothing
 
     @classmethod
     def open(
@@ -200,6 +209,22 @@ class Setup:
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]
+
+    def finished(self, what: str, step: Callable[[], T], instead: T) -> T:
+        """Take a step of a measurement, unless its time is over; the result then says that the step is missing.
+
+        Args:
+            what: The step, in a few words.
+            step: Takes it.
+            instead: What is returned in its place.
+        """
+        if "cut" not in self.settings:
+            try:
+                return step()
+            except CutShortError:
+                self.overtime()
+        self.settings.setdefault("cut", []).append(what)
+        return instead
 
     def record(self, **settings: Any) -> None:
         """Add to the settings of the result, or replace a requested value by the value that was used."""

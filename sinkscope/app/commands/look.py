@@ -7,9 +7,14 @@ from pathlib import Path
 import click
 
 from sinkscope.app.commands.command import command
-from sinkscope.app.commands.options import EDITS, LOAD, MODEL, SETUP, TextFile
+from sinkscope.app.commands.options import EDITS, LOAD, MODEL, SETUP, Several, TextFile
 
 LOOK = "Look"
+PARTS = (
+    *("find-sinks", "circuit", "heads", "repeat", "attack", "patch-make", "barcode", "why", "lines", "loops"),
+    *("policies", "precision"),
+)
+"""Parts of a scan."""
 
 scan = command(
     "scan",
@@ -17,9 +22,12 @@ scan = command(
     LOOK,
     "sinkscope scan llama-2-7b --out llama",
     "sinkscope scan ./fine-tuned --against llama/card.json",
+    "sinkscope scan llama-2-7b --quick --only find-sinks,repeat --within 10m",
     params=[
         click.Option(["--out"], metavar="FOLDER"),
         click.Option(["--quick"], is_flag=True),
+        Several(["--only"], metavar="PART,...", type=click.Choice(PARTS)),
+        click.Option(["--within"], metavar="TIME"),
         click.Option(["--against"], metavar="CARD"),
     ],
     shared=[*MODEL, *SETUP],

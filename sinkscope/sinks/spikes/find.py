@@ -42,6 +42,7 @@ from sinkscope.sinks.spikes.records import (
     Constancy,
     Copies,
     Largest,
+    MarkLeft,
     OfKind,
     OtherBos,
     OtherSpike,
@@ -219,15 +220,20 @@ def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set
     spikes = [one.spike for one in at_first]
     copies = [tuple[Copies, ...]()] * len(spikes)
     if "copies" in parts:
-        copies = copies_of(target, spikes, words, prefix_of(setup, words), limit, setup.progress)
+        read = partial(copies_of, target, spikes, words, prefix_of(setup, words), limit, setup.progress)
+        copies = setup.finished("copies", read, copies)
     # Steps 7 and 8: conditions and purpose
-    answers = answers_of(sinks, setup.seed, parts)
+    answers = setup.finished("conditions and purpose", partial(answers_of, sinks, setup.seed, parts), {})
     for number, one in enumerate(sinks.spikes):
         own = copies[at_first.index(one)] if one in at_first else ()
         # Step 4: marks
-        marked = marks_of(one, setup.seed) if "marks" in parts else ()
+        marked: tuple[MarkLeft, ...] = ()
+        if "marks" in parts:
+            marked = setup.finished(f"marks of spike {number}", partial(marks_of, one, setup.seed), marked)
         # Step 5: effects
-        measured = measured_of(setup, number) if "effects" in parts else None
+        measured: Measured | None = None
+        if "effects" in parts:
+            measured = setup.finished(f"effects of spike {number}", partial(measured_of, setup, number), measured)
         results.append(record_of(one, measured, marked, own, answers.get(number, Answers())))
         setup.progress("effects", number + 1, len(sinks.spikes))
     setup.record(texts=len(report.ids), max_repeats=limit)
@@ -246,7 +252,7 @@ def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set
         "learned_heads": int((report.learned.mean(-1) > READS).sum()),
         "largest": largest_norm(report, setup.tokenizer),
         "heads": tuple(heads),
-        "bos": other_bos(setup),
+        "bos": setup.finished("the other choice of BOS", partial(other_bos, setup), None),
         "sink_rate": rate_of(report),
         "typical_norm": tuple(report.typical_norm),
         "first_token_norm": tuple(report.first_norm),

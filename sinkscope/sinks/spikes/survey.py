@@ -140,13 +140,13 @@ def ratios_of(states: Float[Tensor, "site text pos d"]) -> Float[Tensor, "site t
 
 
 def survey_of(setup: Setup, bos: int | None, half: Half = "choose", count: int | None = None) -> Survey:
-    """Read sixteen texts once, four of each kind; of a large model fewer.
+    """Read texts of four kinds once, sixteen if the setup says nothing else; of a large model fewer.
 
     Args:
         setup: The model and its text.
         bos: The token that texts begin with. None: none.
         half: Whether the texts are those that choose, or those on which what was chosen is reported.
-        count: Number of texts. None: sixteen.
+        count: Number of texts. None: as many as the setup says.
 
     Raises:
         SinkscopeError: A state is not finite.
@@ -154,7 +154,7 @@ def survey_of(setup: Setup, bos: int | None, half: Half = "choose", count: int |
     target = setup.target
     length = min(PIECE, target.max_positions or PIECE)
     kept = KEPT_ELEMENTS // (target.n_layers * length * target.d_model)
-    texts = setup.survey_rows(half, max(min(count or SURVEYED, kept), FEWEST), length, bos)
+    texts = setup.survey_rows(half, max(min(count or setup.surveyed or SURVEYED, kept), FEWEST), length, bos)
     survey = read_survey(target, texts.ids, texts.kinds)
     setup.progress("survey", len(texts.ids), len(texts.ids))
     return survey
