@@ -41,7 +41,9 @@ MEASURES = {
 }
 """What models are measured with, by the kind of the result."""
 Measure = Literal["find-sinks", "circuit", "repeat", "lines", "precision"]
-OF_THE_MODEL = frozenset({"revision", "unknown_tokens", "model", "device", "dtype", "sinkscope", "decoding"})
+OF_THE_MODEL = frozenset(
+    {"revision", "unknown_tokens", "model", "device", "dtype", "sinkscope", "decoding", "text_said"}
+)
 """Settings that say which model was measured and where, not what was asked of it."""
 MOST_PANELS = 8
 RULE = (
@@ -180,6 +182,7 @@ def compare(
     dtype: str | None = None,
     bos: bool | None = None,
     text: str | Path | None = None,
+    field: str | None = None,
     seed: Whole = 0,
     out: str | Path | None = None,
     progress: Any = None,
@@ -193,7 +196,9 @@ def compare(
         device: cpu, cuda, cuda:1 or mps, for models that are measured.
         dtype: float32, bfloat16 or float16, for models that are measured.
         bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
-        text: File of typical text. By default the neutral text in the package.
+        text: File of typical text, or of texts or chats: JSON, JSON lines, CSV or parquet. Chats are read in the
+            model's own template. By default the neutral text in the package.
+        field: The field of `text` that holds the text or the messages. By default under one of the usual names.
         seed: Seed of every random choice.
         out: Folder to which the result of each model that is measured is written as it finishes.
         progress: Called as `progress(what, done, total)`.
@@ -202,7 +207,16 @@ def compare(
         SinkscopeError: There are fewer than two results, or they differ in kind, settings or texts.
     """
     return compare_results(
-        results, measure=measure, device=device, dtype=dtype, bos=bos, text=text, seed=seed, out=out, progress=progress
+        results,
+        measure=measure,
+        device=device,
+        dtype=dtype,
+        bos=bos,
+        text=text,
+        field=field,
+        seed=seed,
+        out=out,
+        progress=progress,
     )
 
 
@@ -215,6 +229,7 @@ def compare_results(
     dtype: str | None = None,
     bos: bool | None = None,
     text: str | Path | None = None,
+    field: str | None = None,
     seed: Whole = 0,
     out: str | Path | None = None,
     progress: Any = None,
@@ -232,7 +247,9 @@ def compare_results(
         dtype: float32, bfloat16 or float16, for a model given by name. By default the checkpoint's; a model that is
             read layer by layer on a CPU is float32.
         bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
-        text: File of typical text. By default the neutral text in the package.
+        text: File of typical text, or of texts or chats: JSON, JSON lines, CSV or parquet. Chats are read in the
+            model's own template. By default the neutral text in the package.
+        field: The field of `text` that holds the text or the messages. By default under one of the usual names.
         seed: Seed of every random choice; without effect where nothing is drawn.
         out: Folder to which the result of each model that is measured is written as it finishes.
         progress: Called as `progress(what, done, total)`.
@@ -241,7 +258,7 @@ def compare_results(
         SinkscopeError: As for `compare`.
     """
     started = time.perf_counter()
-    options = {"device": device, "dtype": dtype, "bos": bos, "text": text, "seed": seed}
+    options = {"device": device, "dtype": dtype, "bos": bos, "text": text, "field": field, "seed": seed}
     given = [one for thing in results for one in expanded(thing)]
     if len(given) < 2:
         raise SinkscopeError(

@@ -144,6 +144,8 @@ class Measurement(Generic[P, R]):
                 settings[name] = str(arguments[name])
         settings |= setup.settings
         settings[TEXT_READ] = setup.text_read
+        if setup.text_said is not None:
+            settings["text_said"] = setup.text_said
         if decoding:
             settings["decoding"] = decoding
         return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())

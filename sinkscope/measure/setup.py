@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
@@ -17,7 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from sinkscope.engine.owners import blocks_here
-from sinkscope.errors import CutShortError
+from sinkscope.errors import CutShortError, SinkscopeError
+from sinkscope.files.plain import pathless
 from sinkscope.files.progress import Progress, silent
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Whole
@@ -27,6 +29,7 @@ from sinkscope.models.checkpoints.fingerprint import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text import Halves, halves_of, put_before, resolve_bos, text_rows, typical_text
 from sinkscope.models.text.kinds import Half, TextRows, kind_rows
+from sinkscope.models.text.own import own_text, text_records
 from sinkscope.opening.load import fits_in_memory, open_target
 
 T = TypeVar("T")
@@ -77,6 +80,7 @@ class Setup:
         source: The model as it was given, and the options that open it again in another process.
         memory: Cache for values that several measurements on the same open model share.
         own_text: Whether the text is the user's own; else texts of four kinds are surveyed.
+        text_said: How much of the user's own text was read, in a sentence.
         surveyed: Number of texts of a survey, in each half. None: sixteen.
         overtime: Called when the time is over and what was measured is put together, which takes a few more passes.
     """
@@ -93,6 +97,7 @@ class Setup:
     source: tuple[object, dict[str, Any]] = (None, {})
     memory: dict[Any, Any] = field(default_factory=dict)
     own_text: bool = True
+    text_said: str | None = None
     surveyed: int | None = None
     overtime: Callable[[], object] = nothing
 
@@ -106,6 +111,7 @@ class Setup:
         dtype: torch.dtype | str | None = None,
         bos: bool | None = None,
         text: str | Path | None = None,
+        field: str | None = None,
         seed: Whole = 0,
         tokenizer: Any = None,
         texts: Annotated[int, Field(ge=1)] = 4,
@@ -122,7 +128,9 @@ class Setup:
             dtype: float32, bfloat16 or float16, for a model given by name. By default the checkpoint's; a model that
                 is read layer by layer on a CPU is float32.
             bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
-            text: File of typical text. By default the neutral text in the package.
+            text: File of typical text, or of texts or chats: JSON, JSON lines, CSV or parquet. Chats are read in the
+                model's own template. By default the neutral text in the package.
+            field: The field of `text` that holds the text or the messages. By default under one of the usual names.
             seed: Seed of every random choice; without effect where nothing is drawn.
             tokenizer: For live models that carry none.
             texts: Number of pieces of typical text, 64 tokens each; without BOS four times as many, because their first
@@ -134,7 +142,10 @@ class Setup:
         Raises:
             SinkscopeError: Bad input; the message is one line and says what to do.
         """
-        started, content = time.perf_counter(), typical_text(text)
+        started, content = time.perf_counter(), typical_text()
+        if field is not None and text is None:
+            raise SinkscopeError(f"--field {field}: no text is given whose field it is; give --text")
+        records = None if text is None else text_records(text, field)
         options: dict[str, Any] = {"tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device}
         whole = loading == "whole" or (loading == "fits" and fits_in_memory(model, device, dtype))
         target = open_target(model, **options, whole=whole)
@@ -143,13 +154,18 @@ class Setup:
         if target.store is not None:
             target.store.check_unembedding()
         start = resolve_bos(target.tokenizer, target.config, bos)
+        said: str | None = None
+        if records is not None:
+            read = own_text(records, target.tokenizer, target.name)
+            content, said = read.text, read.sentence(pathless(os.fspath(text or "")))
         length = min(PIECE, target.max_positions or PIECE)
         pieces = texts if start is not None else WITHOUT_BOS * texts
         ids = text_rows(target.tokenizer, halves_of(content).choose, pieces, length, start)
         source, own = (model, options), text is not None
         config = {**target.config.to_dict(), "_name_or_path": ""}  # each may have a folder of its own
         target.shards.agree("model, text or seed", target.name, config, ids.tolist(), seed)
-        return cls(target, start, content, ids, seed, progress or silent, started=started, source=source, own_text=own)
+        setup = cls(target, start, content, ids, seed, progress or silent, started=started, source=source, own_text=own)
+        return replace(setup, text_said=said)
 
     @property
     def tokenizer(self) -> Any:

@@ -155,6 +155,9 @@ class Result(Envelope):
                 f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
                 "--text."
             )
+        said = self.settings.get("text_said")
+        if said:
+            lines.append(said)
         cut = self.settings.get("cut")
         if cut:
             lines.append(f"The time ended before all was measured. Missing: {', '.join(cut)}.")

@@ -70,6 +70,7 @@ SETUP = [
     *LOAD,
     click.Option(["--bos/--no-bos"], default=None),
     click.Option(["--text"]),
+    click.Option(["--field"]),
     click.Option(["--seed"], type=int, default=0),
 ]
 EDITS = [
