@@ -16,6 +16,7 @@ from sample_results import sample_find_sinks
 from torch import Tensor
 from torch.testing import assert_close
 
+from sinkscope.engine.block import Event, Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.results.parts import Neuron
@@ -30,6 +31,11 @@ def patch_for(o: Organism, calibrated: float | None = None, **settings) -> SinkP
 # --- it repairs, and only that -------------------------------------------------------------------------------------
 
 
+def fired_of(run: Run) -> list[Event]:
+    """The events at which a neuron was kept from firing."""
+    return [event for event in run.events if event.data["fired"]]
+
+
 @pytest.mark.parametrize(("family", "seed"), each_other(["llama", "gemma2", "neox", "mixtral"], [0, 1], 4))
 def test_repairs_repetition_and_nothing_else(family, seed):
     o = organism(family, seed)
@@ -42,12 +48,35 @@ def test_repairs_repetition_and_nothing_else(family, seed):
         after = norms(o.model, ids)[layer, 0]
         assert after[1:].max() < 1.2 * typical.max()
         assert_close(after[0], before[0])  # the first token's sink stays
-        fired = run.events
+        fired, written = fired_of(run), len(run.events)
         # The neuron's small variation in ordinary text is lost: at most 0.2 % of the logits' own spread.
         assert (logits(o.model, text) - want).abs().max() < 2e-3 * want.std()
-        assert len(run.events) == len(fired)  # nothing fired in ordinary text
+        assert fired_of(run) == fired and len(run.events) > written  # written, too, but nothing fired in ordinary text
+    said = f"SinkPatch patched {len(run.events):,} values, {len(fired):,} of them from more than a tenth"
+    assert run.summary().startswith(said)
     assert {e.kind for e in fired} == {"patched"} and fired[-1].position == repeats
     assert {e.data["neuron"] for e in fired} <= {n[-1] for n in o.truth.neurons}
+
+
+def test_every_written_value_is_an_event_also_where_the_neuron_did_not_fire():
+    """Neurons are moved by little in ordinary text, and logits with them: "patched no value" would be untrue."""
+    o = organism("llama", 0)
+    text, neuron = o.natural(2, 24), o.truth.neurons[0]
+    seen: list[Tensor] = []
+    down = o.model.model.layers[neuron[0]].mlp.down_proj
+    with down.register_forward_pre_hook(lambda _, args: seen.append(args[0][..., neuron[1]].clone())):
+        plain = logits(o.model, text)
+    with SinkPatch(sites=[neuron], calibrated={neuron: 0.25}).on(o.model) as run:
+        moved = logits(o.model, text)
+    assert not torch.equal(plain, moved)
+    assert len(run.events) == 2 * 23 and {event.position for event in run.events} == {*range(1, 24)}
+    for event in run.events:
+        assert (
+            event.data["old"] == pytest.approx(float(seen[0][event.row, event.position])) and event.data["new"] == 0.25
+        )
+        sink = float(seen[0][event.row, 0].abs())
+        assert event.data["fired"] is (abs(0.25 - event.data["old"]) > 0.1 * sink)
+    assert run.summary().startswith(f"SinkPatch patched 46 values, {len(fired_of(run))} of them from more")
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("gate", 0), ("up", 1)])

@@ -274,9 +274,11 @@ EDITS = {
     "guard rewinds": Edit(lambda: [ss.LoopGuard(14, anchors=3, monitor=SOON)], alone=True, steers=True),
     "mean": Edit(lambda: [ss.Ablate(layer=LAYER, neurons=NEURONS, value="mean")], alone=True, fits=has_mlp),
     "head mean": Edit(lambda: [ss.Ablate(heads=[(LAYER, HEAD)], value="mean")], alone=True),
-    "patch up": Edit(lambda: [ss.SinkPatch(layer=LAYER, neurons=[3], site="up")], alone=True, fits=has_gate),
+    "patch up": Edit(
+        lambda: [ss.SinkPatch(layer=LAYER, neurons=[3], site="up")], alone=True, fits=has_gate, events=True
+    ),
     "patch calibrated": Edit(
-        lambda: [ss.SinkPatch(sites=[(LAYER, 3)], calibrated={(LAYER, 3): 0.25})], alone=True, fits=has_mlp
+        lambda: [ss.SinkPatch(sites=[(LAYER, 3)], calibrated={(LAYER, 3): 0.25})], alone=True, fits=has_mlp, events=True
     ),
     "token 8 bits": Edit(lambda: [ss.Quantize(activations=8)], alone=True, fits=has_mlp),
     "keys 8 bits": Edit(lambda: [ss.Quantize(kv=8)], alone=True),
@@ -286,6 +288,6 @@ EDITS = {
         alone=True,
         fits=has_mlp,
     ),
-    "patch": Edit(lambda: [ss.SinkPatch(layer=LAYER, neurons=[3])], alone=True, fits=has_mlp),
+    "patch": Edit(lambda: [ss.SinkPatch(layer=LAYER, neurons=[3])], alone=True, fits=has_mlp, events=True),
     "tensor 8 bits": Edit(lambda: [ss.Quantize(activations=8, scale="tensor")], alone=True, fits=has_mlp),
 }

@@ -154,8 +154,8 @@ class NeuronEdit(PlacedEdit):
     site: Where = "post"
 
     KIND = "edited"
-    EVENT_SHARE: ClassVar[float] = 0.0
-    """A change is an event if it moves the neuron, or head, by more than this part of its value at the first token."""
+    FIRES: ClassVar[float | None] = None
+    """An event says whether it moved the neuron by more than this part of its value at the first token. None: no."""
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         numbers = listed("neurons", neurons)
@@ -202,19 +202,23 @@ class NeuronEdit(PlacedEdit):
         changed = new = self.new_values(values)
         size = _norm if isinstance(of, Head) else torch.abs
         first = size(kept.detach().nan_to_num(0))
-        has_moved = size((new - old).detach()) > self.EVENT_SHARE * first
+        moves = size((new - old).detach())
+        fires = None if self.FIRES is None else moves > self.FIRES * first
         if isinstance(of, Head):
             old, new = _norm(old), _norm(new)
-        moved = has_moved & (index >= 0)[..., None]
+        moved = (moves > 0) & (index >= 0)[..., None]
         step, before, after = values.step.number, old.detach(), new.detach()
 
         def events() -> list[Event]:
             """Return an event for each neuron, or head, that was moved at a token."""
             positions = index.tolist()
             found: list[Event] = []
-            numbers = zip(moved.nonzero().tolist(), before[moved].tolist(), after[moved].tolist(), strict=True)
-            for (row, token, number), was, became in numbers:
+            fired = moved[moved] if fires is None else fires[moved]
+            numbers = moved.nonzero().tolist(), before[moved].tolist(), after[moved].tolist(), fired.tolist()
+            for (row, token, number), was, became, large in zip(*numbers, strict=True):
                 data, head = {"old": was, "new": became}, None
+                if fires is not None:
+                    data["fired"] = large
                 if isinstance(of, Head):
                     head = of.head
                 else:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
 
+from sinkscope.engine.block import Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, build, check_values
@@ -21,6 +22,7 @@ from sinkscope.hooks.edit.edits import NeuronEdit, Values
 from sinkscope.hooks.edit.sites import Where, python_numbers, site_of
 from sinkscope.models.checkpoints.fingerprint import check_made_for
 from sinkscope.models.target import Target
+from sinkscope.results.notation import count_of
 
 
 class _File(BaseModel):
@@ -38,7 +40,9 @@ class SinkPatch(NeuronEdit):
     """Keep sink neurons from firing at any position after the first (Yona et al. 2025, section 5.3, Listing 1).
 
     The first real token of each row is never edited, so its sink stays. At every later token, in the prompt and in
-    everything generated, the neurons are set to their neutral value. Weights are not changed.
+    everything generated, the neurons are set to their neutral value. Weights are not changed. Each value that is
+    written is an event; its `data["fired"]` says whether it moved by more than a tenth of the neuron's value at the
+    first token, as where a repeated token sets the neuron off.
 
     Args:
         sites: The sink neurons. `layer` and `neurons` are a shorter form for neurons of one layer.
@@ -64,7 +68,7 @@ class SinkPatch(NeuronEdit):
     model: Mapping[str, Any] | None = field(default=None, hash=False)
 
     KIND = "patched"
-    EVENT_SHARE = 0.1
+    FIRES = 0.1
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
@@ -151,6 +155,17 @@ class SinkPatch(NeuronEdit):
         if self.model is not None:
             check_made_for(target, self.model)
         super().check(target)
+
+    def summary(self, run: Run) -> str:
+        """Return how many values it wrote, and how many of these a sink neuron had fired at."""
+        if not run.passes:
+            return super().summary(run)
+        written = [event for event in run.events if event.kind == self.KIND]
+        fired = sum(event.data["fired"] for event in written)
+        return (
+            f"SinkPatch patched {count_of(len(written), 'value')}, {fired:,} of them from more than a tenth of the "
+            "neuron's value at the first token."
+        )
 
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the neutral value at every real position after the first."""
