@@ -113,7 +113,8 @@ class Comparison(Result):
             return (
                 f"{last.name} against {self.first}: no number has an interval; {count_of(len(words), 'word')} changed."
             )
-        named = (moved or judged)[0]
+        by_texts = [change for change in moved if not change.is_constant]
+        named = (by_texts or moved or judged)[0]
         said = f"{last.name} against {self.first}: {counted}; "
         long = (
             f"{said}{named.label} {named.moved}, {named.texts} texts."
@@ -165,7 +166,9 @@ def card_rows(changes: Sequence[Change]) -> list[tuple[str, str]]:
     rows = [(change.label, change.sentence()) for change in changes if change.changed]
     rows += [(change.label, change.sentence()) for change in changes if change.changed is None]
     same = [change for change in changes if change.changed is False]
-    rows += [(f"{change.label} (same)", change.sentence()) for change in same if change.value is not None]
+    for change in same:
+        if change.value is not None:
+            rows.append((f"{change.label} ({'under 1 %' if change.is_small else 'no change'})", change.sentence()))
     words = [change.label for change in same if change.value is None]
     if words:
         rows.append(("the same", word_list(words, len(words))))

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot, isfinite
 from statistics import fmean
 
@@ -20,6 +20,7 @@ from sinkscope.results.result import Number
 from sinkscope.results.tables import cell
 
 SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
+EQUAL = 1e-3  # of a change, by which it may differ between texts and is the same in all
 NAMED = 6  # items of a list that a comparison names
 
 
@@ -82,6 +83,19 @@ class Change:
             said += f", 95 % {self.lower * self.whole:+.2f} to {self.upper * self.whole:+.2f}"
         return said
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is the same change in every text, as at a first token that sees itself alone."""
+        if self.value is None or self.lower is None or self.upper is None or not self.texts:
+            return False
+        return self.upper - self.lower <= EQUAL * abs(self.value)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the interval leaves out zero, and the number moved by less than 1 % of its value."""
+        found = self.interval
+        return self.changed is False and found is not None and not found.low <= 0 <= found.high
+
     def shown(self, value: float | str | None) -> str:
         """Return a value of the number as a reader sees it: a count, a share in per cent, or a number."""
         if isinstance(value, float) and self.whole:
@@ -93,8 +107,11 @@ class Change:
         if self.before is None or self.after is None:
             there = self.after if self.before is None else self.before
             return f"{self.which} ({self.shown(there)})"
-        texts = f"; {self.texts} texts" if self.texts else ""
-        moved = f" ({self.moved}{texts})" if self.moved else ""
+        moved = ""
+        if self.moved:
+            moved = f" ({self.moved}{f'; {self.texts} texts' if self.texts else ''})"
+        if self.is_constant:
+            moved = f" ({replace(self, lower=None, upper=None).moved} in each of {self.texts} texts)"
         if isinstance(self.before, str) and self.before == self.after:
             return self.before
         which = f"; {self.which}" if self.which and self.value is not None else ""

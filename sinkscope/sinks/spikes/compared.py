@@ -8,23 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from sinkscope.results.notation import word_list
 from sinkscope.results.result import Number
 from sinkscope.sinks.spikes import cards
 from sinkscope.sinks.spikes.records import Candidate, Conditions, Outcome, Purpose, SpikeResult
 
-if TYPE_CHECKING:
-    from sinkscope.sinks.spikes.result import FindSinks
-
 ATTENTION, SPIKES = "Attention", "Spikes"
 COMES = 0.05
 """Share of a spike that a neuron writes whose coming or going counts: below it, the search for candidates decides."""
 
 
-def numbers_beside(one: FindSinks, other: FindSinks) -> tuple[list[Number], list[Number]]:
-    """Return what is compared of two results, a number of one spike under one key in both."""
+def numbers_beside(one: Any, other: Any) -> tuple[list[Number], list[Number]]:
+    """Return what is compared of two `FindSinks`, a number of one spike under one key in both."""
     names = matched(one.spikes, other.spikes)
     sides: list[list[Number]] = []
     for result, own in zip((one, other), names, strict=True):
@@ -69,7 +66,7 @@ def by_number(values: Sequence[float], numbers: Sequence[int] | None = None) -> 
     return {f"text {number}": float(value) for number, value in zip(places, values, strict=False)}
 
 
-def attention_numbers(result: FindSinks) -> list[Number]:
+def attention_numbers(result: Any) -> list[Number]:
     """Return who attends where: the heads of the first spike's place, the sink rate, and places without a spike."""
     (heads,) = (number for number in result.numbers() if number.key == "heads")
     readers, rate = result.readers, result.sink_rate
