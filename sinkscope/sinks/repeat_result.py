@@ -21,11 +21,18 @@ from sinkscope.sinks.thresholds import HALF
 SENTENCES = {
     "attention": "{copies} get {value} of the attention in layer {layer} ({control}).",
     "probability": "After {copies}, the token comes next with a probability of {value} ({control}).",
+    "sight": "Copies that do not see what stands before them have {value} of the first token's spike ({control}).",
 }
 """What the first effect says."""
-TURNS = {"norm": "reach half of the first token's projection", "probability": "stop being repeated"}
-QUANTITIES = {"norm": "norm", "attention": "attention", "probability": "probability of the token"}
-Quantity = Literal["norm", "attention", "probability"]
+HALF_REACHED = "reach half of the first token's projection"
+TURNS = {"norm": HALF_REACHED, "probability": "stop being repeated", "sight": HALF_REACHED}
+QUANTITIES = {
+    "norm": "norm",
+    "attention": "attention",
+    "probability": "probability of the token",
+    "sight": "share of the spike",
+}
+Quantity = Literal["norm", "attention", "probability", "sight"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +41,10 @@ class Repeat(Result):
 
     Attributes:
         quantity: What was read. "norm": projection on the direction of each spike, as a share of the first token's;
-            "attention": attention that the last 64 tokens, which are natural text, give to places, over what each place
-            would get if all tokens got the same; "probability": probability that the token comes once more.
+            "sight": the same along the most read spike, of copies that see what stands before them or do not; and,
+            last, the attention that a copy gives to that; "attention": attention that the last 64 tokens, which are
+            natural text, give to places, over what each place would get if all tokens got the same; "probability":
+            probability that the token comes once more.
         instead: What there is instead of a finding.
         copies: Number of copies of each token.
         effects: What the last copy has in each condition, or which share of the attention the copies get, mean over
@@ -78,12 +87,14 @@ class Repeat(Result):
         if self.quantity != "norm" or self.repeats is None:
             copies = f"{self.copies:,} copies of a token"
             return self.effects[0].sentence(SENTENCES[self.quantity], copies=copies, layer=str(self.shown))
-        reached, total = [int(np.isfinite(repeats).sum()) for repeats in self.repeats], len(self.tokens)
-        said = [f"{count:,} in {condition}" for count, condition in zip(reached, self.conditions, strict=True)]
+        total, said, reached = len(self.tokens), list[str](), [int((row > 1).sum()) for row in self.repeats]
+        for count, condition, repeats in zip(reached, self.conditions, self.repeats, strict=True):
+            already = int((repeats == 1).sum())
+            said.append(f"{count:,} in {condition}" + (f" ({already:,} more with one copy)" if already else ""))
         interval = share_interval(reached[0], total)
         margin = "" if interval is None else f" (± {total * interval.margin:,.0f})"
         words = f"tokens{margin} {word_form(reached[0], 'reaches', 'reach')} half of the first token's spike"
-        said[0] = f"{reached[0]:,} of {total:,} {words} in {self.conditions[0]}"
+        said[0] = f"{reached[0]:,} of {total:,} {words}{said[0].removeprefix(f'{reached[0]:,}')}"
         within = "" if self.at is None else f" within {int(self.at[-1]):,} copies"
         control = "".join(f" ({effect.control[0]}: {percent(effect.control[1])} of it)" for effect in self.effects[:1])
         return f"{word_list(said)}{within}{control}."
@@ -93,6 +104,8 @@ class Repeat(Result):
         lines: list[str] = []
         if self.repeats is not None:
             for condition, repeats in zip(self.conditions, self.repeats, strict=True):
+                if condition.startswith("attention"):
+                    continue
                 turned = repeats[np.isfinite(repeats)]
                 line = f"{len(turned)} of {len(repeats)} tokens {TURNS[self.quantity]} ({condition}"
                 if len(turned):
@@ -112,7 +125,7 @@ class Repeat(Result):
     @property
     def column(self) -> str:
         """Return the name of what was read in tables and drawings; norms are shares of the first token's."""
-        return "projection" if self.quantity == "norm" else self.quantity
+        return "projection" if self.quantity in ("norm", "sight") else self.quantity
 
     def rows(self) -> Table:
         """Return a row per condition and token."""
@@ -130,9 +143,15 @@ def _after(least: int, most: int) -> str:
 
 
 def draw(result: Repeat) -> go.Figure:
-    """Draw a line per token and a panel per condition; of a vocabulary a histogram."""
+    """Draw a line per token and a panel per condition; of what copies see the means; of a vocabulary a histogram."""
     fig: Any = go.Figure()
-    if result.at is not None and result.values is not None:
+    if result.quantity == "sight" and result.at is not None and result.values is not None:
+        for condition, values in zip(result.conditions, result.values.mean(1), strict=True):
+            dash = "dot" if condition.endswith("patched") else "solid"
+            fig.add_scatter(x=result.at, y=values, name=condition, line={"dash": dash})
+        fig.update_xaxes(title_text="copies", type="log")
+        fig.update_yaxes(title_text="mean share over tokens", tickformat=".0%")
+    elif result.at is not None and result.values is not None:
         x = "layer" if result.quantity == "attention" else "repetitions"
         axes: dict[str, Any] = {"condition": result.conditions, "token": result.tokens, x: result.at.tolist()}
         rows = long_table({result.column: result.values}, **axes)

@@ -93,7 +93,7 @@ repeat = measures(
     REPETITION,
     "sinkscope repeat --model llama-2-7b --max-repeats 500",
     params=[
-        click.Option(["--quantity"], type=click.Choice(["norm", "attention", "probability"]), default="norm"),
+        click.Option(["--quantity"], type=click.Choice(["norm", "attention", "probability", "sight"]), default="norm"),
         Several(["--tokens"], metavar="A,B,...|all"),
         click.Option(["--prefix"]),
         click.Option(["--max-repeats"], type=int),
