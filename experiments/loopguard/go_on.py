@@ -6,7 +6,7 @@
 48 prompts of a chat, on which nothing was chosen, are answered greedily by the server alone. Where the proxy finds
 a loop, it is asked as well, with `--go-on`; ending there is what it does without, and needs no run. Healthy answers
 are asked for through the proxy, too, some of them, and have to be equal byte for byte. The answers are appended to
-WORK/answers.jsonl, and the command goes on from there.
+WORK/answers.jsonl, and the command goes on from there. Rows of the table that WORK has no answers for stay.
 
 An answer ends by itself if its last reason to finish is "stop". Distinct-4 is the share of different 4-grams among
 those of up to 200 words behind the seam: where the continuation begins, or, of the server alone, where the loop was
@@ -295,6 +295,11 @@ def main(
                         "behind": text[place : place + 160],
                     }
                 )
+        if out.is_file():
+            labels = {row["label"] for row in result}
+            before = json.loads(out.read_text())["result"]
+            result = [row for row in before["rows"] if row["label"] not in labels] + result
+            seams = [row for row in before["seams"] if row["label"] not in labels] + seams
         write_atomic(out, record("loops-go-on", {"rows": result, "seams": seams}, {}, dtype="text"))
 
 
