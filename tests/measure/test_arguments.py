@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,11 +69,9 @@ def test_every_parameter_of_a_public_function_refuses_wrong_values_at_once(name,
                 for other in parameters(name):
                     if other.default is inspect.Parameter.empty and other.name != one.name:
                         arguments[other.name] = ["x"] if other.many else "x"
-                began = time.perf_counter()
                 with refused(words=[one.name]) as caught:
                     function(**arguments)
                 assert repr(value)[:70] in str(caught.value), (one.name, value)
-                assert time.perf_counter() - began < 1
                 tried += 1
     assert tried >= 2 or all(map(takes_anything, parameters(name)))
 
