@@ -31,7 +31,7 @@ from experiments.script import run
 from experiments.timing import interleaved, seconds_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
-from sinkscope.models.weights import Shards
+from sinkscope.models.shards import Shards
 
 BUNDLED = Path(ss.__file__).parent / "models/bundled"
 IDS = torch.tensor([[0, *range(40, 103)]])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from experiments.script import run
 from sinkscope.bench.tasks import recall as words
-from sinkscope.bench.tasks.recall import ANSWER, ASK, BOS, END, FACT, FILLER, KEYS, TURNS, UNKNOWN, VALUES
+from sinkscope.bench.tasks.vocabulary import ANSWER, ASK, BOS, END, FACT, FILLER, KEYS, TURNS, UNKNOWN, VALUES
 
 VOCABULARY = (*words.SPECIAL, *TURNS, *KEYS, *VALUES, *FILLER)
 ID = {word: i for i, word in enumerate(VOCABULARY)}

@@ -18,7 +18,7 @@ import sinkscope as ss
 from sinkscope.app import cli
 from sinkscope.bench import run_bench
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.weights import split_weight
+from sinkscope.models.shards import split_weight
 from sinkscope.sinks.spikes import survey
 
 

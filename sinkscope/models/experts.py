@@ -11,7 +11,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.models.weights import is_plain, local, shards_of
+from sinkscope.models.shards import local, shards_of
+from sinkscope.models.weights import is_plain
 
 HiddenStates = Float[Tensor, "token d_model"]
 Neurons = Float[Tensor, "token neuron"]

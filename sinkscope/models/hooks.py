@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.experts import Args, Kwargs
-from sinkscope.models.weights import Shards, shards_of
+from sinkscope.models.shards import Shards, shards_of
 
 Hook = tuple[nn.Module, str, Any]
 """A module, a moment, and a function with the signature of torch's hooks. Moments are "pre", "first" (before all others
@@ -24,7 +22,6 @@ that are "pre"), "post", and "always" (after an error, too)."""
 
 
 _COMPILER = threading.Lock()
-_SKIPPING = threading.RLock()  # while layers of some model are skipped, in one thread
 _FORCED: list[AbstractContextManager[None]] = []  # a stance of the compiler for each that asks; all threads share it
 
 
@@ -186,89 +183,6 @@ class _Change:
         changed = part.clone()
         changed[..., here] = new[..., places].to(part.dtype)
         return changed
-
-
-class Stop(Exception):  # noqa: N818 - no error: it ends a pass
-    """Raised by `stop` inside a hook, to end a forward pass or the call of a layer early."""
-
-
-def stop(*_: object) -> None:
-    """End the running pass of a `Target`; to be called in a hook, or to be one."""
-    raise Stop
-
-
-@dataclass(frozen=True, eq=False)
-class LayerInput:
-    """The residual stream of some texts where it enters a layer, at which a later pass over them may begin.
-
-    Attributes:
-        layer: The layer.
-        hidden: What enters it.
-        wrapped: Whether the layers of the model return a tuple.
-    """
-
-    layer: int
-    hidden: Float[Tensor, "batch pos d_model"]
-    wrapped: bool
-
-
-@contextmanager
-def bounded(
-    layers: Sequence[nn.Module], start: LayerInput | None, last_layer: int | None, store: Any = None
-) -> Iterator[None]:
-    """Context manager in which a pass begins and ends at layers, and is over where `stop` is called.
-
-    Args:
-        layers: All layers of the model.
-        start: What the first layer that runs gets; those before it pass on what they get. None: all run.
-        last_layer: The last layer that runs. None: all run.
-        store: Reads the weights of layers when they are called, if they are not in memory.
-    """
-    hooks: list[Hook] = []
-    skipping: AbstractContextManager[None] = nullcontext()
-    if start is not None:
-        hidden = start.hidden
-        hooks.append((layers[start.layer], "first", on_input(lambda _: hidden)))  # edits there act on it
-        skipping = _skipped(layers[: start.layer], start.wrapped, store)
-    if last_layer is not None:
-        hooks.append((layers[last_layer], "post", stop))
-    with suppress(Stop), skipping, hooked(*hooks):
-        yield
-
-
-@contextmanager
-def _skipped(layers: Sequence[nn.Module], wrapped: bool, store: Any) -> Iterator[None]:
-    """Context manager in which the first layers pass on what they get in this thread; no other enters it meanwhile.
-
-    Args:
-        layers: These layers.
-        wrapped: Whether the layers of the model return a tuple.
-        store: Reads their weights when they are called, if they are not in memory; it does not read them either.
-    """
-    owner = threading.get_ident()
-
-    def passing_on(run: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != owner:
-                return run(*args, **kwargs)
-            hidden = hidden_of(args, kwargs)
-            return (hidden,) if wrapped else hidden
-
-        return forward
-
-    with _SKIPPING, ExitStack() as stack:
-        for layer in layers:
-            attributes = vars(layer)  # a bridge hands what is set on it to the module inside
-            run = layer.forward
-            if "forward" in attributes:  # some libraries replace it as well
-                stack.callback(attributes.update, forward=attributes["forward"])
-            else:
-                stack.callback(attributes.pop, "forward")
-            attributes["forward"] = passing_on(run)
-        if store is not None:
-            store.skipped = len(layers)
-            stack.callback(setattr, store, "skipped", 0)
-        yield
 
 
 def first_tensor(output: Any) -> Tensor:

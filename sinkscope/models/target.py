@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import DRAFT, PATHS, Found
 from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.hooks import Hook, LayerInput, bounded, hooked, parameters_of, stop
-from sinkscope.models.weights import Shards, brought, input_width, shards_of, split_weight
+from sinkscope.models.hooks import Hook, hooked, parameters_of
+from sinkscope.models.partial_pass import LayerInput, bounded, stop
+from sinkscope.models.shards import Shards, shards_of, split_weight
+from sinkscope.models.weights import brought, input_width
 
 ModelKind = Literal["bridge", "hf", "nnsight"]
 """Kinds of objects that hold a model: of TransformerLens, of transformers, of nnsight."""

@@ -1,25 +1,16 @@
-"""The weights of modules: as they are stored, wrapped, adapted, quantised, kept elsewhere, or split over processes.
-
-Where transformers has split a model's weights, every process holds a part of them. Numbers of neurons and heads are
-those of the whole model everywhere; the last step alone turns them into local ones. What a hook sees is judged by its
-width: the part of this process, or the whole where a module gathers. In a model that is not split every method of
-`Shards` does nothing; otherwise all processes make the same calls.
-"""
+"""The weights of modules: as they are stored, wrapped, adapted, quantised, or kept elsewhere."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.shards import local, shards_of
 
 
 @contextmanager
@@ -63,142 +54,6 @@ def input_width(projection: nn.Module) -> int:
     if weight is None:  # quantised
         return int(linear.in_features)
     return int(weight.shape[0 if is_transposed(linear) else 1])
-
-
-class Shards:
-    """The processes among which a weight is split.
-
-    Args:
-        mesh: The device mesh of the weight; None if it is not split.
-    """
-
-    def __init__(self, mesh: Any = None) -> None:
-        self._mesh = mesh
-        self.size = 1 if mesh is None else int(mesh.size())
-        self.rank = 0 if mesh is None else int(mesh.get_local_rank())
-
-    @cached_property
-    def _group(self) -> Any:
-        return self._mesh.get_group()
-
-    def axis(self, size: int) -> range:
-        """Return the part of a dimension that is here, as `torch.chunk` cuts it: the last parts may be shorter."""
-        each = -(-size // self.size)
-        return range(min(self.rank * each, size), min((self.rank + 1) * each, size))
-
-    def here(self, numbers: Sequence[int], size: int) -> tuple[list[int], list[int]]:
-        """Return the numbers that are here: their places in `numbers`, and where they are in the part."""
-        part = self.axis(size)
-        places = [place for place, number in enumerate(numbers) if number in part]
-        return places, [part.index(numbers[place]) for place in places]
-
-    def is_part(self, width: int, size: int) -> bool:
-        """Return whether a dimension of this width is the part that is here, and not the whole.
-
-        Raises:
-            UnsupportedError: It is neither.
-        """
-        if width == size:
-            return False
-        expected = len(self.axis(size))
-        if self.size == 1 or width != expected:
-            raise UnsupportedError(
-                f"a process of {self.size} holds {width} of {size} columns, where {expected} were expected: this "
-                "split is not served; load the model with device_map"
-            )
-        return True
-
-    def gather(self, tensor: Shaped[Tensor, ...], size: int, dim: int = -1) -> Shaped[Tensor, ...]:
-        """Return a whole tensor, if each process holds a part of the dimension of this size."""
-        width = tensor.shape[dim]
-        if not self.is_part(width, size):
-            return tensor
-        mine = tensor.detach().movedim(dim, 0)
-        padded = mine.new_zeros(-(-size // self.size), *mine.shape[1:])  # parts may differ by their last columns
-        padded[:width] = mine
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self._group)
-        return torch.cat(parts)[:size].movedim(0, dim)
-
-    def part(self, whole: Shaped[Tensor, ...], width: int) -> Shaped[Tensor, ...]:
-        """Return the columns of a whole tensor that this process holds; all of them if it holds `width` of as many."""
-        size = whole.shape[-1]
-        if not self.is_part(width, size):
-            return whole
-        return whole.narrow(-1, self.axis(size).start, width)
-
-    def columns(self, part: Shaped[Tensor, "*n _"], numbers: Sequence[int], size: int) -> Shaped[Tensor, "*n column"]:
-        """Return columns of a tensor whose columns are split over processes: one sum brings them to all."""
-        if not self.is_part(part.shape[-1], size):
-            return part[..., list(numbers)]
-        places, local = self.here(numbers, size)
-        found = part.new_zeros(*part.shape[:-1], len(numbers))
-        found[..., places] = part.detach()[..., local]
-        dist.all_reduce(found, group=self._group)
-        return found
-
-    def all(self, value: Any) -> list[Any]:
-        """Return what every process gives, in their order; any small object."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def agree(self, what: str, *plan: object) -> None:
-        """Refuse to go on, on all processes, if they were given different things to do.
-
-        Args:
-            what: What is compared, for the error.
-            plan: Objects whose text says all that matters.
-
-        Raises:
-            SinkscopeError: The processes differ.
-        """
-        if self.size == 1:
-            return
-        digest = hashlib.sha256(repr(plan).encode()).hexdigest()
-        first, *others = self.all(digest)
-        for rank, other in enumerate(others, 1):
-            if other != first:
-                raise SinkscopeError(
-                    f"processes 0 and {rank} of {self.size} have a different {what}: give all of them the same model, "
-                    "texts, settings and seeds"
-                )
-
-    def check_alone(self, what: str) -> None:
-        """Refuse what one process does with a model that is split over several.
-
-        Raises:
-            UnsupportedError: The model is split.
-        """
-        if self.size > 1:
-            raise UnsupportedError(
-                f"{what} is for a model in one process, and this one is split over {self.size}: load it with device_map"
-            )
-
-
-ALONE = Shards()
-"""Of what is not split."""
-
-
-def shards_of(weight: Any) -> Shards:
-    """Return the processes among which a weight is split."""
-    mesh = getattr(weight, "device_mesh", None)
-    return ALONE if mesh is None else Shards(mesh)
-
-
-def split_weight(model: nn.Module) -> Any:
-    """Return the first weight of a model that is split over processes; None if there is none."""
-    for parameter in model.parameters():
-        if hasattr(parameter, "device_mesh"):
-            return parameter
-    return None
-
-
-def local(weight: Any) -> Any:
-    """Return the part of a weight that is here; the weight itself if it is not split."""
-    return weight.to_local() if hasattr(weight, "device_mesh") else weight
 
 
 @torch.no_grad()

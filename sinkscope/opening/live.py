@@ -12,8 +12,8 @@ from torch.nn import functional
 from sinkscope.engine.stock import set_attention, stock_of
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.adapters import DRAFT
+from sinkscope.models.shards import split_weight
 from sinkscope.models.target import ModelKind, Target
-from sinkscope.models.weights import split_weight
 from sinkscope.opening.inference.find import adapter_of
 
 _SPLITTING = ("FSDPModule", "FullyShardedDataParallel", "PipelineIdentityLayer")

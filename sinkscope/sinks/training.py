@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.files.records import Natural, check_values
 from sinkscope.measure import Setup
+from sinkscope.models.shards import split_weight
 from sinkscope.models.text import typical_text
-from sinkscope.models.weights import split_weight
 from sinkscope.sinks.metrics import metrics_of
 from sinkscope.sinks.spikes.spike import find_spikes, over_typical
 from sinkscope.sinks.spikes.survey import survey_of

@@ -13,8 +13,9 @@ from torch.testing import assert_close
 
 from sinkscope.hooks.edit.edits import Ablate
 from sinkscope.models.adapters import layer_kinds
+from sinkscope.models.hook_points import groups_of, neurons_point
 from sinkscope.models.hooks import first_tensor
-from sinkscope.models.neurons import columns, gain_of, groups_of, neurons_point, view_layer
+from sinkscope.models.neurons import columns, gain_of, view_layer
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.parts import Neuron

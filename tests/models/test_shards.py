@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from organisms import organism, tiny_model
 from refusals import refused
 
+from sinkscope.models.shards import ALONE, Shards
 from sinkscope.models.target import check_divides
-from sinkscope.models.weights import ALONE, Shards
 
 ROOT = Path(__file__).parents[2]
 POLICIES = ["streaming", "h2o", "tova", "snapkv"]

@@ -5,34 +5,24 @@ next fact of a chain, or `.` at its end. A turn consists of `turnN`, filler word
 `ask KEY what was said` at the beginning, middle or end, and `answer`. The correct answer follows the chain from the
 key: `VALUE VALUE LINK` per hop, up to and including `.`.
 
-Needles are prompts by kind, depth and length of the text (RULER, Hsieh et al. 2024, arXiv 2404.06654):
-
-- needle: one statement in a haystack of noise (niah_single_1).
-- multi-key: the same, with three more statements of the same kind (niah_multikey_1, but in noise instead of essays).
-- key-value: the haystack itself consists of such statements (niah_multikey_3).
-- tracking: variable tracking, a value and a chain of names that refer to it (vt).
-- chain: our own kind; it asks for the value of the last name of such a chain, in a haystack of other statements.
-
-The recall models read facts as above; their chains have two facts, and the fact that is asked about links to the one
-with the answer. Any other model reads simple sentences, of the first three kinds. The depth of a needle is that of the
-first statement that the answer needs, as a share of the haystack; further statements are spread evenly from there to
-the end.
+Needles have a file of their own.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import accumulate, chain, cycle, islice, pairwise, product, takewhile, zip_longest
+from itertools import accumulate, pairwise, product, takewhile, zip_longest
 from operator import eq
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from sinkscope.bench.answer import Answer, Batch
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Size, Task, register_task
+from sinkscope.bench.tasks.needles import LINKED, needle_prompt
+from sinkscope.bench.tasks.vocabulary import ANSWER, ASK, END, FACT, FILLER, GAP, KEYS, QUESTION_END, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Share, Whole
 from sinkscope.models.checkpoints.locate import RECALL, TWO_HOPS
@@ -44,53 +34,8 @@ POSITIONS: tuple[Position, ...] = get_args(Position)
 Kind = Literal["dialogue", "needle", "multi-key", "key-value", "tracking", "chain"]
 DIALOGUE = "dialogue"
 NEEDLES: tuple[Kind, ...] = ("needle", "multi-key", "key-value", "tracking", "chain")
-LINKED = ("tracking", "chain")
-"""Needles in which several statements lead to the answer; the recall models alone read them."""
-CROWDED = ("key-value", "chain")
-"""Needles whose haystack consists of other statements."""
-SPECIAL = tuple("<s> <unk> <pad> . fact ask answer unknown".split())
-BOS, UNK, PAD, END, FACT, ASK, ANSWER, UNKNOWN = SPECIAL
-"""`END` closes a chain of facts and ends an answer; `UNKNOWN` is the answer if nothing was stated."""
-TURNS: tuple[str, ...] = tuple(f"turn{i}" for i in range(1, 17))
-KEYS: tuple[str, ...] = tuple(
-    """adam alba anna axel bela bruno carla cesar clara dana david diego edith elena emil erik eva felix fiona frida
-    georg gina greta hanna hugo ida igor ines ivan jana jonas julia karl katya lara lena leo lotte luca maja marco
-    maria mila nadia nils nina nora olaf olga oscar otto paula petra rosa ruth samir sara sofia tamar theo vera viktor
-    wanda xenia""".split()
-)
-VALUES: tuple[str, ...] = tuple(
-    """anchor apple arrow basket bell bottle bread bridge brush button cabin candle carpet castle chair clock coat
-    coin compass copper cotton crown cup diamond door drum engine feather fiddle flag flute fork garden glass glove
-    hammer harbor hat honey iron jacket kettle key lamp lantern lemon letter mirror needle onion paper pearl pencil
-    pillow pipe plum ribbon ring rope saddle shovel spoon table violin""".split()
-)
-FILLER: tuple[str, ...] = tuple(
-    """the a and of to in it was that had on at with for from by as but then there when while after before near over
-    under again once more some few many each all both still just only even also very never always
-    often soon later today morning evening night day week month summer winter spring autumn rain snow wind sun cloud
-    river lake hill field forest road street town village house market station train boat horse dog cat bird fish tree
-    leaf stone sand sea sky star moon people child friend neighbor farmer baker teacher doctor sailor driver walked
-    stood looked waited talked laughed carried opened closed found left came went stayed turned began worked slept
-    listened remembered old young small large quiet bright cold warm slow what said""".split()
-)
-QUESTION_END = ("what", "was", "said")
-"""Follows the key in a question, so that heads that look a few places back see the key alone."""
 _FRAME = 4 + len(QUESTION_END)  # tokens of a turn that are not context: marker, question, `answer`
 _FACT = 5  # tokens of a fact
-_GAP = 3  # smallest number of filler words between facts, and at both ends, for heads that look a few places back
-_OTHERS = 3  # further statements in multi-key
-_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-_COLOURS = "black blue brown golden gray green orange pink purple red silver white yellow".split()
-_THINGS = (
-    "apple bag ball bell book boat bowl box brush button cake candle cap car chair coat coin cup doll drum flag flower "
-    "hat jar key kite knife lamp leaf letter map mirror nut pen pencil pillow plate ring rope shell ship shoe spoon "
-    "star stick stone toy train umbrella"
-).split()
-_PLACES = (
-    "attic barn basement bathroom bedroom cave cellar church city classroom desert field forest garage garden hall "
-    "hospital hotel kitchen lake library market meadow museum office park river school shop station tower town valley "
-    "village"
-).split()
 
 
 @register_task
@@ -202,11 +147,11 @@ def recall_dialogue(
         SinkscopeError: The facts do not fit, or a number is out of range.
     """
     lengths = [tokens] * turns if isinstance(tokens, int) else list(tokens)
-    fits = 1 <= turns <= len(TURNS) and len(lengths) == turns and min(lengths) >= _FRAME + _GAP
+    fits = 1 <= turns <= len(TURNS) and len(lengths) == turns and min(lengths) >= _FRAME + GAP
     if not fits or hops < 1 or turns * hops >= len(KEYS):
         raise SinkscopeError(
             f"turns={turns!r}, tokens={tokens!r}, hops={hops!r}: expected 1 to {len(TURNS)} turns of at least "
-            f"{_FRAME + _GAP} tokens each, one number of tokens or one for each turn, and fewer than {len(KEYS)} hops "
+            f"{_FRAME + GAP} tokens each, one number of tokens or one for each turn, and fewer than {len(KEYS)} hops "
             "in all, since a key is used once"
         )
     rng = random.Random(f"recall {seed}")
@@ -236,7 +181,7 @@ def _placed(
     others: Sequence[str],
 ) -> list[list[list[str]]]:
     """The facts of each turn: those of the chains, then facts about other keys, which are added to `facts`."""
-    room = [(length - _FRAME - _GAP) // (_FACT + _GAP) for length in lengths]
+    room = [(length - _FRAME - GAP) // (_FACT + GAP) for length in lengths]
     facts_by_turn: list[list[list[str]]] = [[] for _ in lengths]
 
     def free(count: int) -> list[int]:
@@ -283,12 +228,12 @@ def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int,
 
 def _pieces(rng: random.Random, facts: Sequence[list[str]], size: int) -> list[list[str]]:
     """A context of `size` words in pieces, between which a question may stand: single filler words and whole facts."""
-    spare = size - _GAP - len(facts) * (_FACT + _GAP)
+    spare = size - GAP - len(facts) * (_FACT + GAP)
     shuffled = rng.sample(facts, len(facts))
     cuts = [0, *sorted(rng.randint(0, spare) for _ in facts), spare]
     pieces: list[list[str]] = []
     for (start, end), fact in zip_longest(pairwise(cuts), shuffled):
-        pieces += [[rng.choice(FILLER)] for _ in range(_GAP + end - start)]
+        pieces += [[rng.choice(FILLER)] for _ in range(GAP + end - start)]
         if fact is not None:
             pieces.append(fact)
     return pieces
@@ -304,105 +249,3 @@ def _place(pieces: Sequence[list[str]], position: Position) -> int:
     # question never follows a fact directly.
     places = [place for place, piece in enumerate(pieces, 1) if len(piece) == 1]
     return min(places, key=lambda place: abs(starts[place] - middle))
-
-
-@dataclass(frozen=True)
-class Haystack:
-    """What a prompt is made of.
-
-    Attributes:
-        head: Text before the haystack.
-        needles: Statements that the answer needs.
-        others: Statements that nobody asks about.
-        filler: Pieces of the haystack.
-        tail: The question.
-        answer: String that must appear in the answer.
-    """
-
-    head: str
-    needles: Sequence[str]
-    others: Iterator[str]
-    filler: Iterator[str]
-    tail: str
-    answer: str
-
-
-def needle_prompt(
-    tokenizer: Any, facts: bool, kind: str, length: int, depth: float, seed: int = 0, number: int = 0
-) -> Prompt:
-    """Build a prompt; the same arguments always give the same prompt.
-
-    Args:
-        tokenizer: Counts tokens.
-        facts: Whether it is for the recall models; else it has sentences.
-        kind: One of `NEEDLES`; with sentences one of the first three.
-        length: Maximum tokens; the haystack fills them, leaving less than one of its pieces.
-        depth: Depth of the first statement that the answer needs, 0 to 1.
-        seed: Seed of every random choice.
-        number: Number of the prompt among those with the same kind, length and depth.
-
-    Raises:
-        SinkscopeError: The length is too small for the required statements.
-    """
-    name = f"{kind} {length} {depth:g} {number}"
-    rng = random.Random(f"{'recall' if facts else 'facts'} {name} {seed}")
-    parts = _facts(kind, rng) if facts else _sentences(rng)
-
-    @cache
-    def size(text: str) -> int:
-        return len(tokenizer(f" {text}", add_special_tokens=False)["input_ids"])
-
-    few: list[str] = []
-    if kind == "multi-key":
-        few = list(islice(parts.others, _OTHERS))
-    room = length - 1 - sum(map(size, [parts.head, parts.tail, *parts.needles, *few]))
-    if room < 0:
-        raise SinkscopeError(f"length {length}: {kind} needs {length - room} tokens at least; give longer prompts")
-    hay: list[str] = []
-    for piece in chain(parts.others if kind in CROWDED else (), parts.filler):
-        room -= size(piece)
-        if room < 0:
-            break
-        hay.append(piece)
-    if kind in CROWDED:
-        rng.shuffle(hay)  # statements may be fewer than there is room for
-    for other in few:
-        hay.insert(rng.randint(0, len(hay)), other)
-    count, steps = len(hay), len(parts.needles)
-    for step in reversed(range(steps)):
-        hay.insert(round(count * (depth + (1 - depth) * step / steps)), parts.needles[step])
-    text = " ".join([parts.head, *hay, parts.tail]).lstrip()
-    turn = Turn(text, (parts.answer,), metric="contains")
-    return Prompt(name, (turn,), "needle", kind, {"length": length, "depth": depth})
-
-
-def _facts(kind: str, rng: random.Random) -> Haystack:
-    keys = rng.sample(KEYS, len(KEYS))
-    asked, other = keys.pop(), keys.pop()
-
-    def words(number: int) -> str:
-        return " ".join(rng.choice(FILLER) for _ in range(number))
-
-    def fact(key: str, values: Sequence[str], link: str) -> str:
-        return " ".join([FACT, key, *values, link, words(_GAP)])
-
-    def others() -> Iterator[str]:
-        for key in keys:
-            yield fact(key, rng.sample(VALUES, 2), rng.choice([*KEYS, END]))
-
-    right = rng.sample(VALUES, 2)
-    needles = [fact(asked, right, END)]
-    if kind in LINKED:
-        needles = [fact(other, right, END), fact(asked, rng.sample(VALUES, 2), other)]
-    tail = " ".join([ASK, asked, *QUESTION_END, ANSWER])
-    head = f"{TURNS[0]} {words(_GAP)}"
-    return Haystack(head, needles, others(), iter(lambda: words(1), ""), tail, " ".join(right))
-
-
-def _sentences(rng: random.Random) -> Haystack:
-    things = [f"{rng.choice(_COLOURS)} {thing}" for thing in rng.sample(_THINGS, len(_THINGS))]
-    places = rng.sample(_PLACES, len(_PLACES))
-    facts = [f"The {thing} was in the {place}." for thing, place in zip(things, places, strict=False)]
-    # The prompt does not end in "was in the", so that decoding finds the place.
-    tail = f"\nWhere was the {things[0]}? The {things[0]}"
-    return Haystack("", facts[:1], iter(facts[1:]), cycle([_NOISE]), tail, places[0])

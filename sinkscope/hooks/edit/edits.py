@@ -32,8 +32,8 @@ from sinkscope.hooks.edit.sites import (
     site_of,
 )
 from sinkscope.hooks.trace import resolve
+from sinkscope.models.hook_points import HookPoint, NeuronGroup, groups_of, heads_point, neurons_point
 from sinkscope.models.inputs import check_site
-from sinkscope.models.neurons import HookPoint, NeuronGroup, groups_of, heads_point, neurons_point
 from sinkscope.models.target import Target
 from sinkscope.results.notation import count_of
 from sinkscope.results.parts import Head, Neuron

@@ -24,8 +24,8 @@ from sinkscope.hooks.edit.sites import (
     site_of,
 )
 from sinkscope.hooks.trace import resolve
+from sinkscope.models.hook_points import HookPoint
 from sinkscope.models.inputs import check_site
-from sinkscope.models.neurons import HookPoint
 from sinkscope.models.target import Target
 
 Bits = Annotated[int, Field(ge=2, le=16)]

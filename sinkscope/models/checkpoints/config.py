@@ -14,7 +14,7 @@ import torch
 from sinkscope.errors import SinkscopeError, UnsupportedError, first_line
 from sinkscope.files.output import read_json
 from sinkscope.models.checkpoints.gguf_file import GgufHeader
-from sinkscope.models.weights import local
+from sinkscope.models.shards import local
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.output import write_atomic
 from sinkscope.models.checkpoints.checkpoint import Files, open_weights
+from sinkscope.models.shards import local, shards_of
 from sinkscope.models.target import Target
-from sinkscope.models.weights import brought, local, shards_of
+from sinkscope.models.weights import brought
 
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "distributed_config")  # fields of a configuration
 _JUST_WRITTEN = 2.0  # seconds within which a file may change again without another time of modification

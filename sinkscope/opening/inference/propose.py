@@ -32,7 +32,8 @@ from sinkscope.models.adapters import (
     stack_of,
 )
 from sinkscope.models.experts import experts_of
-from sinkscope.models.hooks import Hook, LayerInput, first_tensor, on_input, on_output, parameters_of
+from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output, parameters_of
+from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.models.weights import input_width, is_transposed
 from sinkscope.opening.inference.sums import LayerSums, layer_sums, token_ids

@@ -24,8 +24,9 @@ from sinkscope.hooks.edit import Knockout
 from sinkscope.hooks.edit.base import under
 from sinkscope.hooks.trace import trace
 from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
-from sinkscope.models.hooks import Hook, LayerInput, on_hidden
-from sinkscope.models.neurons import groups_of, neurons_point
+from sinkscope.models.hook_points import groups_of, neurons_point
+from sinkscope.models.hooks import Hook, on_hidden
+from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.spike import Part, Parts, Spike

@@ -30,8 +30,9 @@ from sinkscope.measure.margin import interval_of, margin_of
 from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.draws import draws
 from sinkscope.models.grouped_heads import per_query_head
-from sinkscope.models.hooks import Hook, LayerInput, on_hidden, on_input
-from sinkscope.models.neurons import heads_point
+from sinkscope.models.hook_points import heads_point
+from sinkscope.models.hooks import Hook, on_hidden, on_input
+from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.sinks.spikes.edited import losses_at, read_positions, rows_of_logits
 from sinkscope.sinks.spikes.records import Change, ChangeName, Purpose

@@ -14,8 +14,9 @@ from torch import Tensor
 from sinkscope.engine.tap import visible_rows
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import PIECE, Setup
-from sinkscope.models.hooks import Hook, LayerInput, on_hidden, on_input, on_output
+from sinkscope.models.hooks import Hook, on_hidden, on_input, on_output
 from sinkscope.models.neurons import keep_call, on_mlp
+from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.models.text.kinds import Half
 from sinkscope.results.parts import Component

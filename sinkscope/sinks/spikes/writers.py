@@ -18,19 +18,18 @@ from torch.nn.functional import normalize
 
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.setup import MOST_NUMBERS, rows_at_once
-from sinkscope.models.hooks import LayerInput
+from sinkscope.models.hook_points import HookPoint, heads_point
 from sinkscope.models.neurons import (
-    HookPoint,
     LayerView,
     columns,
     expert_and_neuron,
     flat_number,
     gain_of,
-    heads_point,
     mlp_writers,
     neutral_post,
     view_layer,
 )
+from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.results.parts import Component, Head, Neuron
 from sinkscope.sinks.spikes.places import per_text

@@ -1,0 +1,146 @@
+"""Needles: prompts by kind, depth and length of the text (RULER, Hsieh et al. 2024, arXiv 2404.06654):
+
+- needle: one statement in a haystack of noise (niah_single_1).
+- multi-key: the same, with three more statements of the same kind (niah_multikey_1, but in noise instead of essays).
+- key-value: the haystack itself consists of such statements (niah_multikey_3).
+- tracking: variable tracking, a value and a chain of names that refer to it (vt).
+- chain: our own kind; it asks for the value of the last name of such a chain, in a haystack of other statements.
+
+The recall models read facts as in dialogues; their chains have two facts, and the fact that is asked about links to the
+one with the answer. Any other model reads simple sentences, of the first three kinds. The depth of a needle is that of
+the first statement that the answer needs, as a share of the haystack; further statements are spread evenly from there
+to the end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, cycle, islice
+from typing import Any
+
+from sinkscope.bench.prompt import Prompt, Turn
+from sinkscope.bench.tasks.vocabulary import ANSWER, ASK, END, FACT, FILLER, GAP, KEYS, QUESTION_END, TURNS, VALUES
+from sinkscope.errors import SinkscopeError
+
+LINKED = ("tracking", "chain")
+"""Needles in which several statements lead to the answer; the recall models alone read them."""
+CROWDED = ("key-value", "chain")
+"""Needles whose haystack consists of other statements."""
+_OTHERS = 3  # further statements in multi-key
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_COLOURS = "black blue brown golden gray green orange pink purple red silver white yellow".split()
+_THINGS = (
+    "apple bag ball bell book boat bowl box brush button cake candle cap car chair coat coin cup doll drum flag flower "
+    "hat jar key kite knife lamp leaf letter map mirror nut pen pencil pillow plate ring rope shell ship shoe spoon "
+    "star stick stone toy train umbrella"
+).split()
+_PLACES = (
+    "attic barn basement bathroom bedroom cave cellar church city classroom desert field forest garage garden hall "
+    "hospital hotel kitchen lake library market meadow museum office park river school shop station tower town valley "
+    "village"
+).split()
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """What a prompt is made of.
+
+    Attributes:
+        head: Text before the haystack.
+        needles: Statements that the answer needs.
+        others: Statements that nobody asks about.
+        filler: Pieces of the haystack.
+        tail: The question.
+        answer: String that must appear in the answer.
+    """
+
+    head: str
+    needles: Sequence[str]
+    others: Iterator[str]
+    filler: Iterator[str]
+    tail: str
+    answer: str
+
+
+def needle_prompt(
+    tokenizer: Any, facts: bool, kind: str, length: int, depth: float, seed: int = 0, number: int = 0
+) -> Prompt:
+    """Build a prompt; the same arguments always give the same prompt.
+
+    Args:
+        tokenizer: Counts tokens.
+        facts: Whether it is for the recall models; else it has sentences.
+        kind: One of `NEEDLES`; with sentences one of the first three.
+        length: Maximum tokens; the haystack fills them, leaving less than one of its pieces.
+        depth: Depth of the first statement that the answer needs, 0 to 1.
+        seed: Seed of every random choice.
+        number: Number of the prompt among those with the same kind, length and depth.
+
+    Raises:
+        SinkscopeError: The length is too small for the required statements.
+    """
+    name = f"{kind} {length} {depth:g} {number}"
+    rng = random.Random(f"{'recall' if facts else 'facts'} {name} {seed}")
+    parts = _facts(kind, rng) if facts else _sentences(rng)
+
+    @cache
+    def size(text: str) -> int:
+        return len(tokenizer(f" {text}", add_special_tokens=False)["input_ids"])
+
+    few: list[str] = []
+    if kind == "multi-key":
+        few = list(islice(parts.others, _OTHERS))
+    room = length - 1 - sum(map(size, [parts.head, parts.tail, *parts.needles, *few]))
+    if room < 0:
+        raise SinkscopeError(f"length {length}: {kind} needs {length - room} tokens at least; give longer prompts")
+    hay: list[str] = []
+    for piece in chain(parts.others if kind in CROWDED else (), parts.filler):
+        room -= size(piece)
+        if room < 0:
+            break
+        hay.append(piece)
+    if kind in CROWDED:
+        rng.shuffle(hay)  # statements may be fewer than there is room for
+    for other in few:
+        hay.insert(rng.randint(0, len(hay)), other)
+    count, steps = len(hay), len(parts.needles)
+    for step in reversed(range(steps)):
+        hay.insert(round(count * (depth + (1 - depth) * step / steps)), parts.needles[step])
+    text = " ".join([parts.head, *hay, parts.tail]).lstrip()
+    turn = Turn(text, (parts.answer,), metric="contains")
+    return Prompt(name, (turn,), "needle", kind, {"length": length, "depth": depth})
+
+
+def _facts(kind: str, rng: random.Random) -> Haystack:
+    keys = rng.sample(KEYS, len(KEYS))
+    asked, other = keys.pop(), keys.pop()
+
+    def words(number: int) -> str:
+        return " ".join(rng.choice(FILLER) for _ in range(number))
+
+    def fact(key: str, values: Sequence[str], link: str) -> str:
+        return " ".join([FACT, key, *values, link, words(GAP)])
+
+    def others() -> Iterator[str]:
+        for key in keys:
+            yield fact(key, rng.sample(VALUES, 2), rng.choice([*KEYS, END]))
+
+    right = rng.sample(VALUES, 2)
+    needles = [fact(asked, right, END)]
+    if kind in LINKED:
+        needles = [fact(other, right, END), fact(asked, rng.sample(VALUES, 2), other)]
+    tail = " ".join([ASK, asked, *QUESTION_END, ANSWER])
+    head = f"{TURNS[0]} {words(GAP)}"
+    return Haystack(head, needles, others(), iter(lambda: words(1), ""), tail, " ".join(right))
+
+
+def _sentences(rng: random.Random) -> Haystack:
+    things = [f"{rng.choice(_COLOURS)} {thing}" for thing in rng.sample(_THINGS, len(_THINGS))]
+    places = rng.sample(_PLACES, len(_PLACES))
+    facts = [f"The {thing} was in the {place}." for thing, place in zip(things, places, strict=False)]
+    # The prompt does not end in "was in the", so that decoding finds the place.
+    tail = f"\nWhere was the {things[0]}? The {things[0]}"
+    return Haystack("", facts[:1], iter(facts[1:]), cycle([_NOISE]), tail, places[0])
