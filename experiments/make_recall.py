@@ -20,10 +20,23 @@ import torch
 from torch import Tensor
 
 from experiments.script import run
-from sinkscope.bench.tasks import recall as words
-from sinkscope.bench.tasks.vocabulary import ANSWER, ASK, BOS, END, FACT, FILLER, KEYS, TURNS, UNKNOWN, VALUES
+from sinkscope.bench.tasks.vocabulary import (
+    ANSWER,
+    ASK,
+    BOS,
+    END,
+    FACT,
+    FILLER,
+    KEYS,
+    PAD,
+    SPECIAL,
+    TURNS,
+    UNK,
+    UNKNOWN,
+    VALUES,
+)
 
-VOCABULARY = (*words.SPECIAL, *TURNS, *KEYS, *VALUES, *FILLER)
+VOCABULARY = (*SPECIAL, *TURNS, *KEYS, *VALUES, *FILLER)
 ID = {word: i for i, word in enumerate(VOCABULARY)}
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, D, D_MLP = 3, 8, 2, 128, 384, 128
 HALF, GROUP = HEAD_DIM // 2, HEADS // KV_HEADS
@@ -139,7 +152,7 @@ def build(seed: int = 0, noise: float = 0.05, ordinary: float = 0.5) -> Any:
         tie_word_embeddings=False,
         bos_token_id=ID[BOS],
         eos_token_id=ID[END],
-        pad_token_id=ID[words.PAD],
+        pad_token_id=ID[PAD],
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -184,7 +197,7 @@ def _embed(e: Tensor, generator: torch.Generator) -> None:
         e[ID[word], [one("starts"), one("want_1")]] = 1.0
     for number, word in enumerate(TURNS):
         e[ID[word], [DIM["turn"][number], one("is_turn")]] = 1.0
-    for word in (*FILLER, words.UNK):
+    for word in (*FILLER, UNK):
         code = torch.randn(len(DIM["content"]), generator=generator)
         e[ID[word], DIM["content"]] = code / code.norm()
     flags = {
@@ -379,7 +392,7 @@ def tokenizer() -> Any:
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(WordLevel({word: i for word, i in ID.items()}, unk_token=words.UNK))
+    backend = Tokenizer(WordLevel({word: i for word, i in ID.items()}, unk_token=UNK))
     backend.pre_tokenizer = WhitespaceSplit()
     backend.post_processor = TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, ID[BOS])]
@@ -388,8 +401,8 @@ def tokenizer() -> Any:
         tokenizer_object=backend,
         bos_token=BOS,
         eos_token=END,
-        unk_token=words.UNK,
-        pad_token=words.PAD,
+        unk_token=UNK,
+        pad_token=PAD,
         padding_side="left",
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,

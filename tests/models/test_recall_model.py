@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import sinkscope as ss
 from experiments import make_recall
-from sinkscope.bench.tasks import recall as words
+from sinkscope.bench.tasks import vocabulary as words
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue
 
 FOLDER = Path(ss.__file__ or "").parent / "models/recall"

@@ -145,7 +145,7 @@ def test_a_process_that_is_killed_ends_the_others(tmp_path):
     """The process is killed before its first word with the other one."""
     program = tmp_path / "dies.py"
     program.write_text(
-        "import os, signal, sys\nfrom sinkscope.app.cli import main\nfrom sinkscope.models.weights import Shards\n"
+        "import os, signal, sys\nfrom sinkscope.app.cli import main\nfrom sinkscope.models.shards import Shards\n"
         "if os.environ['RANK'] == '1':\n    Shards.agree = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
