@@ -27,7 +27,8 @@ def _dispatches(draw: Draw) -> bool:
     family = FAMILIES[draw["family"]]
     scores = family.dispatches and draw["family"] not in INSIDE and not family.shares_keys
     columns = family.window is None or draw["cache"] in ("none", "gradients")
-    exact = draw["dtype"] == "float32" or not has_experts(draw)  # rounding chooses other experts
+    rounds = draw["dtype"] != "float32" or draw["mode"] == "autocast"
+    exact = family.experts is None or not rounds  # rounding chooses other experts
     return (
         scores
         and columns
