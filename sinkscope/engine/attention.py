@@ -153,7 +153,7 @@ class Attention:
         lacks_keys: Whether keys of earlier tokens are missing.
         is_whole: Whether the only query certainly sees every key, so that no mask is needed.
         compute: Replaces the model's own attention unless it returns None.
-        hides: Whether something beside the model hides keys.
+        hidden: What hides keys beside the model.
         is_repeated: Whether the module attends with the same queries and keys as just before, to other values
             (DiffLlama).
     """
@@ -178,8 +178,7 @@ class Attention:
     is_whole: bool = False
     compute: Callable[[Attention], AttentionOutput | None] | None = None
     is_repeated: bool = False
-    hides: bool = False
-    _hidden: list[Hidden] = field(default_factory=list)
+    hidden: list[Hidden] = field(default_factory=list)
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
     @cached_property
@@ -195,17 +194,17 @@ class Attention:
         if self.slots is not None:
             columns = self.slots
         query = range(self.first_query, self.first_query + self.queries)
-        return Visible(self.source, query, columns, batch, self.key.device, tuple(self._hidden))
+        return Visible(self.source, query, columns, batch, self.key.device, tuple(self.hidden))
 
     @property
     def is_edited(self) -> bool:
         """Whether the model's own mask does not say what is seen: keys are missing, or more are hidden."""
-        return self.hides or (self.slots_of is not None and not self.is_whole)
+        return bool(self.hidden) or (self.slots_of is not None and not self.is_whole)
 
     def hide(self, hidden: Hidden) -> None:
         """Hide cells from now on, beside what the model hides."""
-        self._hidden.append(hidden)
-        self.hides, self.is_whole = True, False
+        self.hidden.append(hidden)
+        self.is_whole = False
 
     def probs_function(self) -> Callable[[Tensor, Tensor, Tensor | None], Rows]:
         """Return `attention_probs` of any queries and keys of this layer under a mask, which does not hold these."""

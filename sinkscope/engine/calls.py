@@ -24,7 +24,7 @@ from torch import nn
 from sinkscope.engine.actor import Actor, TakeBack
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.internals import in_backward, is_checkpointing
-from sinkscope.engine.owners import Hold, acts
+from sinkscope.engine.owners import Hold, acts, tell_waiting
 from sinkscope.engine.rows import RowState, put_rows
 from sinkscope.engine.step import Step, begin_step, cache_in, tokens_in
 from sinkscope.engine.stock import NAME, attention_name, stock_of
@@ -222,7 +222,7 @@ class BlockCalls:
         step = begin_step(self.number, next(self._steps), given, cache)
         self._live[step.number] = threading.current_thread()
         if not self._is_open:  # it was closed in the meantime
-            self._live.pop(step.number, None)
+            self._note_end(step)
             return None
         here.step, here.ended = step, None
         if step.jumps is not None:
@@ -279,12 +279,9 @@ class BlockCalls:
             here.reading = None
         if handler is not None:
             here.handler = None
-            if HANDLERS.get() == (handler,):
-                HANDLERS.set(())
-            else:
-                handler.__exit__()
+            handler.__exit__()
             if not handler.was_reached:
-                self._live.pop(step.number, None)
+                self._note_end(step)
                 raise self._attention_elsewhere()
         self.passes += 1
         if step.past == 0:
@@ -301,7 +298,7 @@ class BlockCalls:
         if step is None:
             return
         if output is None:
-            self._live.pop(step.number, None)
+            self._note_end(step)
             return
         logits = getattr(output, "logits", None)
         if logits is None and isinstance(output, tuple):
@@ -312,7 +309,7 @@ class BlockCalls:
 
     def _finish(self, step: Step) -> None:
         """Let every actor act after a call, and hand what one takes back to the writer."""
-        self._live.pop(step.number, None)
+        self._note_end(step)
         for after in self._after:
             back = after(step)
             if back is not None and self.here.writer is not None:
@@ -330,7 +327,13 @@ class BlockCalls:
             handler.__exit__()
         for call in (step, ended):
             if call is not None:
-                self._live.pop(call.number, None)
+                self._note_end(call)
+
+    def _note_end(self, step: Step) -> None:
+        """Note that a call has ended, for which somebody who leaves the block may be waiting."""
+        self._live.pop(step.number, None)
+        if not self._is_open:
+            tell_waiting()
 
     def _attention_elsewhere(self) -> UnsupportedError:
         """The error for a call whose attention did not come by the tap, because it was set after entering a run."""

@@ -46,7 +46,6 @@ _HOLDS: WeakKeyDictionary[nn.Module, list[Hold]] = WeakKeyDictionary()
 _CHANGED = threading.Condition()
 """Guards the holds, and tells those who wait that one has ended or that a call has."""
 _DEAD = 0.5  # seconds after which whoever waits looks whether the thread that holds the model still lives
-_LOOK = 0.005  # and whether the calls of other threads have ended, which tell nobody, because they are many
 
 
 @contextmanager
@@ -77,7 +76,7 @@ def held(decoder: nn.Module, hold: Hold, name: str, *, wait: bool = False) -> It
     finally:
         with _CHANGED:
             _HOLDS[decoder] = [other for other in _HOLDS[decoder] if other is not hold]
-            _CHANGED.notify_all()
+        tell_waiting()
 
 
 def holds_on(decoder: nn.Module) -> list[Hold]:
@@ -120,4 +119,10 @@ def wait_for_calls(threads: Mapping[int, threading.Thread]) -> None:
     me = threading.current_thread()
     with _CHANGED:
         while any(thread is not me and thread.is_alive() for thread in list(threads.values())):
-            _CHANGED.wait(_LOOK)
+            _CHANGED.wait(_DEAD)
+
+
+def tell_waiting() -> None:
+    """Let whoever waits look again."""
+    with _CHANGED:
+        _CHANGED.notify_all()

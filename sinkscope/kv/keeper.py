@@ -296,7 +296,7 @@ def place_keys(step: Step, attention: Attention) -> None:
     if isinstance(source, FunctionMask):
         sees_all = source.local is None and not source.by_vmap
     attention.slots_of = partial(_columns_of, step, kv)
-    attention.is_whole = attention.queries == 1 and kv.gapless and sees_all and not attention.hides
+    attention.is_whole = attention.queries == 1 and kv.gapless and sees_all and not attention.hidden
 
 
 def _columns_of(step: Step, kv: CacheLayer) -> Int[Tensor, "batch _ slot"]:
