@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from organisms.hard import attentions
 from raw_kit import blocks, part, zeroed
@@ -55,10 +56,10 @@ def received(attention: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def check_heads(model, ids: Tensor, heads: Sequence[Sequence[float | None]]) -> None:
+def check_heads(model, ids: Tensor, heads: np.ndarray) -> None:
     """What a result says of each head's attention to the first token is so, where no window hides that."""
     own = attentions(model, ids).float()  # layer text head query key
-    given = torch.tensor([[torch.nan if one is None else one for one in row] for row in heads])
+    given = torch.tensor(heads).float()
     given = given[given.isfinite().any(1)]  # layers without attention are not in the model's own list
     full = own[:, :, :, -1, 0].flatten(1).min(1).values > 0
     torch.testing.assert_close(given[full], own[:, :, :, 1:, 0].mean((1, 3))[full], atol=1e-3, rtol=1e-3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.records import (
@@ -102,7 +104,7 @@ def spike(place: PlaceWords, ratio: float, like: int | None = None) -> SpikeResu
 
 def sample_find_sinks(**changes) -> FindSinks:
     """Six layers, and a sink at the first token."""
-    heads = (*((0.1, 0.9) * 4 for _ in range(5)), (None,) * 8)
+    heads = np.array([*((0.1, 0.9) * 4 for _ in range(5)), (np.nan,) * 8])
     made = FindSinks(
         model=ModelInfo("tiny", "llama", 6, 64, 512, "abc"),
         settings={"seed": 0, "text": None},

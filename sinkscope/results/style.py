@@ -22,6 +22,26 @@ WIDTH_OF_FRAME = 900
 """Pixels that a notebook gives a figure."""
 LINE_OF_TITLE = 18
 """Pixels."""
+COLUMN, LETTERS = 480, 15
+"""Pixels of a picture of one panel, and of its letters: 7 points where a column is 3.25 inches wide."""
+SCALE = 2  # pixels of a picture for each of a page
+
+
+class Figure(go.Figure):
+    """A figure whose pictures have the width at which it looks best, so that no title is cut."""
+
+    def to_image(self, *args: Any, **options: Any) -> bytes:
+        """Return a picture, as plotly does; its width, height and scale are those of the figure if none are given."""
+        return super().to_image(*args, **self._sized(options))
+
+    def write_image(self, *args: Any, **options: Any) -> None:
+        """Write a picture, as plotly does; its width, height and scale are those of the figure if none are given."""
+        super().write_image(*args, **self._sized(options))
+
+    def _sized(self, options: dict[str, Any]) -> dict[str, Any]:
+        layout: Any = self.layout
+        width = (layout.meta or {}).get("width", WIDTH_OF_FRAME)
+        return {"width": width, "height": layout.height, "scale": SCALE, **options}
 
 
 def panels(titles: Sequence[str], *, columns: int | None = None, spacing: float = 0.09) -> Any:
@@ -38,7 +58,7 @@ def panels(titles: Sequence[str], *, columns: int | None = None, spacing: float 
     return make_subplots(rows, columns, subplot_titles=list(titles), **spaces)
 
 
-def panel_of(figure: Any, name: str) -> go.Figure:
+def panel_of(figure: Any, name: str) -> Figure:
     """Return one panel of a figure, large, with its traces, marks and axes.
 
     Args:
@@ -64,8 +84,8 @@ def panel_of(figure: Any, name: str) -> go.Figure:
     return _alone(figure, found[0], *titles[found[0]])
 
 
-def _alone(figure: Any, title: str, x: str, y: str) -> go.Figure:
-    """A figure of what lies on two axes of another one."""
+def _alone(figure: Any, title: str, x: str, y: str) -> Figure:
+    """A figure of what lies on two axes of another one, as wide as a column, in which its letters have 7 points."""
     data = [trace for trace in figure.data if (trace.xaxis or "x", trace.yaxis or "y") == (x, y)]
     layout: dict[str, Any] = figure.layout.to_plotly_json()
     kept = {name: value for name, value in layout.items() if not re.fullmatch(r"[xy]axis\d*", name)}
@@ -76,9 +96,16 @@ def _alone(figure: Any, title: str, x: str, y: str) -> go.Figure:
         for one in marks:
             one |= {"xref": one["xref"].replace(x, "x"), "yref": one["yref"].replace(y, "y")}
         kept[name] = marks
-    kept["title"] = {**layout.get("title", {}), "text": html.escape(title)}
-    alone: Any = go.Figure(layout={**kept, "height": 480})
-    return alone.add_traces([one.update(xaxis="x", yaxis="y") for one in data])
+    lines = textwrap.wrap(re.sub("<[^>]+>", " ", title), int(COLUMN / 8.5))
+    kept["title"] = {**layout.get("title", {}), "text": "<br>".join(lines), "font": {"size": LETTERS}}
+    alone: Any = Figure(layout={**kept, "height": 360, "meta": {"width": COLUMN}, "font": {"size": LETTERS}})
+    alone.update_layout(margin={"l": 70, "r": 15, "t": 30 + 20 * len(lines), "b": 60})
+    alone.add_traces([one.update(xaxis="x", yaxis="y") for one in data])
+    named = [one.name for one in data if one.name and one.showlegend is not False]
+    if len(named) > 1:  # a legend below the axis title takes a line for two names
+        rows = -(-len(named) // 2)
+        alone.update_layout(height=380 + 22 * rows, margin_b=80 + 22 * rows, legend={"y": -0.24, "font": {"size": 13}})
+    return alone
 
 
 def figure_of(
@@ -91,7 +118,7 @@ def figure_of(
     legend: float = -0.27,
     bottom: int = 110,
     **more: Any,
-) -> go.Figure:
+) -> Figure:
     """Give a figure its title and the layout that all figures share.
 
     The title is the conclusion of the result, broken into lines. The figure is as wide as its frame.
@@ -123,4 +150,4 @@ def figure_of(
         legend={"orientation": "h", "y": legend, "x": 0.5, "xanchor": "center", "yanchor": "top"},
     )
     fig.for_each_annotation(lambda one: one.update(text=re.sub(r"^[a-z]+=", "", one.text)))  # of plotly's facets
-    return fig.update_layout(**more)
+    return Figure(fig.update_layout(**more))

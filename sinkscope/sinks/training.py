@@ -95,9 +95,8 @@ def read_sinks(setup: Setup) -> dict[str, float]:
         setup: The model and its text.
 
     Returns:
-        `sink_rate`: share of the heads that give position 0 more than 0.3 of their attention (Gu et al. 2024), mean
-            over
-        the texts of the survey; left out if no layer attends.
+        `sink_rate`, `norm_ratio`, `norm_layer` and `norm_position`: as `sink_metrics` has them, over the texts of the
+            survey.
         `spike_ratio`: norm at the place of the largest spike over the typical one, after the layer where it is largest;
         if no norm stands out, the largest departure of first tokens.
         `spike_dim`: the residual dimension that carries most of the spike; left out if no norm stands out.
@@ -107,9 +106,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
     """
     survey = survey_of(setup, setup.bos)
     spikes = find_spikes(survey, setup.tokenizer)
-    numbers: dict[str, float] = {}
-    if survey.target.attending:
-        numbers["sink_rate"] = metrics_of([survey])["sink_rate"]
+    numbers = metrics_of([survey])
     if not spikes:
         numbers["spike_ratio"] = float(survey.ratios[:, :, 0].mean(1).max())
         return numbers

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.few_texts
 
 STEPS = 4
 SPIKE = ["spike_dim", "spike_layer", "spike_neuron"]
-ALWAYS = ["sink_rate", "spike_ratio"]
+ALWAYS = ["sink_rate", "norm_ratio", "norm_position", "spike_ratio"]
 
 
 class Recorder(TrainerCallback):
@@ -125,7 +125,9 @@ def by_hand(m, ids):
     rate = (attention(model, ids)[..., 0].mean(3) > 0.3).float().mean()
     norms = residuals(model, ids).norm(dim=-1)
     ratios = norms[:, :, 0].mean(1) / norms[:, :, 1:].flatten(1).median(1).values
-    return {"sink_rate": float(rate), "spike_ratio": float(ratios.max())}
+    largest = (norms / norms[:, :, 1:].flatten(1).median(1).values[:, None, None]).amax((0, 2)).mean()
+    numbers = {"sink_rate": float(rate), "spike_ratio": float(ratios.max())}
+    return numbers | {"norm_ratio": float(largest), "norm_position": 0}
 
 
 @pytest.mark.parametrize("family", ["llama", slow("gpt2")])

@@ -181,6 +181,10 @@ class Explorer(ModelSink):
             chance = f" (random control: {short(control[position])})"
         token = f"{position}, {tokens[position]!r}"
         name = f"{switch.name[:1].upper()}{switch.name[1:]}"
+        if short(before[position]) == short(after[position]):
+            return (
+                f"{name}: after layer {layer}, no norm changes: at token {token}, it stays {short(before[position])}."
+            )
         return (
             f"{name}: after layer {layer}, the norm changes most at token "
             f"{token}, from {short(before[position])} to {short(after[position])}{chance}."

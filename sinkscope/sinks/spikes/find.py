@@ -239,9 +239,8 @@ def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set
     setup.record(texts=len(report.ids), max_repeats=limit)
     # Step 6: readers
     first = at_position(report.ids, 0)
-    heads: list[tuple[float | None, ...]] = []
-    for layer, given in enumerate(report.received(first).mean(-1)):
-        heads.append(tuple(given.tolist()) if layer in target.attending else (None,) * target.n_heads)
+    heads = torch.full((target.n_layers, target.n_heads), torch.nan)
+    heads[target.attending] = report.received(first).mean(-1)[target.attending]
     readers = readers_of(report, "the first token", first)
     if results and results[0].heads and sinks.spikes[0].reported.survey is report:
         readers = readers_of(report, results[0].place.words, sinks.spikes[0].reported.place.mask)
@@ -251,7 +250,7 @@ def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set
         "attended": attended_places(sinks, setup.tokenizer),
         "learned_heads": int((report.learned.mean(-1) > READS).sum()),
         "largest": largest_norm(report, setup.tokenizer),
-        "heads": tuple(heads),
+        "heads": heads.numpy(),
         "bos": setup.finished("the other choice of BOS", partial(other_bos, setup), None),
         "sink_rate": rate_of(report),
         "typical_norm": tuple(report.typical_norm),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+from jaxtyping import Float
+
 from sinkscope.measure import Number, Result
 from sinkscope.results.cards import Card
 from sinkscope.results.notation import head_name, word_list
@@ -32,7 +35,7 @@ class FindSinks(Result):
         attended: Places without a spike that heads attend to.
         learned_heads: Heads that attend to their learned sink logit.
         largest: The largest norm over the typical one that was seen.
-        heads: Mean attention of each head to position 0; None in layers that do not attend.
+        heads: Mean attention of each head to position 0; NaN in layers that do not attend.
         bos: What the other choice of BOS gives. None: the tokenizer has no BOS token.
         sink_rate: The sink rate of position 0.
         typical_norm: Median norm of later positions after each layer.
@@ -43,7 +46,7 @@ class FindSinks(Result):
 
     kind = "find-sinks"  # read and drawn without the command, which stands in another module
     drawing: ClassVar[Any] = "sinkscope.sinks.spikes.figure:draw"
-    percent = ("share", "remaining")
+    percent = ("share", "margin", "remaining")
     tables_on_request = True
     columns = ("part", "role", "share", "remaining", "heads", "loss", "place", "layers")
     glossary: ClassVar = {
@@ -52,6 +55,7 @@ class FindSinks(Result):
         "lowers, backup (it writes only when others are gone), raises, another spike (it lowers that one more), "
         "nothing; or mark",
         "share": "what it adds along the spike's direction, as a share of the spike",
+        "margin": "half of the 95 % interval of the share over texts",
         "remaining": "share of the spike that remains without it alone",
         "heads": "heads in the spike's layers that still attend to the place without it alone",
         "loss": "rise of the loss without it alone, in nats a token",
@@ -64,7 +68,7 @@ class FindSinks(Result):
     attended: tuple[Attended, ...] = ()
     learned_heads: int = 0
     largest: Largest
-    heads: tuple[tuple[float | None, ...], ...]
+    heads: Float[np.ndarray, "layer head"]
     bos: OtherBos | None
     sink_rate: SinkRate
     typical_norm: tuple[float, ...]
@@ -138,6 +142,23 @@ class FindSinks(Result):
             rows += spike_rows(spike)
         return rows
 
+    def to_frame(self) -> Any:
+        """Return `rows` as a data frame: layer, neuron and expert whole numbers, and the interval of each share."""
+        import pandas as pd
+
+        frame = super().to_frame()
+        columns: dict[str, list[int | None]] = {"layer": [], "neuron": [], "expert": []}
+        for row in self.rows():
+            part = part_of(row["part"]) if " + " not in row["part"] and " and " not in row["part"] else None
+            for name, values in columns.items():
+                values.append(getattr(part, name, None))
+        for name, values in columns.items():
+            frame[name] = pd.array(values, dtype="Int64")
+        if len(frame):
+            shares, margins = (frame[name].astype(float) for name in ("share", "margin"))
+            frame["value"], frame["lower"], frame["upper"] = shares, shares - margins, shares + margins
+        return frame
+
     def numbers(self) -> list[Number]:
         """Return the heads, the spike's ratio, its neurons, and what is lost without them."""
         total = max(self.readers.total, 1)
@@ -146,7 +167,7 @@ class FindSinks(Result):
         names = list[str]()
         if self.readers.place == FIRST:  # `heads` are about position 0
             for layer, given in enumerate(self.heads):
-                names += [head_name(layer, head) for head, share in enumerate(given) if (share or 0.0) > READS]
+                names += [head_name(layer, head) for head, share in enumerate(given) if share > READS]
         share, label = self.readers.heads / total, "share of heads that attend to the sink"
         numbers = [Number("heads", label, share, margin=margin, share=True, samples=samples, items=tuple(names))]
         if self.spike is not None:
@@ -194,14 +215,15 @@ def spike_rows(spike: SpikeResult) -> Table:
         said = alone.get(one.address)
         if said is not None:
             outcomes = {"remaining": said.left, "heads": said.heads, "loss": said.loss}
-        rows.append({"part": str(one.address), "role": one.role, "share": one.share} | outcomes | where)
+        row = {"part": str(one.address), "role": one.role, "share": one.share, "margin": one.margin}
+        rows.append(row | outcomes | where)
     if spike.needed is not None and not spike.needed.neurons and spike.effect is not None:
         outcome, shares = spike.effect.at_place, {one.part: one.share for one in spike.writers}
         share = sum(shares.get(part, 0.0) for part in spike.needed.parts)
-        row = {"part": " + ".join(spike.needed.parts), "role": "needed", "share": share}
+        row = {"part": " + ".join(spike.needed.parts), "role": "needed", "share": share, "margin": None}
         rows.append(row | {"remaining": outcome.left, "heads": outcome.heads[1], "loss": outcome.loss} | where)
     for mark in spike.marks:
-        row = {"part": mark.part, "role": "mark", "share": None, "remaining": mark.left}
+        row = {"part": mark.part, "role": "mark", "share": None, "margin": None, "remaining": mark.left}
         rows.append(row | {"heads": mark.heads[1], "loss": None} | where)
     return rows
 
