@@ -25,6 +25,8 @@ MOST_NODES = 4  # marks, or writers, that a diagram names
 ANSWERS = ("Share of the spike at an ordinary position", "What later tokens lose")
 BEFORE, AFTER = "#56b4e9", "#d55e00"
 """Heads of the intact model, and heads after a removal; both are seen on a dark page."""
+LOW = 0.08  # of the highest bar, below which a number stands above its bar
+READ = {"intact": BEFORE, "without its needed set": AFTER, "without busiest others": GREY}
 TITLES = (
     "Norm of the residual stream after each layer",
     "What each layer writes of each spike",
@@ -197,23 +199,25 @@ def _name_neurons(fig: Any, spikes: list[SpikeResult]) -> None:
 
 def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
     """The heads that attend to a spike's place: intact, without what it needs, and without the busiest others."""
-    some = [spike for spike in spikes if spike.effect is not None and spike.controls is not None]
-    names, before, after, others = [run(*spike.layers) for spike in some], list[int](), list[int](), list[int | None]()
-    for spike in some:
-        if spike.effect is not None and spike.controls is not None:
-            control = spike.controls.busiest or spike.controls.random
-            before.append(spike.effect.at_place.heads[0])
-            after.append(spike.effect.at_place.heads[1])
-            others.append(None if control is None else control.heads[1])
-    bars = (
-        ("intact", BEFORE, before),
-        ("without its needed set", AFTER, after),
-        ("without busiest others", GREY, others),
-    )
-    for number, (name, colour, heads) in enumerate(bars):
+    names, bars = list[str](), dict[str, list[tuple[int, float | None] | None]]()
+    for spike in spikes:
+        if spike.effect is None or spike.controls is None:
+            continue
+        names.append(run(*spike.layers))
+        own, control = spike.effect.at_place, spike.controls.busiest or spike.controls.random
+        others = None if control is None else (control.heads[1], control.heads_margin[1])
+        counts = ((own.heads[0], own.heads_margin[0]), (own.heads[1], own.heads_margin[1]), others)
+        for name, count in zip(READ, counts, strict=True):
+            bars.setdefault(name, []).append(count)
+    highest = max((count[0] for counts in bars.values() for count in counts if count is not None), default=0)
+    for number, (name, counts) in enumerate(bars.items()):
+        heads = [None if count is None else count[0] for count in counts]
+        margins = [None if count is None or not count[1] else count[1] for count in counts]
+        inside = ["outside" if count is None or count[0] < LOW * highest else "inside" for count in counts]
         fig.add_bar(
-            x=names, y=heads, text=heads, textposition="outside", cliponaxis=False, name=name, marker_color=colour,
-            offset=0.27 * number - 0.4, width=0.26, row=2, col=2,
+            x=names, y=heads, text=heads, textposition=inside, insidetextanchor="start", textangle=0, cliponaxis=False,
+            name=name, marker_color=READ[name], error_y={"type": "data", "array": margins}, offset=0.27 * number - 0.4,
+            width=0.26, row=2, col=2,
         )  # fmt: skip
 
 

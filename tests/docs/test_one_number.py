@@ -1,0 +1,89 @@
+"""One quantity has one number on all pages, or the page says over which other texts it is.
+
+The numbers of SmolLM2 are those of `find-sinks` in figures/find_sinks_smollm2.json. Plain hooks read other texts, and
+the view reads one story: a sentence with their numbers says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from repository import FIGURES, ROOT
+
+from sinkscope.results.result import Result
+
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHER = re.compile(r"plain hooks|this story|other texts|without BOS", re.I)
+"""Words by which a sentence says that its number is over other texts."""
+FOUND = Result.load(FIGURES / "find_sinks_smollm2.json")
+FIRST, SECOND = FOUND.spikes[:2]
+RATIOS = {f"{FIRST.ratio:.0f}", f"{SECOND.ratio:.0f}"}
+AFTER = str(FIRST.effect.at_place.heads[1])
+ALONE = {str(one.heads) for one in FIRST.alone}
+HEADS = {
+    str(FOUND.readers.total): {str(FOUND.readers.heads)},
+    str(FIRST.heads): {AFTER, *ALONE, str(FIRST.controls.busiest.heads[1]), str(FIRST.controls.random.heads[1])},
+}
+"""Heads that read the first token, of all and of those behind the main spike, as the result has them."""
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """The sentences and cells of all pages, with the name of the page."""
+    for page in PAGES:
+        text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.S)
+        for block in re.split(r"\n\s*\n|\n(?=[|#])", text):
+            heading = block if block.startswith("|") else ""
+            for sentence in re.split(r"(?<=[.:;])\s+(?=[A-Z*`])|\|", block):
+                yield page.relative_to(ROOT).as_posix(), " ".join(sentence.split()) if not heading else sentence
+
+
+def heads_said(sentence: str) -> list[tuple[str, str]]:
+    """Numbers of heads with the whole, such as ("28", "151")."""
+    margin = r"(?: \(?± \d+\)?)?"
+    whole = "|".join(HEADS)
+    return re.findall(rf"\b(\d+){margin} of (?:its |the )?({whole})\b{margin} heads", sentence)
+
+
+def wrong_numbers(sentence: str, *, of_smollm: bool) -> list[str]:
+    """What a sentence says otherwise than the result, without naming other texts."""
+    if OTHER.search(sentence):
+        return []
+    wrong: list[str] = []
+    for heads, whole in heads_said(sentence):
+        if heads not in HEADS[whole]:
+            wrong.append(f"{heads} of {whole} heads")
+    for heads, readers in re.findall(r"(\d+) of the (\d+) heads that read the first token", sentence):
+        if readers not in (str(FOUND.readers.heads), str(FIRST.heads)):
+            wrong.append(f"{heads} of the {readers} heads")
+    if of_smollm:
+        for ratio in re.findall(r"(\d+) times (?:the typical|as long as a typical)", sentence):
+            if ratio not in RATIOS:
+                wrong.append(f"{ratio} times the typical norm")
+    return wrong
+
+
+def test_the_numbers_of_smollm2_are_those_of_its_result_on_every_page():
+    wrong: list[str] = []
+    read = 0
+    for page, sentence in sentences():
+        of_smollm = re.search(r"SmolLM2|L11\.N1229|layers 11 to 29", sentence) is not None and "Gemma" not in sentence
+        read += len(heads_said(sentence)) + len(re.findall(r"times the typical", sentence)) * of_smollm
+        wrong += [f"{page}: {said}: {sentence[:160]}" for said in wrong_numbers(sentence, of_smollm=of_smollm)]
+    assert wrong == []
+    assert read >= 6  # a page that words them anew is still read
+
+
+@pytest.mark.parametrize(
+    ("sentence", "said"),
+    [
+        ("In SmolLM2 the norm is 190 times the typical one.", "190 times the typical norm"),
+        ("Without L11.N1229 25 of its 151 heads attend there.", "25 of 151 heads"),
+        ("It is 159 of 270 heads.", "159 of 270 heads"),
+        ("![128 of the 211 heads that read the first token look elsewhere]", "128 of the 211 heads"),
+    ],
+)
+def test_another_number_is_found_unless_the_sentence_names_its_texts(sentence, said):
+    assert wrong_numbers(sentence, of_smollm=True) == [said]
+    assert wrong_numbers(f"By plain hooks: {sentence}", of_smollm=True) == []
