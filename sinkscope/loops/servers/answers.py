@@ -79,17 +79,23 @@ def asking(body: bytes) -> Work[Asked]:
         prompt = f"{prompt[:MOST_PROMPT]} {prompt[-MOST_PROMPT:]}"
     prompt_tokens = None
     wanted, options = data.get("stream_options"), data.get("options")
-    if isinstance(wanted, dict) and wanted.get("include_usage") is True:  # about: words count as tokens
-        prompt_tokens = 0
-        for leaf in _leaves(messages):
-            text = leaf if isinstance(leaf, str) else "0"
-            for place in range(0, len(text), MOST_PROMPT):
-                prompt_tokens += len(split(text[place : place + MOST_PROMPT]))
-                yield
+    if isinstance(wanted, dict) and wanted.get("include_usage") is True:
+        prompt_tokens = yield from _words_in(messages)
     limits = [place.get(name) for place in (data, options) if isinstance(place, dict) for name in LIMITS]
     limit = next((value for value in limits if type(value) is int and value > 0), None)
     model = data.get("model")
     return Asked(prompt, answers, model if isinstance(model, str) else "", limit, prompt_tokens)
+
+
+def _words_in(messages: Any) -> Work[int]:
+    """About how many tokens a prompt has: words count as tokens."""
+    count = 0
+    for leaf in _leaves(messages):
+        text = leaf if isinstance(leaf, str) else "0"
+        for place in range(0, len(text), MOST_PROMPT):
+            count += len(split(text[place : place + MOST_PROMPT]))
+            yield
+    return count
 
 
 def _leaves(value: Any) -> Iterator[str | int]:

@@ -277,23 +277,8 @@ class GoOnWatch(StreamWatch):
         floor = self._passed_end.get(channel, 0)
         if len(kept) < floor:
             kept = self.held_texts[channel].text[:floor]
-        passed: list[bytes] = []
-        begin = 0
-        if self._units:
-            first = next((unit for unit in self._units if unit.channel == channel), None)
-            if first is not None:
-                begin = first.end - len(_text_of(first.data, channel))
-        last: Unit | None = None
-        for unit in self._units:
-            if unit.channel == channel and unit.end > len(kept):
-                part = kept[begin:]
-                if part:
-                    passed.append(self._passed(unit, part))
-                last = unit
-                break
-            passed.append(self._passed(unit))
-            begin = unit.end if unit.channel == channel else begin
         dropped = sum(unit.channel == channel and unit.end > len(kept) for unit in self._units)
+        passed, last = self._up_to(kept, channel)
         self._units.clear()
         if closing and channel == TEXT and last is not None:
             passed.append(self._passed(Unit(b"", last.data, TEXT, 0), f"\n{closing}\n\n"))
@@ -310,6 +295,20 @@ class GoOnWatch(StreamWatch):
             is_chat=before.is_chat if before.first else _with_first(before, self._last).is_chat,
         )
         return b"".join(passed), written
+
+    def _up_to(self, kept: str, channel: str) -> tuple[list[bytes], Unit | None]:
+        """What is passed of the units that are held, up to the end of a text, and the unit in which that lies."""
+        passed: list[bytes] = []
+        first = next((unit for unit in self._units if unit.channel == channel), None)
+        begin = 0 if first is None else first.end - len(_text_of(first.data, channel))
+        for unit in self._units:
+            if unit.channel == channel:
+                if unit.end > len(kept):
+                    part = kept[begin:]
+                    return [*passed, self._passed(unit, part)] if part else passed, unit
+                begin = unit.end
+            passed.append(self._passed(unit))
+        return passed, None
 
 
 def summed(usage: dict[str, Any], before: int) -> dict[str, Any]:

@@ -135,12 +135,9 @@ class _Passing:
         from starlette.requests import ClientDisconnect
 
         path: bytes = request.scope["raw_path"]
-        if request.method not in METHODS:
-            return _problem(f"the method {visible(request.method):.20} is not passed on", 405)
-        if leaves_folder(path):
-            return _problem("a path with . or .. is not passed on", 400)
-        if not path.startswith(b"/") or b"#" in path:
-            return _problem("only a path that begins with / and has no # is passed on: write %23 for it", 400)
+        refused = _refused(request.method, path)
+        if refused is not None:
+            return refused
         try:
             content, rest = await _body(request)
             asked, is_whole = None, False
@@ -325,6 +322,17 @@ async def _joined(content: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[b
     yield content
     async for part in rest:
         yield part
+
+
+def _refused(method: str, path: bytes) -> Response | None:
+    """The answer to a request that is not passed on; None if it is."""
+    if method not in METHODS:
+        return _problem(f"the method {visible(method):.20} is not passed on", 405)
+    if leaves_folder(path):
+        return _problem("a path with . or .. is not passed on", 400)
+    if not path.startswith(b"/") or b"#" in path:
+        return _problem("only a path that begins with / and has no # is passed on: write %23 for it", 400)
+    return None
 
 
 def _problem(what: str, status: int) -> Response:

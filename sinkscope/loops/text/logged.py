@@ -251,18 +251,8 @@ def answers_in(value: Any, field: str = "", prompt: str = "") -> list[Answer]:
     Raises:
         ValueError: No field that is known holds one.
     """
-    answers: list[Answer] = []
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        messages = messages_in(value)
-        if messages is not None and field not in ("content", "parts"):
-            if all(one.role not in ("user", "system", "tool") for one in messages):
-                return _of_one_turn(value, messages, prompt)
-            return answers_of_chat(messages)
-        if field in ("content", "parts") or _are_parts(value):  # of one message
-            return [Answer(tuple(said_in({"content": value})), prompt)]
-        for one in value:
-            answers += answers_in(one, field, prompt)
-        return answers
+        return _answers_in_list(value, field, prompt)
     if isinstance(value, list) and field in SEPARATE:
         return [Answer(one, prompt) for one in value]
     if not isinstance(value, dict):
@@ -279,6 +269,21 @@ def answers_in(value: Any, field: str = "", prompt: str = "") -> list[Answer]:
     if fields.keys() & set(ANSWERS):
         return [Answer("", prompt)]
     return _answers_below(value, fields, prompt)
+
+
+def _answers_in_list(values: list[Any], field: str, prompt: str) -> list[Answer]:
+    """The answers in a list of records: a chat, the parts of one message, or answers."""
+    messages = messages_in(values)
+    if messages is not None and field not in ("content", "parts"):
+        if all(one.role not in ("user", "system", "tool") for one in messages):
+            return _of_one_turn(values, messages, prompt)
+        return answers_of_chat(messages)
+    if field in ("content", "parts") or _are_parts(values):  # of one message
+        return [Answer(tuple(said_in({"content": values})), prompt)]
+    answers: list[Answer] = []
+    for value in values:
+        answers += answers_in(value, field, prompt)
+    return answers
 
 
 def _fields_of(value: Mapping[str, Any]) -> dict[str, Any]:
