@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.app.view import command, page
-from sinkscope.app.view.explorer import Explorer
+from sinkscope.app.view.explorer import Explorer, ids_of
 from sinkscope.app.view.page import application
 from sinkscope.app.view.result import ViewedText
 from sinkscope.measure import Setup
@@ -43,7 +43,8 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     one = explorer(o, tmp_path)
     found = one.view(o.tokenizer.decode(ids[1:]))
     text = found.texts[0]
-    intact, zeroed, *heads, patched, control = text.variants
+    edited = [one for one in text.variants if not one.name.startswith("token ")]
+    intact, zeroed, *heads, patched, control = edited
     assert [one.name for one in heads] in (["marking heads replaced"], [])  # of GPT-2, no head marks
     assert found.layer >= o.truth.sink_layer and text.spikes == (0,)
     assert set(found.neurons) == {neuron_name(*site) for site in o.truth.neurons}
@@ -53,6 +54,28 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     before, after, random = (f"{float(f'{at_sink[number]:.4g}'):,g}" for number in (0, 1, 3))
     assert f"from {before} to {after} (random control: {random})" in zeroed.sentence
     assert control.name == found.control
+
+
+def test_a_token_that_is_isolated_sees_only_itself_and_one_with_the_first_id_is_another_text(bundled):
+    text = bundled.view("A class is a block. A block is a piece of text.").texts[0]
+    ids, length = ids_of(bundled.setup, "A class is a block. A block is a piece of text."), len(text.tokens)
+    intact, isolated, placed = text.variants[0], *text.variants[-2:]
+    at = length // 2
+    assert [one.name for one in (isolated, placed)] == [f"token {at} isolated", f"token {at} with the first id"]
+    model, mask = bundled.setup.target.hf, torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
+    mask[at, :at] = torch.finfo(torch.float32).min
+    with torch.no_grad():
+        states = model(torch.tensor([ids]), attention_mask=mask[None, None], output_hidden_states=True).hidden_states
+    layer = bundled.layer
+    assert isolated.norm[layer] == pytest.approx(states[layer + 1][0].norm(dim=-1).numpy(), rel=2e-3)
+    assert isolated.norm[layer, at] > 0.5 * intact.norm[layer, 0] > 3 * intact.norm[layer, at]
+    ids[at] = ids[0]
+    assert placed.norm[layer] == pytest.approx(norms(model, torch.tensor([ids]))[layer, 0].numpy(), rel=2e-3)
+    assert (
+        bundled.answer({"switch": "token 3 isolated"})["result"]["texts"][0]["variants"][0]["name"]
+        == "token 3 isolated"
+    )
+    assert "expected a token from 1" in bundled.answer({"switch": "token 700 isolated"})["error"]
 
 
 def test_the_next_tokens_are_those_of_the_models_own_logits(bundled):

@@ -327,15 +327,19 @@ def test_the_first_visit_begins_with_a_tour_that_presses_the_switches(view, open
     chrome.run("localStorage.clear()")
     opened(390)
     chrome.wait("document.querySelector('.tour')")
-    pressed = ["intact", "intact", view.texts[0].variants[1].name, view.texts[0].variants[-1].name, "intact"]
-    readers = []
+    names = [variant.name for variant in view.texts[0].variants]
+    pressed = ["intact", "intact", names[1], RANDOM_SWITCH, *names[-2:], "intact"]
+    readers, said = [], []
     for number, name in enumerate(pressed, 1):
-        chrome.wait(f"document.querySelector('.tour p')?.textContent.startsWith('{number} of 5')")
+        chrome.wait(f"document.querySelector('.tour p')?.textContent.startsWith('{number} of 7')")
         assert chrome.run("document.querySelector('.switches :checked').parentNode.textContent") == name
         readers.append(chrome.run("document.querySelectorAll('.head.strong').length"))
+        said += chrome.texts(".tour p")
         chrome.run("document.activeElement.click()")
     chrome.wait("!document.querySelector('.tour')")
     assert readers[0] == readers[3] == 20 and readers[2] < 10  # what the tour says of the squares
+    assert said[4].endswith("Seeing only itself makes a sink in this model.")
+    assert said[5].endswith("This token does not make a sink in this model.")
     opened(390)
     assert chrome.texts(".tour p") == []  # once
 
@@ -362,6 +366,12 @@ def test_the_live_page_in_a_browser(bundled, chrome, monkeypatch):
     said("Without L2.H0: ")  # the box takes a head, too
     chrome.click("#off-L2\\.H0")
     said(intact)
+    chrome.click("#token-5")
+    chrome.click("#isolate")
+    said(f"Token 5 isolated: after layer {bundled.layer}, the norm changes most at token 5")
+    chrome.click("#place")
+    said(f"Token 5 with the first id: after layer {bundled.layer}")
+    chrome.click("#variant-0")
     chrome.run("document.querySelector('#typed').value = 'a function of a module'")
     chrome.click("#read")
     typed = "[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))"

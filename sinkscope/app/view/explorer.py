@@ -24,7 +24,7 @@ from sinkscope.app.view.readings import (
     spikes_of,
 )
 from sinkscope.app.view.result import CircuitSpike, ModelView, NeuronPage, Packed, Variant, ViewedText, codes_of
-from sinkscope.app.view.switches import RANDOM_SWITCH, Switch, switch_named, switch_without, switches_of
+from sinkscope.app.view.switches import RANDOM_SWITCH, Switch, moved_names, switch_named, switch_without, switches_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import check_encodable
 from sinkscope.files.records import checked_value
@@ -99,11 +99,17 @@ class Explorer(ModelSink):
 
     def view(self, text: str | None = None) -> ModelView:
         """Return the model on a text, intact and under its switches: all that a page shows alone."""
-        return self.result(self.text if text is None else text, [None, *switches_of(self)])
+        text = self.text if text is None else text
+        return self.result(text, [None, *switches_of(self), *self.moved_in(text)])
+
+    def moved_in(self, text: str | None) -> list[Switch]:
+        """Return the switches of the token in the middle of a text."""
+        length = len(self.read(text).ids)
+        return [switch_named(self, name, length) for name in moved_names(self, length)]
 
     def result(self, text: str | None, shown: Sequence[Switch | None]) -> ModelView:
         """Return the view of a text under these switches, with all that is known of the sink; None is no switch."""
-        setup, switches = self.setup, switches_of(self)
+        setup, switches = self.setup, [*switches_of(self), *self.moved_in(text)]
         return ModelView(
             model=setup.info(),
             settings={"seed": setup.seed, "bos": setup.bos is not None},
@@ -130,7 +136,7 @@ class Explorer(ModelSink):
         for switch in switches:
             name, reading, sentence = "intact", intact, self.intact_sentence(intact, tokens)
             if switch is not None:
-                name, reading = switch.name, read_tokens(self, intact.ids, switch.edit)
+                name, reading = switch.name, read_tokens(self, switch.of(intact.ids), switch.edit)
                 sentence = self.change(switch, intact, reading, tokens)
             variant = Variant(
                 name=name,
@@ -154,8 +160,9 @@ class Explorer(ModelSink):
         edit = None if switch is None else switch.edit
         if edit is not None and any(neuron.layer in target.mixtures for neuron in neurons):
             return ()
+        own = ids if switch is None else switch.of(ids)
         with under(edit, target):
-            fired = activations(target, torch.tensor([ids]), neurons)
+            fired = activations(target, torch.tensor([own]), neurons)
         return tuple(map(tuple, _rounded(fired[:, 0].numpy()).tolist()))
 
     def intact_sentence(self, intact: TextReading, tokens: Sequence[str]) -> str:
@@ -203,7 +210,7 @@ class Explorer(ModelSink):
                 text = asked.text or self.text
                 switch: Switch | None = None
                 if asked.switch is not None:
-                    switch = switch_named(self, asked.switch)
+                    switch = switch_named(self, asked.switch, len(self.read(text).ids))
                 elif asked.off:
                     switch = switch_without(self, asked.off)
                 return self.result(text, [switch]).to_dict()

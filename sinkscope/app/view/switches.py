@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product, starmap
 from operator import or_
 
+import torch
+
 from sinkscope.app.view.readings import ModelSink
 from sinkscope.errors import SinkscopeError
-from sinkscope.hooks.edit import Ablate, SinkPatch
+from sinkscope.hooks.edit import Ablate, Knockout, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.hooks.edit.sites import head_of, site_of
 from sinkscope.models.draws import draws, some_of
@@ -19,6 +22,7 @@ from sinkscope.results.notation import word_list
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.sinks.spikes.controls import ordered_in, random_neurons
 
+FEWEST_TOKENS = 8  # of a text whose middle one can be switched
 RANDOM_SWITCH = "random neurons zeroed"
 """The switch that is the control of the sink neurons."""
 
@@ -30,14 +34,22 @@ class Switch:
     Attributes:
         name: What is edited.
         edit: The edit.
-        control: The same of random neurons or heads. None if there are too few heads.
+        control: The same of random neurons or heads. None if there are too few heads, or a token is changed.
         meaning: What the edit does, in a sentence.
+        first_at: The position that gets the id of the first token. None: no token changes.
     """
 
     name: str
-    edit: Intervention
+    edit: Intervention | None
     control: Intervention | None = None
     meaning: str = ""
+    first_at: int | None = None
+
+    def of(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a text under the switch."""
+        if self.first_at is None:
+            return ids
+        return [*ids[: self.first_at], ids[0], *ids[self.first_at + 1 :]]
 
 
 def switches_of(sink: ModelSink) -> list[Switch]:
@@ -75,8 +87,44 @@ def switch_off(
     return Switch(name, edit, _off(other_neurons, other_heads), meaning)
 
 
-def switch_named(sink: ModelSink, name: str) -> Switch:
+MOVED = re.compile(r"token (\d+) (isolated|with the first id)")
+"""Switches of one token of a text."""
+
+
+def moved_names(sink: ModelSink, length: int) -> list[str]:
+    """Return the switches of the token in the middle of a text, where it is known what makes the first one the sink."""
+    answered = sink.circuit.answered
+    if answered is None or answered.conditions is None or length < FEWEST_TOKENS:
+        return []
+    return [f"token {length // 2} isolated", f"token {length // 2} with the first id"]
+
+
+def moved(name: str, length: int) -> Switch | None:
+    """Return the switch of one token; None if the name is none of these.
+
+    Raises:
+        SinkscopeError: The text has no such token.
+    """
+    found = MOVED.fullmatch(name)
+    if found is None:
+        return None
+    at, isolated = int(found[1]), found[2] == "isolated"
+    if not 0 < at < length:
+        raise SinkscopeError(f"{name!r}, where the text has {length} tokens: expected a token from 1 to {length - 1}")
+    if not isolated:
+        return Switch(name, None, meaning=f"Token {at} carries the id of the first token.", first_at=at)
+    unseen = torch.zeros(1, length, length, dtype=torch.bool)
+    unseen[:, at] = True
+    return Switch(name, Knockout(unseen), meaning=f"Token {at} sees only itself in every layer, as the first one does.")
+
+
+def switch_named(sink: ModelSink, name: str, length: int) -> Switch:
     """Return the switch of this name.
+
+    Args:
+        sink: The model and its sink.
+        name: The name.
+        length: Number of tokens of the text.
 
     Raises:
         SinkscopeError: There is no such switch.
@@ -84,6 +132,9 @@ def switch_named(sink: ModelSink, name: str) -> Switch:
     for switch in switches_of(sink):
         if switch.name == name:
             return switch
+    of_token = moved(name, length)
+    if of_token is not None:
+        return of_token
     raise SinkscopeError(f"{name!r} is no switch of this model: expected one that the page shows")
 
 

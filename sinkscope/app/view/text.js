@@ -6,7 +6,20 @@ class Strips {
     this.view = view;
     this.strips = element("div", { class: "strips", id: "strip" });
     this.readout = element("p", { class: "soft readout", id: "readout" });
-    this.element = element("div", {}, this.strips, this.readout);
+    this.moves = element("div", { class: "row", id: "moves" });
+    this.element = element("div", {}, this.strips, this.readout, this.moves);
+  }
+
+  /** What can be done to the chosen token, where Python answers. */
+  offer() {
+    const { view } = this;
+    const token = view.picked;
+    this.moves.replaceChildren();
+    if (!view.ask || !token || !view.data.switches.some((name) => name.startsWith("token "))) return;
+    for (const [words, what] of [["Isolate", "isolated"], ["Give the first token's id to", "with the first id"]]) {
+      const id = what === "isolated" ? "isolate" : "place";
+      this.moves.append(element("button", { type: "button", class: "tool", id, onclick: () => view.move(`token ${token} ${what}`) }, `${words} token ${token}`));
+    }
   }
 
   draw() {
@@ -18,6 +31,7 @@ class Strips {
     }
     sides.forEach((side, place) => this.colour(side, place));
     this.tell(0, this.view.picked);
+    this.offer();
   }
 
   strip({ text }, place) {

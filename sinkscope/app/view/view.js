@@ -17,6 +17,7 @@ class View {
     this.head = null;
     this.neuron = null;
     this.off = new Set();
+    this.moved = null;
     this.typed = [];
     this.draft = "";
     this.turn = Promise.resolve();
@@ -35,6 +36,7 @@ class View {
     this.head = headOf(link.get("head"));
     this.variant = link.get("model") || "intact";
     if (this.ask && this.variant.startsWith("without ")) this.off = new Set(this.variant.slice(8).split(", "));
+    if (this.ask && this.variant.startsWith("token ")) this.moved = this.variant;
     if (this.ask) for (const typed of link.getAll("typed")) await this.take(typed);
   }
 
@@ -97,7 +99,8 @@ class View {
   /** What the model can be: intact, edited by a switch, or without what is switched off. */
   get variants() {
     const own = this.off.size ? [this.ownName] : [];
-    return ["intact", ...this.data.switches, ...own];
+    const moved = this.moved && !this.data.switches.includes(this.moved) ? [this.moved] : [];
+    return ["intact", ...this.data.switches, ...moved, ...own];
   }
 
   get ownName() {
@@ -237,6 +240,14 @@ class View {
     if (!words[0] || !words[1]) return "next tokens were not measured";
     const change = words[0] === words[1] ? `the likeliest next token stays ${words[0]}` : `the likeliest next token changes from ${words[0]} to ${words[1]}`;
     return words[2] ? `${change} (${control.name}: ${words[2]})` : change;
+  }
+
+  /** Isolate a token, or give it the first token's id, as the switch of this name does. */
+  async move(name) {
+    const before = this.moved;
+    this.moved = name;
+    if (!(await this.choose(name))) this.moved = before;
+    this.build();
   }
 
   switches() {
