@@ -15,10 +15,11 @@ from kv_kit import shallow_of as model_of
 from kv_reference import REFERENCES, check_run
 from organisms.decoders import decoder
 from refusals import refused
+from transformers import DynamicCache
 
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.hooks.edit.base import Intervention
-from sinkscope.kv import H2O, AdaKV, PerLayer, SnapKV, make_policy, policies
+from sinkscope.kv import H2O, AdaKV, PerLayer, SnapKV, StreamingLLM, make_policy, policies
 
 FAMILIES = ("llama", "mistral", "gpt2", "gemma2", "qwen3", "gpt_oss", "opt", "gemma3_text", "gpt_neox")
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
@@ -126,6 +127,17 @@ def test_per_layer_keeps_in_each_layer_what_its_budget_says(policy):
     alike, alone = run(PerLayer(policy, [0.4, 0.4])), run(replace(policy, budget=0.4))
     assert torch.equal(alike[0], alone[0])
     _, kept = run(PerLayer(policy, [12, 0.4]))
-    first = run(replace(policy, budget=12))[1][0][0]  # before anything that another layer kept is read
-    assert torch.equal(kept[0][0], first) and not torch.equal(kept[0][0], alone[1][0][0])
+    twelve = run(replace(policy, budget=12))[1]  # the first layer reads nothing that another one kept
+    assert all(torch.equal(now[0], right[0]) for now, right in zip(kept, twelve, strict=True))
+    assert not torch.equal(kept[0][0], alone[1][0][0])
     assert kept[0][1].sum(-1).float().mean(1).tolist() == alone[1][0][1].sum(-1).float().mean(1).tolist()
+
+
+def test_a_budget_that_is_a_fraction_is_one_of_all_that_each_turn_has_read():
+    model, cache, held = model_of("llama"), DynamicCache(), []
+    ids, _ = prompts([30], 4)
+    with torch.no_grad(), StreamingLLM(0.5, first=2).on(model):
+        for start, stop in ((0, 12), (12, 13), (13, 14), (14, 30), (30, 31)):
+            model(ids[:, start:stop], past_key_values=cache)
+            held.append(cache.layers[0].keys.shape[-2])
+    assert held == [12, 6 + 1, 6 + 1, 7 + 16, 15 + 1]
