@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from attack_kit import measured_spikes
 from covering import slow
 from organisms.blind import BLIND
 from raw_kit import blocks, part
 from test_spikes import bundled  # noqa: F401  (a fixture)
 
-from sinkscope.sinks.spikes.conditions import Layout, conditions_of, read_layout
+from sinkscope.models.hooks import on_hidden
+from sinkscope.opening.live import target_of
+from sinkscope.sinks.spikes.conditions import Layout, conditions_of, masked, read_layout
 from sinkscope.sinks.spikes.find import circuit, sinks_of
 
 pytestmark = pytest.mark.few_texts
@@ -89,3 +92,37 @@ def test_the_layers_are_the_fewest_first_ones_in_which_seeing_only_itself_suffic
     conditions = conditions_of([spike], 0)[0]
     assert conditions.layers is not None and conditions.layers < spike.peak + 1
     assert part(blocks(bundled.target.hf)[0], "self_attn")  # it attends in every layer
+
+
+@pytest.mark.parametrize("kind", ["sliding", "chunked", "learned"])
+def test_a_layout_that_changes_nothing_reads_what_the_model_reads(kind):
+    """A window or a chunk of a layer stays, although the mask of a whole text is given."""
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 120, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    if kind == "learned":
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=4, n_head=4, n_embd=64, vocab_size=120))
+    elif kind == "sliding":
+        types = ["sliding_attention", "full_attention"] * 2
+        config = transformers.Gemma3TextConfig(**sizes, sliding_window=6, layer_types=types)
+        model = transformers.Gemma3ForCausalLM(config)
+    else:
+        own = {"intermediate_size_mlp": 96, "attention_chunk_size": 8, "num_local_experts": 2}
+        model = transformers.Llama4ForCausalLM(
+            transformers.Llama4TextConfig(**sizes, **own, interleave_moe_layer_step=9)
+        )
+    model.eval()
+    target = target_of(model)
+    ids = torch.randint(3, 110, (3, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False, output_hidden_states=True).hidden_states[3]
+    layout, states = Layout.of(ids, torch.tensor([5, 17, 23])), []
+    with layout.hiding(target), target.hooks((target.layers[2], "post", on_hidden(states.append))):
+        target.forward(ids, last_layer=2, **masked(target, layout.positions))
+    torch.testing.assert_close(states[0].reshape(expected.shape), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_of_a_place_that_is_not_the_first_token_it_is_said_that_it_is_not_asked():
+    with pytest.warns(UserWarning, match="is asked of the first token, and this spike is at"):
+        _, _, found = measured_spikes(circuit, "two_delimiters", "llama")
+    assert found.answered is None and found.spikes[0].place.words != "the first token"

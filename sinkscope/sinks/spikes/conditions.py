@@ -15,8 +15,8 @@ A mask of the whole text is given, because position ids that jump are otherwise 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -34,6 +34,7 @@ from sinkscope.measure.setup import rows_at_once
 from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, on_hidden
 from sinkscope.models.target import Target
+from sinkscope.models.windows import ChunkWindow, layer_window
 from sinkscope.sinks.spikes.records import Cause, Cell, Conditions, Taken
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import given_later, to_place
@@ -104,14 +105,21 @@ class Layout:
         unseen = self.unseen[:, :length, :length]
         return replace(self, ids=self.ids[:, :length], positions=self.positions[:, :length], unseen=unseen)
 
-    def hiding(self, target: Target) -> AbstractContextManager[object]:
-        """Return a `with` block in which what is unseen is hidden."""
-        layers = target.attending
-        if self.layers is not None:
-            layers = [layer for layer in target.attending if layer in self.layers]
-        if not bool(self.unseen.any()) or not layers:
-            return nullcontext()
-        return under(Knockout(self.unseen, layers=layers), target)
+    @contextmanager
+    def hiding(self, target: Target) -> Iterator[None]:
+        """Context manager in which what is unseen is hidden, and what is outside the windows of layers.
+
+        A mask of the whole text, as `masked` gives it, is the mask of every layer, with a window or without.
+        """
+        with ExitStack() as stack:
+            layers = [layer for layer in target.attending if self.layers is None or layer in self.layers]
+            if bool(self.unseen.any()) and layers:
+                stack.enter_context(under(Knockout(self.unseen, layers=layers), target))
+            for window, of_window in windows_of(target).items():
+                outside = outside_window(window, self.ids.shape[1])
+                if bool(outside.any()):
+                    stack.enter_context(under(Knockout(outside[None], layers=of_window), target))
+            yield
 
     @property
     def place(self) -> Mask:
@@ -187,6 +195,25 @@ def _read(spikes: Sequence[Spike], layout: Layout, heads: bool) -> Seen:
     with layout.hiding(target), listening, target.hooks(*hooks):
         target.forward(layout.ids, last_layer=last, **masked(target, layout.positions))
     return Seen(share, given if heads else None)
+
+
+def windows_of(target: Target) -> dict[int, list[int]]:
+    """Return the layers that attend within each window or chunk."""
+    found: dict[int, list[int]] = {}
+    for layer in target.attending:
+        window = layer_window(target.config, layer)
+        if window is not None:
+            found.setdefault(window, []).append(layer)
+    return found
+
+
+def outside_window(window: int, length: int) -> Bool[Tensor, "query key"]:
+    """Mark the earlier keys that a query does not see in a layer with a window, or with chunks."""
+    at = torch.arange(length)
+    begin = at - window + 1
+    if isinstance(window, ChunkWindow):
+        begin = at // window * window
+    return at < begin[:, None]
 
 
 def masked(target: Target, positions: Int[Tensor, "row pos"]) -> dict[str, Any]:
@@ -283,7 +310,8 @@ def taken_away(spikes: Sequence[Spike], ids: TokenRows, others: Int[Tensor, " ro
     """Take each cause away at the place itself."""
     whole = Layout.of(ids, torch.zeros(len(ids), dtype=torch.long))
     layouts: dict[Cause, Layout] = {"token": whole.with_token(others), "sight": before_place(ids)}
-    if takes_positions(spikes[0].survey.target):
+    target = spikes[0].survey.target
+    if takes_positions(target) and ids.shape[1] + SHIFT <= (target.max_positions or ids.shape[1] + SHIFT):
         layouts["position"] = replace(whole, positions=whole.positions + SHIFT)
     return {cause: read_layout(spikes, layout, heads=True) for cause, layout in layouts.items()}
 

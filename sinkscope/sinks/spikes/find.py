@@ -183,6 +183,10 @@ def answers_of(sinks: Sinks, seed: int, parts: Set[str]) -> dict[int, Answers]:
     """Ask what makes the place of each spike of the first token, and what it is for, by the numbers of the spikes."""
     asked = [number for number, one in enumerate(sinks.spikes) if one.place.is_first and one.like is None]
     asked = [number for number in asked if sinks.spikes[number].reported.survey is sinks.report]
+    if sinks.spikes and not asked and parts & {"conditions", "purpose"}:
+        warn(
+            f"what makes the sink is asked of the first token, and this spike is at {sinks.spikes[0].place.label.words}"
+        )
     circuits = [sinks.spikes[number] for number in asked]
     spikes = [one.reported for one in circuits]
     conditions, purposes, constancies = list[Conditions](), list[Purpose](), list[Constancy | None]()
