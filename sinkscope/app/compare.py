@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from sinkscope.app.card import CARD, SinkCard
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.output import path_of
+from sinkscope.files.output import natural_key, path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, provenance
 from sinkscope.files.records import Whole
@@ -384,11 +383,6 @@ def result_of(
     if out is not None:
         note(f"{name}: {result.save(Path(out) / f'{name}.json')}")
     return result
-
-
-def natural_key(path: Path) -> str:
-    """Return the key that sorts step9 before step10."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(16), path.name)
 
 
 # --- drawing ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 from sinkscope.app.card import CARD, SinkCard
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.arguments import checks_arguments
-from sinkscope.files.output import check_output, path_of, paths_below, write_output
+from sinkscope.files.output import check_output, natural_key, path_of, paths_below, write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.files.store import RECORDS, SETTINGS, begun_by
@@ -214,7 +213,7 @@ def scan_table(folder: Path) -> ScanTable:
     """
     rows: Table = []
     made = UNKNOWN_PROVENANCE
-    for place in sorted(path_of(folder).glob("*/"), key=_natural):
+    for place in sorted(path_of(folder).glob("*/"), key=natural_key):
         row: dict[str, Any] = {**dict.fromkeys(ScanTable.glossary), "scan": place.name, "problem": NO_CARD}
         if (place / CARD).is_file():
             card = read_card(place)
@@ -229,8 +228,3 @@ def scan_table(folder: Path) -> ScanTable:
         raise SinkscopeError(f"{pathless(str(folder))} holds no scans: give the folder of their folders")
     model = replace(UNKNOWN_MODEL, name=count_of(len(rows), "model"))
     return ScanTable(model=model, settings={"folder": str(folder)}, provenance=made, scans=tuple(rows))
-
-
-def _natural(path: Path) -> str:
-    """Return the key that sorts step9 before step10."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(16), path.name)

@@ -175,6 +175,11 @@ def paths_below(folder: Path) -> list[Path]:
     return paths
 
 
+def natural_key(path: Path) -> str:
+    """Return the key that sorts step9 before step10."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(16), path.name)
+
+
 def read_bytes(path: PathName, remedy: str) -> bytes:
     """Return the content of a file, or of standard input for "-".
 
