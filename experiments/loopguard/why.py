@@ -59,7 +59,12 @@ def row_of(found: Why) -> Row:
         said = " and ".join(sorted(found.kept_by)) or UNDECIDED
     tried = {}
     for each in found.tried:
-        tried[each.without] = {"goes_on": each.goes_on, "control": each.control, "other_loop": each.other_loop}
+        tried[each.without] = {
+            "goes_on": each.goes_on,
+            "control": each.control,
+            "other_loop": each.other_loop,
+            "from_start": each.from_start,
+        }
     return {"found": said, "period": found.period, "added": found.added, "goes_on": found.goes_on, "tried": tried}
 
 

@@ -8,6 +8,8 @@
 5. Continuations: the model goes on greedily after each removal.
 6. The verdict: a cause is needed if without it at least half of the continuations that looped no longer do, and more
    than after the random removals.
+7. Which sink: if the sink is needed, the text is read again with the first token hidden from all others, so that
+   another may become the sink. If the loop goes on there, it needs a sink, but not this one.
 
 LoopGuard (Xu et al. 2026, section 3) blames the copies in the cache; other causes need another remedy.
 """
@@ -28,6 +30,7 @@ from transformers import DynamicCache
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Wording
 from sinkscope.generation.decode import decode
+from sinkscope.hooks.edit import Knockout
 from sinkscope.hooks.edit.base import under
 from sinkscope.kv import Full
 from sinkscope.kv.observe import RemoveTokens
@@ -65,6 +68,8 @@ class RemovalEffect:
         control: `goes_on` without as many random tokens before the loop, drawn anew at each cut. None: there is no
             control, or fewer tokens stand before the loop.
         ends: Whether at least half of the loops end, and more than under random changes.
+        from_start: `goes_on` if the first token is hidden from all others from the start of the text, so that another
+            may become the sink. None: it was not asked, or another intervention acts.
     """
 
     without: str
@@ -72,6 +77,7 @@ class RemovalEffect:
     other_loop: float
     control: float | None
     ends: bool
+    from_start: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +96,7 @@ class Why(Result):
         ids: The tokens, the prompt first.
     """
 
-    percent = ("goes_on", "other_loop", "control")
+    percent = ("goes_on", "other_loop", "control", "from_start")
     table_of = "tried"
 
     prompt_tokens: int
@@ -131,6 +137,10 @@ class Why(Result):
             causes = f"one of {causes}"
         taken = [by_name[name] for name in self.kept_by]
         others, follows = [tried for tried in taken if tried.other_loop], ""
+        (first, *more) = taken
+        if not more and self.needs_any_sink:
+            follows = f", but goes on in {percent(first.from_start or 0.0)} if it is hidden from the start"
+            others = []
         if others and len(taken) == 1:
             follows = f", but another follows in {percent(others[0].other_loop)}"
         elif others:  # each cause has a share of its own, as in the table
@@ -143,11 +153,26 @@ class Why(Result):
         template = "Remove {causes}, and this loop stops in {value} of {count} cases{follows} ({control})."
         return weakest.sentence(template, causes=causes, count=str(len(self.cuts)), follows=follows)
 
+    @property
+    def needs_any_sink(self) -> bool:
+        """Whether the loop needs a sink, but goes on where another token than the first may become it."""
+        shares = [tried.from_start for tried in self.tried if tried.from_start is not None]
+        return bool(shares) and min(shares) >= STANDS * self.goes_on
+
     def details(self) -> list[str]:
-        """Return how much ordinary text was put before the text."""
-        if not self.added:
-            return []
-        return [f"{count_of(self.added, 'token')} of ordinary text stand before the prompt here, for a control."]
+        """Return which sink the loop needs, and how much ordinary text was put before the text."""
+        lines: list[str] = []
+        for tried in self.tried:
+            if tried.from_start is not None:
+                which = "it needs a sink, not this one" if self.needs_any_sink else "no other token takes its place"
+                lines.append(
+                    "With the first token hidden from all others from the start, where another may become the sink, "
+                    f"the loop goes on in {self._of(tried.from_start)} cases: {which}."
+                )
+        if self.added:
+            ordinary = f"{count_of(self.added, 'token')} of ordinary text"
+            lines.append(f"{ordinary} stand before the prompt here, for a control.")
+        return lines
 
     def _of(self, share: float) -> str:
         return f"{round(share * len(self.cuts))} of {len(self.cuts)}"
@@ -273,6 +298,14 @@ class LoopedText:
                 written[removal].append(tokens)
         return written
 
+    def hidden_from_start(self, cuts: Sequence[int]) -> list[list[int]]:
+        """Return the tokens that the model writes after each cut if no token ever sees the first one but itself."""
+        written: list[list[int]] = []
+        for cut in cuts:
+            rows = torch.tensor([self.ids[:cut]])
+            written += decode(self.setup.target, rows, self.new_tokens, Knockout([0]))[0]
+        return written
+
     @torch.no_grad()
     def _read_up_to(self, end: int, cache: DynamicCache) -> None:
         """Let the model read the text to a position, into a cache of ours, which keeps all tokens in any layer."""
@@ -328,8 +361,9 @@ def why(
     """Take away, one after another, what may keep a loop going, and let the model continue.
 
     A loop needs a cause if at least half of the continuations no longer end in it without the cause, and more than if
-    as many random tokens before the loop are removed. Only if no cause is needed and the loop goes on after the first
-    and the last token alone, it lies in the weights.
+    as many random tokens before the loop are removed. A loop that needs the sink is tried again with the first token
+    hidden from the start, so that another may become the sink. Only if no cause is needed and the loop goes on after
+    the first and the last token alone, it lies in the weights.
 
     Args:
         prompt: Text to continue; from Python also ids. By default the beginning of the typical text.
@@ -360,6 +394,10 @@ def why(
     written = looped.continuations(positions)
     goes_on = looped.share_going_on(written[NO_REMOVAL, False])
     tried = [looped.effect_of(removed, written) for removed in (*CAUSES, CONTEXT)]
+    for number, each in enumerate(tried):
+        if each.ends and each.without == "sink" and setup.edit is None:
+            hidden = looped.share_going_on(looped.hidden_from_start(positions))
+            tried[number] = replace(each, from_start=hidden)
     kept_by = tuple(each.without for each in tried if each.ends and goes_on >= STANDS)
     if not kept_by and min(goes_on, tried[-1].goes_on) >= STANDS:
         kept_by = ("weights",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,9 @@ def test_why_explains_a_given_answer():
     options = {"tokenizer": made.tokenizer, "cuts": 3}
     given = why(made.model, made.turn, answer=made.cycle * 4, **options)
     assert given.kept_by == ("sink",) and len(given.ids) == given.prompt_tokens + 24
+    (sink,) = [tried for tried in given.tried if tried.from_start is not None]
+    assert sink.without == "sink" and sink.from_start == share_without_the_first(made.model, given, new=24)
+    assert len(given.details()) >= 1 and "hidden from all others from the start" in given.details()[0]
     # The model does not write this loop: nothing is concluded of what it does without a cause.
     other = why(made.model, made.turn, answer=[300, 301, 302, 303, 304, 305] * 6, **options)
     assert other.kept_by == () and other.conclusion().startswith("Undecided: the loop of period 6 goes on in 0 of 3")
@@ -141,6 +145,24 @@ def test_a_loop_goes_on_from_any_of_its_tokens():
     assert not LOOPED.goes_on([5, 7, 6] * 22) and not LOOPED.goes_on(CYCLE * 15), "another loop, and too short a text"
 
 
+def share_without_the_first(model: Any, found: Why, new: int) -> float:
+    """By a mask of the whole text that hides column 0 from all rows but its own, read anew for each token."""
+    assert found.period is not None
+    looped = LoopedText(SimpleNamespace(edit=None, seed=0), list(found.ids), 2, Tail(found.period, 40, 9.0))  # pyright: ignore
+    goes_on: list[bool] = []
+    for cut in found.cuts:
+        ids = list(found.ids[:cut])
+        for _ in range(new):
+            sees = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+            sees[1:, 0] = False
+            mask = torch.zeros(sees.shape).masked_fill(~sees, -torch.inf)[None, None]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]), attention_mask=mask, use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+        goes_on.append(looped.goes_on(ids[cut:]))
+    return sum(goes_on) / len(goes_on)
+
+
 def test_the_control_is_the_share_under_random_changes():
     loop, other = CYCLE * 22, [8] * 66
     written = {("nothing", False): [loop, loop], ("copies", False): [other, other], ("copies", True): [loop, other]}
@@ -162,3 +184,10 @@ def test_the_conclusion_says_what_the_table_says():
     ):
         said = replace(both, kept_by=kept_by).conclusion()
         assert words in said and len(said.split()) <= 30
+    for share, any_sink in ((1.0, True), (0.0, False)):
+        tried = (copies, replace(sink, from_start=share), context)
+        found = replace(both, tried=tried, kept_by=("sink",))
+        words = "but goes on in 100% if it is hidden from the start (random" if any_sink else "but another follows"
+        assert found.needs_any_sink == any_sink and words in found.conclusion()
+        assert ("it needs a sink, not this one" in found.details()[0]) == any_sink
+        assert len(found.conclusion().split()) <= 30
