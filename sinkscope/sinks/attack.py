@@ -121,7 +121,7 @@ class Attempt:
         patch: Whether the neurons that the spike needs are held at their neutral values.
         positions: Share of positions that reach half of the first token's projection, mean over sequences. The first
             position of all does not count, because any token there is a first token.
-        margin: Two standard errors over sequences. None: fewer than three sequences.
+        margin: Half of the 95 % interval over sequences. None: fewer than three sequences.
     """
 
     source: str
@@ -148,7 +148,7 @@ class ClusterAttack(Result):
         "source": "cluster: different tokens of one cluster; random: different tokens of all",
         "patch": "whether the neurons that the spike needs are patched",
         "positions": "share of positions that reach half of the first token's projection",
-        "margin": "two standard errors over sequences",
+        "margin": "half of the 95 % interval over sequences",
     }
     percent = ("positions", "margin")
 
@@ -329,7 +329,7 @@ def run_attempts(setup: Setup, chosen: SpikeCircuit, rows: Mapping[str, TokenRow
             with under(patch, target):
                 (along,) = along_spikes(target, [chosen.spike], ids)
             shares = (along[:, 1:] >= HALF).float().mean(1)
-            margin = margin_of(shares.numpy())
+            margin = margin_of(shares.numpy(), SCORES)
             attempts.append(Attempt(source, patch is not None, float(shares.mean()), margin))
             setup.progress("attacks", len(attempts), len(rows) * len(patches))
     return tuple(attempts)

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Natural, Result, Setup, Whole, measurement
+from sinkscope.measure.margin import resampled_margin
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.style import BLUE, figure_of
@@ -23,12 +24,13 @@ from sinkscope.sinks.first_tokens import along_first, heads_up_to, share_of, spi
 from sinkscope.sinks.spikes.controls import random_heads
 from sinkscope.sinks.spikes.edited import Written, left_of, means_of
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
-from sinkscope.sinks.spikes.marks import Without, marking_heads
+from sinkscope.sinks.spikes.marks import Judge, Without, marking_heads
 from sinkscope.sinks.spikes.spike import Parts, Spike
-from sinkscope.sinks.thresholds import HALF, RAISED
+from sinkscope.sinks.thresholds import ENOUGH, HALF, RAISED
 from sinkscope.sinks.tokens import refuse_unused, sample_tokens, token_texts, tokens_of_text, vocabulary
 
 NAMED = 6  # heads that a sentence names
+SIZES = 16  # sets of the first heads from which the margin of their number is computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,10 @@ class MarkingHeads(Result):
         marking: The fewest heads found that take away nine tenths of what all heads take, as one set. None: without
             all heads, more than three quarters of the spike are left.
         every: All heads as one set. None: no token has the spike.
+        count_margin: Half of the 95 % interval of the number of these heads, by a bootstrap over tokens.
         random: The least that is left without as many random heads. None: there are too few.
+        alike: What is left without as many other heads of about equal attention to the first token of typical text.
+            None: there are too few.
     """
 
     percent = ("remaining",)
@@ -67,7 +72,16 @@ class MarkingHeads(Result):
     left: Float[np.ndarray, "token head"] | None = None
     marking: Without | None = None
     every: Without | None = None
+    count_margin: float | None = None
     random: float | None = None
+    alike: float | None = None
+
+    @property
+    def control(self) -> tuple[str, float] | None:
+        """The other heads without which least is left, in words, and how much. None: there are too few."""
+        beside = {"random heads": self.random, "others of equal attention": self.alike}
+        known = {name: left for name, left in beside.items() if left is not None}
+        return min(known.items(), key=lambda one: one[1]) if known else None
 
     def conclusion(self) -> str:
         """Say which heads mark, or that none does, with what is left without them."""
@@ -80,11 +94,16 @@ class MarkingHeads(Result):
         left, heads = share_of(self.marking.left, self.marking.margin), self.marking.heads
         names = word_list(heads)
         if len(heads) > NAMED:
-            names = f"{len(heads)} of {len(self.heads)} heads together"
+            within = "" if self.count_margin is None else f" (± {self.count_margin:.0f})"
+            names = f"{len(heads)} of {len(self.heads)} heads{within}"
+        remains = f"{left} of the spike of {self.spike} remains at {tokens}"
+        if self.control is None:
+            return f"Without {names}, {remains}; too few others are left to compare with."
+        control, beside = self.control
+        if beside <= self.marking.left + (self.marking.margin or 0.0):
+            return f"Without {names}, {remains}, but as little without others ({control}: {beside:.0%})."
         mark = "marks" if len(heads) == 1 else "mark"
-        chance = "too few others to compare" if self.random is None else f"random heads: {self.random:.0%}"
-        remains = f"{left} of the spike of {self.spike} remains at {tokens} ({chance})"
-        return f"{names} {mark} the first token: without them, {remains}."
+        return f"{names} {mark} the first token: without them, {remains} ({control}: {beside:.0%})."
 
     def details(self) -> list[str]:
         """Say how many tokens were tried, what is left without all heads, and which heads work against the spike.
@@ -100,6 +119,8 @@ class MarkingHeads(Result):
             return lines
         left = share_of(self.every.left, self.every.margin)
         lines.append(f"Without all {len(self.heads)} heads up to layer {self.heads[-1].layer}, {left} remains.")
+        if self.count_margin is not None:
+            lines.append(f"Over tokens the set has {len(self.marking.heads)} heads ± {self.count_margin:.0f}.")
         own = self.heads[int(self.left[0].argmin())]
         if self.left[0].min() < HALF and own not in self.marking.heads:
             without = f"without {own}, {share_of(float(self.left[0].min()), None)} of its spike remains"
@@ -196,6 +217,46 @@ def _with_heads(
     if marking is None:
         return found
     marks = tuple(head for head in found.heads if head in marking.heads)
+    found = replace(found, marking=replace(marking, heads=marks), count_margin=count_margin(every.heads, judge))
     sets = random_heads(marks, every.heads, seed)
-    random = float(judge(sets).mean(1).min()) if sets else None
-    return replace(found, marking=replace(marking, heads=marks), random=random)
+    if not sets:
+        return found
+    alike = alike_heads(marks, every.heads, spike.survey.received(spike.place.mask))
+    return replace(found, random=float(judge(sets).mean(1).min()), alike=float(judge([alike]).mean()))
+
+
+def count_margin(order: Sequence[Head], judge: Judge) -> float | None:
+    """Return the margin of the number of heads that mark, over tokens.
+
+    Args:
+        order: All heads, those that mark first.
+        judge: Tells what is left without sets of them.
+    """
+    sizes = np.unique(np.geomspace(1, len(order), min(SIZES, len(order))).round()).astype(int)
+    left = judge([tuple(order[:size]) for size in sizes.tolist()]).numpy()
+
+    def number(sample: Int[np.ndarray, "sample token"]) -> Float[np.ndarray, " sample"]:
+        counts = np.empty(len(sample))
+        for row, tokens in enumerate(sample):
+            gone = np.maximum.accumulate(1 - left[:, tokens].mean(1))
+            counts[row] = np.interp(ENOUGH * gone[-1], np.append(0.0, gone), np.append(0, sizes))
+        return counts
+
+    return resampled_margin(number, left.shape[1])
+
+
+def alike_heads(heads: Sequence[Head], among: Sequence[Head], attention: Float[Tensor, "layer head text"]) -> Parts:
+    """Return for each head another one, of those whose mean attention to a place is nearest, each once.
+
+    Args:
+        heads: The heads that are compared.
+        among: All heads, in an order that was measured.
+        attention: Attention of all heads to the place.
+    """
+    mean = attention.nanmean(2)
+    left, found = [head for head in among if head not in heads], list[Head]()
+    for head in heads:
+        own = float(mean[head.layer, head.head])
+        found.append(min(left, key=lambda other: abs(float(mean[other.layer, other.head]) - own)))
+        left.remove(found[-1])
+    return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from refusals import refused
 
 from sinkscope.results.parts import Head
 from sinkscope.sinks.first_tokens import along_first, heads_up_to, spike_of
-from sinkscope.sinks.marking_heads import MarkingHeads, heads
+from sinkscope.sinks.marking_heads import MarkingHeads, alike_heads, count_margin, heads
 from sinkscope.sinks.spikes.edited import left_of, means_of
 from sinkscope.sinks.spikes.find import find_sinks
-from sinkscope.sinks.spikes.marks import marking_heads
+from sinkscope.sinks.spikes.marks import Without, marking_heads
+from sinkscope.sinks.spikes.spike import Parts
 
 pytestmark = pytest.mark.few_texts
 
@@ -55,6 +57,7 @@ def check(o: Organism, found: MarkingHeads):
         assert marking & set(truth.group_heads[group]) or groups.count(group) <= 0.1 * len(groups) + 1
     assert found.every.left <= 0.01 and found.marking.left <= 0.1 + found.every.left
     assert found.random >= 0.3 + found.marking.left  # the worst of a dozen sets, which may hold heads of other groups
+    assert found.alike is not None and found.count_margin is not None
     assert {one.site for one in found.neurons} == set(truth.neurons)
     for group, left in zip(groups, found.left, strict=True):
         serving = tuple(head for head, value in zip(found.heads, left, strict=True) if value < 0.5)
@@ -142,6 +145,46 @@ def judged_by(left_without):
 def test_a_set_is_judged_as_one(left_without, marking):
     _, found = judged_by(left_without)
     assert (None if found is None else {head.head for head in found.heads}) == marking
+
+
+def test_the_margin_of_the_count_is_that_of_a_bootstrap_over_tokens():
+    """Half of the tokens need one head, the others four: the mean over a sample needs between one and four."""
+    order = [Head(0, number) for number in range(6)]
+
+    def judge(sets: Sequence[Parts], mixed: bool = True) -> torch.Tensor:
+        sizes = torch.tensor([float(len(some)) for some in sets])[:, None]
+        needs = torch.tensor([1.0, 4.0] * 6 if mixed else [2.0] * 12)
+        return 1 - (sizes / needs).clamp(max=1)
+
+    margin = count_margin(order, judge)
+    assert margin is not None and 0.2 < margin < 1.5
+    assert count_margin(order, lambda sets: judge(sets, mixed=False)) == 0
+    assert count_margin(order, lambda sets: judge(sets)[:, :2]) is None
+
+
+def test_a_control_of_heads_has_about_their_attention():
+    attention = torch.tensor([[0.9, 0.1, 0.5], [0.12, 0.88, 0.52]])[..., None].expand(2, 3, 4)
+    every = [Head(layer, head) for layer in range(2) for head in range(3)]
+    assert alike_heads(every[:2], every, attention) == (Head(1, 1), Head(1, 0))
+    assert alike_heads([Head(0, 0), Head(1, 1)], every, attention) == (Head(1, 2), Head(0, 2))
+
+
+def test_marks_are_named_only_beside_a_control_that_does_not_do_the_same():
+    marks = tuple(Head(0, number) for number in range(8))
+    found = MarkingHeads(
+        spike="layers 2-5", tokens=("a",) * 33, heads=marks * 2, every=Without(marks, 0.0, 0.0),
+        marking=Without(marks, 0.09, 0.07), count_margin=5.2, random=1.2, alike=0.97,
+    )  # fmt: skip
+    assert found.conclusion() == (
+        "8 of 16 heads (± 5) mark the first token: without them, 9% (± 7%) of the spike of layers 2-5 remains at 33 "
+        "tokens (others of equal attention: 97%)."
+    )
+    assert len(found.conclusion().split()) <= 30
+    few = replace(found, random=None, alike=None).conclusion()
+    assert "too few others are left to compare with" in few and "mark the first token:" not in few
+    beaten = replace(found, alike=0.12).conclusion()
+    assert beaten.endswith("but as little without others (others of equal attention: 12%).")
+    assert max(len(few.split()), len(beaten.split())) <= 30
 
 
 def test_a_spike_elsewhere_has_no_first_tokens():
