@@ -71,6 +71,13 @@ def test_a_scale_for_all_tokens_keeps_the_largest_value_so_far():
     assert (seen[1] == 0).float().mean() > 0.5
 
 
+def test_rounding_everything_is_no_edit_that_never_acted(recwarn):
+    o, ids = model_of("llama"), ids_of("llama")
+    with Quantize(kv=4).on(o.model), torch.no_grad():
+        o.model(ids)
+    assert not [one for one in recwarn if "never acted" in str(one.message)]
+
+
 def test_padding_and_other_rows_make_no_difference():
     o, ids = model_of("llama"), ids_of("llama")
     padded = torch.cat([torch.zeros(3, 4, dtype=torch.long), ids], 1)

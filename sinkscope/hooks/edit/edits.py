@@ -96,14 +96,18 @@ class PlacedEdit(Intervention):
         """Whether what it remembers changes with every token, so that a token may not be read and taken back."""
         return False
 
+    @property
+    def acts_at(self) -> Positions | None:
+        """The positions that are edited; None if all are."""
+        return getattr(self, "positions", None)
+
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on the modules beside which the values pass."""
         if self.remembers:
             run.check_generate(self._check_generation)
-        positions = getattr(self, "positions", None)
         reach = None
-        if positions is not None:
-            reach = run.reach(type(self).__name__, f"no token stood at positions={positions!r}")
+        if self.acts_at is not None:
+            reach = run.reach(type(self).__name__, f"no token stood at positions={self.acts_at!r}")
         for number, (point, of) in enumerate(self.hook_points(run.target)):
             run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of, reach)))
 
@@ -129,7 +133,7 @@ class PlacedEdit(Intervention):
                 f"{step.index.numel()}, whose positions are not known: leave its layer out of the edit"
             )
         if reach is not None and not reach.is_certain:
-            reach.note(chosen_positions(step.index, getattr(self, "positions", None)))
+            reach.note(chosen_positions(step.index, self.acts_at))
         # OPT and experts run batch and position together.
         old = tensor.reshape(*step.index.shape, tensor.shape[-1])
         memory = step.state.memory.setdefault(key, Memory())

@@ -98,6 +98,10 @@ class Quantize(PlacedEdit):
         """Whether every token may change the scale."""
         return self.scale == "tensor"
 
+    @property
+    def acts_at(self) -> None:
+        """None: all values are rounded, except at `positions`."""
+
     def hook_points(self, target: Target) -> list[tuple[HookPoint, _Rounded]]:
         """Return the inputs of linear modules, and the outputs of the projections of keys and values."""
         for layer in self.layers:
