@@ -43,6 +43,7 @@ QUICK = {  # arguments with which a measurement takes about a second
     "find_sinks": {"max_repeats": 64},
     "heads": {"n_tokens": 2},
     "lines": {"count": 2, "length": 48, "layers": [1]},
+    "lines_loss": {"count": 2, "length": 256, "alphas": [0.9]},
     "patch_eval": {"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16, "max_repeats": 8},
     "patch_make": {"max_repeats": 300, "pieces": 2, "length": 16},
     "precision": {"schemes": ["a8-tensor"], "pieces": 3, "length": 16},

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from sinkscope.results.cards import Card
 from sinkscope.results.notation import percent, word_list
+from sinkscope.sinks.spikes.answer_records import Cell, Taken
 from sinkscope.sinks.spikes.cards import heads_of, nats, run, share_left
-from sinkscope.sinks.spikes.records import Cause, Cell, ConstantName, SpikeResult, Taken
+from sinkscope.sinks.spikes.records import Cause, ConstantName, SpikeResult
 from sinkscope.sinks.thresholds import HALF
 
 CAUSES = {"token": "carries {token}", "sight": "sees only itself", "position": "has position id 0"}

@@ -13,7 +13,8 @@ from typing import Any
 from sinkscope.results.notation import word_list
 from sinkscope.results.result import Number
 from sinkscope.sinks.spikes import cards
-from sinkscope.sinks.spikes.records import Candidate, Conditions, Outcome, Purpose, SpikeResult
+from sinkscope.sinks.spikes.answer_records import Conditions, Purpose
+from sinkscope.sinks.spikes.records import Candidate, Outcome, SpikeResult
 
 ATTENTION, SPIKES = "Attention", "Spikes"
 COMES = 0.05

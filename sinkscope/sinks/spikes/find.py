@@ -27,6 +27,7 @@ from sinkscope.errors import UnsupportedError, warn
 from sinkscope.measure import Natural, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.text import beginning, resolve_bos
+from sinkscope.sinks.spikes.answer_records import Answers, Conditions, Constancy, Purpose
 from sinkscope.sinks.spikes.conditions import conditions_of
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.copies import copies_of
@@ -36,17 +37,13 @@ from sinkscope.sinks.spikes.needs import like_needs, needs_of
 from sinkscope.sinks.spikes.places import at_position, split_by_label
 from sinkscope.sinks.spikes.purpose import purposes_of
 from sinkscope.sinks.spikes.records import (
-    Answers,
     Attended,
-    Conditions,
-    Constancy,
     Copies,
     Largest,
     MarkLeft,
     OfKind,
     OtherBos,
     OtherSpike,
-    Purpose,
     Readers,
     SinkRate,
     SpikeResult,

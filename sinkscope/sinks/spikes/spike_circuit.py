@@ -7,19 +7,12 @@ from dataclasses import dataclass
 from sinkscope.hooks.edit.sink_patch import SinkPatch
 from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Neuron
+from sinkscope.sinks.spikes.answer_records import Answers
 from sinkscope.sinks.spikes.edited import SpikeTexts
 from sinkscope.sinks.spikes.effects import Measured, count_readers
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.places import Place, per_text
-from sinkscope.sinks.spikes.records import (
-    Answers,
-    Candidate,
-    Copies,
-    MarkLeft,
-    Needed,
-    NeuronShare,
-    SpikeResult,
-)
+from sinkscope.sinks.spikes.records import Candidate, Copies, MarkLeft, Needed, NeuronShare, SpikeResult
 from sinkscope.sinks.spikes.spike import Parts, Spike, over_typical
 from sinkscope.sinks.spikes.writers import components_of, shares_on
 
