@@ -230,7 +230,9 @@ def precision(
         kept.append(random_layers(setup, costliest_layer(other_divergence, scheme, target.n_layers)))
         alone += [one.name for one in kept if len(one.values) == 1]
         of_scheme = [keeping(divergence, name, cost, one) for one in kept if len(one.values) > 1]
-        exact += sorted(of_scheme, key=lambda one: not one.removed.stands)
+        standing = [one for one in of_scheme if one.removed.stands]
+        others = [one for one in of_scheme if not one.removed.stands]
+        exact += standing + sorted(others, key=lambda one: -one.removed.value)
     return Precision(
         costs={name: float(costs[name].mean()) for name in names},
         kept=tuple(exact),

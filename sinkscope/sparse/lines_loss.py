@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -195,7 +196,15 @@ def draw(result: LinesLoss) -> go.Figure:
         named = ["" if kind == "all" else kind for kind in kinds]
         bars = {"array": [_interval(result, 0, arm, kind) for kind in named], "thickness": 1}
         added = [result.row(0, arm, kind)["added"] for kind in named]
-        fig.add_bar(x=kinds, y=added, error_y=bars, marker={"color": color}, showlegend=False, row=1, col=2)
+        fig.add_bar(
+            x=list(map(html.escape, kinds)),
+            y=added,
+            error_y=bars,
+            marker={"color": color},
+            showlegend=False,
+            row=1,
+            col=2,
+        )
     fig.update_xaxes(title_text="share of the cells", tickformat=".0%", row=1, col=1)
     fig.update_yaxes(title_text="nats a token beyond full attention", row=1, col=1)
     return figure_of(fig, result, width=1000, height=520, legend=-0.2, bottom=110)

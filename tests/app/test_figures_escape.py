@@ -10,6 +10,7 @@ import pytest
 from repository import FIGURES
 from sample_results import sample_find_sinks
 
+from sinkscope.app.compare import compare
 from sinkscope.bench.methods import Method
 from sinkscope.bench.table import BenchGroup, BenchTable
 from sinkscope.files.kinds import kind_modules as kinds
@@ -48,6 +49,7 @@ def _by_hand() -> Iterator[Result]:
         BenchGroup("recall", sample.model.name, "recall", 0.0, Method(name), 4, 0.5, 0.2, 0.8, metrics={"read": 9.0})
         for name in ("full", "a:b")
     )
+    yield compare(sample, sample_find_sinks())
     yield BenchTable(model=sample.model, settings={}, provenance=sample.provenance, groups=groups)
 
 

@@ -32,7 +32,8 @@ def test_the_tables_of_the_pages_are_those_of_the_data():
 
 def test_every_command_of_the_command_line_is_in_the_table():
     shown = {name.partition(" --")[0] for name in table.COMMANDS}
-    assert {*COMMANDS} - shown == {"demo"}  # which is about the model in the package
+    # `demo` is about the model in the package, and `compare` has a page whose numbers come from a test of its own.
+    assert {*COMMANDS} - shown == {"demo", "compare"}
 
 
 def pip(monkeypatch, parts: dict[str, bytes], code: int = 0, said: str = "") -> None:

@@ -24,7 +24,7 @@ from sinkscope.loops.servers.answers import TOO_LONG, StreamWatch, asked_in, ask
 from sinkscope.loops.servers.proxy import application, in_turns
 
 BASE = 1 << 14
-WAIT = 0.05
+WAIT = 0.1
 """Seconds for which work on one answer may hold another client up."""
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from sinkscope.results.cards import Card
 from sinkscope.results.notation import percent, word_list
-from sinkscope.sinks.spikes.answer_records import Cell, Taken
+from sinkscope.sinks.spikes.answer_records import Cause, Cell, ConstantName, Taken
 from sinkscope.sinks.spikes.cards import heads_of, nats, run, share_left
-from sinkscope.sinks.spikes.records import Cause, ConstantName, SpikeResult
+from sinkscope.sinks.spikes.records import SpikeResult
 from sinkscope.sinks.thresholds import HALF
 
 CAUSES = {"token": "carries {token}", "sight": "sees only itself", "position": "has position id 0"}

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from sinkscope.sinks.spikes.records import Cause, ChangeName, ConstantName
+Cause = Literal["token", "sight", "position"]
+"""What may make a position a sink: its token; that it sees only itself; its position id."""
+ConstantName = Literal["state", "value", "score"]
+"""A number that says how constant a spike makes its place."""
+ChangeName = Literal[
+    "hidden in all layers", "hidden", "value zero", "mean value", "ordinary key hidden", "most attended key hidden"
+]
+"""A way of reading the place, or a control."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, on_hidden
 from sinkscope.models.target import Target
 from sinkscope.models.windows import ChunkWindow, layer_window
-from sinkscope.sinks.spikes.answer_records import Cell, Conditions, Taken
-from sinkscope.sinks.spikes.records import Cause
+from sinkscope.sinks.spikes.answer_records import Cause, Cell, Conditions, Taken
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.spikes.survey import given_later, to_place
 from sinkscope.sinks.thresholds import HALF, READS, REMOVED

@@ -27,9 +27,8 @@ from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.grouped_heads import per_query_head
 from sinkscope.models.hooks import Hook, on_hidden, on_input
-from sinkscope.sinks.spikes.answer_records import Constancy, Constant
+from sinkscope.sinks.spikes.answer_records import Cause, Constancy, Constant, ConstantName
 from sinkscope.sinks.spikes.conditions import LAST, TEXTS, Layout, changed, masked, ordinary_positions
-from sinkscope.sinks.spikes.records import Cause, ConstantName
 from sinkscope.sinks.spikes.spike import Spike
 from sinkscope.sinks.thresholds import HALF, READS, SMALLEST
 

@@ -34,9 +34,8 @@ from sinkscope.models.hook_points import heads_point
 from sinkscope.models.hooks import Hook, on_hidden, on_input
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
-from sinkscope.sinks.spikes.answer_records import Change, Purpose
+from sinkscope.sinks.spikes.answer_records import Change, ChangeName, Purpose
 from sinkscope.sinks.spikes.edited import losses_at, read_positions, rows_of_logits
-from sinkscope.sinks.spikes.records import ChangeName
 from sinkscope.sinks.spikes.survey import Survey
 from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import TokenRows

@@ -255,20 +255,6 @@ class Copies:
     count: int
 
 
-Cause = Literal["token", "sight", "position"]
-"""What may make a position a sink: its token; that it sees only itself; its position id."""
-
-
-ConstantName = Literal["state", "value", "score"]
-"""A number that says how constant a spike makes its place."""
-
-
-ChangeName = Literal[
-    "hidden in all layers", "hidden", "value zero", "mean value", "ordinary key hidden", "most attended key hidden"
-]
-"""A way of reading the place, or a control."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SpikeResult:
     """A spike as a result says it: what was chosen on one half of the texts, in numbers of the other half.
