@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import html
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -396,11 +397,12 @@ def draw(result: Comparison) -> Any:
             drawn.setdefault((change.about, change.label), []).append((one.name, change))
     first = dict(sorted(drawn.items(), key=lambda item: not any(change.changed for _, change in item[1])))
     shown = list(first.items())[:MOST_PANELS]
-    titles = [f"{label}<br><sup>{about}</sup>" for (about, label), _ in shown]
+    titles = [f"{html.escape(label)}<br><sup>{html.escape(about)}</sup>" for (about, label), _ in shown]
     columns = min(2, max(1, len(shown)))
     fig = panels(titles or ["nothing is judged"], columns=columns)
     for number, (_, points) in enumerate(shown):
-        x, changes = [result.first, *(name for name, _ in points)], [change for _, change in points]
+        x = [html.escape(name) for name in (result.first, *(name for name, _ in points))]
+        changes = [change for _, change in points]
         scale = [scale_of(change) for change in changes]
         y = [0.0, *(size * (change.value or 0.0) for size, change in zip(scale, changes, strict=True))]
         up, down = [0.0], [0.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -49,7 +50,8 @@ def _by_hand() -> Iterator[Result]:
         BenchGroup("recall", sample.model.name, "recall", 0.0, Method(name), 4, 0.5, 0.2, 0.8, metrics={"read": 9.0})
         for name in ("full", "a:b")
     )
-    yield compare(sample, sample_find_sinks())
+    of_texts = (replace(sample.readers, by_text=heads, texts=4) for heads in ((30, 34, 32, 31), (20, 23, 24, 22)))
+    yield compare(*(replace(sample, readers=readers) for readers in of_texts))
     yield BenchTable(model=sample.model, settings={}, provenance=sample.provenance, groups=groups)
 
 
