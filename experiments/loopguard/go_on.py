@@ -296,9 +296,9 @@ def main(
                     }
                 )
         if out.is_file():
-            labels = {row["label"] for row in result}
             before = json.loads(out.read_text())["result"]
-            result = [row for row in before["rows"] if row["label"] not in labels] + result
+            labels = {row["label"] for row in result}
+            result = list({row["label"]: row for row in [*before["rows"], *result]}.values())
             seams = [row for row in before["seams"] if row["label"] not in labels] + seams
         write_atomic(out, record("loops-go-on", {"rows": result, "seams": seams}, {}, dtype="text"))
 
