@@ -211,7 +211,7 @@ def proxy() -> Iterator[SimpleNamespace]:
 @pytest.mark.parametrize("make", [no_end, one_event, log_probabilities, many_events], ids=lambda make: make.__name__)
 def test_no_client_waits_for_the_answer_of_another(make, proxy):
     """While a long answer passes, others are answered."""
-    body = make(1 << 17)
+    body = make(1 << 19)
     proxy.upstream.body = body
     done = threading.Event()
     got: list[bytes] = []
