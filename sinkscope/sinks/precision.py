@@ -230,9 +230,7 @@ def precision(
         kept.append(random_layers(setup, costliest_layer(other_divergence, scheme, target.n_layers)))
         alone += [one.name for one in kept if len(one.values) == 1]
         of_scheme = [keeping(divergence, name, cost, one) for one in kept if len(one.values) > 1]
-        standing = [one for one in of_scheme if one.removed.stands]
-        others = [one for one in of_scheme if not one.removed.stands]
-        exact += standing + sorted(others, key=lambda one: -one.removed.value)
+        exact += sorted(of_scheme, key=_order)
     return Precision(
         costs={name: float(costs[name].mean()) for name in names},
         kept=tuple(exact),
@@ -279,6 +277,13 @@ def divergence_of(
     with under(Quantize(**scheme, **exact), target):
         rounded = logits_of(target, ids).log_softmax(-1)
     return (logs.exp() * (logs - rounded)).sum(-1)[:, 1:].mean(1).cpu()
+
+
+def _order(one: KeptExact) -> tuple[bool, float]:
+    """What stands comes first, as it was tried, from small to large; the rest by what it removes."""
+    if one.removed.stands:
+        return False, 0.0
+    return True, -one.removed.value
 
 
 def costliest_layer(divergence: Divergence, scheme: dict[str, Any], n_layers: int) -> int:
