@@ -178,6 +178,7 @@ def card_rows(changes: Sequence[Change]) -> list[tuple[str, str]]:
 # --- what is compared ---
 
 
+@checks_arguments
 def compare(
     *results: Any,
     measure: Measure = "find-sinks",
@@ -196,56 +197,6 @@ def compare(
         results: Two or more: results, their JSON files, folders of results or of checkpoints, or models, which are then
             measured. The others are compared with the first.
         measure: What models are measured with.
-        device: cpu, cuda, cuda:1 or mps, for models that are measured.
-        dtype: float32, bfloat16 or float16, for models that are measured.
-        bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
-        text: File of typical text, or of texts or chats: JSON, JSON lines, CSV or parquet. Chats are read in the
-            model's own template. By default the neutral text in the package.
-        field: The field of `text` that holds the text or the messages. By default under one of the usual names.
-        seed: Seed of every random choice.
-        out: Folder to which the result of each model that is measured is written as it finishes.
-        progress: Called as `progress(what, done, total)`.
-
-    Raises:
-        SinkscopeError: There are fewer than two results, or they differ in kind, settings or texts.
-    """
-    return compare_results(
-        results,
-        measure=measure,
-        device=device,
-        dtype=dtype,
-        bos=bos,
-        text=text,
-        field=field,
-        seed=seed,
-        out=out,
-        progress=progress,
-    )
-
-
-@checks_arguments
-def compare_results(
-    results: Sequence[Any],
-    *,
-    measure: Measure = "find-sinks",
-    device: str | None = None,
-    dtype: str | None = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
-    field: str | None = None,
-    seed: Whole = 0,
-    out: str | Path | None = None,
-    progress: Any = None,
-) -> Comparison:
-    """Compare results of one kind with the first one: two models, or the checkpoints of a training.
-
-    A result is a JSON file, a folder of such files, of scans or of checkpoints, or a model, which is then measured.
-    Numbers are compared text by text, with the 95 % interval of the mean difference. Neurons, places and conditions
-    that came, went or changed are listed. Results of other kinds, settings or texts are refused.
-
-    Args:
-        results: Results, files, folders or models, as for `compare`.
-        measure: What models are measured with.
         device: cpu, cuda, cuda:1 or mps, for a model given by name. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16, for a model given by name. By default the checkpoint's; a model that is
             read layer by layer on a CPU is float32.
@@ -258,7 +209,7 @@ def compare_results(
         progress: Called as `progress(what, done, total)`.
 
     Raises:
-        SinkscopeError: As for `compare`.
+        SinkscopeError: There are fewer than two results, or they differ in kind, settings or texts.
     """
     started = time.perf_counter()
     options = {"device": device, "dtype": dtype, "bos": bos, "text": text, "field": field, "seed": seed}
@@ -275,6 +226,23 @@ def compare_results(
             name = f"{name} ({number + 1})"
         found[name] = thing if isinstance(thing, Result) else result_of(thing, name, measure, options, out, progress)
     return comparison_of(found, started)
+
+
+def compare_results(results: Sequence[Any], **settings: Any) -> Comparison:
+    """Compare results of one kind with the first one: two models, or the checkpoints of a training.
+
+    A result is a JSON file, a folder of such files, of scans or of checkpoints, or a model, which is then measured.
+    Numbers are compared text by text, with the 95 % interval of the mean difference. Neurons, places and conditions
+    that came, went or changed are listed. Results of other kinds, settings or texts are refused.
+
+    Args:
+        results: Results, files, folders or models, as for `compare`.
+        settings: The others of `compare`.
+
+    Raises:
+        SinkscopeError: As for `compare`.
+    """
+    return compare(*results, **settings)
 
 
 def comparison_of(results: Mapping[str, Result], started: float | None = None) -> Comparison:

@@ -34,6 +34,8 @@ def parameters(words: str) -> dict[str, Any]:
         more = Setup.open
         if words == "bench":
             more = import_module("sinkscope.bench.run").run_bench
+        if words == "compare":
+            more = import_module("sinkscope.app.compare").compare
         if words == "loops":  # three tasks, whose parameters are those of the first that has them
             found = {}
             for task in import_module("sinkscope.app.loops").TASKS.values():

@@ -60,6 +60,7 @@ compare = command(
         click.Option(["--out"], metavar="FOLDER"),
     ],
     shared=[one for one in SETUP if one.name != "revision"],
+    described=["app.compare:compare"],
     kinds=["compare"],
 )
 
