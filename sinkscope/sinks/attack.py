@@ -25,6 +25,7 @@ from sinkscope.models.draws import draws, some_of
 from sinkscope.models.inputs import check_length
 from sinkscope.results.notation import count_of, percent
 from sinkscope.results.parts import Head
+from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.first_tokens import along_first, heads_up_to, share_of, spike_of
@@ -209,6 +210,25 @@ class ClusterAttack(Result):
             f"Sequences of {self.length} different tokens of one cluster have the spike of {self.spike} at "
             f"{share_of(cluster.positions, cluster.margin)} of their positions without BOS ({chance})."
         ]
+
+    def numbers(self) -> list[Number]:
+        """Return for how many tokens one head is enough, and how often sequences of one cluster have the spike."""
+        numbers = list[Number]()
+        if self.clusters is not None and self.clusters.heads:
+            served = self.clusters.served
+            margin = margin_of(served.astype(float), SCORES)
+            label = "of the tokens have the spike by one head of layer 0"
+            numbers.append(
+                Number("served", label, float(served.mean()), self.clusters.another, margin, True, "another head")
+            )
+        random = {one.patch: one.positions for one in self.attempts if one.source == "random"}
+        for one in self.attempts:
+            if one.source == "cluster":
+                key, patched = ("patched", ", patched") if one.patch else ("positions", "")
+                label = f"of the positions of sequences of one cluster have the spike{patched}"
+                beside = random.get(one.patch)
+                numbers.append(Number(key, label, one.positions, beside, one.margin, True, "random tokens"))
+        return numbers
 
     def rows(self) -> Table:
         """Return a row per source and patch; without sequences, one per head that serves tokens."""

@@ -18,6 +18,7 @@ from sinkscope.measure import Natural, Result, Setup, Whole, measurement
 from sinkscope.measure.margin import resampled_margin
 from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.parts import Head, Neuron
+from sinkscope.results.result import Number
 from sinkscope.results.style import BLUE, figure_of
 from sinkscope.results.tables import Table
 from sinkscope.sinks.first_tokens import along_first, heads_up_to, share_of, spike_of
@@ -132,6 +133,23 @@ class MarkingHeads(Result):
                 f"without {self.heads[int(mean.argmax())]} alone to {mean.max():.0%}."
             )
         return lines
+
+    def numbers(self) -> list[Number]:
+        """Return how many heads mark, and what is left of the spike without them."""
+        if self.marking is None or self.control is None:
+            return []
+        found, whole, (control, beside) = self.marking, len(self.heads), self.control
+        count = Number(
+            "heads",
+            "heads that mark the first token",
+            len(found.heads) / whole,
+            margin=None if self.count_margin is None else self.count_margin / whole,
+            share=True,
+            items=tuple(str(head) for head in found.heads),
+            whole=whole,
+        )
+        left = Number("left", "of the spike left without them", found.left, beside, found.margin, True, control)
+        return [count, left]
 
     def rows(self) -> Table:
         """Return a row per head, marking heads first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -111,6 +111,10 @@ class PatchEvaluation(PatchResult):
     neurons: tuple[Neuron, ...]
     proof: PatchProof
 
+    def numbers(self) -> list[Number]:
+        """Return what the patch takes from copies, and what it costs."""
+        return numbers_of(self.proof, self.neurons)
+
     def conclusion(self) -> str:
         """Say what the patch repairs and what it does not, beside random neurons."""
         proof = self.proof
@@ -130,6 +134,33 @@ class PatchEvaluation(PatchResult):
             f"At copies, the patch of {word_list(self.neurons, most)} {said} (random neurons repair {chance})."
             for most in (3, 1)
         )
+
+
+def numbers_of(proof: PatchProof, neurons: Sequence[Neuron]) -> list[Number]:
+    """Return how much of the spike copies lose under the patch, how much they have without it, and what text costs.
+
+    Args:
+        proof: What the patch does.
+        neurons: The neurons of the patch.
+    """
+    _, patched, random = proof.ordinary.perplexity
+    cost = Number(
+        "perplexity", "change of the perplexity", patched.change, random.change, patched.margin, True, "random neurons"
+    )
+    failing = proof.failing[:1].any(0)
+    if not failing.any():
+        return [cost]
+    along = torch.from_numpy(proof.along[:, 0])
+    lost = 1 - along[[PATCHED, RANDOM]][:, failing] / along[INTACT, failing]
+    words = [word for word, fails in zip(proof.words, failing, strict=True) if fails]
+    repaired = Effect(float(lost[0].mean()), margin_of(lost[0].numpy()), {"random neurons": float(lost[1].mean())})
+    label = f"norm lost with {word_list(neurons, 2)} patched"
+    copies = effect_of_copies(along[[INTACT, ONCE, OTHERS]])
+    return [
+        Number.of("norm.neurons", label, repaired, dict(zip(words, lost[0].tolist(), strict=True))),
+        Number.of("norm.tokens", f"norm with {proof.repeats} copies of a token", copies),
+        cost,
+    ]
 
 
 def _in_words(readings: Iterable[Reading]) -> str:
@@ -237,29 +268,9 @@ class PatchMade(PatchResult):
         calibrated = dict(zip(self.sites, self.calibrated, strict=True))
         return SinkPatch(sites=self.sites, calibrated=calibrated, model=vars(self.model))
 
-    def effects(self) -> tuple[Effect, Effect] | None:
-        """Return what the patch takes from copies of the words that need repair, and what all copies have without it.
-
-        None: no word needs repair.
-        """
-        proof = self.proof
-        if proof is None or not proof.failing[0].any():
-            return None
-        along = torch.from_numpy(proof.along[:, 0])
-        failing = along[:, proof.failing[0]]
-        lost = 1 - failing[[PATCHED, RANDOM]] / failing[INTACT]
-        patched, random = lost.mean(1).tolist()
-        patch = Effect(patched, margin_of(lost[0].numpy()), {"random neurons": random})
-        return patch, effect_of_copies(along[[INTACT, ONCE, OTHERS]])
-
     def numbers(self) -> list[Number]:
-        """Return how much of the spike copies lose under the patch, and how much they have without it."""
-        effects = self.effects()
-        if effects is None or self.proof is None:
-            return []
-        lost = f"norm lost with {word_list(self.sites, 2)} patched"
-        copies = f"norm with {self.proof.repeats} copies of a token"
-        return [Number.of("norm.neurons", lost, effects[0]), Number.of("norm.tokens", copies, effects[1])]
+        """Return what the patch takes from copies, and what it costs."""
+        return [] if self.proof is None else numbers_of(self.proof, self.sites)
 
     def conclusion(self) -> str:
         """Say what the patch does in its own spike, or why there is none."""

@@ -185,6 +185,9 @@ def test_marks_are_named_only_beside_a_control_that_does_not_do_the_same():
     beaten = replace(found, alike=0.12).conclusion()
     assert beaten.endswith("but as little without others (others of equal attention: 12%).")
     assert max(len(few.split()), len(beaten.split())) <= 30
+    count, left = found.numbers()
+    assert (count.value, count.whole, count.margin) == (0.5, 16, 5.2 / 16) and count.items == tuple(map(str, marks))
+    assert (left.value, left.margin, left.control) == (0.09, 0.07, 0.97)
 
 
 def test_a_spike_elsewhere_has_no_first_tokens():

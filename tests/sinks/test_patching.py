@@ -62,9 +62,10 @@ def test_patch_is_the_planted_neurons(family, kind, seed):
     intact, patched, control = proof.along[:3, 0]
     assert (patched < 0.5).all() and (intact >= 0.5).all() and len(proof.words) > 0
     np.testing.assert_allclose(control, intact, rtol=0.05)  # random neurons change nothing
-    patch, copies = made.effects()
-    assert copies.stands and patch.stands and patch.value > 0.9 and patch.control[1] < 0.05
-    assert [number.value for number in made.numbers()] == [patch.value, copies.value]
+    patch, copies, cost = made.numbers()
+    assert patch.value > 0.9 and patch.control < 0.05 and copies.value > 0.5
+    assert patch.samples == pytest.approx(dict(zip(proof.words, 1 - patched / intact, strict=True)))
+    assert (cost.value, cost.control) == tuple(one.change for one in proof.ordinary.perplexity[1:])
     assert all(len(said.split()) <= 30 for said in (made.conclusion(), *made.details()))
 
 
@@ -93,7 +94,7 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
         assert proof.following.one_more[condition] == pytest.approx(chances.numpy(), rel=1e-3, abs=1e-6)
     few = {"max_repeats": 2 * o.truth.repeats_expected, "pieces": 6, "length": 48, "text": text_file(o, tmp_path, 16)}
     again = patch_eval(o.model, patch, tokenizer=o.tokenizer, **few)
-    assert plain(again.proof) == plain(proof)  # both commands measure one proof
+    assert plain(again.proof) == plain(proof) and again.numbers() == made.numbers()  # both commands measure one proof
 
 
 def read(proof: PatchProof, what: str, spike: int = 0) -> Reading:
