@@ -1,11 +1,13 @@
 """One quantity has one number on all pages, or the page says over which other texts it is.
 
 The numbers of SmolLM2 are those of `find-sinks` in figures/find_sinks_smollm2.json. Plain hooks read other texts, and
-the view reads one story: a sentence with their numbers says so.
+the view reads one story: a sentence with their numbers says so. A sink rate is one that `find-sinks` measured, and the
+heads that mark the first token of the model in the package are those of figures/heads.json.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -19,6 +21,10 @@ OTHER = re.compile(r"plain hooks|this story|other texts|without BOS", re.I)
 """Words by which a sentence says that its number is over other texts."""
 FOUND = Result.load(FIGURES / "find_sinks_smollm2.json")
 FIRST, SECOND = FOUND.spikes[:2]
+HEADS_FILE, CIRCUIT = Result.load(FIGURES / "heads.json"), Result.load(FIGURES / "circuit.json")
+MARKING = {str(head) for head in HEADS_FILE.marking.heads}
+OF_FIRST = str(HEADS_FILE.heads[int(HEADS_FILE.left[0].argmin())])
+"""The head without which least is left of the spike of BOS itself."""
 RATIOS = {f"{FIRST.ratio:.0f}", f"{SECOND.ratio:.0f}"}
 AFTER = str(FIRST.effect.at_place.heads[1])
 ALONE = {str(one.heads) for one in FIRST.alone}
@@ -73,6 +79,45 @@ def test_the_numbers_of_smollm2_are_those_of_its_result_on_every_page():
         wrong += [f"{page}: {said}: {sentence[:160]}" for said in wrong_numbers(sentence, of_smollm=of_smollm)]
     assert wrong == []
     assert read >= 6  # a page that words them anew is still read
+
+
+def test_every_sink_rate_of_a_page_was_measured_by_find_sinks():
+    card = json.loads((FIGURES / "bundled_model.json").read_text())["result"]
+    bundled = Result.load(FIGURES / "find_sinks.json").sink_rate
+    rates = {f"{Result.load(path).sink_rate.value:.0%}" for path in FIGURES.glob("find_sinks*.json")}
+    rates |= {f"{model['sink_rate']['value']:.0%}" for model in models_with_rates(card)}
+    said = [(page, rate) for page, rate in rates_said() if rate not in rates]
+    assert said == [] and len(list(rates_said())) >= 2
+    assert f"{bundled.value:.0%}" in {rate for _, rate in rates_said()}
+
+
+def models_with_rates(part: object) -> Iterator[dict]:
+    """Each part of a file that has a sink rate."""
+    for value in part.values() if isinstance(part, dict) else ():
+        if isinstance(value, dict) and "sink_rate" in value:
+            yield value
+        yield from models_with_rates(value)
+
+
+def rates_said() -> Iterator[tuple[str, str]]:
+    """The percentages in lines about a sink rate, with the name of the page."""
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            if re.search(r"sink rate", line, re.I) and not OTHER.search(line):
+                for rate in re.findall(r"\d+ ?%", line):
+                    yield page.name, rate.replace(" ", "")
+
+
+def test_the_heads_that_mark_the_first_token_are_the_same_ones_everywhere():
+    """`heads` asks many tokens, `circuit` the first token of texts: its head is the one that BOS itself needs."""
+    marks = {name for mark in CIRCUIT.spikes[0].marks for name in mark.names if ".H" in name}
+    assert marks == {OF_FIRST} and OF_FIRST not in MARKING
+    named: list[tuple[str, set[str]]] = []
+    for page, sentence in sentences():
+        for heads, verb in re.findall(r"((?:L\d+\.H\d+(?:, | and )?)+) (marks?) the first token", sentence):
+            named.append((page, set(re.findall(r"L\d+\.H\d+", heads))))
+            assert named[-1][1] == (MARKING if verb == "mark" else {OF_FIRST}), page
+    assert named
 
 
 @pytest.mark.parametrize(
