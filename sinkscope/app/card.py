@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import visible
 from sinkscope.measure.changes import Change, changes_of
 from sinkscope.results.cards import Card
-from sinkscope.results.pages import text
+from sinkscope.results.pages import render
 from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, constant_last, strings
 
@@ -134,10 +133,7 @@ class SinkCard(Result):
 
         In a comparison, what changed stands first.
         """
-        tiles = "".join(_tile(part) for part in self.parts if part.name in TOPICS)
-        changed = f"<p><b>{text(self.conclusion())}</b></p>" if self.against else ""
-        cards = "" if self.against else "".join(visible(card.html()) for card in self.cards())  # else below
-        return f'{changed}<div class="tiles">{tiles}</div>{cards}'
+        return render("results/pages/tiles.html", scan=self, topics=TOPICS)
 
     def rows(self) -> Table:
         """Return one row per number and word; in a comparison, beside those of the other card."""
@@ -204,16 +200,6 @@ class SinkCard(Result):
             raise SinkscopeError("the two cards have no number in common: give the card of a scan with the same parts")
         ordered = sorted(changes.values(), key=lambda change: (change.changed is not True, change.changed is None))
         return replace(self, against=other.model.name, changes=tuple(ordered))
-
-
-def _tile(part: CardPart) -> str:
-    """The topic of a part, its first number that has a control, and its conclusion."""
-    tile = f"<h3>{TOPICS[part.name]}</h3>"
-    for number in [one for one in part.numbers if one.control is not None][:1]:
-        value, control = (cell(one, percent=number.share) for one in (number.value, number.control))
-        chance = f"<small>({text(number.contrast)}: {control})</small>"
-        tile += f"<p><b>{value}</b> {text(number.label)} {chance}</p>"
-    return f"<article>{tile}<p>{text(part.conclusion)}</p></article>"
 
 
 def _card_change(change: Change) -> CardChange:

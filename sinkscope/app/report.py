@@ -15,7 +15,7 @@ from sinkscope.files.plain import pathless, visible
 from sinkscope.files.provenance import UNKNOWN_MODEL, UNKNOWN_PROVENANCE
 from sinkscope.files.store import RECORDS, SETTINGS, begun_by
 from sinkscope.results.notation import count_of, percent
-from sinkscope.results.pages import Section, document, folded, text
+from sinkscope.results.pages import Section, document, render
 from sinkscope.results.result import Result
 from sinkscope.results.tables import Table
 
@@ -59,8 +59,7 @@ def sections_of(results: Mapping[str, Result | str], opened: Collection[str] = (
     for name, result in results.items():
         if isinstance(result, Result):
             try:
-                section = result.section(name)
-                sections.append(section if name in opened else folded(section, section.conclusion))
+                sections.append(replace(result.section(name), closed=name not in opened))
             except Exception as error:  # a damaged result can have the right types and fail anywhere
                 result = why_missing(error)
         if isinstance(result, str):
@@ -102,9 +101,9 @@ def report(
         raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote")
     count = count_of(len(sections), "result")
     if missing:
-        rows = "".join(f"<li>{text(line)}</li>" for line in missing)
-        sections.append(Section(f"{count_of(len(missing), 'file')} left out", f"<ul>{rows}</ul>"))
-    write_output(target, document(visible(root.resolve().name), sections, count))
+        left_out = render("results/pages/left_out.html", lines=missing)
+        sections.append(Section(f"{count_of(len(missing), 'file')} left out", left_out))
+    write_output(target, document(root.resolve().name, sections, count))
     print(visible(f"{page}: {count}, {len(missing)} left out"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from textwrap import wrap
 
@@ -37,12 +36,3 @@ class Card:
                 said, room + margin, initial_indent=start, subsequent_indent=" " * margin, break_on_hyphens=False
             )
         return "\n".join(lines)
-
-    def html(self) -> str:
-        """Return the card as escaped HTML."""
-        rows: list[str] = []
-        for label, said in self.rows:
-            rows.append(
-                f'<tr><th class="words">{html.escape(label)}</th><td class="words">{html.escape(said)}</td></tr>'
-            )
-        return f"<table><caption><b>{html.escape(self.title)}</b></caption>{''.join(rows)}</table>"

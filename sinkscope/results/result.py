@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from html import escape
 from pkgutil import resolve_name
 from textwrap import fill
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.envelope import ENVELOPE_FIELDS, Envelope
-from sinkscope.files.plain import plain, visible
+from sinkscope.files.plain import plain
 from sinkscope.files.provenance import documented_at
 from sinkscope.results.cards import Card
 from sinkscope.results.console import WIDTH
 from sinkscope.results.effect import Effect
-from sinkscope.results.pages import Section, closed, definitions, document, plot
-from sinkscope.results.pages import text as words
-from sinkscope.results.tables import MOST_ROWS, WIDEST, Grid, Table, cell, glossary, strings
+from sinkscope.results.pages import Section, document, plot, render
+from sinkscope.results.tables import MOST_ROWS, WIDEST, Grid, Table, glossary, strings
 
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
@@ -301,8 +299,8 @@ class Result(Envelope):
             one = super().section(file)
             return replace(one, html=one.html + plot(self.figure(panel="heads")))
 
-        with `replace` of dataclasses, and `plot` of `sinkscope.results.pages`, whose `text` escapes other words. A
-        panel is named by its number or by a word of its title.
+        with `replace` of dataclasses, and `plot` of `sinkscope.results.pages`; `escape` of markupsafe escapes other
+        words. A panel is named by its number or by a word of its title.
 
         Args:
             file: Displayed name of its file. Empty: the model's name is displayed.
@@ -314,25 +312,16 @@ class Result(Envelope):
             if layout.height is not None and layout.margin.t is not None:
                 layout.height -= layout.margin.t - TOP
             drawn.update_layout(title=None, margin_t=TOP)  # its title is the conclusion, which stands above
-            figure = plot(drawn, file)
-        parts, data = [self.fragment(figure)], self.to_dict()
-        for name in ENVELOPE_FIELDS:
-            parts.append(closed(name, definitions({key: cell(value) for key, value in data[name].items()})))
-        heading = f"{words(self.kind)} <small>{words(file or self.model.name)}</small>"
-        return Section(heading, visible("\n".join(parts)), self.model.name, self.conclusion())
+            figure = plot(drawn)
+        html = self.fragment(figure, {name: plain(getattr(self, name)) for name in ENVELOPE_FIELDS})
+        return Section(self.kind, html, self.model.name, self.conclusion(), file or self.model.name)
 
-    def fragment(self, figure: str = "") -> str:
+    def fragment(self, figure: str = "", envelope: Mapping[str, Any] | None = None) -> str:
         """Return conclusion, cards, details and tables with every column as a part of a page, which notebooks show.
 
         Args:
             figure: HTML that stands under the conclusion; the tables are then folded, as they are below cards.
-                Everything else is escaped here.
+            envelope: What stands below all, folded: values by their names, by a title.
         """
-        parts = ['<div class="sinkscope">', f"<p><b>{escape(f'Conclusion: {self.conclusion()}')}</b></p>", figure]
-        cards = [card.html() for card in self.cards()]
-        parts += [*cards, *(f"<p>{escape(line)}</p>" for line in self.lines())]
-        tables = [grid.html() for grid in self.grids()]
-        if (figure or cards) and tables:
-            tables = [closed("Tables", "\n".join(tables))]
-        parts += [*tables, closed("What the columns mean", definitions(self._meaning()))]
-        return visible("\n".join([*parts, "</div>"]))
+        values = {"figure": figure, "envelope": envelope or {}, "meanings": self._meaning()}
+        return render("results/pages/fragment.html", result=self, **values)

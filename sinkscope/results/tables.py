@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import inspect
 import io
 import re
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import product
 from textwrap import fill
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from sinkscope.files.docstrings import descriptions_of
 from sinkscope.files.plain import plain, visible
@@ -28,7 +27,7 @@ _NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|nan|yes|no|")
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as plain text and as HTML.
+    """A table.
 
     Attributes:
         columns: The cells of each column, by its name.
@@ -80,10 +79,9 @@ class Grid:
 
         shown, printed = self.narrow(width), io.StringIO()
         table = RichTable(box=None, padding=(0, BETWEEN, 0, 0), pad_edge=False, header_style="")
-        for name, cells in shown.columns.items():
-            side = "right" if _are_numbers(cells) else "left"
+        for (name, cells), side in zip(shown.columns.items(), shown.sides(), strict=True):
             table.add_column(_words(name), justify=side, overflow="fold", max_width=_width(name, cells))
-        for row in list(zip(*shown.columns.values(), strict=True))[:rows]:
+        for row in shown.rows(rows):
             table.add_row(*row)
         options: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False, "force_jupyter": False}
         console = Console(file=printed, width=width or WIDEST, **options)
@@ -93,18 +91,13 @@ class Grid:
             lines.append(note if width is None else fill(note, width))
         return "\n".join(filter(None, map(str.rstrip, lines)))
 
-    def html(self) -> str:
-        """Return the same as HTML with every column, fully escaped; words stand left, and numbers right."""
-        columns: list[list[str]] = []
-        for name, cells in self.columns.items():
-            kind = "" if _are_numbers(cells) else ' class="words"'
-            column = [f"<th{kind}>{html.escape(_words(name))}</th>"]
-            for one in cells[:MOST_ROWS]:
-                column.append(f"<td{kind}>{html.escape(one)}</td>")
-            columns.append(column)
-        rows = "".join(f"<tr>{''.join(row)}</tr>" for row in zip(*columns, strict=True))
-        title, note = html.escape(self.title), html.escape("\n".join(self.notes()))
-        return f"{title and f'<h3>{title}</h3>'}{note and f'<p>{note}</p>'}<table>{rows}</table>"
+    def rows(self, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
+        """Return the cells of each row, of at most so many."""
+        return list(zip(*self.columns.values(), strict=True))[:most]
+
+    def sides(self) -> list[Literal["left", "right"]]:
+        """Return on which side the cells of each column stand: numbers right, words left."""
+        return ["right" if _are_numbers(cells) else "left" for cells in self.columns.values()]
 
 
 def _width(name: str, cells: Sequence[str]) -> int:
@@ -202,7 +195,9 @@ def glossary(classes: Sequence[type[Any]], names: Sequence[str], own: Mapping[st
         if isinstance(part, type) and is_dataclass(part):
             inside += get_type_hints(part).values()
             descriptions = descriptions_of(inspect.getdoc(part) or "", "Attributes") | descriptions
-        parts += [one for one in inside if one not in parts]
+        for one in inside:
+            if one not in parts:
+                parts.append(one)
     meaning: dict[str, str] = {}
     for name in names:
         if name in descriptions:

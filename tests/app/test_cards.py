@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 from organisms import organism
 from refusals import refused
 from report_kit import files_shown, made_report

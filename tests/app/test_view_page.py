@@ -23,7 +23,7 @@ from sinkscope.app.view.result import ModelView
 from sinkscope.app.view.switches import RANDOM_SWITCH, switches_of
 from sinkscope.files.output import write_output
 from sinkscope.results.notation import percent
-from sinkscope.results.pages import document, folded
+from sinkscope.results.pages import document
 from sinkscope.results.parts import Neuron
 from sinkscope.results.result import Result
 
@@ -421,7 +421,8 @@ def test_the_report_in_a_browser(tmp_path, chrome):
 
 
 def test_a_link_in_the_contents_opens_the_closed_section(tmp_path, chrome):
-    sections = [folded(Result.load(FIGURES / "find_sinks.json").section(name), "closed") for name in ("a", "b")]
+    result = Result.load(FIGURES / "find_sinks.json")
+    sections = [replace(result.section(name), closed=True) for name in ("a", "b")]
     chrome.open(write_output(tmp_path / "two.html", document("two", sections)))
     chrome.run("document.querySelector('nav a[href=\"#r1\"]').click()")
     chrome.wait("document.querySelector('#r1 .ytick')")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from functools import cache
@@ -13,6 +12,7 @@ import pytest
 import stranger
 from conclusion_kit import check_size
 from intervention_kit import loaded
+from markupsafe import escape
 from organisms import organism
 from refusals import refused
 from same_kit import differences
@@ -93,7 +93,7 @@ def test_it_is_shown_with_its_conclusion(name, measured):
     check_size(conclusion)
     assert result.text().endswith(f"Conclusion: {conclusion}")
     page = result.to_html()
-    assert f"Conclusion: {html.escape(conclusion)}" in page
+    assert f"Conclusion: {escape(conclusion)}" in page
     figure = result.figure()
     assert len(figure.data) > 0 or len(figure.layout.annotations) > 0
     assert figure.layout.title.text

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markupsafe import escape
 from sample_results import CONTROL, CONTROLS, EFFECTS, FIRST, OUTCOME, sample_find_sinks, spike
 
 from sinkscope.results.cards import Card
+from sinkscope.results.result import Result
 from sinkscope.sinks.spikes.cards import readers, spike_card, suffices
 from sinkscope.sinks.spikes.records import (
     Alone,
@@ -163,14 +165,27 @@ def test_the_same_card_is_in_the_text_and_on_the_page():
     assert [card.title for card in cards] == ["Spike at the first token, layers 2-4", "Attention"]
     for card in cards:
         assert card.text(80) in found.text(80, brief=True) and card.text() in found.summary()
-        assert card.html() in found.to_html()
+        page = found.to_html()
+        assert f"<b>{card.title}</b>" in page
+        for label, said in card.rows:
+            assert f'<th class="left">{escape(label)}</th><td class="left">{escape(said)}</td>' in page
     assert "remaining" not in found.text(80, brief=True) and "remaining" in found.text(80)
     assert "L2.N412" in found.to_csv()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hostile(Result):
+    """A result whose card has the words of a tokenizer."""
+
+    kind = "test-hostile"
+
+    def cards(self) -> list[Card]:
+        return [Card("<b>", (("a&b", "<script>"),))]
+
+
 def test_what_comes_from_a_tokenizer_is_escaped():
-    card = Card("<b>", (("a&b", "<script>"),))
-    assert "<script>" not in card.html() and "&lt;script&gt;" in card.html() and "a&amp;b" in card.html()
+    page = Hostile().fragment()
+    assert "<script>" not in page and "&lt;script&gt;" in page and "a&amp;b" in page
 
 
 @pytest.mark.parametrize("width", [30, 80, 200])

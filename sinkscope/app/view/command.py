@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sinkscope.app.view.explorer import Explorer
-from sinkscope.app.view.page import SCRIPTS, check_server, serve, source, view_page
+from sinkscope.app.view.page import SCRIPTS, STYLE, check_server, serve, view_page
 from sinkscope.app.view.result import ModelView
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
@@ -18,6 +18,7 @@ from sinkscope.files.output import read_text, write_output
 from sinkscope.files.provenance import install_command
 from sinkscope.measure import Setup
 from sinkscope.results.console import end_bar
+from sinkscope.results.pages import source
 
 
 @partial(checks_arguments, others=Setup.open)
@@ -80,7 +81,7 @@ def view(model: object = None, text: str | None = None, **options: Any) -> Any:
 
     class ViewWidget(anywidget.AnyWidget):
         _esm = source(*SCRIPTS)
-        _css = source("view.css")
+        _css = source(STYLE)
         view = traitlets.Dict().tag(sync=True)
         result = shown
 

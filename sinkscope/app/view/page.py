@@ -7,22 +7,20 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable
-from functools import cache
-from html import escape
-from importlib.resources import files
 from importlib.util import find_spec
-from string import Template
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.listen import listen
-from sinkscope.files.plain import parse_json, visible
+from sinkscope.files.plain import parse_json
 from sinkscope.files.provenance import install_command
+from sinkscope.results.pages import render, source
 from sinkscope.results.result import Result
 
 START = "\nstart(document);\n"
 """The last line of the module in a page; a notebook imports the module without it."""
-SCRIPTS = ("drawing.js", "panels.js", "text.js", "circuit.js", "view.js", "start.js")
+STYLE = "app/view/view.css"
+SCRIPTS = tuple(f"app/view/{name}.js" for name in ("drawing", "panels", "text", "circuit", "view", "start"))
 """The parts of the module, in their order; a page holds them as one."""
 HEADERS = {
     "Cache-Control": "no-store",
@@ -32,13 +30,6 @@ HEADERS = {
 }
 
 
-@cache
-def source(*names: str) -> str:
-    """Return the text of files beside this one, one after the other."""
-    folder = files("sinkscope.app.view")
-    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
-
-
 def view_page(view: Result | None, title: str) -> str:
     """Return the page.
 
@@ -46,20 +37,16 @@ def view_page(view: Result | None, title: str) -> str:
         view: The `ModelView` that is shown. None: the page asks the server that it came from.
         title: Name of the model.
     """
-    style, script = source("view.css"), source(*SCRIPTS) + START
+    style, script = source(STYLE), source(*SCRIPTS) + START
     connect = "'self'" if view is None else "'none'"
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src {connect}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     data = "null" if view is None else json.dumps(view.to_dict(), allow_nan=False, separators=(",", ":"))
-    return Template(source("page.html")).substitute(
-        policy=policy,
-        title=escape(visible(title)),
-        style=style,
-        data=data.replace("<", "\\u003c"),  # no token of a text can end the element
-        module=script,
-    )
+    data = data.replace("<", "\\u003c")  # no token of a text can end the element
+    name = "app/view/view.html"
+    return render(name, kind="view", policy=policy, title=title, style=style, data=data, script=script)
 
 
 def _hash(text: str) -> str:

@@ -1,28 +1,29 @@
-"""The page of results: one self-contained HTML file of sections. All text is escaped, and nothing is fetched."""
+"""Pages of results, made of templates in which every value is escaped. A page is one HTML file, and fetches nothing."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from html import escape
-from importlib import import_module
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
-from itertools import groupby
-from string import Template
 from typing import Any
 
 from sinkscope import __version__
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import visible, with_strings
+from sinkscope.files.plain import visible
+from sinkscope.results.tables import cell
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src 'unsafe-inline'"
+"""What a browser lets a page of results do."""
+DRAWN = {"bar", "box", "contour", "heatmap", "histogram", "histogram2d", "image", "pie", "scatter", "violin"}
+"""What the part of plotly.js in this folder draws."""
 # Plotly renders a few tags. Drawings need those of a new line and of its hover boxes; any other, such as the BOS token
 # <s>, comes from a file and is shown as text.
 _TAG = re.compile(r"<(?!br>|/?extra>|b>%\{hovertext\}</b>)(?!(?<=%\{hovertext\}<)/b>)")
-DRAWN = {"bar", "box", "contour", "heatmap", "histogram", "histogram2d", "image", "pie", "scatter", "violin"}
-"""What the part of plotly.js in this folder draws."""
+_ESCAPED = re.compile(r'"[^"\\]*\\(?:[^"\\]|\\.)*"')
+"""A string of ASCII JSON with an escape; the others have neither a tag, in JSON of plotly, nor a control character."""
 
 
 @dataclass(frozen=True)
@@ -30,32 +31,47 @@ class Section:
     """A result on a page.
 
     Attributes:
-        heading: Its heading, escaped.
+        heading: Its heading.
         html: What stands below; everything in it is escaped.
         about: What it is about, such as a model: in the contents, a title above all sections about it.
         conclusion: What the contents say of it.
+        file: Its file, which stands beside the heading.
+        closed: Whether only the conclusion is seen until it is opened.
     """
 
     heading: str
     html: str
     about: str = ""
     conclusion: str = ""
+    file: str = ""
+    closed: bool = False
 
 
-def folded(one: Section, sentence: str) -> Section:
-    """Return the section closed, with a sentence shown."""
-    return replace(one, html=closed(sentence, one.html))
+def render(name: str, **values: Any) -> str:
+    """Return a template with its values, which are escaped; control characters become visible escapes.
+
+    Args:
+        name: The template, as a path below the folder of the package.
+        values: Its values.
+    """
+    return visible(_templates().get_template(name).render(values))
 
 
-def closed(words: str, html: str) -> str:
-    """Return HTML below words that open it."""
-    return f"<details><summary>{text(words)}</summary>{html}</details>"
+@cache
+def _templates() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # which only pages need
+
+    loader = PackageLoader("sinkscope", "")
+    made: Any = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    made.globals.update(source=source, cell=cell)
+    return made
 
 
-def definitions(meanings: Mapping[str, str]) -> str:
-    """Return names with what each is, as a list of HTML."""
-    rows = [f"<dt>{text(name)}</dt><dd>{text(meaning)}</dd>" for name, meaning in meanings.items()]
-    return f"<dl>{''.join(rows)}</dl>"
+def source(*names: str) -> str:
+    """Return the text of files of the package, such as scripts, one after the other."""
+    return "\n".join((files("sinkscope") / name).read_text(encoding="utf-8") for name in names)
 
 
 def document(
@@ -75,76 +91,34 @@ def document(
         kind: What an earlier page must say so that this one may replace it.
         first: HTML above the contents, fully escaped.
     """
-    body: list[str] = []
-    for number, one in enumerate(sections):
-        title = ""
-        if about or len(sections) > 1:  # a page with one result has its name as the heading
-            title = f"<h2>{one.heading}</h2>"
-        body.append(f'<section id="r{number}">\n{title}{one.html}\n</section>')
-    words = f"sinkscope {__version__}"
-    if about:
-        words = f"{text(about)} · {words}"
-    html = "\n".join(body)
-    plotly, figures = "", ""
-    if 'class="plot' in html:
-        plotly = f"<script>{_file('plotly-cartesian.min.js')}</script>"
-        figures = f"<script>{_file('figures.js')}</script>"
-    template = Template(_file("page.html"))
-    return template.substitute(
+    return render(
+        "results/pages/report.html",
         kind=kind,
-        title=text(heading),
-        heading=text(heading),
-        about=words,
+        policy=POLICY,
+        style=source("results/pages/report.css"),
+        title=heading,
+        about=about,
+        version=__version__,
+        plotted=any('class="plot' in one.html for one in sections),
         first=first,
-        contents=_contents(sections),
-        plotly=plotly,
-        body=html,
-        figures=figures,
+        sections=sections,
     )
 
 
-def _contents(sections: Sequence[Section]) -> str:
-    """Links to the sections with what they conclude, by what they are about; nothing for a single section."""
-    if len(sections) < 2:
-        return ""
-    lists: list[str] = []
-    for about, group in groupby(enumerate(sections), key=lambda numbered: numbered[1].about):
-        lines: list[str] = []
-        for number, one in group:
-            said = f": {text(one.conclusion)}" if one.conclusion else ""
-            lines.append(f'<li><a href="#r{number}">{one.heading}</a>{said}</li>')
-        title = f"<h2>{text(about)}</h2>" if about else ""
-        lists.append(f"{title}<ul>{''.join(lines)}</ul>")
-    return f'<nav aria-label="Contents">{"".join(lists)}</nav>'
-
-
-def _file(name: str) -> str:
-    """The text of a file of this folder."""
-    return (files("sinkscope.results.pages") / name).read_text(encoding="utf-8")
-
-
-def text(words: str) -> str:
-    """Return words as HTML; control characters become visible escapes."""
-    return escape(visible(words))
-
-
-def plot(figure: Any, file: str = "") -> str:
+def plot(figure: Any) -> str:
     """Return a plotly figure as a part of a page.
 
     Args:
         figure: What is drawn; its lines and points become SVG, which every browser shows.
-        file: What tells it from the same figure of another file.
     """
     for one in figure.data:
         if one.type not in DRAWN:
             raise SinkscopeError(f"a page draws no {one.type}: give a figure of {', '.join(sorted(DRAWN))}")
-    as_text = with_strings(json.loads(figure.to_json()), lambda text: visible(_TAG.sub("&lt;", text)))
-    drawing = json.dumps(as_text, separators=(",", ":"))
-    drawing = drawing.replace('"type":"scattergl"', '"type":"scatter"')
-    name = f"plot-{hashlib.sha256((file + drawing).encode(errors='replace')).hexdigest()[:12]}"
-    safe = import_module("plotly.io").from_json(drawing, skip_invalid=True)
-    safe.layout.template.data.scattergl = None
-    safe.update_layout(width=None)  # it takes the width of the page
-    config = {"displaylogo": False}
-    html = safe.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
-    return f'<div class="plot">{html}</div>'
+    drawing = _ESCAPED.sub(_shown, figure.to_json(engine="json")).replace('"type":"scattergl"', '"type":"scatter"')
+    return render("results/pages/plot.html", drawing=drawing)
+
+
+def _shown(found: re.Match[str]) -> str:
+    """A string of JSON as a page shows it."""
+    said = visible(_TAG.sub("&lt;", json.loads(found[0])))
+    return json.dumps(said).replace("<", "\\u003c")  # it stands in a script, which no text ends
