@@ -29,9 +29,8 @@ def save(name: str, text: str, figure: Callable[[Row], Any], folder: Path) -> No
 
 
 def write_png(figure: Any, path: Path) -> None:
-    """Write a picture of a figure, at twice its size on screen."""
-    width = (figure.layout.meta or {}).get("width")
-    write_atomic(path, figure.to_image(format="png", scale=2, width=width))
+    """Write a picture of a figure, in its own size."""
+    write_atomic(path, figure.to_image(format="png"))
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

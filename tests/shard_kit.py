@@ -21,6 +21,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.shards import split_weight
 from sinkscope.sinks.spikes import survey
 
+FIND_SINKS = ["find-sinks", "--max-repeats", "64"]
+
 
 def unequal_seeds(model, tokenizer):
     ss.generate(model, [IDS[0].tolist()], tokenizer=tokenizer, seed=dist.get_rank(), temperature=1.0, max_new_tokens=2)
@@ -82,7 +84,7 @@ def run(folder: Path, wanted: dict[str, list[str]]) -> None:
     """Write `report.json` of these calls of the models in these folders, and `sinks.json` of the first model."""
     warnings.filterwarnings("ignore")
     survey.SURVEYED = 8
-    assert cli.main(["find-sinks", "--model", next(iter(wanted)), "--json", str(folder / "sinks.json")]) == 0
+    assert cli.main([*FIND_SINKS, "--model", next(iter(wanted)), "--json", str(folder / "sinks.json")]) == 0
     report: dict[str, dict[str, list[str]]] = {}
     for model, names in wanted.items():
         tokenizer = AutoTokenizer.from_pretrained(model)

@@ -35,7 +35,6 @@ from experiments.gpu.steps import Steps, model_of
 from experiments.record import Row
 from experiments.script import run
 from experiments.timing import seconds_of
-from sinkscope.results.console import note
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import NEAR, TILE, Bands, BlockGrid
 from sinkscope.sparse.choice import bands_from, recorded_bands, sampled_rows
@@ -246,16 +245,11 @@ def main(
         seconds: No step begins after so many.
     """
     settings: Row = {"heads": heads, "layers": layers, "shape": shape, "rounds": rounds, "dtype": dtype}
-    steps = Steps("gpu-bands", out, settings, device, dtype)
-    end = time.monotonic() + seconds
+    steps = Steps("gpu-bands", out, settings, device, dtype, seconds)
 
     def do(name: str, work: Callable[[], Row]) -> None:
-        if only and name.split()[0] not in only:
-            return
-        if time.monotonic() < end:
+        if not only or name.split()[0] in only:
             steps.do(name, work)
-        else:
-            note(f"{name}: no time left")
 
     quarter = max(1, heads // 4)
     if not only or "prompt" in only:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 import time
 import traceback
@@ -35,15 +36,17 @@ class Steps:
         settings: What was asked for; results of other settings are not taken over.
         device: Where the work is done.
         dtype: Type of the model's numbers.
+        seconds: No step begins after so many.
     """
 
-    def __init__(self, kind: str, out: Path, settings: Row, device: str, dtype: str) -> None:
+    def __init__(self, kind: str, out: Path, settings: Row, device: str, dtype: str, seconds: float = math.inf) -> None:
         self._kind = kind
         self._out = out
         self._device = torch.device(device)
         self._dtype = dtype
         self._settings = {**settings, "hardware": self._hardware()}
         self._started = time.perf_counter()
+        self._seconds = seconds
         self.rows: Row = {}
         if out.is_file():
             earlier = json.loads(out.read_text())
@@ -55,9 +58,16 @@ class Steps:
             return torch.cuda.get_device_name(self._device)
         return str(self._device)
 
+    def left(self) -> float:
+        """Seconds until no step begins any more."""
+        return self._started + self._seconds - time.perf_counter()
+
     def do(self, name: str, work: Callable[[], Row]) -> None:
         """Do a step, and write what came out with its seconds and its peak of memory on the device."""
         if name in self.rows:
+            return
+        if self.left() < 0:
+            note(f"{name}: no time left")
             return
         on_gpu = self._device.type == "cuda"
         if on_gpu:

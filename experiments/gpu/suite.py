@@ -11,7 +11,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -68,14 +67,11 @@ def main(
         seconds: No step begins after so many, and none goes on.
         device: What the record says; models are opened on the first device that torch has.
     """
-    steps = Steps("gpu-suite", out, {"processes": processes}, device, "")
-    end = time.monotonic() + seconds
+    steps = Steps("gpu-suite", out, {"processes": processes}, device, "", seconds)
     for path in rooms:
-        left = end - time.monotonic()
-        if left > 0:
-            one = path == KERNELS
-            marks = "slow or not slow" if one else "not slow"
-            steps.do(path, partial(tested, path, marks, 1 if one else processes, left))
+        one = path == KERNELS
+        marks = "slow or not slow" if one else "not slow"
+        steps.do(path, partial(tested, path, marks, 1 if one else processes, steps.left()))
     steps.end()
 
 

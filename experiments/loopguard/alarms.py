@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ import numpy as np
 import torch
 
 from experiments.loopguard.honest_answers import honest_answers
-from experiments.loopguard.real import FULL
+from experiments.loopguard.real import outputs_without_remedy
 from experiments.loopguard.real_openings import HALVES
 from experiments.loopguard.real_table import interval, judged
 from experiments.loopguard.variants import Ungated
-from experiments.record import Row, read_rows, record
+from experiments.record import Row, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import MonitorSettings, PaperSettings, Tail, tail_period
@@ -223,11 +222,7 @@ def main(works: Sequence[Path], *, models: Sequence[Path], out: Path = Path("fig
         models: Files of the models, or folders, named as in the outputs.
         out: The JSON.
     """
-    outputs: dict[str, list[Row]] = defaultdict(list)
-    for work in works:
-        for one in read_rows(work / "runs.jsonl"):
-            if one["arm"] == FULL:
-                outputs[one["model"]].append(one)
+    outputs = outputs_without_remedy(works)
     result: Row = {}
     for file in models:
         made = alarms_of(load(str(file), dtype="float32"), outputs[file.stem])

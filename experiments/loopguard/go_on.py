@@ -17,17 +17,14 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
+from experiments.loopguard.real_table import different
 from experiments.record import Row, read_rows, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
@@ -36,6 +33,7 @@ from sinkscope.loops.servers.answers import StreamWatch
 from sinkscope.loops.servers.proxy import GoOn, application
 from sinkscope.loops.servers.ways import ServerName, Template, found_server
 from sinkscope.measure.margin import share_interval
+from tests.served import served
 
 PROSE = (
     "Describe the sea at night in great detail.",
@@ -97,24 +95,8 @@ KINDS = {"prose": PROSE, "dialogue": DIALOGUE, "code": CODE, "tables": TABLES}
 THINKING = tuple(
     f"In your thoughts, write the whole answer again and again. {prompt}" for prompt in (*TABLES, *PROSE[:4])
 )
-BEHIND, GRAM = 200, 4
+BEHIND = 200  # words
 CHANGING = re.compile(r'"(?:id|created|timings|system_fingerprint)":\s*(?:"[^"]*"|[\d.]+|\{[^}]*\})')
-
-
-@contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """The address of an application that runs in a thread."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 def ask(url: str, model: str, prompt: str, new: int) -> tuple[bytes, float]:
@@ -159,8 +141,7 @@ def loop_in(data: bytes) -> tuple[int, int] | None:
 def distinct(text: str) -> float | None:
     """The share of different 4-grams among the first 200 words; None of fewer than 20 words."""
     words = text.split()[:BEHIND]
-    grams = [tuple(words[place : place + GRAM]) for place in range(len(words) - GRAM + 1)]
-    return None if len(words) < 20 else len(set(grams)) / len(grams)
+    return different(words) if len(words) >= 20 else None
 
 
 def prompts_of(thinking: bool) -> list[tuple[str, str]]:
@@ -183,7 +164,7 @@ def measure(
     found = found_server(url, server, template, settings["reasoning_end"])
     print(found.said(), flush=True)
     left = equal
-    with serving(application(url, MonitorSettings(), print, go_on=GoOn(found))) as proxy:
+    with served(application(url, MonitorSettings(), print, go_on=GoOn(found))) as proxy:
         for kind, prompt in prompts_of(settings["thinking"])[:count]:
             if (label, prompt) in done:
                 continue

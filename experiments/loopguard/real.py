@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,16 @@ from sinkscope.opening.load import load
 
 BUDGET = 256
 """Of the printed guard: it is as far below the length of these outputs as the paper's is below that of its own."""
+
+
+def outputs_without_remedy(works: Sequence[Path]) -> dict[str, list[Row]]:
+    """The outputs "full" of each model, from the runs.jsonl of folders."""
+    outputs: dict[str, list[Row]] = defaultdict(list)
+    for work in works:
+        for output in read_rows(work / "runs.jsonl"):
+            if output["arm"] == FULL:
+                outputs[output["model"]].append(output)
+    return outputs
 
 
 class CutAll(LoopGuard):

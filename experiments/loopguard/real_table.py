@@ -54,7 +54,7 @@ def nearly_loops(text: str) -> bool:
     return alike >= NEARLY
 
 
-def different(tokens: Sequence[int], size: int = 4) -> float | None:
+def different(tokens: Sequence[int | str], size: int = 4) -> float | None:
     """Share of n-grams that are different; None of fewer than 2 n-grams."""
     grams = [tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1)]
     if len(grams) < 2:

@@ -13,17 +13,16 @@ folders stay as they are.
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.loopguard.alarms import loop_of
 from experiments.loopguard.honest_answers import HonestAnswer, honest_answers
-from experiments.loopguard.real import FULL
+from experiments.loopguard.real import outputs_without_remedy
 from experiments.loopguard.real_openings import HALVES
 from experiments.loopguard.real_table import interval
-from experiments.record import Row, earlier, read_rows, record
+from experiments.record import Row, earlier, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.files.records import read_records
@@ -116,11 +115,7 @@ def main(
         models: Files of the models, named as in the outputs.
         out: The JSON.
     """
-    outputs: dict[str, list[Row]] = defaultdict(list)
-    for work in works:
-        for one in read_rows(work / "runs.jsonl"):
-            if one["arm"] == FULL:
-                outputs[one["model"]].append(one)
+    outputs = outputs_without_remedy(works)
     tokenizers = {file.stem.split("-")[0]: read_tokenizer(file.stem, file.parent, gguf=file.name) for file in models}
     result: Row = {"honest": {}, "loops": {}}
     before = earlier(out).get("loops", {})

@@ -14,7 +14,6 @@ compared with those of the full cache (KL in nats).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -201,21 +200,17 @@ def main(
     """
     torch.set_num_threads(1)
     file = out / {"settings": "loopserve_decoding.json", "turns": "loopserve_dialogue.json"}[name]
-    steps = Steps(f"loopserve-{name}", file, {"name": name, "length": length, "answer": ANSWER}, "cpu", "float32")
-    end = time.monotonic() + seconds
+    settings = {"name": name, "length": length, "answer": ANSWER}
+    steps = Steps(f"loopserve-{name}", file, settings, "cpu", "float32", seconds)
     kinds = tuple(TEXTS) if name == "settings" else ("turns",)
     for model in models:
-        target: Target | None = None
+        target = target_of(load(model))
         for number, kind in product(pieces, kinds):
-            step = f"{Path(model).stem}, {kind}, {number}"
-            if step in steps.rows or time.monotonic() > end:
-                continue
-            target = target or target_of(load(model))
             if name == "turns":
                 asked, since = dialogue(target, dialogue_files, number), 0
             else:
                 asked, since = continued(target, TEXTS[kind](dialogue_files), length, number), LEFT_OUT
-            steps.do(step, partial(compared, target, asked, methods_of(name), since))
+            steps.do(f"{Path(model).stem}, {kind}, {number}", partial(compared, target, asked, methods_of(name), since))
     if page is not None:
         put_table(page, "loopserve.decoding", table(steps.rows))
     if name == "turns":

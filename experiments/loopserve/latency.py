@@ -27,7 +27,7 @@ from experiments.gpu.steps import Steps
 from experiments.loopserve.real import piece, prose
 from experiments.record import Row, value_of_each
 from experiments.script import run as run_script
-from experiments.timing import seconds_of
+from experiments.timing import interleaved, seconds_of
 from sinkscope.hooks.edit.base import Intervention, under
 from sinkscope.kv import AdaKV, SnapKV
 from sinkscope.kv.usage import tokens_read
@@ -88,14 +88,7 @@ def turn(
 
 def measured(target: Target, edits: dict[str, Intervention | None], ids: Tensor, context: int, rounds: int) -> Row:
     """All arms at one context: times and how many times faster than full in the same round, medians over rounds."""
-    names = list(ARMS)
-    told: dict[str, list[Row]] = {name: [] for name in names}
-    for name in names:  # libraries are loaded
-        turn(target, edits[name], ids[:, :200], 190)
-    for number in range(rounds):
-        turned = number % len(names)
-        for name in names[turned:] + names[:turned]:
-            told[name].append(turn(target, edits[name], ids, context))
+    told = interleaved({name: partial(turn, target, edits[name], ids, context) for name in ARMS}, rounds)
     rows: Row = {}
     for name, runs in told.items():
         row: Row = {"bytes": runs[-1]["physical"], "cells": runs[-1]["cells"], "read": runs[-1]["read"]}

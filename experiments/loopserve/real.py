@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import csv
 import io
-import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -240,17 +239,13 @@ def main(
         short_page: Page whose table of lengths is replaced.
     """
     settings = {"dense_above": LoopServe.dense_above}
-    steps = Steps("loopserve-real", out, settings, device, "float32")
-    end = time.monotonic() + seconds
+    steps = Steps("loopserve-real", out, settings, device, "float32", seconds)
     for model in models:
-        target: Target | None = None
+        target = target_of(load(model, device=device))
         for number, length, kind in product(pieces, lengths, kinds):
-            step = f"{Path(model).stem}, {kind}, {length}, {number}"
-            if step in steps.rows or time.monotonic() > end:
-                continue
-            target = target or target_of(load(model, device=device))
             ids = piece(target, TEXTS[kind](dialogue_files), length, number).to(target.device)
-            steps.do(step, partial(measured, target, ids, alphas, random_alphas, positions))
+            work = partial(measured, target, ids, alphas, random_alphas, positions)
+            steps.do(f"{Path(model).stem}, {kind}, {length}, {number}", work)
     if page is not None:
         put_table(page, "loopserve.real", table(steps.rows))
     if short_page is not None:

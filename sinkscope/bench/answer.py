@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -275,10 +275,16 @@ class _HeldAfterCalls(Actor):
         return None
 
 
-def _generated(
-    target: Target, edit: Any, keep: Callable[..., None], **options: Any
-) -> tuple[Tensor, list[Event], list[HeldTokens]]:
-    """What the model writes under an edit or with a cache, the events, and what the cache held after each call."""
+class _Generated(NamedTuple):
+    """What a model wrote, the events on the way, and what the cache held after each call."""
+
+    ids: Tensor
+    events: Sequence[Event]
+    held: list[HeldTokens]
+
+
+def _generated(target: Target, edit: Any, keep: Callable[..., None], **options: Any) -> _Generated:
+    """What the model writes under an edit or with a cache."""
     if edit is not None and not isinstance(edit, Intervention):
         return _generated_with_cache(target, edit, keep, **options)
     held: list[HeldTokens] = []
@@ -286,12 +292,10 @@ def _generated(
         if run is not None:
             keeper = CacheKeeper.of(run)
             run.act(_HeldAfterCalls(held, keeper.windows))
-        return target.hf.generate(**options), [] if run is None else run.events, held
+        return _Generated(target.hf.generate(**options), [] if run is None else run.events, held)
 
 
-def _generated_with_cache(
-    target: Target, subject: Any, keep: Callable[..., None], **options: Any
-) -> tuple[Tensor, list[Event], list[HeldTokens]]:
+def _generated_with_cache(target: Target, subject: Any, keep: Callable[..., None], **options: Any) -> _Generated:
     """The same with a cache of somebody else's, whose slots count as tokens, but no more than a row has."""
     held: list[HeldTokens] = []
     lengths: Tensor = options["attention_mask"].sum(1).double()
@@ -303,7 +307,7 @@ def _generated_with_cache(
             held.append(HeldTokens(len(slots), tokens, tokens))
 
         with target.hooks((target.hf, "post", keep), (target.hf, "post", count)):
-            return target.hf.generate(**options, past_key_values=cache), [], held
+            return _Generated(target.hf.generate(**options, past_key_values=cache), [], held)
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:

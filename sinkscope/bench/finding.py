@@ -134,17 +134,17 @@ def control_of(groups: Sequence[BenchGroup]) -> BenchGroup | None:
 def finding(groups: Sequence[BenchGroup]) -> str:
     """Return a sentence on the groups of one place: the best method, its lead with the margin, and the control."""
     task, compared, control = task_class(groups[0].task), ranked(groups), control_of(groups)
-    said = f"{task.control} was not run"
+    control_score = f"{task.control} was not run"
     if control is not None:
-        said = f"control {control.method} has {task.value_in_words(control.score)}"
+        control_score = f"control {control.method} has {task.value_in_words(control.score)}"
     if not compared:
-        return f"In {groups[0].title}, {said}; no other method was run."
+        return f"In {groups[0].title}, {control_score}; no other method was run."
     best, *others = compared
     if at_floor(best, control):
         shown = f"{task.value_in_words(best.score)} ({task.shown.format(best.low)}-{task.shown.format(best.high)})"
         return (
             f"Nothing can be told of methods in {best.title} ({task.unit}): the best, {best.method}, has {shown}, like "
-            f"chance; {said}; give larger budgets or easier prompts."
+            f"chance; {control_score}; give larger budgets or easier prompts."
         )
     notes = costs(best, groups)
     if task.main in PERCENT and best.margin is not None:
@@ -152,10 +152,10 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     elif best.margin is not None:
         notes.insert(0, f"±{task.shown.format(best.margin)}")
     score = _with_notes(task.value_in_words(best.score), notes)
-    found = f"{best.method} has {score} in {best.title} ({task.unit})"
+    best_score = f"{best.method} has {score} in {best.title} ({task.unit})"
     rivals = others or ([] if control is None else [control])
     if not rivals:
-        return f"{found}; {said}."
+        return f"{best_score}; {control_score}."
     rival, end = rivals[0], ""
     for other in rivals:
         lead = lead_of(best, other)
@@ -166,7 +166,7 @@ def finding(groups: Sequence[BenchGroup]) -> str:
         return too_few(groups)
     sentences: list[str] = []
     for of_rival in (costs(rival, groups), []):
-        sentences.append(f"{found}, {lead_in_words(best, rival, bool(end), of_rival)}{end}; {said}.")
+        sentences.append(f"{best_score}, {lead_in_words(best, rival, bool(end), of_rival)}{end}; {control_score}.")
     return short_sentence(sentences)
 
 
@@ -174,16 +174,16 @@ def too_few(groups: Sequence[BenchGroup]) -> str:
     """Return the counts, or scores, of methods that answered too few prompts to be ranked; the best come first."""
     task = task_class(groups[0].task)
     order = sorted(groups, key=lambda group: group.score, reverse=not task.low_is_good)
-    said: list[str] = []
+    scores: list[str] = []
     for group in order:
         value = task.value_in_words(group.score)
         if task.main in PERCENT and set(group.scores.values()) <= {0.0, 1.0}:
             value = f"{sum(group.scores.values()):.0f}"
-        said.append(f"{group.method} {value}")
+        scores.append(f"{group.method} {value}")
     count = len(order[0].scores)
     sentences: list[str] = []
-    for most in range(len(said), 0, -1):
-        some = word_list(said[:most])
+    for most in range(len(scores), 0, -1):
+        some = word_list(scores[:most])
         sentences.append(f"{count} prompts are too few to rank methods: {some} in {groups[0].title} ({task.unit}).")
     return short_sentence(sentences)
 
@@ -201,15 +201,15 @@ def at_floor(best: BenchGroup, control: BenchGroup | None) -> bool:
 
 def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
     """Return what a method reads in a step and computes of prompts, in words, as shares of the full cache."""
-    found: list[str] = []
+    parts: list[str] = []
     read, cells = group.metrics.get("read"), group.metrics.get("cells")
     for full in groups:
         whole = full.metrics.get("read")
         if (full.method.name, full.set) == (FULL, group.set) and full is not group and read is not None and whole:
-            found.append(f"reads {read / whole:.0%}")
+            parts.append(f"reads {read / whole:.0%}")
     if cells is not None:
-        found.append(f"computes {cells:.0%}")
-    return found
+        parts.append(f"computes {cells:.0%}")
+    return parts
 
 
 def lead_of(best: BenchGroup, other: BenchGroup) -> Interval | None:

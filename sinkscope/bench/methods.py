@@ -89,13 +89,13 @@ def method_class(name: str) -> Any:
             f"method {name!r} is unknown: expected some of {', '.join(classes)}, or package.module:name of a policy "
             "class or of a function that makes a cache"
         )
-    found = import_object(name, f"method {name!r}", f"; {EXPECTED}")
-    return found if _is_intervention(found) else factory_named(name)
+    cls = import_object(name, f"method {name!r}", f"; {EXPECTED}")
+    return cls if _is_intervention(cls) else factory_named(name)
 
 
-def _is_intervention(found: Any) -> bool:
+def _is_intervention(value: Any) -> bool:
     """Whether it is a class of interventions, or the type of None, which does nothing."""
-    return isinstance(found, type) and issubclass(found, Intervention | NoneType)
+    return isinstance(value, type) and issubclass(value, Intervention | NoneType)
 
 
 def make_for_batch(factory: Factory, name: str, budget: Budget | None, target: Target, prompt: int) -> Any:
@@ -183,12 +183,12 @@ class Method:
         if not _is_intervention(cls):
             return partial(make_for_batch, cls, self.name, self.budget)
         _, fixed = NAMED_VARIANTS.get(self.name, (cls, {}))
-        given = with_own_settings(cls, {**fixed, **dict(self.settings)})
+        arguments = with_own_settings(cls, {**fixed, **dict(self.settings)})
         if self.budget is not None:
-            given["budget"] = self.budget
+            arguments["budget"] = self.budget
         if self.paper:
-            return cls.paper(**given)
-        return cls(**given)
+            return cls.paper(**arguments)
+        return cls(**arguments)
 
 
 def _value_in_words(value: Any) -> str:

@@ -130,7 +130,9 @@ def check_sampling(task: Task, methods: Sequence[Method], temperature: float, se
         SinkscopeError: The task feeds every method the same text, or answers are greedy and a seed is given.
     """
     samplers = [method.sampler() for method in methods]
-    draws = SAMPLING in {method.name for method in methods} or any(one and one.temperature for one in samplers)
+    draws = SAMPLING in {method.name for method in methods} or any(
+        sampler and sampler.temperature for sampler in samplers
+    )
     if task.together and (temperature or seed or draws or any(samplers)):
         raise SinkscopeError(
             f"--task {task.name} feeds the same text to every method, and nothing is drawn: leave out --temperature, "

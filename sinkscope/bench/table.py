@@ -143,11 +143,11 @@ class BenchTable(Result):
 
     def reference(self, group: BenchGroup) -> BenchGroup | None:
         """Return the method with which a method of the same place is compared."""
-        beside = [one for one in self.groups if one.place == group.place]
+        beside = [candidate for candidate in self.groups if candidate.place == group.place]
         if self.beside is None:
             beside = ranked(beside)
         else:
-            beside = [one for one in beside if str(one.method) == self.beside]
+            beside = [candidate for candidate in beside if str(candidate.method) == self.beside]
         return next(iter(beside), None)
 
     def lead(self, group: BenchGroup) -> Interval | None:
@@ -294,7 +294,7 @@ def conditions_that_differ(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _each(settings: Sequence[Mapping[str, Any]], name: str) -> str:
     """The different values of a setting, after one another."""
-    return ", ".join(dict.fromkeys(str(one[name]) for one in settings))
+    return ", ".join(dict.fromkeys(str(setting[name]) for setting in settings))
 
 
 def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[BenchRecord], by: str) -> BenchGroup:

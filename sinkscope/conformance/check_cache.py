@@ -52,7 +52,7 @@ class CacheCheck(Result):
         return sorted(super().rows(), key=lambda row: row["verdict"] != "fails")
 
     def _with(self, verdict: str) -> list[CheckedBehaviour]:
-        return [one for one in self.checks if one.verdict == verdict]
+        return [behaviour for behaviour in self.checks if behaviour.verdict == verdict]
 
     @property
     def verdict(self) -> Literal["passes", "fails", "incomplete"]:
@@ -72,23 +72,23 @@ class CacheCheck(Result):
         Rows have to be tried of every cache; eviction, also in a batch, positions and the budget of a cache that
         evicts.
         """
-        by_name = {one.check.replace(" ", "_"): one for one in self.checks}
-        found: dict[str, str] = {}
+        by_name = {behaviour.check.replace(" ", "_"): behaviour for behaviour in self.checks}
+        missing: dict[str, str] = {}
         rows = by_name.get(ROWS)
         if rows is not None and rows.verdict == "does not apply":
-            found["rows"] = rows.seen
+            missing["rows"] = rows.seen
         if not self.evicts:
-            return found
+            return missing
         for name, checks in (("positions", OF_POSITIONS), ("budget", OF_TOKENS)):
             chosen = [by_name[check] for check in checks if check in by_name]
-            if chosen and all(one.verdict == "does not apply" for one in chosen):
-                found[name] = chosen[0].seen
-        cut = [one for name, one in by_name.items() if name in OF_A_BUDGET]
-        if cut and not any(one.evicted for one in cut):
-            found["eviction"] = cut[0].seen
-        elif rows is not None and "rows" not in found and not rows.evicted:
-            found["eviction in a batch"] = rows.seen
-        return found
+            if chosen and all(behaviour.verdict == "does not apply" for behaviour in chosen):
+                missing[name] = chosen[0].seen
+        cut = [behaviour for name, behaviour in by_name.items() if name in OF_A_BUDGET]
+        if cut and not any(behaviour.evicted for behaviour in cut):
+            missing["eviction"] = cut[0].seen
+        elif rows is not None and "rows" not in missing and not rows.evicted:
+            missing["eviction in a batch"] = rows.seen
+        return missing
 
     def conclusion(self) -> str:
         """Return how many checks pass, and which fail or were not tried."""
@@ -102,8 +102,8 @@ class CacheCheck(Result):
         if untried := self.untried():
             return f"{name} is incomplete: {', '.join(untried)} not tried; {self._remedy(untried)}."
         apart = len(self.checks) - applied
-        kept = "" if self.evicts or not self._with("does not apply") else "; it keeps every token"
-        return f"{name} passes {count_of(applied, 'check')} (not applicable: {apart}){kept}."
+        keeps = "" if self.evicts or not self._with("does not apply") else "; it keeps every token"
+        return f"{name} passes {count_of(applied, 'check')} (not applicable: {apart}){keeps}."
 
     def _remedy(self, untried: dict[str, str]) -> str:
         """What would try it."""
@@ -118,11 +118,15 @@ class CacheCheck(Result):
         lines: list[str] = []
         for what, reason in self.untried().items():
             lines.append(f"Not tried: {what}; {reason}.")
-        refused = dict.fromkeys(reason for one in self._with("passes") for reason in one.refused)
+        refused = dict.fromkeys(reason for behaviour in self._with("passes") for reason in behaviour.refused)
         lines += [f"Refused beside what was tried: {reason}." for reason in refused]
-        for one in self._with("fails"):
-            lines += [f"\nFails: {one.check}.", f"  Expected: {one.expected}.", f"  Seen: {one.seen}."]
-            lines += [f"    {line}" for line in one.reproduction.splitlines()]
+        for behaviour in self._with("fails"):
+            lines += [
+                f"\nFails: {behaviour.check}.",
+                f"  Expected: {behaviour.expected}.",
+                f"  Seen: {behaviour.seen}.",
+            ]
+            lines += [f"    {line}" for line in behaviour.reproduction.splitlines()]
         return lines
 
 
@@ -160,14 +164,14 @@ def check_cache(
         SinkscopeError: There is no such factory or check, or it gives something else.
     """
     started = time.perf_counter()
-    for one in only:
-        if one not in CHECKS:
-            raise SinkscopeError(f"check {one!r}: expected one of {', '.join(CHECKS)}")
-    kept: Any = budget
+    for check in only:
+        if check not in CHECKS:
+            raise SinkscopeError(f"check {check!r}: expected one of {', '.join(CHECKS)}")
+    size: Any = budget
     if isinstance(budget, str):
-        kept = read_setting(budget, Budget, "--budget ")
-    if isinstance(kept, int) and kept > MOST:
-        raise SinkscopeError(f"--budget {kept}: expected up to {MOST} tokens, or a share; the texts are short")
+        size = read_setting(budget, Budget, "--budget ")
+    if isinstance(size, int) and size > MOST:
+        raise SinkscopeError(f"--budget {size}: expected up to {MOST} tokens, or a share; the texts are short")
     place = ""
     if isinstance(factory, str):
         place, factory = factory, factory_named(factory)
@@ -175,16 +179,16 @@ def check_cache(
         place = place_of(factory)
     if not place:
         raise SinkscopeError(f"{factory!r} has no name: {EXPECTED}")
-    kit = Kit(factory, tolerance, place, kept, thorough, seed)
-    if kept is not None and not kit.asked_for:
-        raise SinkscopeError(f"--budget {kept}: {place} has no parameter budget or share, which would be given it")
+    kit = Kit(factory, tolerance, place, size, thorough, seed)
+    if size is not None and not kit.asked_for:
+        raise SinkscopeError(f"--budget {size}: {place} has no parameter budget or share, which would be given it")
     kit.subject()  # bad input is said before anything is checked
-    names = [one for one in CHECKS if not only or one in only]
+    names = [check for check in CHECKS if not only or check in only]
     rows: list[CheckedBehaviour] = []
-    for done, one in enumerate(names):
+    for done, check in enumerate(names):
         if progress is not None:
             progress("checking", done, len(names))
-        rows.append(kit.checked(CHECKS[one]))
+        rows.append(kit.checked(CHECKS[check]))
     return CacheCheck(
         model=ModelInfo("check-cache", "kit", 0, 0, 0, ""),
         settings={"only": only, "tolerance": tolerance, "budget": budget, "thorough": thorough, "seed": seed},

@@ -296,8 +296,8 @@ class Use:
         for row, length in enumerate(lengths):
             here = slice(width - length, width) if self.flow.padding == "left" else slice(0, length)
             earlier = self.ids[row][self.mask[row].bool()].tolist()
-            given = self.flow.text[len(earlier) :][:length]
-            tokens = given or kit_tokens(self.flow.model, earlier, length, self.flow.seed + row, self._reads)
+            planned = self.flow.text[len(earlier) :][:length]
+            tokens = planned or kit_tokens(self.flow.model, earlier, length, self.flow.seed + row, self._reads)
             ids[row, here] = torch.tensor(tokens)
             mask[row, here] = 1
         self._reads += 1
@@ -306,10 +306,10 @@ class Use:
     def _call(self, new: int) -> Float[Tensor, "row new vocab"]:
         """Call the model on the last columns."""
         positions = positions_of(self.mask)
-        given: dict[str, Any] = {"attention_mask": self.mask, "position_ids": positions[:, -new:]}
+        inputs: dict[str, Any] = {"attention_mask": self.mask, "position_ids": positions[:, -new:]}
         with torch.set_grad_enabled(self.watched):
-            given.update(cache_argument(self.model, self.cache))
-            logits = self.model(input_ids=self.ids[:, -new:], use_cache=True, **given).logits
+            inputs.update(cache_argument(self.model, self.cache))
+            logits = self.model(input_ids=self.ids[:, -new:], use_cache=True, **inputs).logits
         if self.watched:
             self._recorder.read(logits, positions, self.mask.bool())
         return logits.detach()
@@ -338,11 +338,11 @@ class Use:
     def _move(self, kind: str, numbers: list[int]) -> None:
         """Change the rows of cache and text."""
         rows = torch.tensor(numbers)
-        given: Any = rows
+        argument: Any = rows
         if kind == "repeat":
-            given = numbers[0]
-            rows = torch.arange(self._rows).repeat_interleave(given)
-        change(self.cache, ROW_ACTS[kind], given)
+            argument = numbers[0]
+            rows = torch.arange(self._rows).repeat_interleave(argument)
+        change(self.cache, ROW_ACTS[kind], argument)
         self.end()
         self.ids, self.mask, self._rows = self.ids[rows], self.mask[rows], len(rows)
         self._recorder.take(rows)
@@ -384,17 +384,17 @@ def record_past(cache: Any) -> None:
         cache.activate_past_recording()
 
 
-def change(used: Any, method: str, *given: Any) -> None:
+def change(used: Any, method: str, *arguments: Any) -> None:
     """Crop, reset or reorder a cache.
 
     Raises:
         NotImplementedError: The cache has no such method, or layers of transformers say that they cannot.
     """
-    for one in (used, *getattr(used, "layers", ())):
-        if not hasattr(one, method):
-            raise NotImplementedError(f"{type(one).__name__} has no {method}")
+    for part in (used, *getattr(used, "layers", ())):
+        if not hasattr(part, method):
+            raise NotImplementedError(f"{type(part).__name__} has no {method}")
     try:
-        getattr(used, method)(*given)
+        getattr(used, method)(*arguments)
     except RuntimeError as error:
         if "`crop` was called, but" not in str(error):  # how transformers says what others say by NotImplementedError
             raise

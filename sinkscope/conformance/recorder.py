@@ -177,16 +177,16 @@ def told_positions(cache: Any, layer: int) -> Int[Tensor, "row kv_head slot"] | 
     layers = getattr(cache, "layers", None) or ()
     if layer >= len(layers) or not isinstance(getattr(layers[layer], "keys", None), Tensor):
         return None
-    said = getattr(layers[layer], "pos", None)
-    return said if isinstance(said, Tensor) and said.dim() == 3 else None
+    positions = getattr(layers[layer], "pos", None)
+    return positions if isinstance(positions, Tensor) and positions.dim() == 3 else None
 
 
 def disagreement(cache: Any) -> str:
     """Return in words which layer of a cache has more or fewer positions than slots; empty if none has."""
     for number, layer in enumerate(getattr(cache, "layers", None) or ()):
-        said = told_positions(cache, number)
-        if said is not None and said.shape[-1] != layer.keys.shape[2]:
-            return f"layer {number} has {said.shape[-1]} positions for {layer.keys.shape[2]} slots"
+        positions = told_positions(cache, number)
+        if positions is not None and positions.shape[-1] != layer.keys.shape[2]:
+            return f"layer {number} has {positions.shape[-1]} positions for {layer.keys.shape[2]} slots"
     return ""
 
 
@@ -218,13 +218,13 @@ def held_bytes(cache: Any) -> int:
     seen: set[int] = set()
     waiting: list[Any] = [value for name, value in vars(cache).items() if name != "update"]
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        item = waiting.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            storage = one.untyped_storage()
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(one, dict | list | tuple) or not type(one).__module__.startswith(("torch.", "builtins")):
-            waiting += gc.get_referents(one)
+        elif isinstance(item, dict | list | tuple) or not type(item).__module__.startswith(("torch.", "builtins")):
+            waiting += gc.get_referents(item)
     return sum(storages.values())

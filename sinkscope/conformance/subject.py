@@ -43,8 +43,12 @@ def factory_named(place: str) -> Factory:
     factory = import_object(place, place, f"; {EXPECTED}") if ":" in place else None
     if not callable(factory):
         raise SinkscopeError(f"{place} is no policy and no module:function: {EXPECTED}")
-    for name, one in parameters(factory).items():
-        if name not in KNOWN and one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+    for name, parameter in parameters(factory).items():
+        if (
+            name not in KNOWN
+            and parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ):
             raise SinkscopeError(f"{place} needs {name}=: {EXPECTED}, or have a default")
     return factory
 
@@ -84,7 +88,7 @@ def made(factory: Factory, model: Any, prompt: int, budget: Budget | None) -> An
         tokens, share = max(1, share_of(budget, prompt)), budget
     elif budget is not None:
         share = budget / prompt
-    given = {
+    offered = {
         "model": model,
         "config": model.config,
         "budget": tokens,
@@ -92,7 +96,7 @@ def made(factory: Factory, model: Any, prompt: int, budget: Budget | None) -> An
         "max_cache_len": ROOM,
     }
     try:
-        subject = factory(**{name: given[name] for name in parameters(factory) if name in given})
+        subject = factory(**{name: offered[name] for name in parameters(factory) if name in offered})
     except Exception as error:  # what others wrote may refuse in any way
         reason = str(error).partition("\n")[0]
         raise NotImplementedError(f"{type(error).__name__}: {reason}") from error

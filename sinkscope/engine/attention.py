@@ -110,8 +110,8 @@ def check_recomputed(own: Stock, module: Any, query: Tensor, key: Tensor, value:
         query = query[:1, :, -1:]  # which sees every key, with a mask or without
         rows = attention_probs(query, key[:1], None, scaling=scaling)
         right = rows @ per_query_head(value[:1], rows.shape[1]).float()
-        given = own.attention(module, query, key[:1], value[:1], None, scaling=scaling, dropout=0.0)[0]
-        own.agrees = relative_error(given.transpose(1, 2).float(), right) < _TOLERATED
+        recomputed = own.attention(module, query, key[:1], value[:1], None, scaling=scaling, dropout=0.0)[0]
+        own.agrees = relative_error(recomputed.transpose(1, 2).float(), right) < _TOLERATED
     if not own.agrees:
         raise UnsupportedError(
             f"attention is a function of your own, registered as {own.name!r}, and its output is not softmax(q k) "

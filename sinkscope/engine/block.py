@@ -287,14 +287,14 @@ _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned 
 @contextmanager
 def _not_remote(run: Run) -> Iterator[None]:
     """Context manager in which a model of nnsight sends no trace to a server."""
-    given = run.target.model
+    model = run.target.model
     if run.target.kind == "nnsight":
-        vars(given)["_remote_backend"] = _refuse_remote
+        vars(model)["_remote_backend"] = _refuse_remote
     try:
         yield
     finally:
         if run.target.kind == "nnsight" and len(holds_on(run.target.base)) < 2:  # else an outer block goes on
-            vars(given).pop("_remote_backend", None)
+            vars(model).pop("_remote_backend", None)
 
 
 def _refuse_remote(*_: Any) -> None:

@@ -206,20 +206,20 @@ class BlockCalls:
             self._drop()
         if kwargs is None or not self.acts_here():
             return None
-        given = by_name(module, args, kwargs) if args else kwargs
+        arguments = by_name(module, args, kwargs) if args else kwargs
         first = self.target.layers[0]
         if first.training and is_checkpointing(first):
             raise UnsupportedError(
                 f"{self.target.name} runs with gradient checkpointing, which keeps no cache and computes layers again "
                 "without the edits: call model.eval() or model.gradient_checkpointing_disable()"
             )
-        changed, cache = None, cache_in(given)
+        changed, cache = None, cache_in(arguments)
         if self.actors and cache is None:
-            cache = new_call_cache(given, self.target)
+            cache = new_call_cache(arguments, self.target)
             if cache is not None:
-                given = with_cache(module, given, cache)
-                changed = (), given
-        step = begin_step(self.number, next(self._steps), given, cache)
+                arguments = with_cache(module, arguments, cache)
+                changed = (), arguments
+        step = begin_step(self.number, next(self._steps), arguments, cache)
         self._live[step.number] = threading.current_thread()
         if not self._is_open:  # it was closed in the meantime
             self._note_end(step)

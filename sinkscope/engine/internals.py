@@ -105,20 +105,20 @@ class _Followed:
     def prefill(self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
         """Read a prompt."""
         followers = self._acting()
-        for one in followers:
-            one.check("_prefill", model_kwargs, generation_config)
-        for one in followers:
-            one.prompting(True)
+        for follower in followers:
+            follower.check("_prefill", model_kwargs, generation_config)
+        for follower in followers:
+            follower.prompting(True)
         try:
             return self.own["_prefill"](input_ids, generation_config, model_kwargs, **more)
         finally:
-            for one in followers:
-                one.prompting(False)
+            for follower in followers:
+                follower.prompting(False)
 
     def candidates(self, *args: Any, **kwargs: Any) -> Any:
         """Begin assisted generation."""
-        for one in self._acting():
-            one.check("_get_candidate_generator", {}, None)
+        for follower in self._acting():
+            follower.check("_get_candidate_generator", {}, None)
         return self.own["_get_candidate_generator"](*args, **kwargs)
 
     def batch(self, *_: Any, **__: Any) -> Any:
@@ -126,4 +126,4 @@ class _Followed:
         raise self.followers[-1].packed
 
     def _acting(self) -> list[GenerateFollower]:
-        return [one for one in self.followers if one.acts_here()]
+        return [follower for follower in self.followers if follower.acts_here()]

@@ -111,7 +111,7 @@ class RowState:
 
     def copy(self) -> RowState:
         """Return what edits know of the rows, as it is now."""
-        memory = {key: Memory(dict(kept.of_rows), dict(kept.of_tokens)) for key, kept in self.memory.items()}
+        memory = {key: Memory(dict(notes.of_rows), dict(notes.of_tokens)) for key, notes in self.memory.items()}
         return RowState(self.tokens, self.partial, memory)
 
     def take(self, rows: Int[Tensor, " row"]) -> None:
@@ -178,8 +178,8 @@ class _WithRows:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save the cache as one of the class that it had, without what is known of its rows."""
         kind = type(self).__mro__[2]
-        kept = {name: value for name, value in vars(self).items() if name != ROWS}
-        return _restored, (kind, kept)
+        attributes = {name: value for name, value in vars(self).items() if name != ROWS}
+        return _restored, (kind, attributes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the cache with what is known of its rows."""

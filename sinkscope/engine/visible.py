@@ -88,13 +88,13 @@ class FunctionMask(MaskSource):
         if isinstance(key, range):
             key = torch.arange(key.start, key.stop, device=device)[None, None]
         columns = key.clamp(min=0)[:, :, None, :]
-        given = (row, torch.zeros_like(row), at, columns)
+        places = (row, torch.zeros_like(row), at, columns)
         if self.by_vmap:
-            same = torch.broadcast_tensors(*given)
+            same = torch.broadcast_tensors(*places)
             flat = [numbers.flatten() for numbers in same]
             sees = torch.vmap(self.function)(*flat).view(same[0].shape)
         else:
-            sees = torch.as_tensor(self.function(*given), device=device)
+            sees = torch.as_tensor(self.function(*places), device=device)
         if self.padding is not None:
             padding = self.padding.to(device)
             inside = columns < padding.shape[1]

@@ -112,32 +112,43 @@ def messages_of_row(row: Any, field: str | None = None, name: str = "the record"
     Raises:
         SinkscopeError: There is no text in it.
     """
-    value: Any = row
-    if field is not None:
-        for part in [field] if isinstance(row, Mapping) and field in row else field.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                known = ", ".join(value) if isinstance(value, Mapping) else "no fields"
-                raise SinkscopeError(f"{name} has no field {field}: there are {known}")
-            value = value[part]
+    value = row if field is None else _value_at(row, field, name)
     if isinstance(value, str):
         return (_message("", value),)
     messages = messages_in(value)
     if messages is not None:
         return tuple(messages)
     if isinstance(value, Mapping):
-        fields = {str(key).lower().replace(" ", "_"): one for key, one in value.items()}
-        prompt = [one for one in PROMPTS if isinstance(fields.get(one), str) and fields[one]]
-        answer = [one for one in ANSWERS if one not in TEXTS and isinstance(fields.get(one), str) and fields[one]]
-        if answer:
-            asked = [_message("user", "\n".join(fields[one] for one in prompt))] if prompt else []
-            return (*asked, _message("assistant", fields[answer[0]]))
-        texts = [one for one in TEXTS if isinstance(fields.get(one), str)] or (prompt if len(prompt) == 1 else [])
-        if not texts and len(fields) == 1 and isinstance(next(iter(fields.values())), str):
-            texts = [*fields]
+        texts = _texts_of(value)
         if texts:
-            return (_message("", fields[texts[0]]),)
+            return texts
     known = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
     raise SinkscopeError(f"{name} holds no text that is known, there are {known[:200]}: name the field of the texts")
+
+
+def _value_at(row: Any, field: str, name: str) -> Any:
+    """The value of a field, which may be a field of a field."""
+    value = row
+    for part in [field] if isinstance(row, Mapping) and field in row else field.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            known = ", ".join(value) if isinstance(value, Mapping) else "no fields"
+            raise SinkscopeError(f"{name} has no field {field}: there are {known}")
+        value = value[part]
+    return value
+
+
+def _texts_of(record: Mapping[Any, Any]) -> tuple[Message, ...]:
+    """A prompt and its answer, or one text, under the names that records give them; nothing if it has none."""
+    fields = {str(key).lower().replace(" ", "_"): value for key, value in record.items() if isinstance(value, str)}
+    prompt = [name for name in PROMPTS if fields.get(name)]
+    answer = [name for name in ANSWERS if name not in TEXTS and fields.get(name)]
+    if answer:
+        asked = [_message("user", "\n".join(fields[name] for name in prompt))] if prompt else []
+        return (*asked, _message("assistant", fields[answer[0]]))
+    texts = [name for name in TEXTS if name in fields] or (prompt if len(prompt) == 1 else [])
+    if not texts and len(record) == 1:
+        texts = [*fields]
+    return tuple(_message("", fields[name]) for name in texts[:1])
 
 
 def _message(role: Role, text: str) -> Message:

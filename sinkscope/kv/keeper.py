@@ -243,8 +243,8 @@ class CacheKeeper(Actor):
             known = step.state.of_actors
             queries, counted = known.get(QueryKeeper.KEY), known[_METER]
             assert isinstance(counted, CountedRows)
-            kept = queries.by_layer if isinstance(queries, LatestQueries) else None
-            counted.meter.note(step.layers, decodes=step.decodes, queries=kept)
+            latest = queries.by_layer if isinstance(queries, LatestQueries) else None
+            counted.meter.note(step.layers, decodes=step.decodes, queries=latest)
         return None
 
 

@@ -199,8 +199,8 @@ class QueryKeeper(Actor):
         """Keep the queries of a layer."""
         if attention.is_repeated or not self.attends(step):
             return
-        kept = step.state.of_actors.get(self.KEY)
-        if not isinstance(kept, LatestQueries):
-            kept = step.state.of_actors[self.KEY] = LatestQueries()
-        earlier = kept.by_layer.get(attention.layer)
-        kept.by_layer[attention.layer] = LayerQueries.of(attention, step, earlier, self.count)
+        latest = step.state.of_actors.get(self.KEY)
+        if not isinstance(latest, LatestQueries):
+            latest = step.state.of_actors[self.KEY] = LatestQueries()
+        earlier = latest.by_layer.get(attention.layer)
+        latest.by_layer[attention.layer] = LayerQueries.of(attention, step, earlier, self.count)

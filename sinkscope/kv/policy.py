@@ -88,11 +88,11 @@ class LayerMoment:
         Raises:
             UnsupportedError: No query was seen. `CacheKeeper.window_queries`, called in `watch`, has them kept.
         """
-        kept = self.step.state.of_actors.get(QueryKeeper.KEY)
-        if not isinstance(kept, LatestQueries) or self.layer not in kept.by_layer:
+        latest = self.step.state.of_actors.get(QueryKeeper.KEY)
+        if not isinstance(latest, LatestQueries) or self.layer not in latest.by_layer:
             raise unseen_queries()
         columns = self.step.earlier.columns_of(self.kv.pos)
-        return kept.by_layer[self.layer].rows(self.kv, columns, last)
+        return latest.by_layer[self.layer].rows(self.kv, columns, last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +248,8 @@ class Policy(Intervention):
         # At every generated token one slot leaves: without sorting, and with one launch for all layers of a device.
         for (shape, _), layers in one_too_many.items():
             lowest = torch.stack([ranked for _, ranked in layers]).argmin(-1, keepdim=True)
-            for (kv, _), kept in zip(layers, places_without(lowest, shape[-1]), strict=True):
-                kv.keep_only(kept)
+            for (kv, _), stay in zip(layers, places_without(lowest, shape[-1]), strict=True):
+                kv.keep_only(stay)
 
     def chosen(self, at: LayerMoment) -> Bool[Tensor, "batch kv_head slot"]:
         """Return the slots that a layer keeps."""
@@ -357,9 +357,9 @@ def check_layer_room(
         SinkscopeError: One is.
     """
     fewest = torch.atleast_2d(torch.as_tensor(budget)).amin(1).tolist()
-    for row, kept in enumerate(zip(first, latest, strict=True)):
+    for row, counts in enumerate(zip(first, latest, strict=True)):
         tokens = fewest[row % len(fewest)]
-        check_room(tokens, sum(kept), f"{named} has a budget of {tokens} tokens, which")
+        check_room(tokens, sum(counts), f"{named} has a budget of {tokens} tokens, which")
 
 
 def unseen_queries() -> UnsupportedError:

@@ -38,7 +38,7 @@ class Pyramid(SnapKV):
         if len(numbers) > 1:
             height = numbers.index(at.layer) / (len(numbers) - 1)
         rows, prompt = at.rows, torch.tensor(at.step.state.prompt)
-        kept = torch.tensor(rows.first) + torch.tensor(rows.latest)
-        mean = (torch.tensor(rows.total) - kept).double()
-        lowest = (2 * mean - mean / self.beta).minimum(mean.maximum(prompt - kept))
-        return (kept + (lowest + 2 * height * (mean - lowest) + 1e-6).long())[:, None]
+        protected = torch.tensor(rows.first) + torch.tensor(rows.latest)
+        mean = (torch.tensor(rows.total) - protected).double()
+        lowest = (2 * mean - mean / self.beta).minimum(mean.maximum(prompt - protected))
+        return (protected + (lowest + 2 * height * (mean - lowest) + 1e-6).long())[:, None]

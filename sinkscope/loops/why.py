@@ -293,8 +293,8 @@ class LoopedText:
                 cache.batch_repeat_interleave(len(removals))
             remove = RemoveTokens(removed)
             rows = torch.tensor([self.ids[:cut]] * len(removals))
-            found, _ = decode(target, rows, self.new_tokens, remove if edit is None else edit | remove, cache=cache)
-            for removal, tokens in zip(removals, found, strict=True):
+            continued, _ = decode(target, rows, self.new_tokens, remove if edit is None else edit | remove, cache=cache)
+            for removal, tokens in zip(removals, continued, strict=True):
                 written[removal].append(tokens)
         return written
 

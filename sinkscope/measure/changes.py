@@ -78,10 +78,10 @@ class Change:
             return ""
         if not self.whole:
             return in_points(self.value, self.interval, self.share)
-        said = f"{self.value * self.whole:+.2f} of {self.whole}"
+        words = f"{self.value * self.whole:+.2f} of {self.whole}"
         if self.lower is not None and self.upper is not None:
-            said += f", 95 % {self.lower * self.whole:+.2f} to {self.upper * self.whole:+.2f}"
-        return said
+            words += f", 95 % {self.lower * self.whole:+.2f} to {self.upper * self.whole:+.2f}"
+        return words
 
     @property
     def is_constant(self) -> bool:
@@ -93,8 +93,8 @@ class Change:
     @property
     def is_small(self) -> bool:
         """Whether the interval leaves out zero, and the number moved by less than 1 % of its value."""
-        found = self.interval
-        return self.changed is False and found is not None and not found.low <= 0 <= found.high
+        interval = self.interval
+        return self.changed is False and interval is not None and not interval.low <= 0 <= interval.high
 
     def shown(self, value: float | str | None) -> str:
         """Return a value of the number as a reader sees it: a count, a share in per cent, or a number."""
@@ -126,49 +126,63 @@ def change_of(before: Number | None, after: Number | None, *, paired: bool) -> C
         after: The number in the other result. None: it is not there; one of both is.
         paired: Whether both results read the same texts.
     """
-    one = after or before
-    assert one is not None
-    values: list[float | str | None] = [None if number is None else number.value for number in (before, after)]
-    interval: Interval | None = None
-    value: float | None = None
-    changed: bool | None = None
-    texts = 0
+    number = after or before
+    assert number is not None
     if before is None or after is None:
-        changed = True
+        moved = Moved(None if before is None else before.value, None if after is None else after.value, changed=True)
     elif isinstance(before.value, str) or isinstance(after.value, str):
-        changed = before.value != after.value
-    elif before.value is not None and after.value is not None:
-        value = after.value - before.value
-        names = _in_both(before, after) if paired else []
-        interval = _of_texts(before, after, names)
-        if interval is not None:
-            values = [fmean(before.samples[name] for name in names), fmean(after.samples[name] for name in names)]
-            value, texts = interval.mean, len(names)
-        elif before.margin is not None and after.margin is not None:
-            margin = hypot(before.margin, after.margin)
-            interval = Interval(value, value - margin, value + margin)
-        if interval is not None:
-            large = abs(value) > SMALLEST_CHANGE * abs(before.value)
-            changed = large and not interval.low <= 0 <= interval.high
-    layer, expert, neuron = one.site or (None, None, None)
+        moved = Moved(before.value, after.value, changed=before.value != after.value)
+    elif before.value is None or after.value is None:
+        moved = Moved(before.value, after.value)
+    else:
+        moved = _moved(before, before.value, after, after.value, _in_both(before, after) if paired else [])
+    layer, expert, neuron = number.site or (None, None, None)
     return Change(
-        label=one.label,
-        about=one.about,
-        before=values[0],
-        after=values[1],
-        value=value,
-        lower=None if interval is None else interval.low,
-        upper=None if interval is None else interval.high,
-        texts=texts,
-        changed=changed,
+        label=number.label,
+        about=number.about,
+        before=moved.before,
+        after=moved.after,
+        value=moved.value,
+        lower=None if moved.interval is None else moved.interval.low,
+        upper=None if moved.interval is None else moved.interval.high,
+        texts=moved.texts,
+        changed=moved.changed,
         which=_which(before, after),
         layer=layer,
         neuron=neuron,
         expert=expert,
-        key=one.key,
-        share=one.share,
-        whole=one.whole,
+        key=number.key,
+        share=number.share,
+        whole=number.whole,
     )
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The values of a number that are compared, and how far it moved; the fields are those of `Change`."""
+
+    before: float | str | None
+    after: float | str | None
+    value: float | None = None
+    interval: Interval | None = None
+    texts: int = 0
+    changed: bool | None = None
+
+
+def _moved(before: Number, old: float, after: Number, new: float, names: Sequence[str]) -> Moved:
+    """How far a number moved from an old value to a new one: over some texts, or over all of each result."""
+    least, value, texts = SMALLEST_CHANGE * abs(old), new - old, 0
+    interval = _of_texts(before, after, names)
+    if interval is not None:
+        old, new = (fmean(number.samples[name] for name in names) for number in (before, after))
+        value, texts = interval.mean, len(names)
+    elif before.margin is not None and after.margin is not None:
+        margin = hypot(before.margin, after.margin)
+        interval = Interval(value, value - margin, value + margin)
+    changed = None
+    if interval is not None:
+        changed = abs(value) > least and not interval.low <= 0 <= interval.high
+    return Moved(old, new, value, interval, texts, changed)
 
 
 def changes_of(before: Sequence[Number], after: Sequence[Number], *, paired: bool) -> list[Change]:
@@ -182,10 +196,10 @@ def changes_of(before: Sequence[Number], after: Sequence[Number], *, paired: boo
     old, new = ({number.key: number for number in numbers} for numbers in (before, after))
     changes: list[Change] = []
     for key in dict.fromkeys([*old, *new]):
-        one, other = old.get(key), new.get(key)
-        number = one or other
-        if (one is not None and other is not None) or (number is not None and number.comes):
-            changes.append(change_of(one, other, paired=paired))
+        first, second = old.get(key), new.get(key)
+        number = first or second
+        if (first is not None and second is not None) or (number is not None and number.comes):
+            changes.append(change_of(first, second, paired=paired))
     return changes
 
 
@@ -209,12 +223,12 @@ def _which(before: Number | None, after: Number | None) -> str:
     """What a list has now and had not, and the other way round; or that the number came or went."""
     if before is None or after is None:
         return "came" if before is None else "went"
-    said: list[str] = []
+    parts: list[str] = []
     for words, some, others in (("new", after.items, before.items), ("gone", before.items, after.items)):
         names = [name for name in some if name not in others]
         if names and before.items and after.items:
-            said.append(f"{words}: {word_list(names, NAMED)}")
-    return "; ".join(said)
+            parts.append(f"{words}: {word_list(names, NAMED)}")
+    return "; ".join(parts)
 
 
 def by_chance(judged: int) -> str:

@@ -45,14 +45,14 @@ def edit_from_options(
         policy,
         guard or None,
     ]
-    given = [part for part in parts if part is not None]
-    for part in given:
+    edits = [part for part in parts if part is not None]
+    for part in edits:
         if not isinstance(part, Intervention):
             raise SinkscopeError(
                 f"{type(part).__name__} is no intervention: give a policy, a patch or a guard, or several of "
                 "them joined by |"
             )
-    return functools.reduce(or_, given) if given else None
+    return functools.reduce(or_, edits) if edits else None
 
 
 def _named(policy: Any) -> Any:

@@ -122,10 +122,10 @@ def difference_of(
 def in_points(moved: float, interval: Interval | None, share: bool) -> str:
     """Return a difference in words: "-10.0 points, 95 % -14.0 to -6.0"; of a number that is no share without points."""
     scale, form, unit = (100.0, "+.1f", " points") if share else (1.0, "+.3g", "")
-    said = f"{scale * moved:{form}}{unit}"
+    words = f"{scale * moved:{form}}{unit}"
     if interval is not None:
-        said += f", 95 % {scale * interval.low:{form}} to {scale * interval.high:{form}}"
-    return said
+        words += f", 95 % {scale * interval.low:{form}} to {scale * interval.high:{form}}"
+    return words
 
 
 def share_interval(hits: int, cases: int) -> Interval | None:

@@ -26,9 +26,9 @@ P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
 Loading = Literal["stream", "whole", "fits"]
 
-SETUP_PARAMETERS = {one.name: one for one in parameters_of(Setup.open) if one.name != "loading"}
+SETUP_PARAMETERS = {parameter.name: parameter for parameter in parameters_of(Setup.open) if parameter.name != "loading"}
 """Parameters that every measurement has."""
-EDIT_PARAMETERS = {one.name: one for one in parameters_of(edit_from_options)}
+EDIT_PARAMETERS = {parameter.name: parameter for parameter in parameters_of(edit_from_options)}
 """Parameters of a measurement that can run under interventions."""
 TEXT_READ = "text_read"
 """The setting that two results share if they read the same texts."""
@@ -55,7 +55,7 @@ class Measurement(Generic[P, R]):
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.function)
         _, *own = inspect.signature(self.function).parameters.values()
-        self._own = [one.name for one in own]
+        self._own = [parameter.name for parameter in own]
         shared = dict(inspect.signature(Setup.open).parameters)
         self._shared = dict(SETUP_PARAMETERS)
         if self.edits:
@@ -64,10 +64,12 @@ class Measurement(Generic[P, R]):
         for name in self._own:
             self._shared.pop(name, None)
         model, *common = [shared[name] for name in self._shared]
-        self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda one: one.kind))
+        self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda parameter: parameter.kind))
         every: list[str] = []
-        for one in self._shared.values():
-            every.append(fill(f"{one.name}: {one.help}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8))
+        for parameter in self._shared.values():
+            every.append(
+                fill(f"{parameter.name}: {parameter.help}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
+            )
         own_doc = inspect.getdoc(self.function) or ""
         ours = self.function.__module__.startswith("sinkscope.")
         example = EXAMPLE.format(name=f"{'ss.' if ours else ''}{self.function.__name__}")
@@ -115,11 +117,13 @@ class Measurement(Generic[P, R]):
         Raises:
             SinkscopeError: An argument is outside its range, or the measurement cannot use the arguments.
         """
-        for one in self.all_parameters:
-            if one.name in arguments:
-                one.check(arguments[one.name])
+        for parameter in self.all_parameters:
+            if parameter.name in arguments:
+                parameter.check(arguments[parameter.name])
         if self.check is not None:
-            self.check(**{one.name: arguments.get(one.name, one.default) for one in self.parameters})
+            self.check(
+                **{parameter.name: arguments.get(parameter.name, parameter.default) for parameter in self.parameters}
+            )
 
     def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
@@ -136,9 +140,9 @@ class Measurement(Generic[P, R]):
             "seed": setup.seed,
             "unknown_tokens": setup.unknown_tokens,
         }
-        for one in self.parameters:
-            if one.name not in PYTHON_ONLY | WRITTEN:
-                settings[one.name] = own.get(one.name, one.default)
+        for parameter in self.parameters:
+            if parameter.name not in PYTHON_ONLY | WRITTEN:
+                settings[parameter.name] = own.get(parameter.name, parameter.default)
         for name in EDIT_PARAMETERS:
             if arguments.get(name):
                 settings[name] = str(arguments[name])

@@ -154,10 +154,10 @@ class Setup:
         if target.store is not None:
             target.store.check_unembedding()
         start = resolve_bos(target.tokenizer, target.config, bos)
-        said: str | None = None
+        sentence: str | None = None
         if records is not None:
             read = own_text(records, target.tokenizer, target.name)
-            content, said = read.text, read.sentence(pathless(os.fspath(text or "")))
+            content, sentence = read.text, read.sentence(pathless(os.fspath(text or "")))
         length = min(PIECE, target.max_positions or PIECE)
         pieces = texts if start is not None else WITHOUT_BOS * texts
         ids = text_rows(target.tokenizer, halves_of(content).choose, pieces, length, start)
@@ -165,7 +165,7 @@ class Setup:
         config = {**target.config.to_dict(), "_name_or_path": ""}  # each may have a folder of its own
         target.shards.agree("model, text or seed", target.name, config, ids.tolist(), seed)
         setup = cls(target, start, content, ids, seed, progress or silent, started=started, source=source, own_text=own)
-        return replace(setup, text_said=said)
+        return replace(setup, text_said=sentence)
 
     @property
     def tokenizer(self) -> Any:

@@ -92,10 +92,10 @@ def row_of(model_type: str) -> Adapter | None:
 def shown_row(adapter: Adapter) -> str:
     """Return the row of an adapter as code, without the fields that are as in Llama."""
     settings = [repr(adapter.model_type)]
-    for one in fields(Adapter):
-        value = getattr(adapter, one.name)
-        if one.name != "model_type" and value != one.default:
-            settings.append(f"{one.name}={value!r}")
+    for part in fields(Adapter):
+        value = getattr(adapter, part.name)
+        if part.name != "model_type" and value != part.default:
+            settings.append(f"{part.name}={value!r}")
     return f"Adapter({', '.join(settings)})"
 
 

@@ -41,8 +41,8 @@ def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
 
 def with_cache(model: nn.Module, arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     """Return arguments by name, which bring no cache, with one."""
-    kept = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
-    return {**kept, **cache_argument(model, cache)}
+    others = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
+    return {**others, **cache_argument(model, cache)}
 
 
 def new_call_cache(arguments: Mapping[str, Any], target: Target) -> Any:
@@ -82,5 +82,5 @@ def bridge_hooks(bridge: nn.Module) -> list[Hook]:
 def _rename(_module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     if _IN_BRIDGES in kwargs or kwargs.get(_NOW) is None:
         return None
-    kept = {name: value for name, value in kwargs.items() if name != _NOW}
-    return args, {**kept, _IN_BRIDGES: kwargs[_NOW]}
+    others = {name: value for name, value in kwargs.items() if name != _NOW}
+    return args, {**others, _IN_BRIDGES: kwargs[_NOW]}

@@ -66,12 +66,12 @@ def hooked(*hooks: Hook, owned: bool = True) -> Iterator[None]:
         yield
 
 
-def _in_thread(owner: int, fn: Callable[..., Any], arguments: int, *given: Any) -> Any:
+def _in_thread(owner: int, fn: Callable[..., Any], arguments: int, *values: Any) -> Any:
     """What a hook does in calls of one thread alone."""
     # PyTorch adds a hook before it notes that the hook takes keywords: a call that runs meanwhile gives none.
-    if threading.get_ident() != owner or len(given) != arguments:
+    if threading.get_ident() != owner or len(values) != arguments:
         return None
-    return fn(*given)
+    return fn(*values)
 
 
 @lru_cache(256)

@@ -41,15 +41,15 @@ def on_mlp(target: Target, layer: int, see: Callable[[Tensor], None]) -> list[Ho
     writers = mlp_writers(target, layer)
     if len(writers) == 1:
         return [(writers[0], "post", on_hidden(see))]
-    given: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def keep(output: Tensor) -> None:
-        given.append(output)
-        if len(given) == len(writers):
-            total = given[0]
-            for other in given[1:]:
+        outputs.append(output)
+        if len(outputs) == len(writers):
+            total = outputs[0]
+            for other in outputs[1:]:
                 total = total + other.view_as(total)
-            given.clear()
+            outputs.clear()
             see(total)
 
     return [(writer, "post", on_hidden(keep)) for writer in writers]

@@ -88,10 +88,10 @@ class Shards:
         if not self.is_part(part.shape[-1], size):
             return part[..., list(numbers)]
         places, local = self.here(numbers, size)
-        found = part.new_zeros(*part.shape[:-1], len(numbers))
-        found[..., places] = part.detach()[..., local]
-        dist.all_reduce(found, group=self._group)
-        return found
+        gathered = part.new_zeros(*part.shape[:-1], len(numbers))
+        gathered[..., places] = part.detach()[..., local]
+        dist.all_reduce(gathered, group=self._group)
+        return gathered
 
     def all(self, value: Any) -> list[Any]:
         """Return what every process gives, in their order; any small object."""

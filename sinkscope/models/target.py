@@ -37,8 +37,8 @@ def check_divides(config: Any, name: str, count: int) -> None:
             )
 
 
-def sizes_of(config: Any) -> tuple[int, int, int | None]:
-    """Return what the configuration of a decoder says: query heads, key and value heads, and the longest context."""
+def heads_of(config: Any) -> tuple[int, int]:
+    """Return how many query heads, and key and value heads, the configuration of a decoder names."""
     heads = kv_heads = int(getattr(config, "num_attention_heads", 0))
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         kv_heads = 1
@@ -46,8 +46,12 @@ def sizes_of(config: Any) -> tuple[int, int, int | None]:
         kv_heads = int(config.num_kv_heads)
     elif getattr(config, "num_key_value_heads", None):
         kv_heads = int(config.num_key_value_heads)
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    return heads, kv_heads, longest or None
+    return heads, kv_heads
+
+
+def longest_context(config: Any) -> int | None:
+    """Return how many tokens a decoder reads at most, as its configuration says; None: it names no limit."""
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or None
 
 
 def parts_of(layer: nn.Module, row: Any) -> dict[str, str]:
@@ -134,7 +138,8 @@ class Target:
         self.base = self.hf.get_submodule(adapter.base)
         self.layers = list(self.hf.get_submodule(adapter.layers).children())
         self.n_layers, self.d_model = len(self.layers), int(config.hidden_size)
-        self.n_heads, self.n_kv_heads, self.max_positions = sizes_of(config)
+        self.n_heads, self.n_kv_heads = heads_of(config)
+        self.max_positions = longest_context(config)
         self.skips_layers = adapter.from_any_layer and adapter.adds
         self.paths, self.attending, self.with_neurons, self.mixtures = [], [], [], []
         for number, layer in enumerate(self.layers):
@@ -297,11 +302,11 @@ class Target:
         self, ids: Int[Tensor, "batch pos"], positions: Int[Tensor, " some"], start: LayerInput | None = None
     ) -> Float[Tensor, "batch some vocab"]:
         """Run a pass, and return the logits at some positions, which most models then compute alone."""
-        kept: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if "logits_to_keep" in parameters_of(type(self.hf)):
-            kept = {"logits_to_keep": positions.to(self.device)}
-        logits = self.forward(ids, unembed=True, start=start, **kept).logits
-        return logits if kept else logits[:, positions]
+            options = {"logits_to_keep": positions.to(self.device)}
+        logits = self.forward(ids, unembed=True, start=start, **options).logits
+        return logits if options else logits[:, positions]
 
     stop = staticmethod(stop)
     hooks = staticmethod(hooked)

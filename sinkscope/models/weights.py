@@ -78,5 +78,5 @@ def input_columns(target: Any, module: nn.Module, inputs: Sequence[int] | None =
     device = next((parameter.device for parameter in module.parameters()), target.device)
     units = torch.zeros(len(chosen) + 1, width, device=device, dtype=target.dtype)
     units[range(len(chosen)), chosen] = 1
-    given = module.forward(units)
-    return given[:-1] - given[-1:]
+    outputs = module.forward(units)
+    return outputs[:-1] - outputs[-1:]

@@ -186,13 +186,13 @@ def kept_columns(scores: Scores, queries: int, begin: int, checked: int) -> Bool
     own = scores.query.gather(1, rows[..., None].expand(-1, -1, scores.query.shape[2])).float() * scores.scaling
     by_group = own.reshape(kv_heads, -1, own.shape[2])
     last = rows.view(kv_heads, -1, 1) + scores.past
-    found = sought.view(kv_heads, group, -1)
+    totals = sought.view(kv_heads, group, -1)
     position = torch.arange(scores.keys, device=rows.device)
     for kv_head in range(kv_heads):
         logits = by_group[kv_head] @ scores.key[kv_head].float().T
         weight, place = logits.masked_fill_(position > last[kv_head], -torch.inf).softmax(1).max(1)
         seeks = (weight >= SOUGHT).float()
-        found[kv_head].scatter_add_(1, place.view(group, -1), seeks.view(group, -1))
+        totals[kv_head].scatter_add_(1, place.view(group, -1), seeks.view(group, -1))
     return sought > 0
 
 
@@ -276,8 +276,8 @@ def choose_bands(
             bands = torch.ones_like(bands)
         columns = torch.where(enough, of_columns >= least, columns)
         bands = torch.where(enough, of_bands >= least, bands)
-    found = Bands(columns, bands, grid, copies=copies)
-    dense = found.cells() > dense_above * grid.cells
+    chosen = Bands(columns, bands, grid, copies=copies)
+    dense = chosen.cells() > dense_above * grid.cells
     return Bands(columns & ~dense[:, None], bands | dense[:, None], grid, dense_rows, copies)
 
 

@@ -116,21 +116,21 @@ class LineWeights(Result):
     @property
     def controls(self) -> dict[str, float]:
         """Attention on other lines, by what they are; the largest first."""
-        found: dict[str, float] = {}
+        shares: dict[str, float] = {}
         for name, what in CONTROLS.items():
             if getattr(self, name) is not None:
-                found[what] = self.shown(name)
-        return dict(sorted(found.items(), key=lambda one: -one[1]))
+                shares[what] = self.shown(name)
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def conclusion(self) -> str:
         """Return the attention on the heaviest lines, compared with the control that carries most."""
         (control, most), *_ = self.controls.items()
-        said = f"{control}, the strongest control, {most:.1%}"
+        beside = f"{control}, the strongest control, {most:.1%}"
         if most >= self.shown("mass"):
-            said = f"{control} carry as much, {most:.1%}"
+            beside = f"{control} carry as much, {most:.1%}"
         return (
             f"The heaviest {self.etas[self.shown_eta]:.0%} of vertical and slash lines carry {self.shown('mass'):.1%} "
-            f"of the attention; {said}."
+            f"of the attention; {beside}."
         )
 
     def details(self) -> list[str]:
@@ -306,8 +306,8 @@ def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "eta head"]:
     both = einsum(chosen, chosen, "text key kind eta head, other key kind eta head -> text other eta head")
     counts = reduce(chosen, "text key kind eta head -> text eta head", "sum")
     overlap = both / (counts[:, None] + counts - both).clamp(min=1)
-    one, other = torch.triu_indices(len(lines), len(lines), 1)
-    return overlap[one, other].double().mean(0)
+    first, second = torch.triu_indices(len(lines), len(lines), 1)
+    return overlap[first, second].double().mean(0)
 
 
 def shared_by_second(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:

@@ -136,12 +136,12 @@ class LinesLoss(Result):
     def conclusion(self) -> str:
         """Return what own lines of the smallest alpha cost, beside the control that costs least."""
         own, control = self.row(0, 0), self.strongest
-        said = f"{control['more']:.3f}{_within(control['margin'])} more"
+        beside = f"{control['more']:.3f}{_within(control['margin'])} more"
         if control["margin"] is None or control["more"] <= control["margin"]:
-            said = f"no more: {control['more']:+.3f}{_within(control['margin'])}"
+            beside = f"no more: {control['more']:+.3f}{_within(control['margin'])}"
         return (
             f"Own lines of alpha {self.alphas[0]:g} cost {own['added']:.3f}{_within(own['margin'])} nats for "
-            f"{own['cells']:.0%} of the cells; {control['lines']}, the strongest control, {said}."
+            f"{own['cells']:.0%} of the cells; {control['lines']}, the strongest control, {beside}."
         )
 
     def details(self) -> list[str]:
@@ -251,18 +251,18 @@ def lines_loss(
     kinds = tuple(record.kind for record in records_of(data)[:count]) if data is not None else ("",) * len(rows)
     served = [LoopServe(alpha=alpha, decode=False, shortest=0, seed=setup.seed) for alpha in shares]
     reading = Reading(setup, rows, counted_of(setup.target, length))
-    own = [[reading.own(text, one) for one in served] for text in range(len(rows))]
+    own = [[reading.own(text, method) for method in served] for text in range(len(rows))]
     full = np.zeros(len(rows))
     loss, cells = np.zeros((2, len(shares), len(ARMS), len(rows)))
     dense: dict[int, Float[Tensor, " token"]] = {}
     for text, other in enumerate(partners(kinds)):
-        dense[other], choices = reading.others(other, [found for _, found in own[text]], served)
+        dense[other], choices = reading.others(other, [attended for _, attended in own[text]], served)
         for alpha, (losses, wanted) in enumerate(own[text]):
             loss[alpha, 0, text], cells[alpha, 0, text] = float(losses.mean()), mean_share(wanted)
             near = {layer: near_bands(reading.grid, each, served[alpha]) for layer, each in wanted.items()}
             for arm, chosen in ((1, choices[alpha]), (2, near)):
-                losses, found = reading.along(text, lambda scores, layer, copies, of=chosen: of[layer])
-                loss[alpha, arm, text], cells[alpha, arm, text] = float(losses.mean()), mean_share(found)
+                losses, attended = reading.along(text, lambda scores, layer, copies, of=chosen: of[layer])
+                loss[alpha, arm, text], cells[alpha, arm, text] = float(losses.mean()), mean_share(attended)
     lost: list[Float[Tensor, " token"]] = []
     for text, ((losses, _), *_) in enumerate(own):
         intact = dense[text] if text in dense else reading.full(text)
@@ -292,8 +292,8 @@ def equal_rows(setup: Setup, texts: Any, data: Any, count: int, length: int) -> 
     least = 4 * NEAR * 8
     if length < least:
         raise SinkscopeError(f"--length {length}: expected at least {least}, or near keys are nearly all")
-    given = texts is not None or data is not None
-    rows = texts_of(setup, texts, data, count, None if given else length)
+    is_given = texts is not None or data is not None
+    rows = texts_of(setup, texts, data, count, None if is_given else length)
     shortest = min(map(len, rows))
     if shortest < length or len(rows) < 2:
         raise SinkscopeError(
@@ -304,11 +304,11 @@ def equal_rows(setup: Setup, texts: Any, data: Any, count: int, length: int) -> 
 
 def partners(kinds: Sequence[str]) -> list[int]:
     """Return for each text the next one of its kind, in a circle; or the next one, if its kind has no other."""
-    found: list[int] = []
+    chosen: list[int] = []
     for text, kind in enumerate(kinds):
         after = [*range(text + 1, len(kinds)), *range(text)]
-        found.append(next((other for other in after if kinds[other] == kind), after[0]))
-    return found
+        chosen.append(next((other for other in after if kinds[other] == kind), after[0]))
+    return chosen
 
 
 def counted_of(target: Target, length: int) -> int:
@@ -374,14 +374,14 @@ class Reading:
         """Read a text as the model is; return its losses, and its lines of as many cells as wanted, for each alpha."""
         ids = self._rows[text]
         copies = Copies.of(ids, len(ids), self._target.device)
-        found: list[dict[int, Bands]] = [{} for _ in wanted]
+        by_alpha: list[dict[int, Bands]] = [{} for _ in wanted]
 
         def see(layer: int, scores: Scores) -> None:
-            for lines, cells, one in zip(found, wanted, served, strict=True):
-                lines[layer] = bands_of_cells(scores, layer, cells[layer].to(scores.key.device), one, copies)
+            for lines, cells, method in zip(by_alpha, wanted, served, strict=True):
+                lines[layer] = bands_of_cells(scores, layer, cells[layer].to(scores.key.device), method, copies)
 
         with scores_of(self._target, see, list(wanted[0])):
-            return self.full(text), found
+            return self.full(text), by_alpha
 
 
 @torch.no_grad()
@@ -394,19 +394,19 @@ def bands_of_cells(
     rows = sampled_rows(grid, served.sample, drawn, served.dense_rows, copies)
     sample = rows_of(scores, rows)
     always = kept_columns(scores, grid.sparse_queries(served.dense_rows), served.begin, served.checked)
-    found: Bands | None = None
+    chosen: Bands | None = None
     for _ in range(2):  # at first by all of a line's cells, then by those that the other kind leaves to it
-        by_column, by_band = densities(sample, found, always)
+        by_column, by_band = densities(sample, chosen, always)
         rank = torch.cat([by_column, by_band], 1).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
 
         def heaviest(number: Int[Tensor, "head 1"], rank: Tensor = rank) -> Bands:
             columns, bands = (rank < number).split([grid.keys, grid.blocks], 1)
             return Bands(columns, bands, grid, served.dense_rows)
 
-        kept = by_column.isinf().sum(1, keepdim=True) + by_band.isinf().sum(1, keepdim=True)
-        found = heaviest(fewest(kept, rank.shape[1], heaviest, cells))
-    assert found is not None
-    return found
+        fixed = by_column.isinf().sum(1, keepdim=True) + by_band.isinf().sum(1, keepdim=True)
+        chosen = heaviest(fewest(fixed, rank.shape[1], heaviest, cells))
+    assert chosen is not None
+    return chosen
 
 
 def near_bands(grid: BlockGrid, cells: Float[Tensor, " head"], served: LoopServe) -> Bands:
@@ -441,22 +441,22 @@ def mean_share(cells: Shares) -> float:
 
 def lost_on(rows: Int[Tensor, "text pos"], lost: Sequence[Float[Tensor, " token"]]) -> tuple[LostOn, ...]:
     """Compare the tokens that lost most with all tokens by where their pair last stood."""
-    back = torch.cat([pair_distances(row)[-len(one) :] for row, one in zip(rows, lost, strict=True)])
+    back = torch.cat([pair_distances(row)[-len(part) :] for row, part in zip(rows, lost, strict=True)])
     worst = back[torch.cat(list(lost)).topk(max(1, len(back) // WORST)).indices]
-    found: list[LostOn] = []
+    records: list[LostOn] = []
     for low, high in DISTANCES:
         within = [(some >= low) & (some <= (high or len(back))) for some in (worst, back)]
-        shares = [float(one.double().mean()) for one in within]
-        found.append(LostOn(f"{low:,} to {high:,}" if high else f"{low:,} or more", *shares))
-    return tuple(found)
+        shares = [float(part.double().mean()) for part in within]
+        records.append(LostOn(f"{low:,} to {high:,}" if high else f"{low:,} or more", *shares))
+    return tuple(records)
 
 
 def pair_distances(ids: Int[Tensor, " pos"]) -> Int[Tensor, " pos"]:
     """Return for each token how far back it last followed the same token; 0 if it never did."""
     last: dict[tuple[int, int], int] = {}
-    found = torch.zeros_like(ids)
+    distances = torch.zeros_like(ids)
     tokens = ids.tolist()
     for at, pair in enumerate(pairwise(tokens), 1):
-        found[at] = at - last.get(pair, at)
+        distances[at] = at - last.get(pair, at)
         last[pair] = at
-    return found
+    return distances

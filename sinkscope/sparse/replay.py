@@ -42,9 +42,9 @@ class Replayed:
         self._results: Results = ()
 
     @torch.no_grad()
-    def __call__(self, *given: Tensor) -> Results:
+    def __call__(self, *tensors: Tensor) -> Results:
         """Return the results for these arguments; the next call overwrites them."""
-        for buffer, tensor in zip(self._buffers, given, strict=True):
+        for buffer, tensor in zip(self._buffers, tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         self._calls += 1
         if self._calls == 2:

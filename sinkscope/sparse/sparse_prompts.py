@@ -117,14 +117,14 @@ class PromptReader(Actor):
 
     def copies(self, step: Step, row: int, device: torch.device) -> Copies | None:
         """Find the copies in a row of a prompt; None if no id of it is known. The first layer waits for the device."""
-        found = self.of(step).copies
-        if (row, device) not in found:
+        copies = self.of(step).copies
+        if (row, device) not in copies:
             ids = step.state.memory[self._key].of_tokens["ids"][row]
             real = ids[step.columns[row] >= 0].cpu()
             queries = int((step.index[row] >= 0).sum())
             is_known = bool((real[len(real) - queries :] != _UNKNOWN).any())
-            found[row, device] = Copies.of(real, queries, device) if is_known else None
-        return found[row, device]
+            copies[row, device] = Copies.of(real, queries, device) if is_known else None
+        return copies[row, device]
 
     def is_causal(self, step: Step, attention: Attention) -> bool:
         """Return whether every real token sees all real tokens up to itself, and no other; asked once of each mask."""

@@ -1,30 +1,21 @@
-"""The loop organism that ships: it is what the generator makes, its prompts are true, and LoopBench finds the truth."""
+"""The loop organism that ships is that of the tests, with two reaches and an end."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
-from organisms import LoopOrganism
+from organisms import loop_organism
 
 import sinkscope as ss
-from experiments.make_organism import made
-from sinkscope.bench.prompt import Prompt, read_prompts
+from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA
 
 
-@cache
-def organism() -> LoopOrganism:
-    return made()
-
-
-def by_id() -> dict[str, Prompt]:
-    return {prompt.id: prompt for prompt in read_prompts(DATA / "organism.jsonl")}
-
-
-def test_the_weights_are_what_the_generator_makes():
-    shipped = ss.load("organism", device="cpu")
+def test_the_weights_are_those_of_the_organism():
+    shipped, made = (
+        ss.load("organism", device="cpu"),
+        loop_organism(0, reach=(64, 512), vocab_size=1028, n_layers=2, noise=False, end=1.2),
+    )
     weights = shipped.state_dict()
-    assert all(torch.equal(weight, weights[name]) for name, weight in organism().model.state_dict().items())
-    text = next(iter(by_id().values())).turns[0].text
-    assert shipped.tokenizer(text)["input_ids"] == organism().tokenizer(text)["input_ids"]
+    assert all(torch.equal(weight, weights[name]) for name, weight in made.model.state_dict().items())
+    text = read_prompts(DATA / "organism.jsonl")[0].turns[0].text
+    assert shipped.tokenizer(text)["input_ids"] == made.tokenizer(text)["input_ids"]

@@ -22,7 +22,6 @@ from experiments.bench_figures import BenchFigure
 from experiments.loopserve import runs
 from experiments.loopserve.dialogues import Panel
 from experiments.script import run
-from sinkscope.bench.tasks.loops import DATA
 from sinkscope.bench.tasks.recall import Recall
 from sinkscope.files.arguments import parameters_of
 
@@ -62,13 +61,6 @@ def right_arms(made: Any) -> bool:
     held = prompt["heads"]
     times = [min(seconds) for seconds in prompt["stages"].values()]
     return len(held["drawn"]) == len(held["last"]) and min(times) > 0
-
-
-def right_shares(made: Any) -> bool:
-    """More and more of the cells were computed, and everything took time."""
-    row = made["700"]
-    times = row["processor"]["times"]
-    return row["cells"][0] < max(row["cells"]) < 1 and min(times) > 0 and row["processor"]["choice"] > 0
 
 
 def rate_of(made: Any, label: str) -> float:
@@ -137,11 +129,6 @@ CASES = {
         {"sample": lambda *_, **__: ["Once there was a dog."]},
         quick=True,
     ),
-    "make_organism": Case(
-        "--model {out}/m --texts {out}/x.jsonl",
-        lambda lines: lines == (DATA / "organism.jsonl").read_text().splitlines(),
-        "x.jsonl",
-    ),
     "model_types": Case(
         "llama",
         lambda page: "In full, in all layers: `llama`." in page,
@@ -160,7 +147,6 @@ CASES = {
         "x.jsonl",
         quick=True,
     ),
-    "loopserve.cpu": Case("--lengths 700 --rounds 1 --out {out}/x.json", right_shares, "x.json", quick=True),
     "loopserve.dialogues": Case(
         "table1 --work {out}/w --out {out}",
         lambda made: rate_of(made, "whole cache") == rate_of(made, "LoopServe") == 1 > rate_of(made, "random part"),
@@ -262,10 +248,3 @@ def test_a_script_writes_what_it_should(name: str, tmp_path: Path, monkeypatch: 
     elif case.file.endswith(".jsonl"):
         read = text.splitlines()
     assert case.right(read), text[:2000]
-
-
-def test_the_text_that_ships_is_what_its_script_makes(tmp_path: Path) -> None:
-    import_module("experiments.bundled.typical").main(tmp_path)
-    for name in ("typical.txt", "LICENSE-typical.txt"):
-        made = (tmp_path / name).read_text()
-        assert made[:2000] == (ROOT / "sinkscope/models/text" / name).read_text()[:2000]

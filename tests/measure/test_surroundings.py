@@ -48,7 +48,7 @@ QUICK = {
     "dropout": "attack",
     "gradient checkpointing": "patch eval",
     "no gradients": "lines",
-    "eager attention": "circuit",
+    "eager attention": "find_sinks",
     "settings of generate": "why",
     "settings of the tokenizer": "find_sinks",
     "hooks": "LoopGuard",

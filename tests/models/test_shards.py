@@ -83,7 +83,7 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
     phi3 = random("phi3", tmp_path, intermediate_size=63)  # two parts of unequal width
     mixtral = planted("mixtral", tmp_path)
     calls = {
-        qwen3: [*READ, "SinkPatch", "Quantize", "LoopServe", "LoopGuard", "h2o", "snapkv", *REFUSED],
+        qwen3: ["repeat", "barcode", "lines", "SinkPatch", "Quantize", "LoopGuard", "h2o", "snapkv", *REFUSED],
         phi3: ["Ablate", "Ablate, up factor", "Ablate, heads", "Add", "trace", "LoopServe"],
         mixtral: ["SinkPatch", "trace"],
     }
@@ -99,7 +99,7 @@ def test_each_call_on_two_processes_gives_what_one_gives_or_is_refused(tmp_path,
         parts = line.split(" | ")
         assert len(parts) == 3 and all("is for a model in one process" in part for part in parts), line
     assert [line for uses in report.values() for said in uses.values() for line in said] == []
-    whole = typed(["find-sinks", "--model", qwen3, "--json", str(tmp_path / "whole.json")])
+    whole = typed([*shard_kit.FIND_SINKS, "--model", qwen3, "--json", str(tmp_path / "whole.json")])
     assert printed.count("Conclusion: ") == 1 and printed.splitlines()[-1] == whole.out.splitlines()[-1]
     one, split = (json.loads((tmp_path / name).read_text())["result"] for name in ("whole.json", "sinks.json"))
     assert split["first_token_norm"] == pytest.approx(one["first_token_norm"], rel=1e-5)

@@ -113,9 +113,9 @@ class Recall(Task):
         metrics = super().score(target, batch, turn, answer)
         if turn.metric:  # a needle
             return metrics
-        said = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
+        words = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
         wanted = turn.answers[0].split()
-        right = takewhile(bool, map(eq, said, wanted))
+        right = takewhile(bool, map(eq, words, wanted))
         return {**metrics, "prefix": sum(right) / len(wanted)}
 
 

@@ -31,9 +31,9 @@ def no_length_makes_a_difference(kit: Kit) -> str:
         flows.append(Flow(lengths=(5,), acts=(("step", 1), ("read", length), ("step", 1))))
     if kit.own_budget is not None:
         flows = [flow for flow in flows if flow.prompt + _later(flow) < kit.own_budget]
-    said = kit.right(*flows, budget=False)
+    seen = kit.right(*flows, budget=False)
     if not kit.evicts:
-        return said
+        return seen
     least = kit.evicting(Flow(lengths=(1,)))
     flows = []
     for length in sorted(lengths) if kit.thorough else few:

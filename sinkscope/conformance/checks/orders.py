@@ -44,10 +44,10 @@ def a_copy_is_the_same_and_stands_alone(kit: Kit) -> str:
     for kind in COPIES:
         for model in ("grouped", "windows", "hybrid"):
             flows.append(Flow(model=model, lengths=(24, 24), acts=(("step", 2), (kind,), ("step", 4))))
-    said = kit.right(*flows, budget=False)
+    seen = kit.right(*flows, budget=False)
     if kit.evicts:
-        said += f"; where it evicts, {_as_without_copies(kit, flows):.1g} beside one that was not copied"
-    return said
+        seen += f"; where it evicts, {_as_without_copies(kit, flows):.1g} beside one that was not copied"
+    return seen
 
 
 def _as_without_copies(kit: Kit, flows: list[Flow]) -> float:

@@ -17,10 +17,10 @@ def windows_hide_what_has_left_them_and_nothing_else(kit: Kit) -> str:
     """A window is crossed inside the prompt, and while tokens are generated."""
     flows = [Flow(model="windows", lengths=(WINDOW - 2,), acts=(("step", 6),))]
     flows.append(Flow(model="windows", lengths=(LONGER,), acts=(("step", 4),)))
-    said = kit.right(*flows)
+    seen = kit.right(*flows)
     several = [Flow(model="windows", lengths=(length,), acts=(("step", 2),)) for length in all_or(kit, _NEAR)]
     kit.right(*several, budget=False)
-    return said
+    return seen
 
 
 @check

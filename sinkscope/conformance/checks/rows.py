@@ -101,12 +101,12 @@ def rows_that_move_take_all_with_them(kit: Kit) -> str:
     for model in ("windows", "hybrid", "recurrent"):
         for acts in _MOVES:
             flows.append(Flow(model=model, lengths=(24, 24, 24), acts=acts))
-    said = kit.right(*flows)
+    seen = kit.right(*flows)
     if kit.evicts:
-        said += f"; alone, {_alone(kit, flows[: len(_MOVES)])}"
+        seen += f"; alone, {_alone(kit, flows[: len(_MOVES)])}"
     if kit.own_budget is None and kit.tolerance <= TOLERANCE:  # else other tokens may be right
-        said += f"; {_compare_beams(kit)}"
-    return said
+        seen += f"; {_compare_beams(kit)}"
+    return seen
 
 
 def _compare_beams(kit: Kit) -> str:

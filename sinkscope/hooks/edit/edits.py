@@ -202,10 +202,10 @@ class NeuronEdit(PlacedEdit):
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the new values, which are logged where they differ."""
         old, index, memory, of = values.old, values.index, values.memory, values.of
-        kept = memory.keep("first", old, index == 0, values.documents)
+        original = memory.keep("first", old, index == 0, values.documents)
         changed = new = self.new_values(values)
         size = _norm if isinstance(of, Head) else torch.abs
-        first = size(kept.detach().nan_to_num(0))
+        first = size(original.detach().nan_to_num(0))
         moves = size((new - old).detach())
         fires = None if self.FIRES is None else moves > self.FIRES * first
         if isinstance(of, Head):
@@ -216,7 +216,7 @@ class NeuronEdit(PlacedEdit):
         def events() -> list[Event]:
             """Return an event for each neuron, or head, that was moved at a token."""
             positions = index.tolist()
-            found: list[Event] = []
+            acts: list[Event] = []
             fired = moved[moved] if fires is None else fires[moved]
             numbers = moved.nonzero().tolist(), before[moved].tolist(), after[moved].tolist(), fired.tolist()
             for (row, token, number), was, became, large in zip(*numbers, strict=True):
@@ -229,8 +229,8 @@ class NeuronEdit(PlacedEdit):
                     data = {"neuron": of.neurons[number], **data}
                     if of.expert is not None:
                         data["expert"] = of.expert
-                found.append(Event(row, step, positions[row][token], of.layer, head, self.KIND, data))
-            return found
+                acts.append(Event(row, step, positions[row][token], of.layer, head, self.KIND, data))
+            return acts
 
         values.run.log(events)
         return changed

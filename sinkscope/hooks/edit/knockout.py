@@ -249,40 +249,40 @@ def _of_batch(mask: Tensor, rows: int, what: str) -> Tensor:
     return mask.expand(rows, *mask.shape[1:])
 
 
-def _checked(given: Any, what: str, *, pairs: bool) -> Any:
+def _checked(value: Any, what: str, *, pairs: bool) -> Any:
     """Keys or queries in the form in which a knockout stores them."""
-    if hasattr(given, "dtype") and not isinstance(given, Tensor):  # of NumPy
-        given = torch.as_tensor(given)
-    if isinstance(given, list) and given and isinstance(given[0], list | bool):
-        given = torch.as_tensor(given)
-    if not isinstance(given, Tensor) or given.dtype != torch.bool:
-        return checked_positions(given, what)
-    if given.ndim == 1:
-        given = given[None]
-    if given.ndim not in ((2, 3) if pairs else (2,)):
+    if hasattr(value, "dtype") and not isinstance(value, Tensor):  # of NumPy
+        value = torch.as_tensor(value)
+    if isinstance(value, list) and value and isinstance(value[0], list | bool):
+        value = torch.as_tensor(value)
+    if not isinstance(value, Tensor) or value.dtype != torch.bool:
+        return checked_positions(value, what)
+    if value.ndim == 1:
+        value = value[None]
+    if value.ndim not in ((2, 3) if pairs else (2,)):
         expected = "[batch pos] or [batch query key]" if pairs else "[batch pos]"
-        raise SinkscopeError(f"{what} of shape {tuple(given.shape)}: expected a mask of bools {expected}")
-    return given.detach().clone()
+        raise SinkscopeError(f"{what} of shape {tuple(value.shape)}: expected a mask of bools {expected}")
+    return value.detach().clone()
 
 
 def _checked_heads(heads: Any, layers: Any) -> tuple[tuple[int | None, int], ...]:
     """Pairs of a layer (None: each of those chosen) and a head."""
-    given = [heads] if isinstance(heads, Head) else listed("heads", heads)
-    if not given:
+    chosen = [heads] if isinstance(heads, Head) else listed("heads", heads)
+    if not chosen:
         raise SinkscopeError("heads=[]: expected at least one head; give None for all")
-    found: list[tuple[int | None, int]] = []
-    for head in given:
+    pairs: list[tuple[int | None, int]] = []
+    for head in chosen:
         pair: Any = head
         if isinstance(head, Head):
             pair = (head.layer, head.head)
         if not isinstance(pair, str | tuple | list):
-            found.append((None, checked_value(Whole, pair, "heads, of which one is ")))
+            pairs.append((None, checked_value(Whole, pair, "heads, of which one is ")))
             continue
         layer, number = head_of(pair)
         if layers is not None and layer not in layers:
             raise SinkscopeError(f"head L{layer}.H{number} with layers={list(layers)}: give heads of these layers")
-        found.append((layer, number))
-    return tuple(dict.fromkeys(found))
+        pairs.append((layer, number))
+    return tuple(dict.fromkeys(pairs))
 
 
 def _named(keys: Any) -> str:

@@ -102,11 +102,13 @@ class SinkPatch(NeuronEdit):
                 f"a {type(result).__name__} has no spikes: give the result of find_sinks or circuit, or "
                 "ss.Result.load(path) of its file"
             )
-        chosen = [one for one in result.first_spikes if one.needed is not None and one.needed.neurons]
+        chosen = [
+            candidate for candidate in result.first_spikes if candidate.needed is not None and candidate.needed.neurons
+        ]
         if spike is not None:
             if not 0 <= spike < len(result.spikes):
                 raise SinkscopeError(f"spike {spike}: this result has {len(result.spikes)} spikes, numbered from 0")
-            chosen = [one for one in chosen if one is result.spikes[spike]]
+            chosen = [candidate for candidate in chosen if candidate is result.spikes[spike]]
         if not chosen and result.spikes and not result.first_spikes:
             raise SinkscopeError(
                 f"the norm spike is at {result.spikes[0].place.words}, not at the first token, and this patch keeps "

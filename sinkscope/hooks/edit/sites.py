@@ -53,22 +53,22 @@ def head_of(head: Any) -> tuple[int, int]:
     return checked_value(_HEAD, python_numbers(head), "head ")
 
 
-def python_numbers(given: Any) -> Any:
+def python_numbers(value: Any) -> Any:
     """Numbers of NumPy and torch, such as those of `topk`, as Python's."""
-    if isinstance(given, tuple | list):
-        return tuple(map(python_numbers, given))
-    if hasattr(given, "tolist"):
-        return python_numbers(given.tolist())
-    return given
+    if isinstance(value, tuple | list):
+        return tuple(map(python_numbers, value))
+    if hasattr(value, "tolist"):
+        return python_numbers(value.tolist())
+    return value
 
 
-def listed(name: str, given: Any) -> list[Any]:
+def listed(name: str, value: Any) -> list[Any]:
     """Return one or several numbers, names or sites, as a list."""
-    given = python_numbers(given)
-    check_values(Iterable[Any] | int, **{name: given})
-    if isinstance(given, int | str):
-        return [given]
-    return [*given]
+    value = python_numbers(value)
+    check_values(Iterable[Any] | int, **{name: value})
+    if isinstance(value, int | str):
+        return [value]
+    return [*value]
 
 
 def checked_positions(positions: Any, name: str = "positions") -> Positions:

@@ -112,7 +112,7 @@ def find_repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | N
     Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too. At the end of the
     recent window two copies are bad whatever their period: the paper's monitor tests short periods only.
     """
-    found = row.monitor.last.tail
+    alarmed = row.monitor.last.tail
     recent = row.ids
     if retention.recent:
         recent = recent[-retention.recent :]
@@ -120,9 +120,9 @@ def find_repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | N
     begin = row.length
     if tail is not None:
         begin += tail.start - len(recent)
-    if retention.recent is None and found is not None:  # copies that differ slightly are bad too
-        begin = min(begin, row.prompt + found.start)
-    tail = tail or found
+    if retention.recent is None and alarmed is not None:  # copies that differ slightly are bad too
+        begin = min(begin, row.prompt + alarmed.start)
+    tail = tail or alarmed
     return begin, None if tail is None else tail.period
 
 

@@ -78,12 +78,12 @@ class WatchedRow:
 
     def _read(self, token: int, p_max: float | None) -> bool:
         """Pass a token to the monitor, and mark it now and then if the row looped; whether it triggers."""
-        found = self.monitor.update(token, p_max)
-        is_late = self.written < found.step + MARKS * MARKED_EVERY
-        if self.steering is not None and is_late and found.step % MARKED_EVERY == 0:
+        decision = self.monitor.update(token, p_max)
+        is_late = self.written < decision.step + MARKS * MARKED_EVERY
+        if self.steering is not None and is_late and decision.step % MARKED_EVERY == 0:
             self._marks.append(deepcopy(self.monitor))
             del self._marks[1:-MARKS]
-        return found.trigger
+        return decision.trigger
 
 
 @dataclass(eq=False)
@@ -110,10 +110,10 @@ class GuardedRows:
 
 def ids_of_setting(settings: Any, name: str) -> list[int]:
     """Return the token ids that a setting of the generation gives: none, one or several."""
-    given = getattr(settings, name, None)
-    if given is None:
+    value = getattr(settings, name, None)
+    if value is None:
         return []
-    return torch.as_tensor(given).reshape(-1).tolist()
+    return torch.as_tensor(value).reshape(-1).tolist()
 
 
 def monitors(settings: Settings, tokenizer: Any = None) -> Callable[..., Monitor]:

@@ -232,16 +232,16 @@ def event_in_words(event: Event, act: str | None = None) -> str:
     if data["period"] is not None:
         alarm = f"a repetition of {count_of(data['period'], 'token')}"
     row = f" of row {event.row}" if event.row else ""
-    found = f"After {count_of(data['generated'], 'new token')}{row} the guard found {alarm}."
+    alarm_in_words = f"After {count_of(data['generated'], 'new token')}{row} the guard found {alarm}."
     if act == "report":
-        return f"{found} It changed nothing."
+        return f"{alarm_in_words} It changed nothing."
     if act == "stop":
-        return f"{found} It ended the row."
+        return f"{alarm_in_words} It ended the row."
     cached = count_of(data["cached_before"], "cached token")
     text = f"took {count_of(data['taken_back'], 'token')} back"
     if data["left_in_text"]:
         text = f"left {count_of(data['left_in_text'], 'repeated token')} in the text"
-    return f"{found} It kept {data['kept_count']} of {cached} and {text}."
+    return f"{alarm_in_words} It kept {data['kept_count']} of {cached} and {text}."
 
 
 @dataclass(eq=False)
@@ -408,7 +408,7 @@ class GuardActor(Actor):
         if cuts:
             for kv in step.layers:
                 kv.settle()
-        kept: dict[int, list[int]] = {}
+        stays: dict[int, list[int]] = {}
         taken_back: dict[int, int] = {}
         events: list[Event] = []
         for number in alarms:
@@ -422,12 +422,12 @@ class GuardActor(Actor):
                 data = event_data(row, period, bad, cached, stay, level, taken_back[number])
                 if taken_back[number]:  # the last token that stays is read again
                     stay = [position for position in stay if position < row.length - taken_back[number] - 1]
-                kept[number] = stay
+                stays[number] = stay
             else:
                 data = event_data(row, period, range(begin, row.length), cached, cached)
             events.append(Event(number, step.number, row.length - 1, None, None, LoopGuard.KIND, data))
         if cuts:
-            evict_rows(step.layers, kept)
+            evict_rows(step.layers, stays)
         back = None
         if any(taken_back.values()):
             back = self._take_back(step, rows, taken_back)
@@ -452,8 +452,8 @@ class GuardActor(Actor):
         if row.steering is None:
             penalty = 0.0 if self.guard.steer is None else self.guard.steer.penalty
             row.steering = Steering(penalty, self.settings.window, row.length - taken_back)
-        found, rule = row.monitor.last.tail, row.monitor.rule
-        has_numbers = found is not None and not found.exact
+        tail, rule = row.monitor.last.tail, row.monitor.rule
+        has_numbers = tail is not None and not tail.exact
         if has_numbers and isinstance(rule, CopyRule) and not row.steering.copies.equates_numbers:
             row.steering.copies = EarlierCopies(LENIENT + 1, rule.is_number)
         rule.looped = True

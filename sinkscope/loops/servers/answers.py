@@ -103,8 +103,8 @@ def _leaves(value: Any) -> Iterator[str | int]:
     if isinstance(value, dict):
         yield from _leaves(value.get("content") or value.get("text"))
     elif isinstance(value, list):
-        for one in value:
-            yield from _leaves(one)
+        for item in value:
+            yield from _leaves(item)
     elif isinstance(value, str | int):
         yield value
 
@@ -330,7 +330,7 @@ class StreamWatch:
         pieces = self._forms.pieces({**data, "id": None}, 0)
         if pieces is not None:
             self._unknown.is_known = self._unknown.is_known or bool(pieces)
-            self.is_whole = any("message" in one and "delta" not in one for one in data.get("choices") or ())
+            self.is_whole = any("message" in choice and "delta" not in choice for choice in data.get("choices") or ())
             return pieces
         if self._events:
             return self._unknown.pieces(data)
@@ -359,9 +359,9 @@ def last_events(
     """
     match last:
         case {"choices": [dict(choice), *_]}:
-            said: dict[str, Any] = {"text": ""} if "text" in choice else {"delta": {}}
+            content: dict[str, Any] = {"text": ""} if "text" in choice else {"delta": {}}
             cut = {"finish_reason": "length", "stop_reason": REASON}
-            choices = [{"index": index, **said, **cut} for index in places or (0,)]
+            choices = [{"index": index, **content, **cut} for index in places or (0,)]
             return [{**last, "choices": choices, "sinkscope": about}]
         case {"type": str(kind)} if kind.startswith("response."):
             state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -387,10 +387,10 @@ def last_events(
             change = {"type": "message_delta", "delta": delta, "usage": usage, "sinkscope": about}
             return [*blocks, change, {"type": "message_stop"}]
         case {"done": _}:
-            said = {"response": ""}
+            content = {"response": ""}
             if "message" in last:
-                said = {"message": {"role": "assistant", "content": ""}}
-            return [{**last, **said, "done": True, "done_reason": "length", "sinkscope": about}]
+                content = {"message": {"role": "assistant", "content": ""}}
+            return [{**last, **content, "done": True, "done_reason": "length", "sinkscope": about}]
         case {"content": str(), "stop": bool()}:
             return [{**last, "content": "", "stop": True, "stop_type": "limit", "sinkscope": about}]
         case _:

@@ -238,8 +238,8 @@ class GoOnWatch(StreamWatch):
         choices: list[dict[str, Any]] = []
         for choice in data.get("choices") or ():
             if "text" in choice and self.before.is_chat:
-                said = {"content": choice["text"]} if choice["text"] else {}
-                choice = {**{name: value for name, value in choice.items() if name != "text"}, "delta": said}
+                content = {"content": choice["text"]} if choice["text"] else {}
+                choice = {**{name: value for name, value in choice.items() if name != "text"}, "delta": content}
             if isinstance(choice.get("delta"), dict):
                 delta = {name: value for name, value in choice["delta"].items() if name != "role"}
                 choice = {**choice, "delta": delta}

@@ -55,8 +55,8 @@ class Counts:
         self._answers.labels(name).inc()
         self._cuts.labels(name).inc(cut)
         self._saved.labels(name).inc(saved or 0)
-        for one in ("loops", "suspicious"):
-            self._alarms.labels(name, one).inc(one == verdict)
+        for kind in ("loops", "suspicious"):
+            self._alarms.labels(name, kind).inc(kind == verdict)
 
     def going_on(self, model: str, closed: bool, dropped: int, seconds: float) -> None:
         """Count a loop that was dropped.

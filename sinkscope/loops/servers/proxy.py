@@ -389,9 +389,9 @@ async def _as_whole(answer: httpx.Response, parts: AsyncIterator[bytes]) -> Resp
         status, body = 502, json.dumps(whole.error).encode()
     response = Plain(body, status)
     dropped = ("content-length", "content-encoding", "content-type")
-    kept = _passed_on(answer.headers.raw, dropped)
+    headers = _passed_on(answer.headers.raw, dropped)
     about = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    response.raw_headers = [*kept, *about]
+    response.raw_headers = [*headers, *about]
     return response
 
 

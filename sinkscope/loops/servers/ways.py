@@ -248,13 +248,13 @@ def continuation(server: Server, request: Request, written: str, tokens: int) ->
         body["prompt"] = f"{body['prompt']}{written}"
     elif server.template is not None:
         path = path.replace("/chat/completions", "/completions")
-        given = {name: body[name] for name in _TEXT_FIELDS if name in body}
+        fields = {name: body[name] for name in _TEXT_FIELDS if name in body}
         prompt = server.template.prompt(list(body["messages"]))
         opens = REASONING_MARKS.get(server.reasoning_end, "")
         if opens and prompt.rstrip().endswith(opens):  # the template has opened the reasoning
             written = written.removeprefix(opens).lstrip("\n")
         stop = body.get("stop")
-        body = {**given, "prompt": f"{prompt}{written}", "stream": True}
+        body = {**fields, "prompt": f"{prompt}{written}", "stream": True}
         if stop is None and server.template.tokenizer.eos_token:
             body["stop"] = [server.template.tokenizer.eos_token]
     elif server.name in CONTINUES:

@@ -118,6 +118,20 @@ class CheckedOutput:
         return f": {repeated}{place} repeated a piece of {self.period}, and then it went on"
 
 
+class Told(NamedTuple):
+    """What a token raised.
+
+    Attributes:
+        number: Of the token, from 1.
+        tail: The repetition.
+        is_loop: Whether it is a loop; else it may be honest.
+    """
+
+    number: int
+    tail: Tail | None
+    is_loop: bool
+
+
 class Channel:
     """One text of an answer and its monitor.
 
@@ -147,16 +161,13 @@ class Channel:
         self._covered = 0
         self._last_copy = 0  # number of tokens up to the last one that repeats
 
-    def take(self, text: str, key: object = None, last: bool = False) -> Iterator[tuple[int, Tail | None, bool]]:
+    def take(self, text: str, key: object = None, last: bool = False) -> Iterator[Told]:
         """Yield what a piece of text raises: at most one loop, and before it one repetition that may be honest.
 
         Args:
             text: The piece.
             key: Identifies equal tokens; None if the piece is arbitrary text.
             last: Whether the text ends here.
-
-        Yields:
-            Number of the token, the repetition, and whether it is a loop.
         """
         if key is not None:
             self._has_words = False
@@ -175,7 +186,7 @@ class Channel:
             return [self._recent[-1]]
         return [*self._recent][-len(ids) :]
 
-    def _advance(self, token: int, text: str) -> Iterator[tuple[int, Tail | None, bool]]:
+    def _advance(self, token: int, text: str) -> Iterator[Told]:
         """Yield the alarm that a token raises, if it does."""
         self._recent.append(text[:SHOWN_TOKENS])
         step = self.monitor.update(token)
@@ -194,7 +205,7 @@ class Channel:
         if level > self._told:
             self._told = level
             self.excerpt = self._copy(tail)
-            yield count, tail, step.trigger
+            yield Told(count, tail, step.trigger)
 
     def _look_for_echoes(self, word: str, place: int, count: int) -> None:
         """Suspect near copies, unless something was found before, or so many were asked for."""
@@ -270,12 +281,12 @@ class AnswerWatch:
             return
         if channel not in self._channels:
             self._channels[channel] = Channel(self._settings, self._asked)
-        one = self._channels[channel]
-        for count, tail, is_loop in one.take(text, key, last):
+        watch = self._channels[channel]
+        for count, tail, is_loop in watch.take(text, key, last):
             level = 1 + is_loop
             if level > self._told:
                 self._told = level
-                yield Alarm(name, count, tail, one.excerpt, is_loop, self._origin, channel)
+                yield Alarm(name, count, tail, watch.excerpt, is_loop, self._origin, channel)
 
     def _complete(self, name: str, all_of_them: bool) -> Iterator[Alarm]:
         """Feed the calls that are complete to the channel of all calls: those whose arguments are whole JSON."""
@@ -293,11 +304,11 @@ class AnswerWatch:
 
     def checked(self, name: str) -> CheckedOutput:
         """Return the verdict on the answer, which has ended: that of its worst channel."""
-        found = [one.checked(name, channel, self._origin) for channel, one in self._channels.items()]
-        if not found:
+        outputs = [watch.checked(name, channel, self._origin) for channel, watch in self._channels.items()]
+        if not outputs:
             return CheckedOutput(name, "empty", id=self._origin.id, group=self._group)
-        worst = min(found, key=lambda one: (WORST.index(one.verdict), one.channel == CALLS))
-        tokens = sum(one.tokens for one in found if one.channel != CALLS)
+        worst = min(outputs, key=lambda output: (WORST.index(output.verdict), output.channel == CALLS))
+        tokens = sum(output.tokens for output in outputs if output.channel != CALLS)
         return replace(worst, tokens=tokens, group=self._group)
 
 
@@ -323,13 +334,13 @@ class Turns:
             self._turns.append((begin, number_of(piece.text), number_of(piece.context)))
         for _ in self._channel.take(piece.text, last=piece.ends):
             pass
-        found = self._channel.checked(piece.answer, TURNS, self._origin)
+        output = self._channel.checked(piece.answer, TURNS, self._origin)
         tail = self._channel.monitor.last.tail
         inside = [turn for turn in self._turns if tail is not None and turn[0] >= tail.start]
-        if len(inside) < FEWEST_TURNS or found.verdict not in ("loops", "suspicious"):
+        if len(inside) < FEWEST_TURNS or output.verdict not in ("loops", "suspicious"):
             return
         told = len({turn[2] for turn in inside[1:]})
-        is_loop = found.verdict == "loops" and told <= max(1, len({turn[1] for turn in inside}))
+        is_loop = output.verdict == "loops" and told <= max(1, len({turn[1] for turn in inside}))
         self._is_loop = self._is_loop or is_loop
         if self._told < 1 + is_loop:
             self._told = 1 + is_loop
@@ -338,11 +349,11 @@ class Turns:
 
     def checked(self, name: str) -> CheckedOutput | None:
         """Return the verdict on the turns; None if they do not repeat themselves."""
-        found = self._channel.checked(name, TURNS, self._origin)
+        output = self._channel.checked(name, TURNS, self._origin)
         if not self._told:
             return None
-        verdict = found.verdict if self._is_loop else "suspicious"
-        return replace(found, verdict=verdict)
+        verdict = output.verdict if self._is_loop else "suspicious"
+        return replace(output, verdict=verdict)
 
 
 def number_of(key: object) -> int:

@@ -102,10 +102,10 @@ class LoopCheck(Result):
         """Return how many records have each verdict."""
         verdicts = [record.verdict for record in self.records]
         parts: list[str] = []
-        for verdict, one, several in VERDICTS:
+        for verdict, singular, plural in VERDICTS:
             count = verdicts.count(verdict)
             if count:
-                parts.append(f"{count} {word_form(count, one, several)}")
+                parts.append(f"{count} {word_form(count, singular, plural)}")
         if len(self.records) == 1 and not self.skipped:
             return f"{self.model.name} {parts[0].removeprefix('1 ')}{self.records[0].repetition()}."
         return f"Of {count_of(len(self.records), 'output')} in {self.model.name}, {word_list(parts)}."

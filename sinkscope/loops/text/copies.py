@@ -119,14 +119,14 @@ class CopyRule:
         counter: Tail | None = None
         if self.words_of is not None:
             counter = self._counter.add(token, self.is_number(token))
-        found = Step()
+        step = Step()
         if exact is not None:
-            found = self._of_equal_copies(exact)
-        if found.tail is None and counter is not None:
-            found = self._of_a_counter(counter)
-        if found.tail is not None and found.tail.repeats <= self.asked:
+            step = self._of_equal_copies(exact)
+        if step.tail is None and counter is not None:
+            step = self._of_a_counter(counter)
+        if step.tail is not None and step.tail.repeats <= self.asked:
             return Step()
-        return found
+        return step
 
     def _of_equal_copies(self, tail: Tail) -> Step:
         s = self.settings
@@ -177,21 +177,21 @@ def size_of(word: str) -> int:
 
 def kind_of(words: Sequence[str]) -> Kind:
     """Return what repeated words are: whole copies, which may begin anywhere, and their first two words again."""
-    said = [word for word in words if not word.isspace()]
-    if not said:
+    visible = [word for word in words if not word.isspace()]
+    if not visible:
         return "prose"
     if is_tabular(words):
         return "table"
-    if all(map(is_rule, said)) or _is_one_letter(said):
+    if all(map(is_rule, visible)) or _is_one_letter(visible):
         return "data"  # rules, boxes, empty cells, and a letter that is repeated without a space
-    rules = sum(len(word) >= RUN and is_rule(word) for word in said)
-    if 2 * rules >= len(said):
+    rules = sum(len(word) >= RUN and is_rule(word) for word in visible)
+    if 2 * rules >= len(visible):
         return "data"  # the dots of a table of contents
     codes = numbers = 0
-    for place, word in enumerate(said):
-        codes += not CODE.isdisjoint(word) or f"{word}{''.join(said[place + 1 : place + 2])}" in ('":', "()")
-        numbers += word.isdigit() and not _is_marker(said, place)
-    if codes >= CODE_SHARE * len(said) or numbers >= NUMBER_SHARE * len(said):
+    for place, word in enumerate(visible):
+        codes += not CODE.isdisjoint(word) or f"{word}{''.join(visible[place + 1 : place + 2])}" in ('":', "()")
+        numbers += word.isdigit() and not _is_marker(visible, place)
+    if codes >= CODE_SHARE * len(visible) or numbers >= NUMBER_SHARE * len(visible):
         return "data"
     return "data" if _has_short_lines(words) else "prose"
 
@@ -199,18 +199,19 @@ def kind_of(words: Sequence[str]) -> Kind:
 def is_rule(word: str) -> bool:
     """Return whether a word is made of signs as rules and boxes are: no letters or digits, no emoji, no "!" or "?"."""
     return not any(
-        one.isalnum() or one in "!?！？。" or "\u2600" <= one <= "\u27bf" or one >= "\U0001f000" for one in word
+        letter.isalnum() or letter in "!?！？。" or "\u2600" <= letter <= "\u27bf" or letter >= "\U0001f000"
+        for letter in word
     )
 
 
-def _is_one_letter(said: Sequence[str]) -> bool:
+def _is_one_letter(words: Sequence[str]) -> bool:
     """Whether a letter is repeated without a space, as zeros are in base64."""
-    return len(said[0]) >= RUN and said[0].isalpha() and said[0].isascii() and len({*"".join(said)}) == 1
+    return len(words[0]) >= RUN and words[0].isalpha() and words[0].isascii() and len({*"".join(words)}) == 1
 
 
-def _is_marker(said: Sequence[str], place: int) -> bool:
+def _is_marker(words: Sequence[str], place: int) -> bool:
     """Whether a number marks an item of a list: "9. Grapefruit", "(3) lamp"."""
-    next_two = [*said[place + 1 : place + 3], "", ""]
+    next_two = [*words[place + 1 : place + 3], "", ""]
     return next_two[0] in (".", ")") and next_two[1][:1].isalpha()
 
 

@@ -22,10 +22,10 @@ class Readable:
 
     def feed(self, piece: str, last: bool = False) -> str:
         """Return what can be read of the text up to here."""
-        kept: list[str] = []
+        readable: list[str] = []
         for part in _PARTS.finditer(piece):
             if part[1] is None:
-                kept += [self._held, part[0]]
+                readable += [self._held, part[0]]
                 self._before = (self._before + self._held + part[0])[-len(_MARK) :]
                 self._held, self._is_encoded = "", None
                 continue
@@ -36,15 +36,15 @@ class Readable:
                 self._is_encoded = self._before.endswith(_MARK) or looks_encoded(self._held[:SEEN])
                 is_string = self._before.endswith(('"', "'", "`"))
                 self._is_encoded = self._is_encoded or (is_string and set(self._held) == {"A"})  # zeros
-                kept.append(self._held * (not self._is_encoded))
+                readable.append(self._held * (not self._is_encoded))
                 self._before = self._held[-len(_MARK) :]
                 self._held = ""
             elif not self._is_encoded:
-                kept.append(part[1])
+                readable.append(part[1])
         if last:
-            kept.append(self._held)
+            readable.append(self._held)
             self._held = ""
-        return "".join(kept)
+        return "".join(readable)
 
 
 def looks_encoded(run: str) -> bool:

@@ -1,12 +1,12 @@
-"""What servers stream, as pieces with addresses: `Events.pieces` has a case for each form of an event.
+"""What servers stream, as pieces with addresses: `Events.pieces` asks one reader after another, by kind of server.
 
-The cases name the events that carry text or end an answer; whatever else is sent carries none. To add a server, add a
+Their cases name the events that carry text or end an answer; whatever else is sent carries none. To add a server, add a
 case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sinkscope.files.chats import REASONING, TEXT, Said, call_said, reasoning_said, said_in
@@ -70,20 +70,40 @@ class Events:
         """
         match data:
             case {"choices": choices}:  # OpenAI's chat completions and completions, and the servers that imitate them
-                found: list[Piece] = []
-                for choice in choices or ():
-                    if "turns" in choice:  # answers of MT-bench
-                        return None
-                    found += self._choice(choice, data.get("id"), f"line {place}")
-                return found
-            case {"type": str(kind)} if kind.startswith("response."):
-                return self._response(data, kind)
-            case {"type": str(kind)} if kind.startswith(("content_block_", "message_")) or kind == "ping":
-                return self._block(data, kind)
-            case {"type": str(kind)} if kind in TYPED or kind in TYPED_ENDS:
-                return self._typed(data, kind)
-            case {"type": str(kind)} if kind in COHERE or kind == "message-end":
-                return self._cohere(data, kind)
+                return self._choices(choices or (), data.get("id"), f"line {place}")
+            case {"type": str(kind)}:
+                pieces = self._of_type(data, kind)
+            case _:
+                pieces = None
+        for read in (self._of_local_server, self._of_cloud, _of_agent):
+            if pieces is None:
+                pieces = read(data)
+        return pieces
+
+    def _choices(self, choices: Iterable[Any], origin: object, line: str) -> list[Piece] | None:
+        """The choices of a chunk or of a whole answer; None: they are answers of MT-bench."""
+        pieces: list[Piece] = []
+        for choice in choices:
+            if "turns" in choice:
+                return None
+            pieces += self._choice(choice, origin, line)
+        return pieces
+
+    def _of_type(self, data: Mapping[str, Any], kind: str) -> list[Piece] | None:
+        """An event that names its type."""
+        if kind.startswith("response."):
+            return self._response(data, kind)
+        if kind.startswith(("content_block_", "message_")) or kind == "ping":
+            return self._block(data, kind)
+        if kind in TYPED or kind in TYPED_ENDS:
+            return self._typed(data, kind)
+        if kind in COHERE or kind == "message-end":
+            return self._cohere(data, kind)
+        return None
+
+    def _of_local_server(self, data: Mapping[str, Any]) -> list[Piece] | None:
+        """An event of a server with one answer in a stream."""
+        match data:
             case {"message": dict(message), "done": done}:  # Ollama's /api/chat
                 return self._message(message, "stream 0", bool(done))
             case {"response": str(text), "done": done}:  # Ollama's /api/generate
@@ -95,45 +115,45 @@ class Events:
                 return [Piece("stream 0", text=text * is_word, ends=data.get("generated_text") is not None)]
             case {"token": str(text), "finish_reason": reason}:  # KoboldCpp
                 return [Piece("stream 0", text=text, ends=has_ended(reason))]
-            case {"candidates": [*candidates]} if "responseId" in data or not all(map(_is_last, candidates)):  # Gemini
+            case _:
+                return None
+
+    def _of_cloud(self, data: Mapping[str, Any]) -> list[Piece] | None:
+        """An event of Gemini, Bedrock's Converse or OpenAI's Assistants."""
+        match data:
+            case {"candidates": [*candidates]} if "responseId" in data or not all(map(_is_last, candidates)):
                 return self._candidates(candidates, data.get("responseId"))
-            case {"contentBlockStart": dict(block)} | {"contentBlockDelta": dict(block)}:  # Bedrock's Converse
+            case {"contentBlockStart": dict(block)} | {"contentBlockDelta": dict(block)}:
                 return self._converse(block)
             case {"messageStop": _}:
                 return [Piece("message", ends=True)]
             case {"messageStart": _} | {"contentBlockStop": _} | {"metadata": {"usage": _}}:
                 return []
-            case {"object": "thread.message.delta", "delta": dict(delta)}:  # OpenAI's Assistants
+            case {"object": "thread.message.delta", "delta": dict(delta)}:
                 return self._said(said_in(delta), f"message {data.get('id', 0)}")
-            case {"event": "message" | "agent_message", "answer": str(text)}:  # Dify
-                return [Piece("stream 0", text=text)]
-            case {"usageMetadata": _} | {"usage": dict()} if not data.keys() & HOLDS_ANSWERS:  # behind the end
-                return []
-            case {"event": "message_end"}:
-                return [Piece("stream 0", ends=True)]
             case _:
                 return None
 
     def _said(self, said: list[Said], answer: str, ends: bool = False, prefix: str = "") -> list[Piece]:
         """The pieces of texts, without names and reasoning that were read before; a call's number goes on."""
-        found: list[Piece] = []
-        for one in said:
-            if one.channel == REASONING and one.kind:
-                if self._thoughts.setdefault((answer, 0), one.kind) != one.kind:
+        pieces: list[Piece] = []
+        for part in said:
+            if part.channel == REASONING and part.kind:
+                if self._thoughts.setdefault((answer, 0), part.kind) != part.kind:
                     continue
-            text = one.text
-            if one.is_name:
-                if not text or (answer, one.channel) in self._named:
+            text = part.text
+            if part.is_name:
+                if not text or (answer, part.channel) in self._named:
                     continue
-                self._named.add((answer, one.channel))
+                self._named.add((answer, part.channel))
                 text = f"{text} "
-            found.append(Piece(answer, one.channel, text))
+            pieces.append(Piece(answer, part.channel, text))
         if ends:
             self._calls.pop(answer, None)
             self._thoughts = {key: kind for key, kind in self._thoughts.items() if key[0] != answer}
-            self._named = {one for one in self._named if one[0] != answer}
-            found.append(Piece(answer, ends=True))
-        return found
+            self._named = {call for call in self._named if call[0] != answer}
+            pieces.append(Piece(answer, ends=True))
+        return pieces
 
     def _message(self, delta: Mapping[str, Any], answer: str, ends: bool) -> list[Piece]:
         """A delta of a chat: its own fields, and the calls by the index that each names."""
@@ -144,7 +164,9 @@ class Events:
         if delta.get("reasoning_details") and not reasoning_said({**delta, "reasoning_details": None}):
             said = [*_detailed(delta["reasoning_details"]), *said]
         for call in calls:
-            said += [one._replace(channel=self._call(call, answer)) for one in call_said(call.get("function") or call)]
+            said += [
+                part._replace(channel=self._call(call, answer)) for part in call_said(call.get("function") or call)
+            ]
         return self._said(said, answer, ends)
 
     def _call(self, call: Mapping[str, Any], answer: str) -> str:
@@ -172,13 +194,13 @@ class Events:
 
     def _placed(self, said: list[Said], answer: str, place: int) -> list[Said]:
         """Texts of a block or item whose place is known; calls are counted in the order in which they begin."""
-        found: list[Said] = []
-        for one in said:
-            if one.channel.startswith("call"):
+        placed: list[Said] = []
+        for part in said:
+            if part.channel.startswith("call"):
                 known = self._calls.setdefault(answer, {})
-                one = one._replace(channel=f"call {known.setdefault(('place', place), len(known))}")
-            found.append(one)
-        return found
+                part = part._replace(channel=f"call {known.setdefault(('place', place), len(known))}")
+            placed.append(part)
+        return placed
 
     def _choice(self, choice: Mapping[str, Any], origin: object, line: str) -> list[Piece]:
         """A choice of a chunk or of a whole answer."""
@@ -259,23 +281,36 @@ class Events:
 
     def _candidates(self, candidates: list[Any], origin: object) -> list[Piece]:
         """Candidates of Gemini, which sends each call whole."""
-        found: list[Piece] = []
-        for one in candidates:
-            name = f"choice {int(one.get('index') or 0)}"
+        pieces: list[Piece] = []
+        for candidate in candidates:
+            name = f"choice {int(candidate.get('index') or 0)}"
             if origin is not None:
                 name += f" of {on_one_line(str(origin))}"
             said: list[Said] = []
-            for piece in said_in(one.get("content") or {}):
+            for piece in said_in(candidate.get("content") or {}):
                 place = len(self._calls.get(name, ())) - (not piece.is_name)
                 said += self._placed([piece], name, place)
-            found += self._said(said, name, bool(one.get("finishReason")))
-        return found
+            pieces += self._said(said, name, bool(candidate.get("finishReason")))
+        return pieces
 
     def _converse(self, block: Mapping[str, Any]) -> list[Piece]:
         """An event of a block of Bedrock's Converse."""
         number = int(block.get("contentBlockIndex") or 0)
         inner = block.get("delta") or block.get("start") or {}
         return self._said(self._placed(said_in({"content": [inner]}), "message", number), "message")
+
+
+def _of_agent(data: Mapping[str, Any]) -> list[Piece] | None:
+    """An event of Dify, or what is told of tokens behind the end of an answer."""
+    match data:
+        case {"event": "message" | "agent_message", "answer": str(text)}:
+            return [Piece("stream 0", text=text)]
+        case {"usageMetadata": _} | {"usage": dict()} if not data.keys() & HOLDS_ANSWERS:
+            return []
+        case {"event": "message_end"}:
+            return [Piece("stream 0", ends=True)]
+        case _:
+            return None
 
 
 def has_ended(reason: object) -> bool:
@@ -285,11 +320,11 @@ def has_ended(reason: object) -> bool:
 
 def _detailed(details: Any) -> list[Said]:
     """The pieces of a reasoning in details, as text or as a summary."""
-    found: list[Said] = []
-    for one in details if isinstance(details, list) else ():
-        for said in said_in(one):
-            found.append(said._replace(kind=str(one.get("type"))))
-    return found
+    pieces: list[Said] = []
+    for detail in details if isinstance(details, list) else ():
+        for said in said_in(detail):
+            pieces.append(said._replace(kind=str(detail.get("type"))))
+    return pieces
 
 
 def _thoughts_of(choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,13 +44,13 @@ def groups_of(records: Iterable[CheckedOutput]) -> list[LoopGroup]:
         by_value.setdefault(record.group, []).append(record)
     groups: list[LoopGroup] = []
     for value, members in by_value.items():
-        loops = [one for one in members if one.verdict in ("loops", "looped")]
+        loops = [output for output in members if output.verdict in ("loops", "looped")]
         low, high = wilson(len(loops), len(members))
-        onsets = [one.onset for one in loops if one.onset is not None]
-        wasted = sum(one.wasted or 0 for one in members)
+        onsets = [output.onset for output in loops if output.onset is not None]
+        wasted = sum(output.wasted or 0 for output in members)
         onset = float(median(onsets)) if onsets else None
         groups.append(LoopGroup(value, len(members), len(loops), len(loops) / len(members), low, high, onset, wasted))
-    return sorted(groups, key=lambda one: (-one.rate, -one.answers))
+    return sorted(groups, key=lambda group: (-group.rate, -group.answers))
 
 
 def wilson(hits: int, cases: int) -> tuple[float, float]:

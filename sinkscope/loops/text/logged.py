@@ -56,7 +56,7 @@ class Answer(NamedTuple):
     @property
     def turn(self) -> str:
         """Return the turn as a text: what it says and calls, without reasoning."""
-        return " ".join(one.text for one in self.value if one.channel == TEXT or one.channel.startswith("call"))
+        return " ".join(part.text for part in self.value if part.channel == TEXT or part.channel.startswith("call"))
 
 
 class Records:
@@ -163,9 +163,9 @@ class UnknownEvents:
         if len(answers) == 1 and isinstance(answers[0].value, str):
             answers = [Answer((Said(TEXT, answers[0].value),))]
         for answer in answers[:1]:
-            for said in answer.value if isinstance(answer.value, tuple) else ():
-                text = self._new(said.text) if said.channel == TEXT else said.text
-                pieces.append(Piece("stream 0", said.channel, text))
+            for part in answer.value if isinstance(answer.value, tuple) else ():
+                text = self._new(part.text) if part.channel == TEXT else part.text
+                pieces.append(Piece("stream 0", part.channel, text))
         return pieces
 
     def _new(self, text: str) -> str:
@@ -211,7 +211,7 @@ def _turn_piece(answer: Answer, talk: str) -> Piece:
 def pieces_of_answers(answers: Sequence[Answer], name: str) -> list[Piece]:
     """Return the pieces of whole answers, of which each of several has a number in its name, and of their turns."""
     pieces: list[Piece] = []
-    turns = [one for one in answers if one.context is not None]
+    turns = [item for item in answers if item.context is not None]
     for number, answer in enumerate(answers, 1):
         own = name if len(answers) == 1 else f"{name} answer {number}"
         if isinstance(answer.value, tuple):
@@ -227,14 +227,14 @@ def pieces_of_answers(answers: Sequence[Answer], name: str) -> list[Piece]:
 def answers_of_chat(messages: Sequence[Message]) -> list[Answer]:
     """Return what a model wrote in a chat: by role; where no author is known as a model, what unknown ones wrote."""
     role = "assistant"
-    if not any(one.role == role for one in messages):
+    if not any(each.role == role for each in messages):
         role = ""
     answers: list[Answer] = []
     last = 0
     for place, message in enumerate(messages):
         if message.role != role:
             continue
-        context = "\n".join(one.everything for one in messages[last:place])
+        context = "\n".join(each.everything for each in messages[last:place])
         answers.append(Answer(message.said, prompt_before(messages, place), context))
         last = place + 1
     return answers
@@ -254,7 +254,7 @@ def answers_in(value: Any, field: str = "", prompt: str = "") -> list[Answer]:
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
         return _answers_in_list(value, field, prompt)
     if isinstance(value, list) and field in SEPARATE:
-        return [Answer(one, prompt) for one in value]
+        return [Answer(item, prompt) for item in value]
     if not isinstance(value, dict):
         return [Answer(value, prompt)]
     if "mapping" in value:
@@ -275,7 +275,7 @@ def _answers_in_list(values: list[Any], field: str, prompt: str) -> list[Answer]
     """The answers in a list of records: a chat, the parts of one message, or answers."""
     messages = messages_in(values)
     if messages is not None and field not in ("content", "parts"):
-        if all(one.role not in ("user", "system", "tool") for one in messages):
+        if all(message.role not in ("user", "system", "tool") for message in messages):
             return _of_one_turn(values, messages, prompt)
         return answers_of_chat(messages)
     if field in ("content", "parts") or _are_parts(values):  # of one message
@@ -289,11 +289,11 @@ def _answers_in_list(values: list[Any], field: str, prompt: str) -> list[Answer]
 def _fields_of(value: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a record that may hold answers, also in small letters; of names with dots the last part."""
     fields: dict[str, Any] = {}
-    for name, one in value.items():
+    for name, content in value.items():
         parts = str(name).split(".")
         if len(parts) == 1 or not _asks(str(name)):
-            fields.setdefault(parts[-1], one)
-            fields.setdefault(parts[-1].lower().replace(" ", "_"), one)
+            fields.setdefault(parts[-1], content)
+            fields.setdefault(parts[-1].lower().replace(" ", "_"), content)
     return fields
 
 
@@ -309,10 +309,10 @@ def _answers_below(value: Mapping[str, Any], fields: Mapping[str, Any], prompt: 
         ValueError: There are none.
     """
     answers: list[Answer] = []
-    for name, one in fields.items():
-        if _asks(name) or not isinstance(one, dict | list) or not one:
+    for name, content in fields.items():
+        if _asks(name) or not isinstance(content, dict | list) or not content:
             continue
-        for inner in one if isinstance(one, list) else [one]:
+        for inner in content if isinstance(content, list) else [content]:
             if isinstance(inner, dict):
                 with suppress(ValueError):
                     answers += answers_in(inner, name, prompt_in(inner) or prompt)
@@ -333,7 +333,7 @@ def _of_one_turn(value: list[Any], messages: Sequence[Message], prompt: str) -> 
 def _are_parts(value: list[Any]) -> bool:
     """Whether a list holds the parts of one message."""
     kinds = ("text", "output_text", "thinking", "reasoning", "tool_use", "refusal")
-    return all(isinstance(one, dict) and one.get("type") in kinds for one in value)
+    return all(isinstance(part, dict) and part.get("type") in kinds for part in value)
 
 
 def prompt_in(value: Any) -> str:
@@ -367,7 +367,7 @@ def at_field(data: Any, path: str) -> list[Answer]:
     for name in path.split("."):
         there: dict[str, Any] = {}
         if isinstance(value, dict | list):
-            there = dict(value) if isinstance(value, dict) else {str(number): one for number, one in enumerate(value)}
+            there = dict(value) if isinstance(value, dict) else {str(number): item for number, item in enumerate(value)}
         if name not in there:
             raise ValueError(f"no field {path}: {place} has {on_one_line(', '.join(there) or 'no fields', 200)}")
         value, place = there[name], name

@@ -60,9 +60,9 @@ class Monitor:
         if type(token) is not int or not 0 <= token < IDS:
             token = checked_id(token)
         step = self.last.step + 1
-        found = self.rule.add(token, p_max)
+        decision = self.rule.add(token, p_max)
         may_trigger = step >= max(self.settings.warmup, self._rests_until)
-        self.last = found._replace(step=step, trigger=found.trigger and may_trigger)
+        self.last = decision._replace(step=step, trigger=decision.trigger and may_trigger)
         if self.last.trigger:
             self._rests_until = step + self.settings.cooldown + 1
         return self.last

@@ -48,14 +48,14 @@ class Echoes:
 
     def add(self, word: str, place: int) -> bool:
         """Take the word at a position, as `outputs.split` makes it; whether the last sentences are echoes now."""
-        found = self._count(word, place)
+        is_echo = self._count(word, place)
         if self._ended and not word[0].isdigit():
-            found = self._end_sentence(place) or found
+            is_echo = self._end_sentence(place) or is_echo
         self._ended = word[0] in _ENDS
         if word in "\n。！？" or len(self._words) >= SENTENCE_WORDS:
-            return self._end_sentence(place) or found
+            return self._end_sentence(place) or is_echo
         self._words.append(word)
-        return found
+        return is_echo
 
     def _end_sentence(self, place: int) -> bool:
         """Compare the sentence with those before it."""

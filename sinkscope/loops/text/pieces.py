@@ -62,13 +62,13 @@ def origin_of(data: Any) -> Origin | None:
         return None
     values: list[str] = []
     for fields in (_IDS, _MODELS):
-        found = ""
+        name = ""
         for place in (data, data.get("message"), data.get("response")):
             for field in fields:
                 value = place.get(field) if isinstance(place, dict) else None
-                if not found and isinstance(value, str | int) and not isinstance(value, bool):
-                    found = str(value)[:MOST_OF_NAME]
-        values.append(found)
+                if not name and isinstance(value, str | int) and not isinstance(value, bool):
+                    name = str(value)[:MOST_OF_NAME]
+        values.append(name)
     return Origin(*values) if any(values) else None
 
 
@@ -81,7 +81,9 @@ def on_one_line(text: str, limit: int = SHOWN_CHARACTERS) -> str:
 
 def pieces_of_said(said: Iterable[Said], answer: str, prompt: str = "") -> list[Piece]:
     """Return the pieces of a whole answer."""
-    pieces = [Piece(answer, one.channel, f"{one.text} " if one.is_name else one.text, prompt=prompt) for one in said]
+    pieces = [
+        Piece(answer, part.channel, f"{part.text} " if part.is_name else part.text, prompt=prompt) for part in said
+    ]
     return [*pieces, Piece(answer, ends=True, prompt=prompt)]
 
 

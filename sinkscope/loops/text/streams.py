@@ -144,9 +144,9 @@ class Watch:
 
     def _end(self, name: str, watch: AnswerWatch | Turns) -> None:
         """Keep the verdict on an answer that has ended."""
-        found = watch.checked(name)
-        if found is not None:
-            self.checked.append(found)
+        output = watch.checked(name)
+        if output is not None:
+            self.checked.append(output)
         self.ended += isinstance(watch, AnswerWatch)
         self._ended[name] = None
         if len(self._ended) > KEPT_ENDED:

@@ -96,10 +96,10 @@ def check_folder(folder: Path) -> None:
         settings = read_json(folder / name, remedy) if (folder / name).is_file() else None
         for field, value in settings.items() if isinstance(settings, dict) else ():
             named: Any = value if isinstance(value, list) else [value]
-            for one in named if fields.fullmatch(field) else ():
+            for path in named if fields.fullmatch(field) else ():
                 # A name of the machine on which it was written, of which nothing is here, is not followed.
-                if isinstance(one, str) and one and os.path.lexists(folder / one.replace("\0", "")):
-                    inside(folder, one, f"{field} in {name}", link_roots(folder))
+                if isinstance(path, str) and path and os.path.lexists(folder / path.replace("\0", "")):
+                    inside(folder, path, f"{field} in {name}", link_roots(folder))
 
 
 NAMING = {

@@ -91,17 +91,17 @@ def _described_once(file: Path) -> Described:
     """What is read of a file, from the user's cache if the file is as it was."""
     path = file.resolve()
     place = hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
-    kept = Path(constants.HF_HOME) / "sinkscope" / "fingerprints" / f"{place}.json"
+    stored = Path(constants.HF_HOME) / "sinkscope" / "fingerprints" / f"{place}.json"
     state = _state_of(path)
     with suppress(OSError, ValueError, TypeError, KeyError):
-        earlier = json.loads(kept.read_text("utf-8"))
+        earlier = json.loads(stored.read_text("utf-8"))
         if earlier["state"] == state:
             return dict(earlier["parts"])
     parts = _described_file(path)
     if _state_of(path) == state and time.time() - path.stat().st_mtime > _JUST_WRITTEN:
         with suppress(OSError, ValueError):  # no cache, or none that can be written
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(kept, json.dumps({"state": state, "parts": parts}))
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(stored, json.dumps({"state": state, "parts": parts}))
     return parts
 
 

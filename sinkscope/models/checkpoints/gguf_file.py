@@ -57,9 +57,9 @@ class GgufHeader:
 
     def factors(self, tensor: str) -> list[float] | None:
         """Return the values of a tensor of rotary factors; None if there is none."""
-        for one in self._reader.tensors:
-            if one.name == tensor:
-                return one.data.astype("float32").ravel().tolist()
+        for item in self._reader.tensors:
+            if item.name == tensor:
+                return item.data.astype("float32").ravel().tolist()
         return None
 
     def check_kind(self) -> None:
@@ -131,8 +131,8 @@ class GgufHeader:
             attention = float(self.scaling("attn_factor") or 1.0)
         return {
             "rope_type": "longrope",
-            "long_factor": [divisor * one for one in long or frequencies or ()],
-            "short_factor": [divisor * one for one in self.factors(_SHORT) or long or frequencies or ()],
+            "long_factor": [divisor * factor for factor in long or frequencies or ()],
+            "short_factor": [divisor * factor for factor in self.factors(_SHORT) or long or frequencies or ()],
             "factor": 1.0,
             "attention_factor": attention,
             "original_max_position_embeddings": trained,

@@ -56,7 +56,7 @@ def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | Non
         SinkscopeError: There is no room for text, or this tokenizer turns it into one repeated token.
     """
     start = beginning(tokenizer, bos)
-    body, number_of, found = length - len(start), -(-rows // len(KINDS)), list[list[int]]()
+    body, number_of, pieces = length - len(start), -(-rows // len(KINDS)), list[list[int]]()
     if body < 1:
         raise SinkscopeError(f"pieces of {length} tokens have no room for text: give a model with a longer context")
     for number in range(number_of):
@@ -68,10 +68,10 @@ def kind_rows(tokenizer: Any, half: Half, rows: int, length: int, bos: int | Non
                 if len(ids) >= body:
                     break
             if len(ids) >= body and number < len(own):
-                found.append(ids[:body])
+                pieces.append(ids[:body])
             elif number == 0:
                 raise SinkscopeError(f"this tokenizer makes fewer than {body} tokens of the {kind} in the package")
-    tokens = torch.tensor(found[:rows], dtype=torch.long)
+    tokens = torch.tensor(pieces[:rows], dtype=torch.long)
     check_varied(tokenizer, tokens)
     before = torch.tensor(start, dtype=torch.long).expand(len(tokens), -1)
     return TextRows(torch.cat([before, tokens], 1), tuple(KINDS[row % len(KINDS)] for row in range(len(tokens))))

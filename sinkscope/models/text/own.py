@@ -93,11 +93,11 @@ def own_text(records: Sequence[TextRecord], tokenizer: Any, model: str) -> OwnTe
     parts: list[str] = []
     chats = 0
     template = bool(getattr(tokenizer, "chat_template", None))
-    talks = [record for record in records if any(one.role for one in record.messages)]
+    talks = [record for record in records if any(message.role for message in record.messages)]
     if talks and not template:
         warn(f"the tokenizer of {model} has no chat template: the texts of messages are read without their authors")
     for record in records:
-        if template and any(one.role for one in record.messages):
+        if template and any(message.role for message in record.messages):
             chats += 1
             parts.append(_in_template(record, tokenizer, model))
         elif record.text.strip():
@@ -108,7 +108,7 @@ def own_text(records: Sequence[TextRecord], tokenizer: Any, model: str) -> OwnTe
 
 
 def _in_template(record: TextRecord, tokenizer: Any, model: str) -> str:
-    messages = [{"role": one.role or "user", "content": one.text} for one in record.messages]
+    messages = [{"role": message.role or "user", "content": message.text} for message in record.messages]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # a template is a program of the checkpoint: it may fail in any way

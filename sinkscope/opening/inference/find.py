@@ -28,7 +28,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.adapters import DRAFT, Adapter, Found, layer_kinds, row_of, shown_row, stack_of
 from sinkscope.models.checkpoints.config import cpu_by_default, cut_depth, new_model
 from sinkscope.models.hooks import without_autocast
-from sinkscope.models.target import Target, sizes_of
+from sinkscope.models.target import Target, longest_context
 from sinkscope.opening.inference.proof import PROBED_TOKENS, probe
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.inference.sums import token_ids
@@ -116,7 +116,7 @@ def _inferred(target: Target, proves: bool, every_layer: bool, runs_itself: bool
 @torch.no_grad()
 def _refuse_short_context(target: Target) -> None:
     """Refuse a model that cannot read as many tokens as the probe, as one with few learned positions."""
-    longest = sizes_of(target.hf.config.get_text_config())[2]
+    longest = longest_context(target.hf.config.get_text_config())
     if longest is None or longest >= PROBED_TOKENS:
         return
     try:

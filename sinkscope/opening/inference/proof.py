@@ -118,8 +118,8 @@ def attention_error(target: Target) -> float:
     def keep_values(call: Attention) -> None:
         values[call.layer] = call.value.float()
 
-    def keep_projected(layer: int, given: Tensor) -> None:
-        value = head_projection("v", target, given).transpose(1, 2).float()
+    def keep_projected(layer: int, output: Tensor) -> None:
+        value = head_projection("v", target, output).transpose(1, 2).float()
         most = getattr(target.sub(layer, "attn"), "clip_qkv", None) or torch.inf  # MPT
         values[layer] = value.clamp(-most, most)
 

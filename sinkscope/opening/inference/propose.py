@@ -104,8 +104,8 @@ def propose(hf: nn.Module, row: Adapter | None = None) -> Found:
         stack = stack_of(model)
         draft = replace(draft, base=base_path(model, stack), layers=stack)
         with torch.no_grad():
-            found = _proposed(Target(model, model, "hf", draft), row)
-        return found if row is None else replace(found, **vars(row))
+            adapter = _proposed(Target(model, model, "hf", draft), row)
+        return adapter if row is None else replace(adapter, **vars(row))
     except (MemoryError, torch.OutOfMemoryError, SinkscopeError):
         raise
     except Exception as error:  # a model may do anything in a pass

@@ -194,14 +194,14 @@ class MlpEdits:
         experts = experts_of(module)
         if experts is not None:
             by_token = self.experts.by_row
-            given = by_token(first_tensor(output))[:, :-1].float()
+            actual = by_token(first_tensor(output))[:, :-1].float()
             try:
                 computed = by_token(experts.output(experts.routed(args, kwargs)))[:, :-1].float()
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
                 self.errors.append(math.inf)  # they compute something else than an MLP each
             else:
-                if given.any():
-                    self.errors.append(relative_error(given, computed, given))
+                if actual.any():
+                    self.errors.append(relative_error(actual, computed, actual))
 
     def _move(self, post: Float[Tensor, "row pos neuron"]) -> None:
         # By the norm of the whole vector, so that rounding does not hide the move.
@@ -211,8 +211,8 @@ class MlpEdits:
         first = self.target.width(self.layer) if self.adapter.fused_gate_up else 0
         up[_SCALED, :, first::2] *= _FACTOR
 
-    def _turn(self, given: Float[Tensor, "row pos d_model"]) -> None:
-        given[_EXPERTS] = given[_EXPERTS].roll(1, -1)  # a change of size would be invisible after a norm
+    def _turn(self, output: Float[Tensor, "row pos d_model"]) -> None:
+        output[_EXPERTS] = output[_EXPERTS].roll(1, -1)  # a change of size would be invisible after a norm
 
 
 def layer_sums(target: Target, layers: list[int], *, measures: bool = False) -> list[LayerSums]:
@@ -288,17 +288,17 @@ class LayerSums:
         hooks += on_part("mid", "pre", on_input(self.mid.keep))
         return [*hooks, (target.layers[layer], "post", on_hidden(self._finish))]
 
-    def _replace(self, given: RowValues, rows: int) -> None:
+    def _replace(self, values: RowValues, rows: int) -> None:
         """Put random numbers in the place of what passes, of each row or the same ones of all."""
-        given[:] = torch.randn(rows, *given.shape[1:], generator=self._generator).to(given)
+        values[:] = torch.randn(rows, *values.shape[1:], generator=self._generator).to(values)
 
-    def _replace_entering(self, given: RowValues) -> None:
-        self._replace(given, 1)
-        given[:, -1] *= _LARGE
+    def _replace_entering(self, values: RowValues) -> None:
+        self._replace(values, 1)
+        values[:, -1] *= _LARGE
 
-    def _replace_mlp(self, given: Tensor) -> Tensor:
+    def _replace_mlp(self, output: Tensor) -> Tensor:
         before = self.mlp.rows
-        replaced = self.mlp.edited(partial(self._replace, rows=PASS_ROWS))(given)
+        replaced = self.mlp.edited(partial(self._replace, rows=PASS_ROWS))(output)
         if before.shape == self.mlp.rows.shape:  # a shared expert stands beside a mixture
             self.mlp.rows += before
         return replaced
@@ -320,12 +320,12 @@ class LayerSums:
 
     def see(self, call: Attention) -> None:
         """Compare what attention gets; let it give random numbers in one head."""
-        for which, given in (("q", call.query), ("k", call.key), ("v", call.value)):
+        for which, part in (("q", call.query), ("k", call.key), ("v", call.value)):
             heads, width = self._turned.get(which, (1, 0))
-            if given.shape[1] % heads or given.shape[3] != width:
+            if part.shape[1] % heads or part.shape[3] != width:
                 continue
-            change = (given[_TURNED[which]] - given[0]).detach().float().abs().amax((1, 2))
-            largest = given.float().abs().max()
+            change = (part[_TURNED[which]] - part[0]).detach().float().abs().amax((1, 2))
+            largest = part.float().abs().max()
             if largest == 0 or self._is_where(change, self._own(which, change), largest):
                 self.problems.pop(f"attn.hook_{which}", None)
         batch, count, tokens = call.query.shape[:3]
@@ -425,8 +425,8 @@ class LayerSums:
         ran = {name: part.rows[:, :-1].flatten() for name, part in parts.items() if part.rows.shape == total.shape}
         if ran:
             columns = torch.stack([*ran.values()], 1).cpu().double()
-            found = torch.linalg.lstsq(columns, total[:, :-1].reshape(-1, 1).cpu().double()).solution
-            for name, constant in zip(ran, found[:, 0].tolist(), strict=True):
+            solution = torch.linalg.lstsq(columns, total[:, :-1].reshape(-1, 1).cpu().double()).solution
+            for name, constant in zip(ran, solution[:, 0].tolist(), strict=True):
                 self.factors[name] = as_constant(constant) or 1.0  # 0: it is no part
 
     def _prove_post(self, post: RowValues, parts: list[Tensor], names: list[str]) -> None:
@@ -452,8 +452,8 @@ class LayerSums:
         if off > self.tolerance:
             writer: Any = self.target.sub(self.layer, "attn_out", "attn")
             with self.target.loaded(self.layer), suppress(Exception):  # it may be no norm
-                given = first_tensor(writer.forward(self.projected.rows.to(self.target.dtype))).float()
-                off = self._off(self.own_attn.rows, given)
+                projected = first_tensor(writer.forward(self.projected.rows.to(self.target.dtype))).float()
+                off = self._off(self.own_attn.rows, projected)
         self._must(off, "hook_attn_out cannot be computed from it", "attn.hook_z")
 
     def _must(self, off: float, claim: str, *parts: str) -> None:
