@@ -56,6 +56,23 @@ def test_texts_are_paired_by_their_names_and_not_by_their_order():
     assert change_of(one, other, paired=False).lower is None
 
 
+@pytest.mark.parametrize(
+    ("after", "margins", "half", "changed"),
+    [
+        (112.0, (3.0, 4.0), 5.0, True),
+        (99.0, (3.0, 4.0), 5.0, False),
+        (80.0, (3.0, 4.0), 5.0, True),
+        (95.5, (0.0, 0.0), 0.0, False),  # by half a per cent of its value
+    ],
+)
+def test_without_values_of_texts_both_margins_are_taken_together(after, margins, half, changed):
+    one, other = (Number("x", "X", value, margin=at) for value, at in zip((95.0, after), margins, strict=True))
+    change = change_of(one, other, paired=True)
+    moved = after - 95
+    assert (change.value, change.lower, change.upper, change.texts) == (moved, moved - half, moved + half, 0)
+    assert change.changed is changed
+
+
 def test_neurons_that_come_go_and_change_and_places_are_named():
     base = with_heads(BEFORE, "base")
     spike, stop = base.spikes
