@@ -128,6 +128,7 @@ def test_checkpoints_are_compared_with_the_first_in_the_order_of_their_numbers(t
     [
         ({"settings": {"seed": 1, "text": None}}, "seed is 0 and 1"),
         ({"settings": {"seed": 0, "text": "mine.txt"}}, "text is None and 'mine.txt'"),
+        ({"settings": {"seed": 0, "text": None, "all_layers": True}}, "all_layers is None and True"),
     ],
 )
 def test_results_of_other_settings_and_texts_are_refused(changes, words):
