@@ -10,7 +10,7 @@ from pathlib import Path
 
 import sinkscope
 from sinkscope.files.envelope import _CLASSES
-from sinkscope.files.kinds import kind_modules, other_measurements
+from sinkscope.files.kinds import kind_modules, measurements, other_measurements
 
 SOURCE = Path(__file__).parent / "fixtures" / "attention_entropy.py"
 KIND, NAME, MODULE = "attention-entropy", "attention_entropy", "stranger_entropy"
@@ -42,4 +42,5 @@ def installed(folder: Path, source: str, name: str = NAME) -> Iterator[None]:
 def _look_again() -> None:
     invalidate_caches()
     other_measurements.cache_clear()
+    measurements.cache_clear()
     kind_modules.cache_clear()

@@ -12,16 +12,6 @@ from sinkscope.results.result import Number, Result
 from sinkscope.results.tables import Grid, Table, cell, constant_last, strings
 
 CARD = "card.json"
-TOPICS = {
-    "find_sinks": "Sink",
-    "circuit": "Circuit",
-    "repeat": "Repetition",
-    "lines": "Lines",
-    "loops": "Loops",
-    "policies": "Cache",
-    "precision": "Precision",
-}
-"""What the parts on the first screen are about."""
 SAME_TEXTS = ("text", "seed", "bos")
 """Settings of two cards that read the same texts and prompts."""
 RULE = (
@@ -42,6 +32,7 @@ class CardPart:
         numbers: Its numbers and words, each with its control.
         cards: Its labels with numbers.
         measured: Whether there is a result.
+        topic: What it is about, on the first screen of the card; of other parts empty.
     """
 
     name: str
@@ -50,6 +41,7 @@ class CardPart:
     numbers: tuple[Number, ...] = ()
     cards: tuple[Card, ...] = ()
     measured: bool = True
+    topic: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,7 +125,7 @@ class SinkCard(Result):
 
         In a comparison, what changed stands first.
         """
-        return render("results/pages/tiles.html", scan=self, topics=TOPICS)
+        return render("results/pages/tiles.html", scan=self)
 
     def rows(self) -> Table:
         """Return one row per number and word; in a comparison, beside those of the other card."""

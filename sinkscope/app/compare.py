@@ -11,14 +11,15 @@ import html
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
+from importlib.metadata import EntryPoint
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from sinkscope.app.card import CARD, SinkCard
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
+from sinkscope.files.kinds import measurements
 from sinkscope.files.output import natural_key, path_of
 from sinkscope.files.plain import pathless
 from sinkscope.files.provenance import UNKNOWN_MODEL, provenance
@@ -32,15 +33,6 @@ from sinkscope.results.result import Result
 from sinkscope.results.style import BLUE, GREY, figure_of, panels
 from sinkscope.results.tables import Grid, Table, strings
 
-MEASURES = {
-    "find-sinks": "sinkscope.sinks.spikes.find:find_sinks",
-    "circuit": "sinkscope.sinks.spikes.find:circuit",
-    "repeat": "sinkscope.sinks.repeat:repeat",
-    "lines": "sinkscope.sparse.lines:lines",
-    "precision": "sinkscope.sinks.precision:precision",
-}
-"""What models are measured with, by the kind of the result."""
-Measure = Literal["find-sinks", "circuit", "repeat", "lines", "precision"]
 OF_THE_MODEL = frozenset(
     {"revision", "unknown_tokens", "model", "device", "dtype", "sinkscope", "decoding", "text_said"}
 )
@@ -181,7 +173,7 @@ def card_rows(changes: Sequence[Change]) -> list[tuple[str, str]]:
 @checks_arguments
 def compare(
     *results: Any,
-    measure: Measure = "find-sinks",
+    measure: str = "find-sinks",
     device: str | None = None,
     dtype: str | None = None,
     bos: bool | None = None,
@@ -196,7 +188,7 @@ def compare(
     Args:
         results: Two or more: results, their JSON files, folders of results or of checkpoints, or models, which are then
             measured. The others are compared with the first.
-        measure: What models are measured with.
+        measure: What models are measured with: a measurement that needs no arguments.
         device: cpu, cuda, cuda:1 or mps, for a model given by name. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16, for a model given by name. By default the checkpoint's; a model that is
             read layer by layer on a CPU is float32.
@@ -212,6 +204,9 @@ def compare(
         SinkscopeError: There are fewer than two results, or they differ in kind, settings or texts.
     """
     started = time.perf_counter()
+    measurement = measurements().get(measure)
+    if measurement is None:
+        raise SinkscopeError(f"--measure {measure}: expected {', '.join(measurements())}")
     options = {"device": device, "dtype": dtype, "bos": bos, "text": text, "field": field, "seed": seed}
     given = [one for thing in results for one in expanded(thing)]
     if len(given) < 2:
@@ -224,7 +219,9 @@ def compare(
         name = name_of(thing)
         if name in found:
             name = f"{name} ({number + 1})"
-        found[name] = thing if isinstance(thing, Result) else result_of(thing, name, measure, options, out, progress)
+        found[name] = (
+            thing if isinstance(thing, Result) else result_of(thing, name, measurement, options, out, progress)
+        )
     return comparison_of(found, started)
 
 
@@ -329,7 +326,7 @@ def name_of(thing: Any) -> str:
 
 
 def result_of(
-    thing: Any, name: str, measure: Measure, options: Mapping[str, Any], out: str | Path | None, progress: Any
+    thing: Any, name: str, measure: EntryPoint, options: Mapping[str, Any], out: str | Path | None, progress: Any
 ) -> Result:
     """Return the result in a file, the card of a scan, or that of a model, which is measured.
 
@@ -347,8 +344,7 @@ def result_of(
             return SinkCard.load(path / CARD)
         if path.suffix == ".json":
             return Result.load(path)
-    module, function = MEASURES[measure].split(":")
-    result = getattr(import_module(module), function)(thing, **options, progress=progress)
+    result = measure.load()(thing, **options, progress=progress)
     if out is not None:
         note(f"{name}: {result.save(Path(out) / f'{name}.json')}")
     return result

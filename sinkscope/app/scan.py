@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,9 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.errors import CutShortError, SinkscopeError
 from sinkscope.files.arguments import checks_arguments
+from sinkscope.files.kinds import measurements, other_measurements
 from sinkscope.files.output import write_output
 from sinkscope.files.store import Folder, Keyed
-from sinkscope.loops.barcode import barcode
-from sinkscope.loops.why import why
 from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.config import parse_dtype
 from sinkscope.models.hooks import on_input
@@ -37,13 +36,6 @@ from sinkscope.results.console import note
 from sinkscope.results.notation import count_of
 from sinkscope.results.pages import document
 from sinkscope.results.result import Result
-from sinkscope.sinks.attack import attack
-from sinkscope.sinks.marking_heads import heads
-from sinkscope.sinks.patch import patch_make
-from sinkscope.sinks.precision import precision
-from sinkscope.sinks.repeat import repeat
-from sinkscope.sinks.spikes.find import circuit, find_sinks
-from sinkscope.sparse.lines import lines
 
 PAGE = "card.html"
 clock = time.perf_counter
@@ -56,26 +48,37 @@ class ScanPart:
 
     Attributes:
         name: Name of its function.
-        command: Command that runs it alone.
-        measure: Gives its result; it takes a `Setup` and the arguments.
+        topic: What it is about, on the first screen of the card; of other parts empty.
+        command: Command that runs it alone; by default that of its name.
+        measure: Gives its result; it takes a `Setup`, the arguments, and a folder for records, from which it goes on.
+            None: the measurement of its name.
         full: Its arguments.
         quick: Its arguments with --quick. None: it is then left out.
         streams: Whether it can run on a model that is read layer by layer.
-        records: Whether it keeps a folder of records, from which it goes on.
     """
 
     name: str
-    command: str
-    measure: Callable[..., Result]
+    topic: str = ""
+    command: str = ""
+    measure: Callable[..., Result] | None = None
     full: Mapping[str, Any] = field(default_factory=dict)
     quick: Mapping[str, Any] | None = field(default_factory=dict)
     streams: bool = False
-    records: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Its name as it is typed."""
+        return self.name.replace("_", "-")
+
+    @property
+    def alone(self) -> str:
+        """The command that runs it alone."""
+        return self.command or self.kind
 
     @property
     def file(self) -> str:
         """Its file in the folder of a scan."""
-        return self.name.replace("_", "-") + ".json"
+        return f"{self.kind}.json"
 
 
 def measure_bench(
@@ -103,44 +106,38 @@ def measure_bench(
 GUARDED = ("full", "loopguard")
 POLICIES = ("full", "random:0.25", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25")
 PARTS = (
-    ScanPart("find_sinks", "find-sinks", find_sinks.on, streams=True),
-    ScanPart("circuit", "circuit", circuit.on, quick={"max_repeats": 300}),
-    ScanPart("heads", "heads", heads.on, quick={"n_tokens": 8}, streams=True),
-    ScanPart("repeat", "repeat", repeat.on, quick={"max_repeats": 300}, streams=True),
-    ScanPart("attack", "attack", attack.on, quick={"sequences": 8, "n_tokens": 96}),
-    ScanPart("patch_make", "patch make", patch_make.on, quick=None),
-    ScanPart("barcode", "barcode", barcode.on, quick={"max_new_tokens": 64}),
-    ScanPart("why", "why", why.on, quick={"max_new_tokens": 64, "cuts": 3}),
-    ScanPart("lines", "lines", lines.on, quick={"count": 3, "length": 192}),
+    ScanPart("find_sinks", "Sink", streams=True),
+    ScanPart("circuit", "Circuit", quick={"max_repeats": 300}),
+    ScanPart("heads", quick={"n_tokens": 8}, streams=True),
+    ScanPart("repeat", "Repetition", quick={"max_repeats": 300}, streams=True),
+    ScanPart("attack", quick={"sequences": 8, "n_tokens": 96}),
+    ScanPart("patch_make", command="patch make", quick=None),
+    ScanPart("barcode", quick={"max_new_tokens": 64}),
+    ScanPart("why", quick={"max_new_tokens": 64, "cuts": 3}),
+    ScanPart("lines", "Lines", quick={"count": 3, "length": 192}),
     ScanPart(
         "loops",
+        "Loops",
         "bench --task loops:source=text",
         measure_bench,
         {"task": "loops:source=text:count=16", "methods": GUARDED, "max_new_tokens": 384},
         # the guard acts 64 tokens beyond two copies
         {"task": "loops:source=text:count=2", "methods": GUARDED, "max_new_tokens": 112},
-        records=True,
     ),
     ScanPart(
         "policies",
+        "Cache",
         "bench --task text",
         measure_bench,
         {"task": "text:count=4:prompt=768:answer=32", "methods": POLICIES},
         # a quarter of the prompt is more than the 64 tokens that SnapKV always keeps
         {"task": "text:count=1:prompt=320:answer=12", "methods": POLICIES},
-        records=True,
     ),
-    ScanPart("precision", "precision", precision.on, quick={"pieces": 3, "length": 16, "schemes": ["a8-tensor"]}),
+    ScanPart("precision", "Precision", quick={"pieces": 3, "length": 16, "schemes": ["a8-tensor"]}),
 )
-"""What a scan runs, in the order of the card."""
+"""What a scan runs, in the order of the card; after it, the measurements of other packages with their defaults."""
 QUICK_TEXTS = 8
 """Texts of a survey with --quick, two of each kind."""
-PartName = Literal[
-    "find-sinks", "circuit", "heads", "repeat", "attack", "patch-make", "barcode", "why", "lines", "loops", "policies",
-    "precision",
-]  # fmt: skip
-
-
 Outcomes = list[tuple[ScanPart, Result | str]]
 """Parts with their results, or with why there is none."""
 
@@ -158,7 +155,7 @@ def scan(
     *,
     out: str | Path | None = None,
     quick: bool = False,
-    only: Sequence[PartName] | None = None,
+    only: Sequence[str] | None = None,
     within: str | None = None,
     against: str | Path | None = None,
     **settings: Any,
@@ -179,8 +176,9 @@ def scan(
         settings: As for `sinkscope.measure.Setup.open`.
 
     Raises:
-        SinkscopeError: The model cannot be opened, or the folder holds something else.
+        SinkscopeError: A part is unknown, the model cannot be opened, or the folder holds something else.
     """
+    parts = parts_of(quick, only)
     seconds = None if within is None else read_duration(within)
     other = None if against is None else read_card(against)
     setup = Setup.open(model, **settings)
@@ -190,15 +188,17 @@ def scan(
         setup = Setup.open(model, **settings, loading="whole")
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
-    plan = Plan(folder, quick, tuple(only or ()), seconds)
+    plan = Plan(folder, quick, parts, seconds)
     with Folder(folder, decisive, FinishedPart, option="--out") as kept:
         try:
             outcomes = _outcomes(kept, plan, setup)
         except KeyboardInterrupt:
             note(f"{folder} keeps {count_of(len(kept.records), 'finished part')}: the same command goes on from there")
             raise
-        parts = tuple(card_part(part, outcome) for part, outcome in outcomes)
-        card = SinkCard(quick=quick, parts=parts, model=setup.info(), settings=decisive, provenance=setup.provenance())
+        on_card = tuple(card_part(part, outcome) for part, outcome in outcomes)
+        card = SinkCard(
+            quick=quick, parts=on_card, model=setup.info(), settings=decisive, provenance=setup.provenance()
+        )
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
@@ -214,24 +214,29 @@ class Plan:
     Attributes:
         folder: Its folder.
         quick: Whether parts run with smaller numbers.
-        only: Files of the parts, without their ending; empty: all.
+        parts: The parts.
         seconds: Time for all parts. None: no limit.
     """
 
     folder: Path
     quick: bool
-    only: tuple[str, ...]
+    parts: list[ScanPart]
     seconds: float | None
 
-    @property
-    def parts(self) -> list[ScanPart]:
-        """The parts that are run; without --only, --quick leaves some out."""
-        chosen: list[ScanPart] = []
-        for part in PARTS:
-            name = part.file.removesuffix(".json")
-            if name in self.only or (not self.only and not (self.quick and part.quick is None)):
-                chosen.append(part)
-        return chosen
+
+def parts_of(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
+    """Return the parts that are run; without --only, --quick leaves some out.
+
+    Raises:
+        SinkscopeError: A name is that of no part.
+    """
+    every = {part.kind: part for part in (*PARTS, *map(ScanPart, other_measurements()))}
+    if not only:
+        return [part for part in every.values() if not (quick and part.quick is None)]
+    for name in only:
+        if name not in every:
+            raise SinkscopeError(f"--only {name}: expected {', '.join(every)}")
+    return [every[name] for name in every if name in only]
 
 
 def _outcomes(kept: Folder[FinishedPart], plan: Plan, setup: Setup) -> Outcomes:
@@ -239,7 +244,7 @@ def _outcomes(kept: Folder[FinishedPart], plan: Plan, setup: Setup) -> Outcomes:
     outcomes: Outcomes = []
     end = None if plan.seconds is None else clock() + plan.seconds
     for number, part in enumerate(plan.parts):
-        setup.progress(f"scan: {part.command}", number, len(plan.parts))
+        setup.progress(f"scan: {part.alone}", number, len(plan.parts))
         outcome: Result | str | None = None
         if part.name in kept.records:
             with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
@@ -253,7 +258,7 @@ def _outcomes(kept: Folder[FinishedPart], plan: Plan, setup: Setup) -> Outcomes:
                     done = outcome
                 elif "cut" in outcome.settings:
                     done = f"cut short, {limit.work}"
-                note(f"scan {number + 1} of {len(plan.parts)}: {part.command}: {done} ({clock() - began:.0f} s)")
+                note(f"scan {number + 1} of {len(plan.parts)}: {part.alone}: {done} ({clock() - began:.0f} s)")
             if isinstance(outcome, Result):
                 outcome.save(plan.folder / part.file)
                 if "cut" not in outcome.settings:
@@ -351,16 +356,17 @@ def _measured(part: ScanPart, plan: Plan, setup: Setup, limit: Limit) -> Result 
     if not part.streams and not setup.target.resident:
         return "it needs the whole model in memory"
     arguments = dict(part.quick or {}) if plan.quick else dict(part.full)
-    if part.records:
+    if part.measure is not None:
         arguments["out"] = plan.folder / f".{part.name}"
     setup = replace(setup, settings={}, started=time.perf_counter(), overtime=limit.lift)
     if plan.quick:
         setup = replace(setup, surveyed=QUICK_TEXTS)
     try:
         with limit.on():
-            return part.measure(setup, **arguments)
+            measure = part.measure or measurements()[part.kind].load().on
+            return measure(setup, **arguments)
     except CutShortError as error:
-        return f"{error}; `sinkscope {part.command}` alone has no limit"
+        return f"{error}; `sinkscope {part.alone}` alone has no limit"
     except Exception as error:
         return why_missing(error)
 
@@ -369,9 +375,9 @@ def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
     """Return a part of the card: its conclusion and numbers, or why it has no result."""
     if isinstance(outcome, str):
         missing = f"not measured, because {outcome.rstrip('.')}."
-        return CardPart(part.name, part.command, missing, measured=False)
+        return CardPart(part.name, part.alone, missing, measured=False, topic=part.topic)
     numbers = tuple(number for number in outcome.numbers() if number.value is not None)
-    return CardPart(part.name, part.command, outcome.conclusion(), numbers, tuple(outcome.cards()))
+    return CardPart(part.name, part.alone, outcome.conclusion(), numbers, tuple(outcome.cards()), topic=part.topic)
 
 
 def weight_bytes(target: Target, dtype: torch.dtype | str | None = None) -> int:

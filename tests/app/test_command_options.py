@@ -11,12 +11,13 @@ import click
 import pytest
 from repository import python
 
+import sinkscope as ss
 from sinkscope.app.commands import COMMANDS
 from sinkscope.app.commands.command import RENAMED
 from sinkscope.app.commands.options import MODEL_WORD, OUTPUTS, Commas, TextFile
 from sinkscope.files.arguments import PYTHON_ONLY, parameters_of
 from sinkscope.files.envelope import result_class
-from sinkscope.files.kinds import KINDS, kind_modules
+from sinkscope.files.kinds import OWN, kind_modules, measurements
 from sinkscope.measure import Measurement, Setup
 
 REQUIRED_HERE = {("patch make", "out"), ("patch eval", "patch")}
@@ -107,10 +108,12 @@ def test_earlier_names_of_options_are_still_read(capsys):
 
 def test_every_kind_of_result_is_in_the_module_that_is_named():
     kinds = kind_modules()
-    assert len(kinds) > 15 and {kind for one in COMMANDS.values() for kind in one.kinds} == {*KINDS}
+    assert len(kinds) > 15 and {kind for one in COMMANDS.values() for kind in one.kinds} == {*kinds}
     for kind, module in kinds.items():
         import_module(module)
-        assert result_class(kind).__module__ == module
+        assert result_class(kind).kind == kind
+    for kind in OWN:
+        assert measurements()[kind].load() is getattr(ss, kind.replace("-", "_"))
 
 
 def test_help_typing_errors_and_names_of_models_load_no_torch():

@@ -204,6 +204,10 @@ def test_a_stranger_needs_one_file(tmp_path, monkeypatch, typed):
         assert type(loaded) is import_module(stranger.MODULE).AttentionEntropy and loaded.entropy.shape == (6, 8)
         again = getattr(ss, stranger.NAME)(load(), last=32)
         assert "More: " not in again.text(brief=False)  # no page of ours describes it
+        typed("scan --quick --only attention-entropy --out s")
+        (part,) = Result.load("s/card.json").parts
+        assert part.measured and part.name == stranger.NAME
+        assert part.conclusion == getattr(ss, stranger.NAME)(load()).conclusion()
     assert (again.entropy == loaded.entropy).all() and loaded.settings["last"] == 32
     assert json.loads((tmp_path / "a.json").read_text())["kind"] == "attention-entropy"
     assert "Conclusion: " in (tmp_path / "a.html").read_text()

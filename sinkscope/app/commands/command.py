@@ -19,6 +19,7 @@ from click.shell_completion import CompletionItem
 from sinkscope.app.commands.options import EDITS, MODEL, MODEL_WORD, OUTPUTS, SETUP, SHARED, Several
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.docstrings import descriptions_of, docstring_at, introduction
+from sinkscope.files.kinds import OWN
 from sinkscope.files.output import WRITTEN, check_output, check_writable, is_device, write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.progress import is_first, world_size
@@ -178,21 +179,27 @@ def command(words: str, function: str, section: str, *examples: str, **settings:
 
 
 def measures(
-    words: str, function: str | Callable[..., Any], section: str, *examples: str, edits: bool = False, **settings: Any
+    words: str,
+    section: str,
+    *examples: str,
+    function: Callable[..., Any] | None = None,
+    edits: bool = False,
+    **settings: Any,
 ) -> Command:
     """Return the command of a measurement, with the options that all measurements have.
 
     Args:
         words: As for `Command`, and so are those not named here.
-        function: The measurement.
         section: Its heading.
         examples: Lines to type.
+        function: The measurement. None: that of sinkscope whose kind these words are.
         edits: Whether it can run under a patch, a policy or a guard.
         settings: The others.
     """
+    kind = words.replace(" ", "-")
     shared = [*MODEL, *SETUP, *(EDITS if edits else [])]
-    kinds = [words.replace(" ", "-")]
-    return Command(words, function, section, examples, shared=shared, kinds=kinds, processes=True, **settings)
+    place = function or OWN[kind]
+    return Command(words, place, section, examples, shared=shared, kinds=[kind], processes=True, **settings)
 
 
 def typed(description: str) -> str:

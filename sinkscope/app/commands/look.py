@@ -10,11 +10,6 @@ from sinkscope.app.commands.command import command
 from sinkscope.app.commands.options import EDITS, LOAD, MODEL, SETUP, Several, TextFile
 
 LOOK = "Look"
-PARTS = (
-    *("find-sinks", "circuit", "heads", "repeat", "attack", "patch-make", "barcode", "why", "lines", "loops"),
-    *("policies", "precision"),
-)
-"""Parts of a scan."""
 
 scan = command(
     "scan",
@@ -26,7 +21,7 @@ scan = command(
     params=[
         click.Option(["--out"], metavar="FOLDER"),
         click.Option(["--quick"], is_flag=True),
-        Several(["--only"], metavar="PART,...", type=click.Choice(PARTS)),
+        Several(["--only"], metavar="PART,..."),
         click.Option(["--within"], metavar="TIME"),
         click.Option(["--against"], metavar="CARD"),
     ],
@@ -52,11 +47,7 @@ compare = command(
     "sinkscope compare ./base ./run/checkpoints --out results",
     params=[
         click.Argument(["results"], metavar="A B [C ...]", nargs=-1, required=True),
-        click.Option(
-            ["--measure"],
-            type=click.Choice(["find-sinks", "circuit", "repeat", "lines", "precision"]),
-            default="find-sinks",
-        ),
+        click.Option(["--measure"], default="find-sinks"),
         click.Option(["--out"], metavar="FOLDER"),
     ],
     shared=[one for one in SETUP if one.name != "revision"],
@@ -70,7 +61,7 @@ view_model = command(
     LOOK,
     "sinkscope view",
     "sinkscope view llama-2-7b --text answer.txt --html view.html",
-    params=[click.Option(["--text"], metavar="FILE|-"), click.Option(["--port"], type=int, default=0)],
+    params=[click.Option(["--text"], metavar="FILE|-"), click.Option(["--port"], default=0)],
     shared=[*MODEL, *SETUP],
     kinds=["view"],
 )
@@ -95,9 +86,9 @@ print_generated = command(
         click.Option(["--chat/--no-chat"], default=None),
         click.Option(["--policy"], metavar="NAME[:BUDGET]"),
         click.Option(["--guard"], is_flag=True),
-        click.Option(["--max-new-tokens"], type=int, default=100),
-        click.Option(["--temperature"], type=float, default=0.0),
-        click.Option(["--seed"], type=int, default=0),
+        click.Option(["--max-new-tokens"], default=100),
+        click.Option(["--temperature"], default=0.0),
+        click.Option(["--seed"], default=0),
     ],
     shared=[*MODEL[1:], *LOAD, *EDITS],
     processes=True,

@@ -36,7 +36,7 @@ loops = command(
         click.Option(["--prompt"], metavar="TEXT"),
         click.Option(["--first"], is_flag=True),
         click.Option(["--proxy"], metavar="URL"),
-        click.Option(["--port"], type=int, default=8790),
+        click.Option(["--port"], default=8790),
         click.Option(["--host"], metavar="ADDRESS", default="127.0.0.1"),
         click.Option(["--go-on"], is_flag=True),
         click.Option(
@@ -54,7 +54,6 @@ loops = command(
 
 barcode = measures(
     "barcode",
-    "loops.barcode:barcode",
     LOOPS,
     "sinkscope barcode --html barcode.html",
     params=[prompt, length, Several(["--heads"], metavar="L0.H4,...")],
@@ -63,26 +62,24 @@ barcode = measures(
 
 why = measures(
     "why",
-    "loops.why:why",
     LOOPS,
     "sinkscope why --max-new-tokens 200",
     params=[
         prompt,
         click.Option(["--answer-file", "answer"], type=TextFile()),
         length,
-        click.Option(["--cuts"], type=int, default=3),
+        click.Option(["--cuts"], default=3),
     ],
     edits=True,
 )
 
 lines = measures(
     "lines",
-    "sparse.lines:lines",
     DIALOGUES,
     "sinkscope lines --model llama-3.1-8b --data samsum.jsonl",
     params=[
         click.Option(["--data"]),
-        click.Option(["--count"], type=int, default=4),
+        click.Option(["--count"], default=4),
         click.Option(["--length"], type=int),
         Several(["--etas"], default=["0.05,0.1,0.15,0.2,0.25,0.3"], type=click.FLOAT, metavar="ETA,..."),
         Several(["--layers"], type=click.INT, metavar="LAYER,..."),
@@ -92,13 +89,12 @@ lines = measures(
 
 lines_loss = measures(
     "lines-loss",
-    "sparse.lines_loss:lines_loss",
     DIALOGUES,
     "sinkscope lines-loss --model llama-3.1-8b --data texts.jsonl --length 4096",
     params=[
         click.Option(["--data"]),
-        click.Option(["--count"], type=int, default=4),
-        click.Option(["--length"], type=int, default=512),
+        click.Option(["--count"], default=4),
+        click.Option(["--length"], default=512),
         Several(["--alphas"], default=["0.9,0.95,0.99"], type=click.FLOAT, metavar="ALPHA,..."),
     ],
 )

@@ -71,7 +71,7 @@ SETUP = [
     click.Option(["--bos/--no-bos"], default=None),
     click.Option(["--text"]),
     click.Option(["--field"]),
-    click.Option(["--seed"], type=int, default=0),
+    click.Option(["--seed"], default=0),
 ]
 EDITS = [
     click.Option(["--patch"], metavar="FILE"),

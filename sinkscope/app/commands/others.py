@@ -13,7 +13,7 @@ from sinkscope.app.commands import COMMANDS
 from sinkscope.app.commands.command import Command, measures
 from sinkscope.app.commands.options import Several
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.kinds import KINDS, other_measurements
+from sinkscope.files.kinds import KINDS, OWN, other_measurements
 
 if TYPE_CHECKING:
     from sinkscope.files.arguments import Parameter
@@ -30,7 +30,7 @@ def other_commands() -> dict[str, EntryPoint]:
     table: dict[str, EntryPoint] = {}
     for name, point in other_measurements().items():
         words = name.replace("_", "-")
-        if words in COMMANDS or words in KINDS:
+        if words in {*COMMANDS, *KINDS, *OWN}:
             raise SinkscopeError(
                 f"{point.module}:{name} is registered under the name of another command, {words}: give the function "
                 "another name"
@@ -44,7 +44,7 @@ def other_command(words: str, point: EntryPoint) -> Command:
     measurement = point.load()
     options = [option_of(one) for one in measurement.parameters]
     params = [one for one in options if one is not None]
-    return measures(words, measurement, ELSEWHERE, edits=measurement.edits, params=params)
+    return measures(words, ELSEWHERE, function=measurement, edits=measurement.edits, params=params)
 
 
 def option_of(one: Parameter) -> click.Option | None:

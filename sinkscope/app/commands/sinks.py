@@ -12,11 +12,10 @@ SINKS, REPETITION = "Sinks", "Repetition"
 repeated = Several(["--tokens"], metavar="TOKEN,...")
 spike = click.Option(["--spike"], type=int)
 patched_repeats = click.Option(["--max-repeats"], type=int)
-piece_length = click.Option(["--length"], type=int, default=64)
+piece_length = click.Option(["--length"], default=64)
 
 find_sinks = measures(
     "find-sinks",
-    "sinks.spikes.find:find_sinks",
     SINKS,
     "sinkscope find-sinks --model llama-2-7b --json sinks.json",
     params=[repeated, click.Option(["--max-repeats"], type=int)],
@@ -24,7 +23,6 @@ find_sinks = measures(
 
 circuit = measures(
     "circuit",
-    "sinks.spikes.find:circuit",
     SINKS,
     "sinkscope circuit --model llama-2-7b --html circuit.html",
     params=[
@@ -36,7 +34,6 @@ circuit = measures(
 
 heads = measures(
     "heads",
-    "sinks.marking_heads:heads",
     SINKS,
     "sinkscope heads --model llama-2-7b --n-tokens 8",
     params=[Several(["--tokens"], metavar="TOKEN,..."), click.Option(["--n-tokens"], type=int), spike],
@@ -44,14 +41,13 @@ heads = measures(
 
 patch_make = measures(
     "patch make",
-    "sinks.patch:patch_make",
     SINKS,
     "sinkscope patch make --model llama-2-7b --out patch.json",
     params=[
         spike,
         patched_repeats,
-        click.Option(["--limit"], type=float, default=0.01),
-        click.Option(["--pieces"], type=int, default=32),
+        click.Option(["--limit"], default=0.01),
+        click.Option(["--pieces"], default=32),
         piece_length,
         click.Option(["--out"], metavar="FILE", required=True),
     ],
@@ -59,20 +55,18 @@ patch_make = measures(
 
 patch_eval = measures(
     "patch eval",
-    "sinks.patch:patch_eval",
     SINKS,
     "sinkscope patch eval --model llama-2-7b --patch patch.json",
     params=[
         click.Option(["--patch"], metavar="FILE", required=True),
         patched_repeats,
-        click.Option(["--pieces"], type=int, default=32),
+        click.Option(["--pieces"], default=32),
         piece_length,
     ],
 )
 
 precision = measures(
     "precision",
-    "sinks.precision:precision",
     SINKS,
     "sinkscope precision --model llama-2-7b --html precision.html",
     params=[
@@ -82,14 +76,13 @@ precision = measures(
             default=["a8-tensor,a8-token,kv8,kv4"],
             metavar="SCHEME,...",
         ),
-        click.Option(["--pieces"], type=int, default=16),
+        click.Option(["--pieces"], default=16),
         piece_length,
     ],
 )
 
 repeat = measures(
     "repeat",
-    "sinks.repeat:repeat",
     REPETITION,
     "sinkscope repeat --model llama-2-7b --max-repeats 500",
     params=[
@@ -104,14 +97,13 @@ repeat = measures(
 
 attack = measures(
     "attack",
-    "sinks.attack:attack",
     REPETITION,
     "sinkscope attack --model llama-2-7b --length 8 --sequences 100",
     params=[
         Several(["--tokens"], metavar="A,B,..."),
         click.Option(["--n-tokens"], type=int),
         spike,
-        click.Option(["--length"], type=int, default=8),
-        click.Option(["--sequences"], type=int, default=32),
+        click.Option(["--length"], default=8),
+        click.Option(["--sequences"], default=32),
     ],
 )
