@@ -36,7 +36,7 @@ from sinkscope.models.checkpoints.config import (
     read_tokenizer,
 )
 from sinkscope.models.checkpoints.fingerprint import fingerprint
-from sinkscope.models.checkpoints.gguf_file import parsed_once
+from sinkscope.models.checkpoints.gguf_file import forget_vocabulary, parsed_once
 from sinkscope.models.checkpoints.locate import BUNDLED, ModelSource, locate
 from sinkscope.models.checkpoints.stream import LayerStore
 from sinkscope.models.inputs import tokenizer_of
@@ -123,6 +123,8 @@ def _plain(
         options = {**options, "distributed_config": DistributedConfig(tp_size=world_size())}
     if tokenizer is None:
         tokenizer = read_tokenizer(name, folder, gguf=gguf)
+    if gguf is not None:
+        forget_vocabulary(folder / gguf)
     hf = model_with_weights(source, files, config, options)
     if layers is None:
         check_depth(files, hf)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 
 import plain_spikes as plain
 import pytest
+import torch
 from attack_kit import measured_spikes, words_of
 from covering import slow
 from organisms import HARD, UNSEEN
+from raw_kit import blocks, part
 
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.results.parts import Neuron
+from sinkscope.sinks.spikes.edited import Edit, SpikeTexts, read_rows
+from sinkscope.sinks.spikes.effects import Measurement
 from sinkscope.sinks.spikes.find import find_sinks, sinks_of
 from sinkscope.sinks.spikes.result import FindSinks
 
@@ -129,3 +134,29 @@ def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_
     said = dict(spike_card.rows)["marks"]
     assert said.startswith("without attention 0 0%, 10 heads   without L0.H0 0%, 1 head")
     assert {row["part"] for row in found.rows() if row["role"] == "mark"} == {"attention 0", "L0.H0"}
+
+
+def test_layers_before_an_edit_are_not_run_even_for_a_spike_that_ends_before_it(bundled):
+    """Other spikes, whose peaks are earlier, are as the survey saw them: the pass begins where the edit acts."""
+    (one,) = sinks_of(bundled).spikes
+    spike, target = one.reported, bundled.target
+    first = min(neuron.layer for neuron in one.needed_neurons)
+    assert first > 0
+    earlier = replace(spike, peak=first - 1, size=2 * spike.size)
+    run: list[int] = []
+    handles = [
+        part(block, "mlp").register_forward_hook(lambda *_, number=number: run.append(number))
+        for number, block in enumerate(blocks(target.hf))
+    ]
+    texts = SpikeTexts.of(spike, [earlier])
+    (outcome,) = Measurement(texts, (7,)).outcomes([Edit(one.needs.needed)], losses=False)
+    for handle in handles:
+        handle.remove()
+    assert min(run) == first
+    assert [other.spike for other in outcome.outcome.others] == [7]
+    assert outcome.outcome.others[0].left == pytest.approx(1, abs=1e-5)
+    batch = texts.batch([Edit(one.needs.needed)], texts.rows, torch.zeros(len(texts.rows), dtype=torch.long))
+    whole = read_rows(replace(batch, texts=None), whole=True)  # from the first layer on
+    late = read_rows(batch, whole=True)
+    torch.testing.assert_close(late.along, whole.along, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(late.attention, whole.attention, atol=1e-5, rtol=1e-5)

@@ -8,9 +8,9 @@ these under another name.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +157,15 @@ class GgufHeader:
 
 
 _LOCK = threading.RLock()
+_ROWS = 1024  # of a tensor whose numbers are computed at a time
 
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """Context manager in which each GGUF file is parsed once, which takes seconds for a large vocabulary.
+    """Context manager in which each GGUF file is parsed once, and the names of its tensors are listed once.
 
-    Other threads wait for it to end, or the last of them would leave another one's parser in the library.
+    Both take seconds, for a large vocabulary or many layers. Weights are read some rows at a time. Other threads wait
+    for it to end, or the last of them would leave another one's parser in the library.
     """
     try:
         import gguf
@@ -171,12 +173,38 @@ def parsed_once() -> Iterator[None]:
         yield
         return
     with _LOCK:
-        reader = gguf.GGUFReader
+        reader, names, dequantize = gguf.GGUFReader, gguf.get_tensor_name_map, gguf.dequantize
         gguf.GGUFReader = cache(_plain_reader(reader))
+        gguf.get_tensor_name_map = cache(names)  # transformers asks for it once for each module
+        gguf.dequantize = partial(_in_parts, dequantize)
         try:
             yield
         finally:
-            gguf.GGUFReader = reader
+            gguf.GGUFReader, gguf.get_tensor_name_map, gguf.dequantize = reader, names, dequantize
+
+
+def forget_vocabulary(file: Path) -> None:
+    """Let the parser of a file forget its tokens, within `parsed_once`, once config and tokenizer are read.
+
+    transformers would go through all of them once more while it loads the weights, and they take half a gigabyte.
+    """
+    import gguf
+
+    fields = gguf.GGUFReader(str(file)).fields
+    for name in [name for name in fields if name.startswith("tokenizer.")]:
+        del fields[name]
+
+
+def _in_parts(dequantize: Callable[[np.ndarray, Any], np.ndarray], blocks: np.ndarray, kind: Any) -> np.ndarray:
+    """The numbers in blocks, some rows at a time: the library makes arrays of all rows, and then one of all arrays."""
+    if blocks.dtype != np.uint8 or len(blocks) <= _ROWS:
+        return dequantize(blocks, kind)
+    first = dequantize(blocks[:_ROWS], kind)
+    numbers = np.empty((len(blocks), *first.shape[1:]), first.dtype)
+    numbers[:_ROWS] = first
+    for start in range(_ROWS, len(blocks), _ROWS):
+        numbers[start : start + _ROWS] = dequantize(blocks[start : start + _ROWS], kind)
+    return numbers
 
 
 def _plain_reader(reader: Any) -> Any:

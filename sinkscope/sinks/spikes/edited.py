@@ -36,6 +36,7 @@ from sinkscope.sinks.thresholds import READS
 from sinkscope.sinks.tokens import Mask, TokenRows
 
 LOGITS = 1 << 23  # logits of a text at most: of very large vocabularies, every second token is read, or fewer
+AT_ONCE = 16  # tokens whose logits become losses together: of more, each time new memory would be taken
 
 Written = Mapping[Part, Float[Tensor, " d"]]
 """What a component or a head writes at the place instead: its mean over ordinary positions."""
@@ -87,6 +88,12 @@ class Batch:
     def target(self) -> Target:
         """The model."""
         return self.spikes[0].survey.target
+
+    @property
+    def acts_at(self) -> int:
+        """The first layer in which an edit acts, or the place is hidden."""
+        first = min((edit.first_layer for edit in self.edits), default=1 << 30)
+        return first if self.hidden is None else min(first, self.hidden.start)
 
     def some(self, rows: slice) -> Batch:
         """Return some of the rows."""
@@ -192,14 +199,15 @@ def _read_rows(batch: Batch, whole: bool, losses: bool, peaks: int | None) -> Re
         attention[:, layer - reading.start] = to_place(given.cpu(), seen, place[:, None])
 
     layers = [layer for layer in target.attending if layer in reading] if whole else []
-    begins = min([spike.peak for spike in spikes] + [edit.first_layer for edit in batch.edits])
+    begins = min(batch.acts_at, target.n_layers - 1)
     if whole:
         begins = min(begins, reading.start)
-    if batch.hidden is not None:
-        begins = min(begins, batch.hidden.start)
     start, hooks = batch.start(begins), batch.hooks()
     for number, spike in enumerate(spikes):
-        hooks.append((target.layers[spike.peak], "post", on_hidden(partial(at_peak, number))))
+        if start is None or spike.peak >= begins:
+            hooks.append((target.layers[spike.peak], "post", on_hidden(partial(at_peak, number))))
+        else:  # it is as the survey saw it: nothing acts up to there
+            at_peak(number, spike.survey.entered[spike.peak + 1, batch.texts, : ids.shape[1]])
     with ExitStack() as stack:
         if layers:
             stack.enter_context(visible_rows(target, attend, layers=layers, rows_per_chunk=ids.shape[1]))
@@ -240,10 +248,12 @@ def losses_at(target: Target, ids: TokenRows, positions: Tensor, start: LayerInp
         positions: The positions.
         start: Where the pass begins. None: at the first layer.
     """
-    logits = target.logits_at(ids, positions, start)
+    logits = target.logits_at(ids, positions, start).flatten(0, 1)
     following = ids[:, positions + 1].to(logits.device)
-    loss = cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="none")
-    return loss.reshape(following.shape).cpu()
+    losses = list[Tensor]()
+    for rows, tokens in zip(logits.split(AT_ONCE), following.flatten().split(AT_ONCE), strict=True):
+        losses.append(cross_entropy(rows.float(), tokens, reduction="none"))
+    return torch.cat(losses).reshape(following.shape).cpu()
 
 
 def intact_losses(survey: Survey) -> Float[Tensor, "text following"]:

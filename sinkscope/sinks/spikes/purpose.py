@@ -159,7 +159,14 @@ class Begin:
 
 @torch.no_grad()
 def read_way(
-    target: Target, ids: TokenRows, way: Way, positions: int, *, kept: Sequence[int] = (), begin: Begin | None = None
+    target: Target,
+    ids: TokenRows,
+    way: Way,
+    positions: int,
+    *,
+    kept: Sequence[int] = (),
+    begin: Begin | None = None,
+    only_states: bool = False,
 ) -> Lost:
     """Read texts in one way.
 
@@ -170,6 +177,7 @@ def read_way(
         positions: Number of the first positions to which attention is read.
         kept: Layers whose whole input is kept.
         begin: Where the pass begins. None: at the first layer.
+        only_states: Whether no loss and no attention is read.
     """
     loss = torch.full((len(ids), ids.shape[1] - 1), torch.nan)
     given, entered = torch.zeros(target.n_layers, target.n_heads, positions), {layer: list[Tensor]() for layer in kept}
@@ -193,10 +201,14 @@ def read_way(
         hooks.append((target.layers[layer], "first", on_input(partial(keep_input, layer))))
     for rows in torch.arange(len(ids)).split(size):
         with ExitStack() as stack:
+            start = None if begin is None else begin.of(rows)
             stack.enter_context(way(len(rows)))
-            stack.enter_context(visible_rows(target, attend, rows_per_chunk=ids.shape[1]))
             stack.enter_context(target.hooks(*hooks))
-            loss[rows[:, None], read] = losses_at(target, ids[rows], read, None if begin is None else begin.of(rows))
+            if only_states:
+                target.forward(ids[rows], last_layer=target.n_layers - 1, start=start)
+            else:
+                stack.enter_context(visible_rows(target, attend, rows_per_chunk=ids.shape[1]))
+                loss[rows[:, None], read] = losses_at(target, ids[rows], read, start)
     return Lost(loss, given, torch.cat(states), entered)
 
 
@@ -243,7 +255,7 @@ def purposes_of(survey: Survey, first_writers: Sequence[int], seed: int) -> list
     changed[:, CHANGED] = ids.roll(1, 0)[:, CHANGED + 7]
     late_layers = sorted({layer + 1 for layer in first_writers if layer + 1 < target.n_layers})
     plain = read_way(target, ids, intact, TAKERS, kept=late_layers)
-    other = read_way(target, changed, intact, 1, kept=late_layers)
+    other = read_way(target, changed, intact, 1, kept=late_layers, only_states=True)
     base = spread_of(plain, other)
     everywhere: Change | None = None
     for first_writer in first_writers:
@@ -265,7 +277,7 @@ def purposes_of(survey: Survey, first_writers: Sequence[int], seed: int) -> list
                 begin = begin_other = None
             read = read_way(target, ids, way, TAKERS, begin=begin)
             if not found and "key" not in name:
-                spread = spread_of(read, read_way(target, changed, way, 1, begin=begin_other))
+                spread = spread_of(read, read_way(target, changed, way, 1, begin=begin_other, only_states=True))
             changes.append(change_of(name, plain, read, spread))
         everywhere = changes[0]
         purpose = Purpose(
