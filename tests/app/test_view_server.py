@@ -16,9 +16,9 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def server():
+def server(model):
     """The command in a process of its own, its address, and how it ended."""
-    words = [sys.executable, "-m", "sinkscope", "view", "--port", "0"]
+    words = [sys.executable, "-m", "sinkscope", "view", str(model), "--port", "0"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     address = ""
     for line in process.stdout:

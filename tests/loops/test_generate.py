@@ -122,8 +122,8 @@ def test_a_loop_in_a_reasoning_ends_the_reasoning_once(act):
     model = ss.load("bundled")
     prompts = [f"<think> {LOOPING}", f"<think> well </think> {LOOPING}"]
     closing, plain = LoopGuard(act=act, reasoning="</think>"), LoopGuard(act=act)
-    found = ss.generate(model, prompts, guard=closing, max_new_tokens=160, batch_size=2)
-    without = ss.generate(model, prompts, guard=plain, max_new_tokens=160, batch_size=2)
+    found = ss.generate(model, prompts, guard=closing, max_new_tokens=96, batch_size=2)
+    without = ss.generate(model, prompts, guard=plain, max_new_tokens=96, batch_size=2)
     text, other = (model.tokenizer.decode(one.tokens) for one in found)
     assert text.count(END_OF_REASONING) == 1 and not text.endswith(END_OF_REASONING)
     before = text[: text.index(END_OF_REASONING)]

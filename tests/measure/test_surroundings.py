@@ -41,10 +41,10 @@ MEASUREMENTS = [name for name in CALLS if name not in {"trace", "generate", *edi
 
 
 QUICK = {
-    "a thread that calls": "precision",
+    "a thread that calls": "lines",
     "a thread that writes": "barcode",
     "a thread that edits": "heads",
-    "a thread that measures": "repeat",
+    "a thread that measures": "lines",
     "dropout": "attack",
     "gradient checkpointing": "patch eval",
     "no gradients": "lines",
@@ -56,7 +56,7 @@ QUICK = {
     "other seeds": "precision",
     "inference mode": "repeat",
     "float64 by default": "patch make",
-    "the meta device by default": "attack",
+    "the meta device by default": "find_sinks",
     "deterministic algorithms": "barcode",
     "numpy raises": "heads",
     "warnings are errors": "why",

@@ -30,11 +30,11 @@ def default():
 def test_places_are_proved_and_measured_where_tensors_are_made_on_a_device(monkeypatch):
     """The meta device has no values, so what is made there by mistake fails here, as a draw on a GPU does."""
     planted = organism("llama")
-    want = ss.find_sinks(planted.model, tokenizer=planted.tokenizer, max_repeats=16).to_dict()["result"]
+    want = ss.heads(planted.model, tokenizer=planted.tokenizer, n_tokens=4).to_dict()["result"]
     monkeypatch.setattr("sinkscope.opening.inference.find._KNOWN", {})
     with torch.device("meta"):
         target_of(planted.model)  # proves its places
-        assert ss.find_sinks(planted.model, tokenizer=planted.tokenizer, max_repeats=16).to_dict()["result"] == want
+        assert ss.heads(planted.model, tokenizer=planted.tokenizer, n_tokens=4).to_dict()["result"] == want
         assert torch.zeros(1).is_meta
 
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 import transformers
 from attack_kit import measured_spikes
-from covering import slow
-from organisms.blind import BLIND
 from raw_kit import blocks, part
 from test_spikes import bundled  # noqa: F401  (a fixture)
 
@@ -17,32 +15,6 @@ from sinkscope.sinks.spikes.conditions import Layout, conditions_of, masked, rea
 from sinkscope.sinks.spikes.find import circuit, sinks_of
 
 pytestmark = pytest.mark.few_texts
-
-TRUTHS = [
-    ("plain", "llama", ("sight",), ("sight",)),  # heads mark a token that sees none but its own group
-    ("embedding_spike", "llama", ("token",), ("token",)),  # the embedding of BOS has it
-    (
-        "attention_spike",
-        "mistral",
-        ("token", "sight"),
-        ("token", "sight"),
-    ),  # heads write it for BOS, if nothing dilutes
-    ("many_small", "gpt2", ("position",), ("position",)),  # the embedding of position 0 marks it
-    ("saturated", "llama", ("sight", "token"), ()),  # heads and the embedding of BOS both do, and either is enough
-    slow("relay", "llama", ("sight",), ("sight",)),
-]
-
-
-@pytest.mark.parametrize(("name", "family", "sufficient", "necessary"), TRUTHS)
-def test_the_cause_that_was_planted_is_said(name, family, sufficient, necessary):
-    assert name in BLIND or name in ("plain", "embedding_spike")
-    _, _, found = measured_spikes(circuit, name, family)
-    conditions = found.answered.conditions
-    assert (conditions.sufficient, conditions.necessary) == (sufficient, necessary)
-    words = {"token": "carries '<s>'", "sight": "sees only itself", "position": "has position id 0"}
-    first = found.conclusion().partition(" becomes the sink")[0]
-    assert all(words[cause] in first for cause in sufficient)
-    assert (" or " in first) == (name == "saturated") and (" and " in first) == (name == "attention_spike")
 
 
 def plain_share(model, spike, ids, at, masks, positions) -> torch.Tensor:

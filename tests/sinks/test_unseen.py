@@ -57,6 +57,28 @@ def check(planted: PlantedSpike, spike: SpikeResult):
         assert set(spike.marks[0].part.split(" and ")) == {"attention 0", "embedding"}
 
 
+CAUSES = [
+    ("plain", "llama", ("sight",), ("sight",)),  # heads mark a token that sees none but its own group
+    ("embedding_spike", "llama", ("token",), ("token",)),  # the embedding of BOS has it
+    ("attention_spike", "mistral", ("token", "sight"), ("token", "sight")),  # heads write it, if nothing dilutes
+    ("many_small", "gpt2", ("position",), ("position",)),  # the embedding of position 0 marks it
+    ("saturated", "llama", ("sight", "token"), ()),  # heads and the embedding of BOS both do, and either is enough
+    slow("relay", "llama", ("sight",), ("sight",)),
+]
+
+
+@pytest.mark.parametrize(("name", "family", "sufficient", "necessary"), CAUSES)
+def test_the_cause_that_was_planted_is_said(name, family, sufficient, necessary):
+    assert name in BLIND or name in ("plain", "embedding_spike")
+    _, _, found = measured_spikes(circuit, name, family)
+    conditions = found.answered.conditions
+    assert (conditions.sufficient, conditions.necessary) == (sufficient, necessary)
+    words = {"token": "carries '<s>'", "sight": "sees only itself", "position": "has position id 0"}
+    first = found.conclusion().partition(" becomes the sink")[0]
+    assert all(words[cause] in first for cause in sufficient)
+    assert (" or " in first) == (name == "saturated") and (" and " in first) == (name == "attention_spike")
+
+
 def test_a_card_names_each_writer_with_its_sign():
     _, _, found = measured_spikes(circuit, "saturated", "llama")
     (card,) = [card for card in found.cards() if card.title.startswith("Spike")]

@@ -193,17 +193,17 @@ def cover(fixed: Mapping[str, Any], tries: int = 8, seed: int = 0) -> list[dict[
         for one in _usual(first):
             missing |= {(first, one, second, other) for other in _usual(second)}
     families, chosen = list(FAMILIES), []
-    while missing:
-        first, one, second, other = min(missing, key=str)
+    for pair in sorted(missing, key=str):
+        first, one, second, other = pair
         best, most = None, 0
-        for _ in range(tries):
+        for _ in range(tries if pair in missing else 0):
             draw = _completed({first: one, second: other, **fixed}, families[len(chosen) % len(families)], generator)
             if draw is None:
                 continue
             new = len(pairs_of(draw, names) & missing)
             if new > most:
                 best, most = draw, new
-        missing.discard((first, one, second, other))
+        missing.discard(pair)
         if best is not None:
             chosen.append(best)
             missing -= pairs_of(best, names)
