@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -102,18 +101,18 @@ def plain(value: Any, *, scrub: bool = False) -> Any:
     """
     converted = to_jsonable_python(value, inf_nan_mode="null", fallback=_converted)
     if scrub:
-        return with_strings(converted, pathless)
+        return _without_folders(converted)
     return converted
 
 
-def with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a value of JSON types in which every string is changed; keys stay."""
+def _without_folders(value: Any) -> Any:
+    """A value of JSON types whose strings are `pathless`; keys stay."""
     if isinstance(value, str):
-        return change(value)
+        return pathless(value)
     if isinstance(value, list):
-        return [with_strings(one, change) for one in cast("list[Any]", value)]
+        return [_without_folders(one) for one in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {key: with_strings(one, change) for key, one in cast("dict[str, Any]", value).items()}
+        return {key: _without_folders(one) for key, one in cast("dict[str, Any]", value).items()}
     return value
 
 

@@ -297,6 +297,9 @@ def _half_written_out(found: re.Match[str]) -> str:
     return found[0]
 
 
+_NULL_AS_NAN = core_schema.no_info_after_validator_function(lambda _: nan, core_schema.none_schema())
+
+
 @cache
 def _lenient(kind: Any) -> SchemaValidator:
     """A reader of what `plain` wrote: null is NaN where only a number fits, and an array of numpy is a list."""
@@ -314,14 +317,8 @@ def _lenient_schema(part: Any) -> Any:
         return core_schema.no_info_after_validator_function(partial(_array, dtype), core_schema.list_schema())
     changed: Any = {name: _lenient_schema(each) for name, each in part.items()}
     if part.get("type") == "float":
-        return core_schema.no_info_before_validator_function(_nan_for_none, changed)
+        return core_schema.union_schema([changed, _NULL_AS_NAN])
     return changed
-
-
-def _nan_for_none(value: Any) -> Any:
-    if value is None:
-        return nan
-    return value
 
 
 def _array(dtype: Any, value: Any) -> Any:

@@ -278,12 +278,13 @@ def test_the_page_in_a_browser(view, opened):
 @pytest.mark.slow
 def test_the_page_says_which_heads_look_elsewhere_and_shows_both_rows(view, opened):
     text = view.texts[0]
-    intact, zeroed, random = text.variants[0], text.variants[1], text.variants[-1]
+    intact, zeroed = text.variants[:2]
+    random = next(one for one in text.variants if one.name == RANDOM_SWITCH)
     sink = text.spikes[0]
     share, *others = (one.received.array()[..., sink] for one in (intact, zeroed, random))
     readers = share > 0.3
     gone, control = (int((readers & (other < share / 2)).sum()) for other in others)
-    assert gone > control and "random" in random.name  # the planted neurons make the sink
+    assert gone > control  # the planted neurons make the sink
     chrome = opened()
     assert chrome.text("#headline").startswith(
         f"On this text, {readers.sum()} of {readers.size} heads give the attention sink"
