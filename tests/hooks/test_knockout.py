@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from intervention_kit import bridge_of
@@ -51,6 +53,33 @@ def test_a_knockout_is_a_mask(edit, hidden, kind):
     with torch.no_grad(), edit.on(given):
         got = given(IDS) if kind == "bridge" else given(input_ids=IDS).logits
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ss.Knockout("first", layers=[1]),
+        ss.Knockout("first", heads=[(0, 1), (1, 2)]),
+        ss.Knockout([3], queries=slice(9, 15)),
+        ss.Knockout(cells([1, 4])[:1]),
+    ],
+    ids=["layer", "heads", "queries", "pairs"],
+)
+def test_a_cache_of_fixed_size_hides_what_a_growing_one_does(edit):
+    """Its masks are wider than the text, so that a call's queries are not their last columns."""
+    model = tiny_model("llama")[0]
+    said = []
+    for kind in (None, "dynamic", "static"):
+        with nullcontext() if kind is None else edit.on(model):
+            said.append(
+                model.generate(
+                    IDS[:1], max_new_tokens=6, min_new_tokens=6, do_sample=False, output_logits=True, pad_token_id=0,
+                    return_dict_in_generate=True, cache_implementation=kind,
+                )
+            )  # fmt: skip
+    plain, growing, fixed = (torch.stack(one.logits) for one in said)
+    torch.testing.assert_close(fixed, growing, atol=1e-5, rtol=1e-4)
+    assert (growing[0] - plain[0]).abs().max() > 1e-3
 
 
 def test_heads_may_be_given_in_three_forms():

@@ -78,11 +78,13 @@ def knockouts() -> dict[str, Edit]:
         "knock first": _row(lambda: knock("first"), FIRST),
         "knock at": _row(lambda: knock([3, 5]), Knocked(at(3, 5)), _one_document),
         "knock at a query": _row(lambda: knock([0, 2], queries=[9, 11]), Knocked(at(0, 2), at(9, 11)), _asks_queries),
-        "knock in a layer": _row(lambda: knock("first", layers=[LAYER]), FIRST.only(*of_layer)),
+        "knock in a layer": _row(lambda: knock("first", layers=[LAYER]), FIRST.only(*of_layer), _last_columns),
         "knock in heads of a layer": _row(
-            lambda: knock("first", layers=[LAYER], heads=[0, 2]), FIRST.only((LAYER, 0), (LAYER, 2))
+            lambda: knock("first", layers=[LAYER], heads=[0, 2]), FIRST.only((LAYER, 0), (LAYER, 2)), _last_columns
         ),
-        "knock in heads": _row(lambda: knock("first", heads=[(0, 1), (2, 3)]), FIRST.only((0, 1), (2, 3))),
+        "knock in heads": _row(
+            lambda: knock("first", heads=[(0, 1), (2, 3)]), FIRST.only((0, 1), (2, 3)), _last_columns
+        ),
         "knock keys": _row(lambda: knock(keys), every_query, _one_row),
         "knock pairs": _row(lambda: knock(pairs), Knocked(pairs=pairs), _one_row),
         "knock first|guard": _row(lambda: knock("first") | ss.LoopGuard(budget=BIG), FIRST),
