@@ -92,9 +92,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 FIRST = (
     "test_net.py",
     "test_spikes.py",
+    "test_surroundings.py",
+    "test_unseen.py",
     "test_measurements.py",
     "test_view_page.py",
     "test_shards.py",
+    "test_faults.py",
     "test_types.py",
     "test_sums.py",
     "test_view.py",

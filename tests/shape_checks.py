@@ -20,7 +20,7 @@ from typing import Any
 import jaxtyping
 from beartype import beartype
 
-MANY = 10
+MANY = 4  # the two layers of a small model, with a prompt and with a token
 _calls = Counter()  # of each function in this test, by the id of its code, whose hash takes long
 _context = functools.partial(jaxtyping.jaxtyped, "context")
 _SHAPED = {}  # does a function name shapes?

@@ -76,8 +76,7 @@ def verdicts(result):
 def test_a_policy_that_needs_larger_budgets_is_tried_with_them():
     result = ss.check_cache(of_row_zero, only=[TOKENS, ROWS])
     assert verdicts(result) == {TOKENS: "passes", ROWS: "fails"} and result.exit_code == 1
-    for budget in (64, 0.5):
-        assert verdicts(ss.check_cache(of_row_zero, only=[ROWS], budget=budget)) == {ROWS: "fails"}, budget
+    assert verdicts(ss.check_cache(of_row_zero, only=[ROWS], budget=0.5)) == {ROWS: "fails"}
     right = ss.check_cache(needs_much, only=[TOKENS, ROWS])
     assert right.verdict == "passes" and right.least == 24, right.text()
 

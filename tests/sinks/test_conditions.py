@@ -54,15 +54,10 @@ def test_cells_are_those_of_plain_masks_and_positions(bundled):  # noqa: F811
 
 def test_another_seed_draws_other_positions_and_says_the_same(bundled):  # noqa: F811
     spike = sinks_of(bundled).spikes[0].reported
-    found = [conditions_of([spike], seed)[0] for seed in (0, 1)]
-    assert found[0].cells != found[1].cells
-    assert found[0].sufficient == found[1].sufficient and found[0].necessary == found[1].necessary
-
-
-def test_the_layers_are_the_fewest_first_ones_in_which_seeing_only_itself_suffices(bundled):  # noqa: F811
-    spike = sinks_of(bundled).spikes[0].reported
-    conditions = conditions_of([spike], 0)[0]
-    assert conditions.layers is not None and conditions.layers < spike.peak + 1
+    first, second = (conditions_of([spike], seed)[0] for seed in (0, 1))
+    assert first.cells != second.cells
+    assert first.sufficient == second.sufficient and first.necessary == second.necessary
+    assert first.layers is not None and first.layers < spike.peak + 1, "in these, seeing only itself suffices"
     assert part(blocks(bundled.target.hf)[0], "self_attn")  # it attends in every layer
 
 
