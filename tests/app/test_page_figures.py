@@ -44,3 +44,8 @@ def test_a_token_that_is_a_tag_is_shown_as_text():
     for tag in ("s>", "b>", "/b>", "i>"):
         assert f"&lt;{tag}" in plain
     assert "a<br>b" in plain and "<b>%{hovertext}</b>" in plain and "<s>" not in plain and "<i>" not in plain
+
+
+def test_a_character_that_turns_text_around_is_written_out_in_a_drawing():
+    page = plot(px.bar(x=["a\u202eb"], y=[1], title="c\x1bd"))
+    assert r"a\\u202eb" in page and r"c\\x1bd" in page
