@@ -70,6 +70,8 @@ def conditions_card(spike: SpikeResult) -> Card | None:
     rows.append(("random token, alone", percent(found.random_token)))
     rows.append(("sees 1 other, drawn", share_left(found.one_other, found.one_other_margin)))
     rows.append(("sees nearest", ", ".join(f"{count}: {percent(share)}" for count, share in found.borne)))
+    if found.held:
+        rows.append(("place sees more", ", ".join(f"{count}: {percent(share)}" for count, share, _ in found.held)))
     if found.layers is not None:
         rows.append(("alone suffices in", run(0, found.layers)))
     rows.append(("sufficient", _causes(found.sufficient, spike)))

@@ -75,6 +75,8 @@ class Conditions:
         layers: The last of the first layers in which seeing only itself suffices. None: it does not suffice.
         borne: Share of the spike by the number of nearest other tokens that are seen as well.
         texts: Number of texts.
+        held: Share of the spike that is left at the place by the number of tokens before it that it sees, and half of
+            the 95 % interval over texts.
     """
 
     cells: tuple[Cell, ...]
@@ -87,6 +89,7 @@ class Conditions:
     layers: int | None
     borne: tuple[tuple[int, float], ...]
     texts: int
+    held: tuple[tuple[int, float, float | None], ...] = ()
 
 
 @dataclass(frozen=True)

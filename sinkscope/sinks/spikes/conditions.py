@@ -6,9 +6,9 @@
    start.
 3. Controls: a random token in place of the place's own, and seeing one random other token alone.
 4. In which layers? The first layers in which seeing only itself suffices, found by halving; and how many others it
-   bears.
+   bears, at an ordinary position and at the place.
 
-A mask of the whole text is given, because position ids that jump are otherwise read as packed texts. Barbero et al.
+A mask of the whole text is given beside position ids, because ids that jump are read as packed texts. Barbero et al.
 2025, Sun et al. 2024 (constant bias), and later papers each claim one of these causes.
 """
 
@@ -45,7 +45,7 @@ TEXTS = 8  # texts that are read, two of each kind
 FIRST, LAST = 16, 40  # ordinary positions are drawn from these on, up to here
 BEFORE = 4  # tokens that stand before the place, which nobody else sees
 SHIFT = 32  # by which the start is shifted
-BORNE = (1, 2, 4, 8)  # other tokens that a position sees beside itself
+BORNE = (1, 2, 4, 8)  # other tokens that a position, or the place, sees beside itself
 DRAWS = 4  # positions of each text that see one other token: it matters much which both are
 
 
@@ -217,14 +217,19 @@ def outside_window(window: int, length: int) -> Bool[Tensor, "query key"]:
 
 
 def masked(target: Target, positions: Int[Tensor, "row pos"]) -> dict[str, Any]:
-    """Return a mask of the whole text, and position ids where the model takes them."""
+    """Return position ids, and a mask of the whole text; nothing if the model takes no ids.
+
+    Such a model reads no packed texts out of them, and with ALiBi it computes distances from a mask of tokens.
+    """
+    if not takes_positions(target):
+        return {}
     length = positions.shape[1]
     never = torch.finfo(target.dtype).min
     causal = torch.full((length, length), never, dtype=target.dtype, device=target.device).triu(1)
-    given = {"attention_mask": causal[None, None].expand(len(positions), 1, -1, -1)}
-    if takes_positions(target):
-        given["position_ids"] = positions.to(target.device)
-    return given
+    return {
+        "attention_mask": causal[None, None].expand(len(positions), 1, -1, -1),
+        "position_ids": positions.to(target.device),
+    }
 
 
 def takes_positions(target: Target) -> bool:
@@ -257,6 +262,7 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[Conditions]:
     random = read_layout(spikes, ordinary.with_token(others).alone())
     other = with_one_other(spikes, seed)
     borne = {count: read_layout(spikes, ordinary.seeing(nearest_others(at, ids.shape[1], count))) for count in BORNE}
+    held = {count: read_layout(spikes, before_place(ids, count)) for count in BORNE}
     taken = taken_away(spikes, ids, others)
     found: list[Conditions] = []
     for number, spike in enumerate(spikes):
@@ -271,6 +277,7 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[Conditions]:
             one_other_margin=margin_of(other[number].numpy()),
             layers=first_layers(spike, ordinary) if enough else None,
             borne=tuple((count, float(seen.share[number].mean())) for count, seen in borne.items()),
+            held=tuple((count, *outcome_of(seen, number, spike)[:2]) for count, seen in held.items()),
             sufficient=sufficient_of(own),
             necessary=tuple(cause.cause for cause in away if cause.share + (cause.margin or 0.0) < REMOVED),
             texts=len(ids),
@@ -309,22 +316,22 @@ def sufficient_of(cells: Sequence[Cell]) -> tuple[Cause, ...]:
 def taken_away(spikes: Sequence[Spike], ids: TokenRows, others: Int[Tensor, " row"]) -> dict[Cause, Seen]:
     """Take each cause away at the place itself."""
     whole = Layout.of(ids, torch.zeros(len(ids), dtype=torch.long))
-    layouts: dict[Cause, Layout] = {"token": whole.with_token(others), "sight": before_place(ids)}
+    layouts: dict[Cause, Layout] = {"token": whole.with_token(others), "sight": before_place(ids, BEFORE)}
     target = spikes[0].survey.target
     if takes_positions(target) and ids.shape[1] + SHIFT <= (target.max_positions or ids.shape[1] + SHIFT):
         layouts["position"] = replace(whole, positions=whole.positions + SHIFT)
     return {cause: read_layout(spikes, layout, heads=True) for cause, layout in layouts.items()}
 
 
-def before_place(ids: TokenRows) -> Layout:
-    """Put tokens before the place, which the place alone sees."""
+def before_place(ids: TokenRows, more: int) -> Layout:
+    """Put so many tokens before the place, which the place alone sees."""
     count, length = len(ids), ids.shape[1]
-    whole = torch.cat([ids[:, length - BEFORE :], ids], 1)
+    whole = torch.cat([ids[:, length - more :], ids], 1)
     own = torch.arange(length).expand(count, -1)
-    positions = torch.cat([torch.zeros(count, BEFORE, dtype=torch.long), own], 1)
-    unseen = torch.zeros(count, length + BEFORE, length + BEFORE, dtype=torch.bool)
-    unseen[:, BEFORE + 1 :, :BEFORE] = True
-    return Layout(whole, positions, torch.full((count,), BEFORE), unseen)
+    positions = torch.cat([torch.zeros(count, more, dtype=torch.long), own], 1)
+    unseen = torch.zeros(count, length + more, length + more, dtype=torch.bool)
+    unseen[:, more + 1 :, :more] = True
+    return Layout(whole, positions, torch.full((count,), more), unseen)
 
 
 def first_layers(spike: Spike, ordinary: Layout) -> int | None:

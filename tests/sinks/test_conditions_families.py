@@ -1,0 +1,130 @@
+"""Both questions on models of other kinds: learned positions, learned sinks, windows, no BOS; ALiBi is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from organisms.tiny import tiny_model
+from raw_kit import blocks
+from torch import nn
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.opening.load import open_target
+from sinkscope.sinks.spikes.answer_records import Answers
+from sinkscope.sinks.spikes.conditions import BORNE, conditions_of, ordinary_positions
+from sinkscope.sinks.spikes.find import Sinks, answers_of
+from sinkscope.sinks.spikes.needs import Needs
+from sinkscope.sinks.spikes.places import Place, PlaceWords, at_position
+from sinkscope.sinks.spikes.purpose import BEGIN, TAKERS, hidden, purposes_of, read_way
+from sinkscope.sinks.spikes.spike import Spike, ordinary_of
+from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
+from sinkscope.sinks.spikes.survey import read_survey
+from sinkscope.sinks.spikes.writers import Writers
+
+LENGTH, PEAK = 48, 1
+KINDS = {
+    "learned positions": ("gpt2", {"max_position_embeddings": 80, "n_positions": 80}),
+    "few learned positions": ("gpt2", {"max_position_embeddings": 64, "n_positions": 64}),
+    "learned sinks": ("gpt_oss", {"sliding_window": 64}),
+    "windows": ("mistral", {"sliding_window": 6}),
+    "windows in some layers": ("gemma3_text", {"sliding_window": 6}),
+    "no BOS": ("llama", {}),
+}
+ALIBI = {
+    "bloom": {"n_layer": 3, "n_head": 4},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128, "expansion_ratio": 2},
+}
+
+
+def first_token(model_type: str, settings: dict[str, int], *, bos: bool = True) -> Spike:
+    """What the first token of a random model has beyond ordinary positions, as if it were a spike."""
+    model, tokenizer = tiny_model(model_type, **settings)
+    ids = torch.randint(5, 90, (8, LENGTH), generator=torch.Generator().manual_seed(1))
+    if bos:
+        ids[:, 0] = tokenizer.bos_token_id
+    survey = read_survey(open_target(model, tokenizer), ids)
+    place, ordinary = at_position(ids, 0), ordinary_of(survey)
+    mean = survey.states[PEAK][ordinary].mean(0)
+    away = survey.states[PEAK][place].mean(0) - mean
+    words = PlaceWords("the first token", "<s>", 1.0)
+    place = Place(place, words, partial(at_position, position=0))
+    return Spike(survey, place, ordinary, mean, away / away.norm(), float(away.norm()), (0, PEAK), PEAK, PEAK)
+
+
+@torch.no_grad()
+def plain_share(spike: Spike, ids: torch.Tensor, **given) -> torch.Tensor:
+    """The share of the last token of texts, from the model alone."""
+    model, seen = spike.survey.target.hf, []
+    handle = blocks(model)[PEAK].register_forward_hook(
+        lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out)
+    )
+    model(input_ids=ids, use_cache=False, **given)
+    handle.remove()
+    return spike.along(seen[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conditions_are_those_of_the_model_alone(kind):
+    model_type, settings = KINDS[kind]
+    spike = first_token(model_type, settings, bos=kind != "no BOS")
+    ids, learned = spike.survey.ids, model_type == "gpt2"
+    at, rows = ordinary_positions(ids, 0).at, torch.arange(8)
+    (found,) = conditions_of([spike], 0)
+    cells = {one.causes: one.share for one in found.cells}
+    assert len(cells) == 8
+    assert cells["token", "sight", "position"] == pytest.approx(1, abs=1e-4)  # it is the first token again
+    as_it_is = spike.along(spike.survey.states[PEAK][rows, at])
+    assert cells[()] == pytest.approx(float(as_it_is.mean()), abs=1e-4)  # with its window
+    positions = {"position_ids": at[:, None]} if learned else {}
+    alone = plain_share(spike, ids[rows, at][:, None], **positions)
+    assert cells["sight",] == pytest.approx(float(alone.mean()), abs=1e-4)  # a text of one token
+    assert (abs(cells["sight",] - cells["sight", "position"]) < 1e-4) != learned
+    taken = {one.cause: one.share for one in found.taken}
+    assert ("position" in taken) == (kind != "few learned positions")
+    if not learned:
+        assert taken["position"] == pytest.approx(1, abs=1e-4)  # no other position is nearer
+    assert tuple(count for count, *_ in found.held) == BORNE
+    assert found.held[2][1] == pytest.approx(taken["sight"], abs=1e-4)
+    for count, share, _ in found.held[:3]:  # within all windows
+        before = torch.cat([ids[:, LENGTH - count :], ids[:, :1]], 1)
+        causal = torch.zeros(8, 1, count + 1, count + 1).masked_fill(
+            torch.ones(count + 1, count + 1, dtype=torch.bool).triu(1), torch.finfo(torch.float32).min
+        )
+        own = plain_share(spike, before, position_ids=torch.zeros_like(before), attention_mask=causal)
+        assert share == pytest.approx(float(own.mean()), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["learned positions", "windows", "no BOS"])
+def test_purpose_is_that_of_plain_masks(kind):
+    model_type, settings = KINDS[kind]
+    spike = first_token(model_type, settings, bos=kind != "no BOS")
+    survey, model = spike.survey, spike.survey.target.hf
+    read = read_way(survey.target, survey.ids, hidden(survey.target, 0, None, LENGTH), TAKERS)
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    unseen = (distance < 0) | (distance >= settings.get("sliding_window", LENGTH))
+    unseen[1:, 0] = True
+    mask = torch.zeros(8, 1, LENGTH, LENGTH).masked_fill(unseen, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        logits = model(survey.ids, attention_mask=mask, use_cache=False).logits
+    own = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), survey.ids[:, 1:], reduction="none")
+    torch.testing.assert_close(read.loss[:, BEGIN:], own[:, BEGIN:], atol=1e-4, rtol=1e-4)
+    (purpose,) = purposes_of(survey, [0], 0)
+    plain = read_way(survey.target, survey.ids, lambda _rows: torch.no_grad(), TAKERS)
+    assert purpose.change("hidden in all layers").loss == pytest.approx(
+        float((read.loss - plain.loss)[:, BEGIN:].mean()), abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("model_type", ALIBI)
+def test_with_alibi_no_key_can_be_hidden_and_this_is_said_in_one_line(model_type):
+    """A whole mask, from which BLOOM computes no distances, was given before: an error without words."""
+    spike = first_token(model_type, ALIBI[model_type])
+    for ask in (lambda: conditions_of([spike], 0), lambda: purposes_of(spike.survey, [0], 0)):
+        with pytest.raises(UnsupportedError, match="where no key can be hidden"):
+            ask()
+    sinks = Sinks(spike.survey, spike.survey, (SpikeCircuit(spike, spike, Needs(Writers((), (), {}), ())),))
+    with pytest.warns(UserWarning, match="is not measured: a model of type"):
+        answers = answers_of(sinks, 0, {"conditions", "purpose"})
+    assert answers == {0: Answers()}
