@@ -7,13 +7,16 @@ import json
 from importlib import resources
 from pathlib import Path
 
+import plain_constancy
 import plain_spikes as plain
 import pytest
 import torch
 
 import sinkscope as ss
 from sinkscope.measure import Setup
-from sinkscope.sinks.spikes.find import circuit, find_sinks
+from sinkscope.sinks.spikes.conditions import LAST, ordinary_positions
+from sinkscope.sinks.spikes.constancy import constancy_of
+from sinkscope.sinks.spikes.find import circuit, find_sinks, sinks_of
 
 LENGTH, TEXTS, BESIDE = 64, 16, 8
 
@@ -172,6 +175,35 @@ def test_the_busiest_others_write_as_much_and_cost_a_tenth(smollm2, of_smollm2):
     left = plain.without(smollm2.model, ids[:BESIDE], spike_from(smollm2, 11), removed, None, seen=seen)
     assert (busiest.left, busiest.loss) == (pytest.approx(left.left, abs=1e-3), pytest.approx(left.loss, abs=1e-3))
     assert busiest.loss < 0.2 * late.effect.everywhere.loss and late.controls.random.reached == 0
+
+
+def test_why_heads_read_the_first_token_of_smollm2(smollm2, setup_of_smollm2):
+    """Its state is one and the same in all texts after the spike, its value small, its score there for every query."""
+    late, early = sinks_of(setup_of_smollm2).spikes[:2]
+    found = constancy_of(late.reported, early.spike.layers[0], ("sight",), 0)
+    assert found is not None and found.before == early.spike.layers[0]
+    model, ids, rows = smollm2.model, pieces(smollm2.tokenizer, "report")[:BESIDE], torch.arange(BESIDE)
+    own, seen, at = spike_from(smollm2, 11), intact(smollm2, "report"), ordinary_positions(ids, 0).at
+    given = plain.received(seen.attention).mean(-1) > 0.3
+    layers = [layer for layer in range(12, 30) if own.along(seen.states[layer][:, 0]).mean() >= 0.5]
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BESIDE, -1, -1)
+    alone = causal.clone()
+    alone[rows, at] = torch.arange(LENGTH) == at[:, None]
+    states, scores, values = plain_constancy.plain(model, ids, causal)
+    made = plain_constancy.plain(model, ids, alone)[0][:, rows, at]
+    has = own.along(made[own.peak + 1]) >= 0.5
+    assert int(has.sum()) == found.texts and found.after == layers[0]
+    for said, read in ((found.by_layer, made), (found.ordinary_by_layer, states[:, rows, at])):
+        between = plain_constancy.cosine_between(read[:, has])
+        torch.testing.assert_close(torch.tensor(said[:29]), between[:29], atol=1e-3, rtol=0)
+    heads = {layer: given[layer] for layer in layers}
+    of_value, of_score = plain_constancy.in_heads(model, scores, values, heads, at, LAST)
+    assert len(of_value[0]) == found.heads > 100
+    for number, numbers in zip(found.numbers[1:], (of_value, of_score), strict=True):
+        assert number.after == pytest.approx(float(torch.stack(numbers[0]).mean()), abs=1e-3)
+        assert number.ordinary_after == pytest.approx(float(torch.stack(numbers[1]).mean()), abs=1e-3)
+    state, value, score = found.numbers
+    assert state.after > 0.999 > state.ordinary_after and value.after < 0.3 and score.after > 0.9
 
 
 @pytest.mark.slow
