@@ -147,9 +147,9 @@ def numbers_of(proof: PatchProof, neurons: Sequence[Neuron]) -> list[Number]:
     cost = Number(
         "perplexity", "change of the perplexity", patched.change, random.change, patched.margin, True, "random neurons"
     )
-    failing = proof.failing[:1].any(0)
-    if not failing.any():
+    if not proof.spikes or not proof.failing[0].any():
         return [cost]
+    failing = proof.failing[0]
     along = torch.from_numpy(proof.along[:, 0])
     lost = 1 - along[[PATCHED, RANDOM]][:, failing] / along[INTACT, failing]
     words = [word for word, fails in zip(proof.words, failing, strict=True) if fails]
