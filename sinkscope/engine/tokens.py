@@ -73,8 +73,12 @@ class TokenPositions:
         """Return these tokens and new ones, by the columns that each of the new ones sees.
 
         A token is real if another one sees it, or if it sees another one and itself. A token that neither sees another
-        nor is seen is padding at either end of its row, and a document of its own between real tokens. A token that
+        nor is seen is padding at either end of its row, and a document of its own between real tokens. At the end of a
+        later call it may begin a document that the next call goes on with, so it is no padding there. A token that
         sees no earlier one begins a document; every other one belongs to that of the first token that it sees.
+
+        Raises:
+            UnsupportedError: A token is seen that an earlier call took for padding.
         """
         past, new = self.seen, sees.shape[1]
         column = torch.arange(past + new, device=sees.device)
@@ -85,8 +89,13 @@ class TokenPositions:
         alone = sees_itself & ~real
         before, after = real.cumsum(1) > 0, real.flip(1).cumsum(1).flip(1) > 0
         if past:
-            before = before | (self.length > 0)[:, None]
+            before, after = before | (self.length > 0)[:, None], torch.ones_like(after)
         real = real | (alone & before & after) | (alone & ~(before | after))
+        if bool((others[:, :, :past].any(1) & (self.pos < 0)).any()):
+            raise UnsupportedError(
+                "a token is seen that the first call took for padding, because it saw itself alone and nothing saw it: "
+                "let that call end before the text that this token begins, or hold a token more"
+            )
         root = torch.where(others & (column < own[:, None]), column, past + new).amin(2)
         root = torch.where(root == past + new, own, root)
         while True:  # a window hides the first token from later ones: what they see leads to it

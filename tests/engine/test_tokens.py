@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from organisms import tiny_model
+from refusals import refused
 
 import sinkscope as ss
 from sinkscope.engine.tokens import TokenPositions
@@ -58,6 +59,28 @@ def test_a_later_token_goes_on_in_the_document_that_it_sees():
     sees[..., :5] = False
     later = first.read_under(sees)
     assert later.pos[0, -1] == 7 and later.documents[0, -1] == 1
+
+
+def read_in(*sizes: int, mask: torch.Tensor) -> TokenPositions:
+    """A row that is read in calls of these sizes."""
+    tokens = TokenPositions.none(1, torch.device("cpu"))
+    for size in sizes:
+        tokens = tokens.read_under(mask[None, tokens.seen : tokens.seen + size, : tokens.seen + size])
+    return tokens
+
+
+def test_a_document_may_begin_at_the_end_of_a_later_call():
+    documents = changed((slice(7, None), slice(0, 7)))
+    for sizes in ((12,), (4, 4, 4), (4, 3, 5), (7, 1, 4)):
+        tokens = read_in(*sizes, mask=documents)
+        assert tokens.pos.tolist() == [[*range(7), *range(5)]] and tokens.documents.tolist() == [[0] * 7 + [1] * 5]
+
+
+def test_a_token_that_the_first_call_took_for_padding_and_that_is_seen_later_is_refused():
+    documents = changed((slice(3, None), slice(0, 3)))
+    with refused("is seen that the first call took for padding.*or hold a token more"):
+        read_in(4, 8, mask=documents)
+    assert read_in(5, 7, mask=documents).pos.tolist() == [[*range(3), *range(9)]]
 
 
 @pytest.mark.parametrize("positions", ["first", [0, 1]])

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_kit import prompts
 from loop_texts import TABLES
@@ -140,7 +140,12 @@ def looped_row() -> WatchedRow:
     return row
 
 
+ASKED_LATE = ([0], 1), ([0, 0, 1], 3), ([0] * 3, 3), ([0] * 4, 1), ([0] * 5, 3), ([0] * 5, 3)
+"""Copies whose kind is another one if it is asked after four of them."""
+
+
 @settings(max_examples=40)
+@example([(ASKED_LATE, 42)], [([0], 1)])
 @given(st.lists(st.tuples(PIECES, st.integers(0, 60)), min_size=1, max_size=4), PIECES)
 def test_a_row_that_was_taken_back_goes_on_like_one_that_never_had_those_tokens(turns, rest):
     """Its monitor is marked every 5 tokens; pieces come once or several times in a row."""

@@ -105,6 +105,10 @@ REFUSED = [
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "are padded on the right"),
     Refusal(lambda draw: draw["attention"] == "own without mask", "was registered without a mask function"),
     Refusal(lambda draw: draw["mask"] in ("block", "packed") and _owns_cache(draw), "texts are packed into a row"),
+    Refusal(
+        lambda draw: draw["mask"] == "block" and draw["cache"] in ("chunks", "steps"),
+        "a token is seen that the first call took for padding",
+    ),
 ]
 """A refusal that stands here is no failure; any other one is."""
 

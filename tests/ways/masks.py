@@ -161,8 +161,12 @@ def _long(draw: Draw) -> bool:
 
 
 def _has_mask(draw: Draw) -> bool:
-    """Whether the attention is given a mask by transformers, or the one of the call."""
-    return draw["attention"] in ("sdpa", "eager", "own with mask")
+    """Whether the attention is given a mask by transformers, or the one of the call.
+
+    nnsight reads ids that come without names as a text, and makes a mask of its own.
+    """
+    passes_mask = draw["wrapper"] != "nnsight" or draw["call"] != "positional"
+    return passes_mask and draw["attention"] in ("sdpa", "eager", "own with mask")
 
 
 def _has_hole(draw: Draw) -> bool:
@@ -173,9 +177,7 @@ def _has_hole(draw: Draw) -> bool:
     family = FAMILIES[draw["family"]]
     counts = (draw["family"] == "mpt" or family.window is not None) and EDITS[draw["edit"]].alone
     ways = draw["cache"] not in ("ss.generate", "conversation", "conversation kept")
-    # nnsight reads ids that come without names as a text, and makes a mask of its own.
-    passes_mask = draw["wrapper"] != "nnsight" or draw["call"] != "positional"
-    return _long(draw) and not counts and ways and passes_mask and draw["padding"] != "right" and _has_mask(draw)
+    return _long(draw) and not counts and ways and draw["padding"] != "right" and _has_mask(draw)
 
 
 def _has_later_turn(draw: Draw) -> bool:

@@ -72,9 +72,9 @@ class WatchedRow:
             self._marks.pop()
         looped = self.monitor.rule.looped
         self.monitor = deepcopy(self._marks[-1])
+        self.monitor.rule.looped = looped  # first, because what copies are is asked once, when they first count
         for token in self.ids[self._prompt_ids + self.monitor.last.step :]:
             self._read(token, 0.0)
-        self.monitor.rule.looped = looped
 
     def _read(self, token: int, p_max: float | None) -> bool:
         """Pass a token to the monitor, and mark it now and then if the row looped; whether it triggers."""
