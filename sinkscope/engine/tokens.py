@@ -89,8 +89,8 @@ class TokenPositions:
         alone = sees_itself & ~real
         before, after = real.cumsum(1) > 0, real.flip(1).cumsum(1).flip(1) > 0
         if past:
-            before, after = before | (self.length > 0)[:, None], torch.ones_like(after)
-        real = real | (alone & before & after) | (alone & ~(before | after))
+            before = before | (self.length > 0)[:, None]
+        real = real | (alone & before & (after | (past > 0))) | (alone & ~(before | after))
         if bool((others[:, :, :past].any(1) & (self.pos < 0)).any()):
             raise UnsupportedError(
                 "a token is seen that the first call took for padding, because it saw itself alone and nothing saw it: "
