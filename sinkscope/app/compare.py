@@ -354,13 +354,17 @@ def result_of(
 
 
 def draw(result: Comparison) -> Any:
-    """Draw how far each number moved from the first result, with its 95 % interval, and a panel for each number."""
+    """Draw how far each number moved from the first result, with its 95 % interval, and a panel for each number.
+
+    The first number, such as the heads that attend to the first token, is always drawn; then those that changed.
+    """
     drawn: dict[tuple[str, str], list[tuple[str, Change]]] = {}
     for one in result.results:
         for change in one.judged:
             drawn.setdefault((change.about, change.label), []).append((one.name, change))
-    first = dict(sorted(drawn.items(), key=lambda item: not any(change.changed for _, change in item[1])))
-    shown = list(first.items())[:MOST_PANELS]
+    numbers = list(drawn.items())
+    others = sorted(numbers[1:], key=lambda item: not any(change.changed for _, change in item[1]))
+    shown = [*numbers[:1], *others][:MOST_PANELS]
     titles = [f"{html.escape(label)}<br><sup>{html.escape(about)}</sup>" for (about, label), _ in shown]
     columns = min(2, max(1, len(shown)))
     fig = panels(titles or ["nothing is judged"], columns=columns)

@@ -12,7 +12,7 @@ from sample_results import sample_find_sinks
 from scipy import stats
 
 import sinkscope as ss
-from sinkscope.app.compare import Comparison, expanded
+from sinkscope.app.compare import MOST_PANELS, Comparison, expanded
 from sinkscope.measure.changes import change_of
 from sinkscope.results.result import Number, Result
 from sinkscope.sinks.spikes.records import Candidate
@@ -121,6 +121,15 @@ def test_checkpoints_are_compared_with_the_first_in_the_order_of_their_numbers(t
     assert [*line.x] == ["step9", "step20", "step100"] and line.y[1] == 0 and line.y[2] == pytest.approx(-2.5)
     change = found.results[1].moved[0]
     assert line.error_y.array[2] == pytest.approx(48 * (change.upper - change.value))
+
+
+def test_the_first_number_has_a_panel_however_many_others_changed():
+    found = ss.compare(with_heads(BEFORE, "base"), with_heads(BEFORE, "tuned"))
+    (same,) = [one for one in found.results[0].changes if one.label.startswith("heads that attend")]
+    others = [replace(same, label=f"number {n}", key=str(n), changed=True) for n in range(MOST_PANELS)]
+    crowded = replace(found, results=(replace(found.results[0], changes=(same, *others)),))
+    (line,) = crowded.figure(panel="heads that attend").data
+    assert line.y[1] == 0 and len(crowded.figure().data) == MOST_PANELS
 
 
 @pytest.mark.parametrize(
