@@ -91,7 +91,7 @@ class TokenPositions:
         if past:
             before = before | (self.length > 0)[:, None]
         real = real | (alone & before & (after | (past > 0))) | (alone & ~(before | after))
-        if bool((others[:, :, :past].any(1) & (self.pos < 0)).any()):
+        if past and bool((others[:, :, :past].any(1) & (self.pos < 0)).any()):  # a prompt has nothing to wait for
             raise UnsupportedError(
                 "a token is seen that the first call took for padding, because it saw itself alone and nothing saw it: "
                 "let that call end before the text that this token begins, or hold a token more"
