@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import stranger
 import torch
 from attack_kit import text_file
 from covering import slow
@@ -56,6 +57,23 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     before, after, random = (f"{float(f'{at_sink[number]:.4g}'):,g}" for number in (0, 1, 3))
     assert f"from {before} to {after} (random control: {random})" in zeroed.sentence
     assert control.name == found.control
+
+
+def test_a_measurement_of_a_stranger_is_in_the_view(bundled, tmp_path):
+    """With its conclusion and the rows that its command prints; one that fails says why."""
+    source = stranger.SOURCE.read_text()
+    with stranger.installed(tmp_path, source):
+        (measured,) = replace(bundled).others
+        alone = getattr(ss, stranger.NAME)()
+        assert (measured.name, measured.sentence) == (stranger.KIND, alone.conclusion())
+        (grid,) = alone.grids()
+        assert list(measured.columns) == list(grid.columns) and "head" in measured.columns
+        assert list(zip(*measured.columns.values(), strict=True)) == grid.rows()
+    (tmp_path / "failing").mkdir()
+    failing = source.replace("    rows = trace(", "    raise ValueError('no rows')\n    rows = trace(")
+    with stranger.installed(tmp_path / "failing", failing):
+        (measured,) = replace(bundled).others
+    assert measured.sentence == "Not measured, because it failed (ValueError: no rows)." and not measured.columns
 
 
 def test_a_token_that_is_isolated_sees_only_itself_and_one_with_the_first_id_is_another_text(bundled):

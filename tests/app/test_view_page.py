@@ -19,7 +19,7 @@ from sample_results import sample_find_sinks
 
 from sinkscope.app.view.explorer import ids_of
 from sinkscope.app.view.page import serve, view_page
-from sinkscope.app.view.result import ModelView
+from sinkscope.app.view.result import ModelView, OtherMeasurement
 from sinkscope.app.view.switches import RANDOM_SWITCH, switches_of
 from sinkscope.files.output import write_output
 from sinkscope.results.notation import percent
@@ -76,6 +76,17 @@ def test_the_spikes_stand_apart_and_that_with_most_readers_is_open(view, opened)
     chrome.click("#reads-0-2-1")
     assert chrome.text("#rows-title") == "Rows of L2.H1"
     assert each(chrome, ".circuit .head.chosen", "id") == [f"reads-{number}-2-1" for number in range(3)]
+
+
+def test_a_measurement_of_another_package_has_a_block(view, opened):
+    other = OtherMeasurement(
+        "entropy", "L0.H1 is <b>sharp</b>.", {"head": ("L0.H0", "L0.H1"), "mean_nats": ("2.1", "0.4")}
+    )
+    chrome = opened(shown=replace(view, others=(other,)))
+    assert chrome.texts("#others summary") == ["entropyL0.H1 is <b>sharp</b>."]
+    assert chrome.texts("#others th") == ["head", "mean nats"]
+    assert chrome.texts("#others td") == ["L0.H0", "2.1", "L0.H1", "0.4"]
+    assert opened().texts("#others") == []
 
 
 def test_a_block_has_the_numbers_of_the_result_and_the_attention_of_the_model(bundled, view, opened):

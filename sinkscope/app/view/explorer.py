@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from jaxtyping import Float
 from pydantic import BaseModel
 
+from sinkscope.app.report import why_missing
 from sinkscope.app.view.neurons import activations, circuit_of, named_neurons, pages_of
 from sinkscope.app.view.readings import (
     ModelSink,
@@ -23,9 +25,19 @@ from sinkscope.app.view.readings import (
     read_tokens,
     spikes_of,
 )
-from sinkscope.app.view.result import CircuitSpike, ModelView, NeuronPage, Packed, Variant, ViewedText, codes_of
+from sinkscope.app.view.result import (
+    CircuitSpike,
+    ModelView,
+    NeuronPage,
+    OtherMeasurement,
+    Packed,
+    Variant,
+    ViewedText,
+    codes_of,
+)
 from sinkscope.app.view.switches import RANDOM_SWITCH, Switch, moved_names, switch_named, switch_without, switches_of
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.kinds import other_measurements
 from sinkscope.files.plain import check_encodable
 from sinkscope.files.records import checked_value
 from sinkscope.hooks.edit.base import under
@@ -91,6 +103,18 @@ class Explorer(ModelSink):
         """The neurons that the circuit names."""
         return pages_of(self)
 
+    @cached_property
+    def others(self) -> tuple[OtherMeasurement, ...]:
+        """What the measurements of other packages say of the model, with their defaults."""
+        outcomes: list[OtherMeasurement] = []
+        for name, point in other_measurements().items():
+            try:
+                outcome = point.load().on(replace(self.setup, settings={}, started=time.perf_counter()))
+            except Exception as error:
+                outcome = why_missing(error)
+            outcomes.append(OtherMeasurement.of(name.replace("_", "-"), outcome))
+        return tuple(outcomes)
+
     def read(self, text: str | None) -> TextReading:
         """Return how the intact model reads a text, or a story; the last one is kept."""
         if self.latest is None or self.latest[0] != text:
@@ -125,6 +149,7 @@ class Explorer(ModelSink):
             circuit=self.column,
             circuit_sentence=self.circuit.conclusion(),
             neuron_pages=self.neuron_pages,
+            others=self.others,
         )
 
     def viewed(self, text: str | None, switches: Sequence[Switch | None]) -> ViewedText:

@@ -169,6 +169,32 @@ class NeuronPage:
     largest: tuple[Activation, ...]
 
 
+@dataclass(frozen=True)
+class OtherMeasurement:
+    """What a measurement of another package, with its defaults, says of the model.
+
+    Attributes:
+        name: Name of its command.
+        sentence: Its conclusion, or why there is none.
+        columns: The cells of each column of its first table, as a terminal shows them.
+    """
+
+    name: str
+    sentence: str
+    columns: dict[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, name: str, outcome: Result | str) -> OtherMeasurement:
+        """Return what a result says, or why there is none."""
+        if isinstance(outcome, str):
+            return cls(name, f"Not measured, because {outcome.rstrip('.')}.", {})
+        columns: dict[str, tuple[str, ...]] = {}
+        for grid in outcome.grids()[:1]:
+            rows = grid.rows()
+            columns = {column: tuple(row[place] for row in rows) for place, column in enumerate(grid.columns)}
+        return cls(name, outcome.conclusion(), columns)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelView(Result):
     """A model on texts that can be explored with the mouse or the keys.
@@ -185,6 +211,7 @@ class ModelView(Result):
         circuit: The spikes, those that most heads read first.
         circuit_sentence: The conclusion about the circuit.
         neuron_pages: The neurons that the circuit names.
+        others: What measurements of other packages say.
     """
 
     kind = "view"
@@ -209,6 +236,7 @@ class ModelView(Result):
     circuit: tuple[CircuitSpike, ...] = ()
     circuit_sentence: str = ""
     neuron_pages: tuple[NeuronPage, ...] = ()
+    others: tuple[OtherMeasurement, ...] = ()
 
     def to_html(self) -> str:
         """Return the page in which it can be explored."""

@@ -271,7 +271,7 @@ class View {
     this.rows = new Rows(this);
     this.parts = [strips, heads, this.rows, layer, circuit];
     const attention = element("section", {}, ...this.rows.elements, layer.element);
-    return element("div", {}, this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, attention, circuit.element));
+    return element("div", {}, this.asking(), this.colours(), strips.element, element("div", { class: "panels" }, heads.element, attention, circuit.element), otherMeasurements(this.data));
   }
 
   /** A choice among the texts; `none` is a first one that chooses none of them. */
