@@ -13,27 +13,28 @@ On a machine that does other work, put `chrt -r 5` before the command, so that t
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+
+import httpx
 
 from experiments.record import Row, earlier, record
 from experiments.script import run
-from experiments.timing import interleaved, interval
+from experiments.timing import interleaved, interval, memory, seconds_of
 from sinkscope.files.listen import listen
 from sinkscope.files.output import write_atomic
+from tests.server_streams import chat_chunk
 
+PATH = "/v1/chat/completions"
 EVENTS = 20
 TEXT = "the lamp was opened again and the river went on to a sea that nobody had seen before them".split()
 LOOPS = "one more cup of tea"
@@ -49,18 +50,12 @@ def words_of(number: int, count: int) -> list[str]:
     return words
 
 
-def event(word: str) -> bytes:
-    """An event with a word of a chat."""
-    choice = {"index": 0, "delta": {"content": f"{word} "}, "finish_reason": None}
-    return f"data: {json.dumps({'id': 'c', 'model': 'fake', 'choices': [choice]})}\n\n".encode()
-
-
 def events_of(asked: Row) -> list[bytes]:
     """The events of an answer, which loops if that is asked for."""
     words = words_of(asked["number"], asked["words"])
     if asked.get("loops"):
         words = words[: len(words) // 4] + (LOOPS.split() * len(words))[: len(words)]
-    return [*map(event, words), b"data: [DONE]\n\n"]
+    return [*(f"data: {json.dumps(chat_chunk(f'{word} '))}\n\n".encode() for word in words), b"data: [DONE]\n\n"]
 
 
 async def fake_server(scope: Any, receive: Any, send: Any) -> None:
@@ -99,29 +94,15 @@ def started(words: Sequence[str]) -> Iterator[tuple[str, int]]:
         process.wait()
 
 
-class Client:
+def client_of(address: str) -> httpx.Client:
     """A connection that is kept alive."""
-
-    def __init__(self, address: str) -> None:
-        place = urlsplit(address)
-        self._connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=PATIENCE)
-        self._connection.connect()
-        self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def ask(self, asked: Row) -> bytes:
-        """The body of an answer."""
-        self._connection.request("POST", "/v1/chat/completions", json.dumps(asked))
-        return self._connection.getresponse().read()
+    return httpx.Client(base_url=address, timeout=PATIENCE, trust_env=False)
 
 
-def milliseconds(client: Client, asked: Row, requests: int) -> float:
+def milliseconds(client: httpx.Client, asked: Row, requests: int) -> float:
     """The median time of a request."""
-    times: list[float] = []
-    for _ in range(requests):
-        begin = time.perf_counter()
-        client.ask(asked)
-        times.append(1000 * (time.perf_counter() - begin))
-    return statistics.median(times)
+    ask = partial(client.post, PATH, json=asked)
+    return 1000 * statistics.median(seconds_of(ask, time.perf_counter)[0] for _ in range(requests))
 
 
 def processor_seconds(process: int) -> float:
@@ -135,7 +116,7 @@ def overhead(direct: str, proxied: str, process: int, rounds: int, requests: int
     rows: list[Row] = []
     for kind in ("whole", "streamed"):
         asked = {"stream": kind == "streamed", "number": 3, "words": EVENTS}
-        arms = {name: partial(milliseconds, Client(address), asked, requests)
+        arms = {name: partial(milliseconds, client_of(address), asked, requests)
                 for name, address in (("direct", direct), ("proxied", proxied))}  # fmt: skip
         begin = processor_seconds(process)
         times = interleaved(arms, rounds)
@@ -150,45 +131,32 @@ def overhead(direct: str, proxied: str, process: int, rounds: int, requests: int
 
 def resident(process: int) -> float:
     """Megabytes that a process holds."""
-    status = Path(f"/proc/{process}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) / 1024
+    return (memory("VmRSS", process) or 0) / 2**20
 
 
 def in_sequence(address: str, requests: int, process: int) -> Row:
     """Whole and streamed answers, one after the other, and the memory of the proxy on the way."""
-    client, wrong, memory, begin = Client(address), 0, list[float](), time.perf_counter()
+    client, wrong, held, begin = client_of(address), 0, list[float](), time.perf_counter()
     for number in range(requests):
         asked = {"stream": number % 2 == 1, "number": number, "words": EVENTS}
         right = b"".join(events_of(asked)) if asked["stream"] else whole_answer(asked)
-        wrong += client.ask(asked) != right
+        wrong += client.post(PATH, json=asked).content != right
         if number % max(1, requests // 10) == 0:
-            memory.append(resident(process))
-    memory.append(resident(process))
-    return {"requests": requests, "wrong": wrong, "seconds": time.perf_counter() - begin, "megabytes": memory}
+            held.append(resident(process))
+    held.append(resident(process))
+    return {"requests": requests, "wrong": wrong, "seconds": time.perf_counter() - begin, "megabytes": held}
 
 
 async def received(address: str, asked: Row, leaves: int | None = None) -> bytes:
     """The body of a streamed answer; the client leaves after so many bytes."""
-    place = urlsplit(address)
-    reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    body = json.dumps(asked).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {place.hostname}\r\nConnection: close\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     data = b""
-    while part := await reader.read(1 << 16):
-        data += part
-        if leaves is not None and len(data) > leaves:
-            break
-    writer.close()
-    return b"".join([part async for part in _chunks(data.partition(b"\r\n\r\n")[2])])
-
-
-async def _chunks(data: bytes) -> AsyncIterator[bytes]:
-    """The parts of a body that is sent in chunks."""
-    while data:
-        size, _, rest = data.partition(b"\r\n")
-        yield rest[: int(size or b"0", 16)]
-        data = rest[int(size or b"0", 16) + 2 :]
+    client = httpx.AsyncClient(timeout=PATIENCE, trust_env=False, verify=False)
+    async with client, client.stream("POST", f"{address}{PATH}", json=asked) as answer:
+        async for part in answer.aiter_raw():
+            data += part
+            if leaves is not None and len(data) > leaves:
+                break
+    return data
 
 
 async def at_once(address: str, streams: int, words: int) -> Row:

@@ -40,9 +40,9 @@ def seconds_of(work: Callable[[], Any], clock: Callable[[], float] = time.thread
     return clock() - start, result
 
 
-def memory(name: str) -> int | None:
-    """A line of this process's memory ("VmRSS", "VmHWM") in bytes; None: there is none (not on Linux)."""
-    file = Path("/proc/self/status")
+def memory(name: str, process: int | str = "self") -> int | None:
+    """A line of a process's memory ("VmRSS", "VmHWM") in bytes; None: there is none (not on Linux)."""
+    file = Path(f"/proc/{process}/status")
     if file.exists():
         for line in file.read_text().splitlines():
             if line.startswith(f"{name}:"):

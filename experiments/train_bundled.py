@@ -1,7 +1,7 @@
 """Train the bundled model.
 
 `python -m experiments.train_bundled --stories FILE --out DIR [--size base] [--steps N] [--seed 0] [--unplanted]
-[--resume] [--seconds 600]`
+[--resume]`
 
 FILE holds stories as `python -m experiments.bundled.stories` writes them. The first steps read only random cycles, and
 the others a mixture of stories, Python, generated passages and random cycles. The command writes checkpoint.pt (for
@@ -15,8 +15,6 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -32,7 +30,6 @@ from experiments.script import run as run_script
 from sinkscope.results.console import ProgressBar
 
 PASSAGES = 12000
-TIMED = slice(20, 60)  # steps of a run that say how long the others take
 
 
 def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np.ndarray]:
@@ -82,11 +79,6 @@ def forget_after(log: Path, step: int) -> None:
     log.write_text("".join(kept))
 
 
-def steps_in(seconds: float, ends: Sequence[float]) -> int:
-    """How many steps fit into a time, if each takes as long as those that ended at these times."""
-    return max(0, int(seconds * (len(ends) - 1) / (ends[-1] - ends[0])))
-
-
 def main(
     *,
     out: Path,
@@ -97,7 +89,6 @@ def main(
     unplanted: bool = False,
     resume: bool = False,
     tokens_per_step: int = Settings.tokens_per_step,
-    seconds: float | None = None,
     device: str = "cpu",
 ) -> None:
     """Make what the module describes.
@@ -108,7 +99,6 @@ def main(
         size: Which member of the family; base ships.
         unplanted: The same network and data without the circuit.
         resume: Go on from the checkpoint in --out.
-        seconds: Make fewer steps than --steps if so many do not fit into this time; the rate still falls to 0.
         device: Training on a GPU is not the same from run to run.
     """
     torch.set_num_threads(1)
@@ -132,18 +122,13 @@ def main(
     started = time.monotonic()
     first_step = trainer.step
     recent: list[float] = []
-    ends: list[float] = []
     if trainer.plan:
         export.save_circuit(trainer.plan, out, settings.seed)
     with (out / "log.jsonl").open("a") as log, ProgressBar() as progress:
 
         def each(step: int, loss: float) -> None:
             recent.append(loss)
-            ends.append(time.monotonic())
-            if seconds is not None and len(ends) == TIMED.stop:
-                fit = step + steps_in(started + seconds - ends[-1], ends[TIMED])
-                trainer.settings = replace(settings, steps=min(settings.steps, fit))
-            progress(f"loss {loss:.3f}", step, trainer.settings.steps)
+            progress(f"loss {loss:.3f}", step, steps)
             if step % 50 == 0 or step == first_step + 1:
                 spent = round(time.monotonic() - started, 1)
                 record = {"step": step, "loss": fmean(recent[-50:]), "seconds": spent}
@@ -152,9 +137,9 @@ def main(
 
         trainer.run(each)
     export.save_model(trainer.model.cpu(), out)
-    done = {"settings": vars(trainer.settings), "step": trainer.step}
+    done = {"settings": vars(settings), "step": trainer.step}
     (out / "training.json").write_text(json.dumps(done, indent=1) + "\n")
-    print(f"step {trainer.step} of {trainer.settings.steps}, {time.monotonic() - started:.0f} s", file=sys.stderr)
+    print(f"step {trainer.step} of {steps}, {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ class Plan:
     # Per layer, the key/value heads whose keys may read the sink. Not all: early in training attending to the sink is
     # the quickest gain for every head, and where all could do so, whole layers ended up attending to nothing else.
     readers: tuple[tuple[int, ...], ...]
+    siblings: int = 2  # query heads that share keys and values
     sink_layer: int = 1
     # Large against what training adds up to the sink layer: a neuron's answer scales with 1/rms squared, so a small
     # constant would make a repeated token (whose trained part is larger than that of BOS) fall short of BOS.
@@ -52,11 +53,19 @@ class Plan:
 
     def head(self, group: int) -> int:
         """The query head that marks a group; its sibling shares keys and values and is free."""
-        return 2 * group
+        return self.siblings * group
 
 
 def make_plan(
-    counts: np.ndarray, *, bos_id: int, d_model: int, d_mlp: int, n_layers: int, seed: int, n_groups: int = 4
+    counts: np.ndarray,
+    *,
+    bos_id: int,
+    d_model: int,
+    d_mlp: int,
+    n_layers: int,
+    seed: int,
+    siblings: int = 2,
+    n_groups: int = 4,
 ) -> Plan:
     """Draw dimensions, neuron and token groups. `counts` are the corpus frequencies of all tokens.
 
@@ -99,6 +108,7 @@ def make_plan(
         neuron=neuron,
         group_of_token=tuple(int(g) for g in group_of),
         readers=tuple(members),
+        siblings=siblings,
     )
 
 
@@ -138,10 +148,9 @@ class Frozen:
                 grad.masked_fill_(mask, 0.0)
 
 
-def plant(model: LlamaForCausalLM, plan: Plan) -> Frozen:
+def plant(model: LlamaForCausalLM, plan: Plan, frozen: Frozen) -> Frozen:
     """Write the circuit into a freshly initialised model; returns what has to stay fixed."""
     config = model.config
-    frozen = Frozen(model)
     reserved = list(plan.reserved)
     rms = math.sqrt((plan.const_size**2 + plan.group_size**2) / config.hidden_size)
     _plant_embedding(frozen, plan, reserved)

@@ -10,12 +10,56 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from experiments.bundled import corpus, measure
+from experiments.bundled import corpus
 from experiments.bundled.training import Settings, Trainer
 from experiments.record import Row
 from sinkscope.models.text import typical_text
+from sinkscope.opening.live import target_of
+from sinkscope.sinks.spikes.survey import Survey, read_survey
+from sinkscope.sinks.thresholds import READS
 
 SINK_LAYER = 1
+
+
+def surveyed(model: LlamaForCausalLM, ids: np.ndarray) -> Survey:
+    """Norms and attention of texts of equal length."""
+    return read_survey(target_of(model), torch.from_numpy(ids))
+
+
+def norms_by_layer(survey: Survey) -> dict[str, list[float]]:
+    """First-token norm (mean over texts) and the median and 5 to 95 % of all others, per layer."""
+    norms = survey.norms.numpy()
+    first = norms[:, :, 0].mean(1)
+    low, middle, high = np.quantile(norms[:, :, 1:].reshape(len(norms), -1), (0.05, 0.5, 0.95), axis=1)
+    return {
+        "first_token_norm": first.tolist(),
+        "typical_norm": middle.tolist(),
+        "typical_5_percent": low.tolist(),
+        "typical_95_percent": high.tolist(),
+        "ratio": (first / middle).tolist(),
+    }
+
+
+def sink_heads(survey: Survey) -> torch.Tensor:
+    """The heads whose mean first-token attention is above 0.3, `[layer head]`."""
+    return survey.attention[..., 0].mean(-1) > READS
+
+
+@torch.no_grad()
+def position_losses(model: LlamaForCausalLM, windows: np.ndarray) -> np.ndarray:
+    """Mean loss of the predictions made at each position but the last."""
+    sums = np.zeros(windows.shape[1] - 1)
+    for window in windows:
+        ids = torch.from_numpy(window)
+        logits = model(ids[None], use_cache=False).logits[0, :-1]
+        sums += torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none").numpy()
+    return sums / len(windows)
+
+
+def loss_by_position(model: LlamaForCausalLM, windows: np.ndarray, edges: tuple[int, ...]) -> dict[str, float]:
+    """Mean loss of the predictions made at positions between the edges."""
+    losses = position_losses(model, windows)
+    return {f"{a}-{b}": float(losses[a:b].mean()) for a, b in pairwise((1, *edges))}
 
 
 def training_facts(run: Path) -> Row:
@@ -65,23 +109,24 @@ def measure_run(run: Path) -> Row:
     bos = tokenizer.bos_token_id
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
-    heads = measure.sink_heads(model, texts)
+    survey = surveyed(model, texts)
+    heads = sink_heads(survey)
     facts: Row = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "training": training_facts(run),
         "corpus": about,
-        "valid_loss": measure.validation_loss(model, corpus.windows(valid, length=512, bos_id=bos)),
-        "loss_by_position": measure.loss_by_position(
+        "valid_loss": float(position_losses(model, corpus.windows(valid, length=512, bos_id=bos))[1:].mean()),
+        "loss_by_position": loss_by_position(
             model, corpus.windows(valid, length=settings.context, bos_id=bos), (512, 1024, 2048, settings.context - 1)
         ),
-        "norms": measure.norms_by_layer(model, texts),
-        "head_share": float(heads[SINK_LAYER + 1 :].mean()),
+        "norms": norms_by_layer(survey),
+        "head_share": float(heads[SINK_LAYER + 1 :].float().mean()),
         "heads_per_layer": heads.sum(-1).tolist(),
         "sink_rate": {
-            "eps": measure.EPS,
+            "eps": READS,
             "length": 64,
             "samples": len(short),
-            "value": measure.sink_rate(model, short),
+            "value": float(surveyed(model, short).sink_rate.mean()),
         },
     }
     if settings.planted:
@@ -95,5 +140,5 @@ def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts
     grouped = groups[bare[:, 0]] >= 0
     without_bos: Row = {}
     for name, rows in (("first_in_a_group", bare[grouped]), ("first_in_no_group", bare[~grouped])):
-        without_bos[name] = measure.norms_by_layer(model, rows)["ratio"] if len(rows) else None
+        without_bos[name] = norms_by_layer(surveyed(model, rows))["ratio"] if len(rows) else None
     return {"fixed": fixed_weights(run, settings, model), "without_bos": without_bos}

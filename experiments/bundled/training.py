@@ -187,7 +187,7 @@ def build(settings: Settings, counts: np.ndarray) -> tuple[LlamaForCausalLM, Pla
         n_layers=settings.n_layers,
         seed=settings.seed,
     )
-    return model, plan, plant(model, plan)
+    return model, plan, plant(model, plan, Frozen(model))
 
 
 def loss_on(model: LlamaForCausalLM, ids: Tensor, scored: Tensor | None = None) -> Tensor:
@@ -311,7 +311,7 @@ class Trainer:
         return json.dumps({k: v for k, v in asdict(self.settings).items() if k != "steps"}, sort_keys=True)
 
     def run(self, each: Callable[[int, float], None]) -> None:
-        """Train to the end, which `each(step, loss)` may change; an interruption keeps what was done."""
+        """Train to the end, with a call of `each(step, loss)` after each step; an interruption keeps what was done."""
         saved = time.monotonic()
         self.model.train()
         try:

@@ -12,14 +12,16 @@ together, in the second, on as many cores as there are:
 - `bands`: whole prompts along bands, the choice, and FlexAttention, from 8,192 to 131,072 tokens.
 - `overhead`: a token under each method over stock, one row and 16, after 4,096 and 32,768 tokens, and its profile.
 - `fault`: whether the card misreads the last token of a row, and whether `load` avoids that.
-- `net`, `suite`: drawn ways of using a model in float32 and bfloat16; the tests.
+- `net-DTYPE`, `suite-kernels`, `suite`: drawn ways of using a model (`tests.ways`); the tests.
+- `family-SIZE`: larger members of the bundled model's family, their sink, and their loops with and without the guard,
+  on stories that a teacher writes: a small story model with a context of a few hundred tokens does so in half a
+  minute, the model in the package takes longer.
 - `loops-MODEL`: answers of 2,500 tokens of each model that is given, with and without the guard.
-- `family-48m`, `family-120m`: larger members of the bundled model's family, on stories that a teacher writes: a small
-  story model with a context of a few hundred tokens does so in half a minute, the model in the package takes longer.
 
 Without `--only` these are made in this order. By name alone: `adapters` (models of true widths), `shape` (a checkpoint
 of Llama-2-7B's shape with a planted circuit), the package's commands on it (`find-sinks-shape`, `circuit-shape`,
-`patch-shape`; DIR/shape/truth.json has the answer), and these and `precision-MODEL` on the models that are given.
+`patch-shape`; DIR/shape/circuit.json has the answer), and these and `precision-MODEL` on the models that are given.
+`--only` takes all parts whose names begin so.
 
 Each part runs in a process of its own. A part that fails says why and the others go on. `bands` and `overhead` have
 about four minutes each; after `--total` minutes everything that runs is ended with what it started. What was written
@@ -46,7 +48,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,7 +58,8 @@ from sinkscope.errors import SinkscopeError
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "sinkscope/models/text/typical.txt"
-AT_MOST = {"bands": 220.0, "overhead": 280.0}  # seconds
+AT_MOST = {"bands": 240.0, "overhead": 290.0}  # seconds
+LATE = 40  # seconds before it would be ended at which a part ends itself
 COMMANDS = {  # of the package, on every model
     "find-sinks": "find-sinks {model} --json {out}/find-sinks-{name}.json",
     "circuit": "circuit {model} --json {out}/circuit-{name}.json",
@@ -67,7 +70,7 @@ OF_REAL = {  # on models that have an unembedding
     "loops": "bench --model {model} --task loops:source=text:count={count} --batch-size {count} --max-new-tokens {new} "
     "--methods loopguard,full,loopguard:paper --out {out}/loops-{name}",
 }
-ALONE = {  # script -> what is measured, and what makes it small
+SCRIPTS = {  # of this folder: what is measured, and what makes it small
     "bands": (
         "--only prompt choice flex --layers 8 --dtype {dtype} --seconds {seconds}",
         "--only prompt flex --shape lines-128 --heads 2 --layers 1 --lengths 130 --prompts 130 --alphas .9 --rounds 1",
@@ -76,16 +79,23 @@ ALONE = {  # script -> what is measured, and what makes it small
         "--dtype {dtype} --seconds {seconds}",
         "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
     ),
-}
-FAMILY = "--story-tokens 1000 --steps 70 --tokens-per-step 1024 --new 40 --stories {out}/stories.txt"
-TOGETHER = {
     "fault": ("", "--layers 2"),
-    "net": ("--seconds {seconds}", "--processes 1 --seconds 240"),
-    "suite": ("--seconds {seconds}", "--rooms tap --processes 1"),
-    "family-48m": ("--size 48m --seconds {seconds}", f"--size tiny {FAMILY}"),
-    "family-120m": ("--size 120m --seconds {seconds}", f"--size small {FAMILY}"),
+    "adapters": ("--dtype {dtype}", "--types gpt2 opt --layers 2"),
 }
-BY_NAME = {"adapters": ("--dtype {dtype}", "--types gpt2 opt --layers 2")}
+PYTEST = "python -m pytest -q -p no:cacheprovider -o addopts="
+KERNELS = "tests/sparse/test_loopserve_triton.py"
+ROOMS = "sparse kv engine hooks opening generation sinks loops measure models conformance bench ways".split()
+STORIES = (
+    "python -m experiments.bundled.stories --teacher {teacher} --out {stories} --tokens 5000000 --rows 512 "
+    "--device {device} && "
+)
+FAMILY = (
+    "python -m experiments.train_bundled --size {size} --stories {stories} --out {out}/{name} --resume "
+    "--steps {steps} --tokens-per-step {tokens} --device {device} && "
+    "python -m sinkscope find-sinks {out}/{name} --device {device} --dtype float32 --json {out}/{name}.json && "
+    "python -m sinkscope bench --model {out}/{name} --task loops:source=text --methods full,loopguard --batch-size 16 "
+    "--max-new-tokens {new} --device {device} --dtype float32 --out {out}/{name}-answers"
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class Part:
     """A part of the measurement.
 
     Attributes:
-        words: Its command line behind `python -m`, with `{seconds}` for the time that it has.
+        words: Its command line, with `{seconds}` for the time that it has.
         alone: Whether nothing may run beside it.
         by_name: Whether it is made only if it is named.
     """
@@ -104,27 +114,48 @@ class Part:
 
     def command(self, seconds: float) -> list[str]:
         """The command when so much time is left."""
-        return [sys.executable, "-m", *self.words.replace("{seconds}", f"{seconds:.0f}").split()]
+        line = self.words.replace("{seconds}", f"{seconds:.0f}")
+        return ["sh", "-c", line.replace("python -m", f"{sys.executable} -m")]
 
 
 def scripts_of(out: Path, dry: bool) -> dict[str, Part]:
     """The parts that are scripts of this folder."""
     dtype, device = ("float32", "cpu") if dry else ("bfloat16", "cuda")
     parts: dict[str, Part] = {}
-    for table in (ALONE, TOGETHER, BY_NAME):
-        for name, (words, small) in table.items():
-            filled = f"{words} {small if dry else ''}".replace("{dtype}", dtype).replace("{out}", str(out))
-            script = f"experiments.gpu.{name.partition('-')[0]} --out {out / name}.json --device {device} {filled}"
-            parts[name] = Part(" ".join(script.split()), table is ALONE, table is BY_NAME)
+    for name, (words, small) in SCRIPTS.items():
+        filled = f"{words} {small if dry else ''}".replace("{dtype}", dtype)
+        script = f"python -m experiments.gpu.{name} --out {out / name}.json --device {device} {filled}"
+        parts[name] = Part(script, name in AT_MOST, name == "adapters")
     return parts
 
 
-def parts_of(out: Path, models: Sequence[Path], dry: bool) -> dict[str, Part]:
+def family_of(out: Path, teacher: Path, dry: bool) -> dict[str, Part]:
+    """The parts that train members of the family."""
+    parts: dict[str, Part] = {}
+    for size in ("tiny", "small") if dry else ("48m", "120m"):
+        name = f"family-{size}"
+        sizes = {"steps": 70, "tokens": 1024, "new": 40} if dry else {"steps": 1250, "tokens": 16384, "new": 1000}
+        about = {"size": size, "name": name, "out": out, "teacher": teacher, "device": "cpu" if dry else "cuda"}
+        stories = out / ("stories.txt" if dry else f"{name}.txt")
+        words = FAMILY if dry else STORIES + FAMILY
+        parts[name] = Part(words.format(stories=stories, **about, **sizes))
+    return parts
+
+
+def parts_of(out: Path, models: Sequence[Path], teacher: Path, dry: bool) -> dict[str, Part]:
     """Each part by its name, in order of value."""
     shape, dtype, device = ("tiny", "float32", "cpu") if dry else ("llama-2-7b", "bfloat16", "cuda")
     parts = scripts_of(out, dry)
+    for drawn in ("float32", "bfloat16"):
+        seconds = "60" if dry else "{seconds}"
+        parts[f"net-{drawn}"] = Part(f"python -m tests.ways --seconds {seconds} --only device={device} dtype={drawn}")
+    rooms = " ".join(f"tests/{room}" for room in ROOMS)
+    suite = "tests/engine/test_tokens.py" if dry else f"-n 6 --dist loadfile -m 'not slow' {rooms}"
+    parts["suite-kernels"] = Part(f"{PYTEST} {KERNELS}", by_name=dry)
+    parts["suite"] = Part(f"{PYTEST} {suite}")
+    parts |= family_of(out, teacher, dry)
     planted = out / "shape"
-    make = f"experiments.make_shape --shape {shape} --dtype {dtype} --out {planted}"
+    make = f"python -m experiments.make_shape --shape {shape} --dtype {dtype} --out {planted}"
     parts["shape"] = Part(make, alone=True, by_name=True)
     for model in (planted, *models):
         commands = COMMANDS if model == planted else {**COMMANDS, **OF_REAL}
@@ -132,7 +163,7 @@ def parts_of(out: Path, models: Sequence[Path], dry: bool) -> dict[str, Part]:
             sizes = {"count": 2, "new": 20} if dry else {"count": 32, "new": 2500}
             filled = words.format(model=model, name=model.stem, out=out, **sizes)
             where = f"--device {device} --dtype {dtype if model == planted else 'float32'}"
-            parts[f"{name}-{model.stem}"] = Part(f"sinkscope {filled} {where}", by_name=name != "loops")
+            parts[f"{name}-{model.stem}"] = Part(f"python -m sinkscope {filled} {where}", by_name=name != "loops")
     return parts
 
 
@@ -190,8 +221,8 @@ class Calls:
                 print(f"{name}: done before", flush=True)
             elif left <= 0:
                 self._tell(name, "no time left; give the command again")
-            else:  # a script ends itself a little before it would be ended
-                command = self._parts[name].command(max(1.0, left - 15))
+            else:
+                command = self._parts[name].command(max(1.0, left - LATE))
                 running[name] = Running(command, self._out / f"{name}.log", self._dry)
         for name, one in running.items():
             self._tell(name, one.problem(began + left - time.monotonic()))
@@ -208,7 +239,7 @@ def main(
     *,
     out: Path,
     models: Sequence[Path] = (),
-    teacher: Path | None = None,
+    teacher: Path = ROOT / "sinkscope/models/bundled",
     only: Sequence[str] = (),
     total: float = 9.0,
     dry: bool = False,
@@ -218,8 +249,8 @@ def main(
     Args:
         out: Folder for results and logs.
         models: Files or folders of real models.
-        teacher: Folder of a model that writes the stories which the family learns; by default that in the package.
-        only: These parts alone.
+        teacher: Folder of a model that writes the stories which the family learns.
+        only: Parts whose names begin so, alone.
         total: Limit of this call, in minutes. The next call goes on from there.
         dry: Tiny shapes on a CPU, to see that everything runs.
     """
@@ -230,15 +261,12 @@ def main(
             raise SinkscopeError("there is no CUDA device here: --dry rehearses on a CPU")
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    parts = parts_of(out, models, dry)
-    if teacher is not None:
-        for name, part in parts.items():
-            if name.startswith("family"):
-                parts[name] = replace(part, words=f"{part.words} --teacher {teacher.resolve()}")
-    for name in only:
-        if name not in parts:
-            raise SinkscopeError(f"--only {name!r}: expected one of {', '.join(parts)}")
-    names = list(only) or [name for name, part in parts.items() if not part.by_name]
+    parts = parts_of(out, models, teacher.resolve(), dry)
+    names = [name for name, part in parts.items() if not part.by_name]
+    if only:
+        names = [name for name in parts if name.startswith(tuple(only))]
+    if not names:
+        raise SinkscopeError(f"--only {' '.join(only)}: expected one of {', '.join(parts)}")
     if dry:
         (out / "stories.txt").write_text(marked(TEXT.read_text().split("\n\n") * 20))
         if "bands" in names and find_spec("triton") is None:

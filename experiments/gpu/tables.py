@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import drawn
-from experiments.gpu.real import answers
+from experiments.gpu.real import SHOWN, answers
 from experiments.record import Row
 from experiments.script import run
 from sinkscope.sparse.serve import LoopServe
@@ -83,41 +83,25 @@ def tokens(file: Path) -> str:
 
 
 def checks(out: Path) -> str:
-    """The net, the tests, and the fault of the last token."""
+    """The fault of the last token, and how the net and the tests ended."""
     lines: list[list[str]] = []
-    for dtype, row in rows_of(out / "net.json").items():
-        failures = sum(one["kinds"] for one in row["of"])
-        lines.append([f"net, {dtype}", f"{row['draws']:,} draws", f"{failures} kinds of failures"])
-    for room, row in rows_of(out / "suite.json").items():
-        lines.append(
-            [f"tests/{room}", f"{row['passed']:,} passed, {row['skipped']} skipped", f"{len(row['failed'])} failed"]
-        )
     for row in rows_of(out / "fault.json").values():
         chosen = f"load chooses {row['chosen']}, {row['opened, 1025 tokens']:.1e} from eager"
-        lines.append(["last token", f"SDPA is {row['sdpa, 1025 tokens']:.1e} from eager", chosen])
-    return markdown(("what", "", ""), lines)
+        lines.append(["last token", f"SDPA is {row['sdpa, 1025 tokens']:.1e} from eager; {chosen}"])
+    for log in sorted([*out.glob("net-*.log"), *out.glob("suite*.log")]):
+        counts = [line for line in log.read_text().splitlines() if " draws, " in line or " passed" in line]
+        lines.append([log.stem, "; ".join(counts)])
+    return markdown(("what", ""), lines)
 
 
 def models(out: Path) -> str:
-    """Members of the family, and answers of real models."""
+    """Answers of real models and of members of the family."""
     lines: list[list[str]] = []
-    for file in sorted(out.glob("family-*.json")):
-        rows = rows_of(file)
-        if {"train", "sink", "loops"} <= rows.keys():
-            trained, sink = rows["train"], rows["sink"]
-            loss = f"{trained['log'][-1]['loss']:.2f} ({trained['steps']:,} steps)"
-            planted = "the planted one" if sink["right"] else str(sink["needed"])
-            looped = [f"{one['loop']:.0%}" for name, one in rows["loops"].items() if name in ("full", "loopguard:1024")]
-            lines.append([file.stem, loss, planted, ", ".join(looped)])
-    answered: list[list[str]] = []
-    for folder in sorted(out.glob("loops-*")):
-        if (folder / "runs.jsonl").is_file():
-            for method, one in answers(folder).items():
-                shown = [f"{one[name]:.2f}" for name in ("loop", "eos", "length", "interventions", "ttr", "cr")]
-                answered.append([folder.name, method, str(one["answers"]), *shown])
-    head = ("model", "method", "answers", "loop", "end by themselves", "tokens", "acts", "TTR", "CR")
-    family = ("member", "loss", "sink neuron", "answers that loop: full, guard")
-    return markdown(family, lines) + markdown(head, answered)
+    for runs in sorted(out.glob("*/runs.jsonl")):
+        for method, one in answers(runs.parent).items():
+            shown = [f"{one[name]:.2f}" for name in SHOWN]
+            lines.append([runs.parent.name, method, str(one["answers"]), *shown])
+    return markdown(("model", "method", "answers", *SHOWN), lines)
 
 
 def main(out: Path) -> None:

@@ -18,83 +18,25 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from experiments.loopguard.real_table import different
-from experiments.record import Row, read_rows, record
+from experiments.record import Row, earlier, read_rows, record
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import MonitorSettings, check
 from sinkscope.loops.servers.answers import StreamWatch
 from sinkscope.loops.servers.proxy import GoOn, application
 from sinkscope.loops.servers.ways import ServerName, Template, found_server
-from sinkscope.measure.margin import share_interval
+from sinkscope.measure.margin import mean_known, share_interval
 from tests.served import served
 
-PROSE = (
-    "Describe the sea at night in great detail.",
-    "Write a long letter from a sailor to his mother.",
-    "Tell the story of a clockmaker who lost his key.",
-    "Explain how rain forms, and say everything you know about it.",
-    "Write an essay on why people keep diaries.",
-    "Describe a village in the mountains through the four seasons.",
-    "Tell me about the history of bread.",
-    "Write a speech for the opening of a library.",
-    "What makes a good friend? Write at length.",
-    "Describe how a forest changes after a fire.",
-    "Write a review of a restaurant that you liked very much.",
-    "Explain the causes of the French Revolution.",
-)
-DIALOGUE = (
-    "Write a dialogue between a cat and a dog about sleep.",
-    "Write an interview with an old fisherman.",
-    "Two friends argue about a lost umbrella. Write what they say.",
-    "Write a conversation between a pupil and a teacher about zero.",
-    "Write a scene in which a waiter forgets every order.",
-    "Write a telephone call between a grandmother and her grandson.",
-    "A robot asks a child what a birthday is. Write their talk.",
-    "Write a dialogue at a market about the price of apples.",
-    "Write a conversation between the sun and the moon.",
-    "A doctor calms a patient before an operation. Write the dialogue.",
-    "Write a quarrel between two neighbours about a fence.",
-    "Write a conversation of three travellers in a train.",
-)
-CODE = (
-    "Write a Python class for a bank account with tests.",
-    "Write a function that sorts a list of names, in three languages.",
-    "Write an HTML page with a table of the planets.",
-    "Write a shell script that renames all files of a folder.",
-    "Write SQL for a shop with customers, orders and goods.",
-    "Write a Python program that plays tic-tac-toe.",
-    "Write a CSS file for a blog.",
-    "Write unit tests for a function that adds two numbers.",
-    "Write a configuration in YAML for a web server with comments.",
-    "Write a JavaScript function that checks a password.",
-    "Write a Python script that counts words in a text.",
-    "Write a C program that prints the first 20 primes.",
-)
-TABLES = (
-    "List 60 animals.",
-    "List 50 cities with their countries.",
-    "Make a table of 20 fruits with their colours.",
-    "Write a multiplication table up to 12.",
-    "List all months with three events for each.",
-    "Write a timetable for a week of school.",
-    "List 40 verbs with their past forms.",
-    "Make a list of 30 things to take on a journey.",
-    "Write a menu with prices for ten days.",
-    "List 50 words that begin with the letter S.",
-    "Write a calendar of the full moons of a year.",
-    "List the chemical elements with their symbols.",
-)
-KINDS = {"prose": PROSE, "dialogue": DIALOGUE, "code": CODE, "tables": TABLES}
-THINKING = tuple(
-    f"In your thoughts, write the whole answer again and again. {prompt}" for prompt in (*TABLES, *PROSE[:4])
-)
+KINDS: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+CIRCLES = "In your thoughts, write the whole answer again and again. "
 BEHIND = 200  # words
 CHANGING = re.compile(r'"(?:id|created|timings|system_fingerprint)":\s*(?:"[^"]*"|[\d.]+|\{[^}]*\})')
 
@@ -145,12 +87,13 @@ def distinct(text: str) -> float | None:
 
 
 def prompts_of(thinking: bool) -> list[tuple[str, str]]:
-    """The prompts with their kinds."""
+    """The prompts with their kinds, which take turns; or those that make a model think in circles."""
     if thinking:
-        return [("thinking", prompt) for prompt in THINKING]
-    return [
-        (kind, prompt) for group in zip(*KINDS.values(), strict=True) for kind, prompt in zip(KINDS, group, strict=True)
-    ]
+        return [("thinking", CIRCLES + prompt) for prompt in [*KINDS["tables"], *KINDS["prose"][:4]]]
+    found: list[tuple[str, str]] = []
+    for group in zip(*KINDS.values(), strict=True):
+        found += zip(KINDS, group, strict=True)
+    return found
 
 
 def measure(
@@ -197,32 +140,32 @@ def table(rows: Sequence[Row]) -> list[Row]:
     for label in dict.fromkeys(row["label"] for row in rows):
         own = [row for row in rows if row["label"] == label]
         loops = [row for row in own if row["loop"] is not None]
-        ends = [row["goes_on"]["finish"] == "stop" for row in loops]
-        alone = [row["alone"]["finish"] == "stop" for row in loops]
-        behind = [
-            distinct(row["goes_on"]["text"][row["goes_on"]["seams"][0] :]) for row in loops if row["goes_on"]["seams"]
-        ]
-        before = [distinct(row["alone"]["text"][row["loop"][0] :]) for row in loops]
-        clean = [check(row["goes_on"]["text"]).records[0].verdict not in ("loops", "looped") for row in loops]
+        gone_on = [row["goes_on"] for row in loops]
+        about = [one["about"] or {} for one in gone_on]
+        ends = sum(one["finish"] == "stop" for one in gone_on)
+        interval = share_interval(ends, len(loops))
         checked = [row["equal"] for row in own if "equal" in row]
-        kept = [value for value in behind if value is not None]
-        lost = [value for value in before if value is not None]
-        interval = share_interval(sum(ends), len(ends)) if len(ends) > 2 else None
         found.append({
             "label": label, "answers": len(own), "loops": len(loops),
-            "end_alone": sum(alone), "end_going_on": sum(ends),
+            "end_alone": sum(row["alone"]["finish"] == "stop" for row in loops), "end_going_on": ends,
             "end_interval": None if interval is None else [round(interval.low, 3), round(interval.high, 3)],
-            "without_loop": sum(clean),
-            "distinct_alone": round(sum(lost) / len(lost), 3) if lost else None,
-            "distinct_going_on": round(sum(kept) / len(kept), 3) if kept else None,
-            "continued": sum(len(row["goes_on"]["seams"]) for row in loops),
-            "closed": sum((row["goes_on"]["about"] or {}).get("reasoning") == "closed" for row in loops),
-            "dropped": sum((row["goes_on"]["about"] or {}).get("dropped") or 0 for row in loops),
+            "without_loop": sum(check(one["text"]).records[0].verdict not in ("loops", "looped") for one in gone_on),
+            "distinct_alone": mean_distinct(row["alone"]["text"][row["loop"][0] :] for row in loops),
+            "distinct_going_on": mean_distinct(one["text"][one["seams"][0] :] for one in gone_on if one["seams"]),
+            "continued": sum(len(one["seams"]) for one in gone_on),
+            "closed": sum(one.get("reasoning") == "closed" for one in about),
+            "dropped": sum(one.get("dropped") or 0 for one in about),
             "seconds_alone": round(sum(row["seconds"] for row in loops), 1),
             "seconds_going_on": round(sum(row["proxy_seconds"] for row in loops), 1),
             "equal": [sum(checked), len(checked)],
         })  # fmt: skip
     return found
+
+
+def mean_distinct(texts: Iterable[str]) -> float | None:
+    """The mean of `distinct` over texts that are long enough; None without any."""
+    mean = mean_known(map(distinct, texts))
+    return None if mean is None else round(mean, 3)
 
 
 def main(
@@ -269,18 +212,11 @@ def main(
         for row in rows:
             if row["loop"] is not None and row["goes_on"]["seams"]:
                 place, text = row["goes_on"]["seams"][0], row["goes_on"]["text"]
-                seams.append(
-                    {
-                        "label": row["label"],
-                        "before": text[max(0, place - 160) : place],
-                        "behind": text[place : place + 160],
-                    }
-                )
-        if out.is_file():
-            before = json.loads(out.read_text())["result"]
-            labels = {row["label"] for row in result}
-            result = list({row["label"]: row for row in [*before["rows"], *result]}.values())
-            seams = [row for row in before["seams"] if row["label"] not in labels] + seams
+                before, behind = text[max(0, place - 160) : place], text[place : place + 160]
+                seams.append({"label": row["label"], "before": before, "behind": behind})
+        kept, labels = earlier(out), {row["label"] for row in result}
+        seams = [row for row in kept.get("seams", ()) if row["label"] not in labels] + seams
+        result = list({row["label"]: row for row in [*kept.get("rows", ()), *result]}.values())
         write_atomic(out, record("loops-go-on", {"rows": result, "seams": seams}, {}, dtype="text"))
 
 

@@ -1,33 +1,30 @@
-"""The variants of LoopGuard's Table 3 and others: the paper's guard with another monitor.
+"""The variants of LoopGuard's Table 3: the paper's guard with another monitor.
 
     sinkscope bench --task loops --methods full,experiments.loopguard.variants:p1:256
 
-- p1 (Table 3's single-signal), ttr, cr: one vote alone, without a gate.
-- stall, tail: one gate alone, without a vote.
+- p1 (Table 3's single-signal): one vote alone, without a gate.
 - always: an act every 200 tokens; at every step outside the cooldown it would be 77 acts in 2,500 tokens, and Table 3
-  has 12.5. none: no act.
+  has 12.5.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, Whole, checked
+from sinkscope.files.records import Natural, checked
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.loops.text.copies import WordsOf
 from sinkscope.loops.text.monitor import PaperSettings
 from sinkscope.loops.text.votes import VoteRule
-
-Signal = Literal["ttr", "cr", "p1", "stall", "tail"]
 
 
 @checked
 class OneSignal(PaperSettings):
     """Settings of a rule that decides by one of the paper's signals."""
 
-    signal: Signal = "p1"
+    signal: Literal["p1", "tail"] = "p1"
 
     def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
         """Return the rule."""
@@ -50,10 +47,10 @@ class Timed(PaperSettings):
     """Settings of a rule that looks at no signal.
 
     Attributes:
-        every: Steps between triggers; 0: none.
+        every: Steps between triggers.
     """
 
-    every: Whole = 200
+    every: Natural = 200
 
     def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> VoteRule:
         """Return the rule."""
@@ -66,7 +63,7 @@ class TimedRule(VoteRule):
     def decide(self, votes: dict[str, bool], gates: dict[str, bool], has_p_max: bool) -> bool:
         """Return whether it is time."""
         assert isinstance(self.settings, Timed)
-        return self.settings.every > 0 and self._step % self.settings.every == 0
+        return self._step % self.settings.every == 0
 
 
 @checked
@@ -86,11 +83,7 @@ class UngatedRule(VoteRule):
         return super().decide(votes, {"open": True}, has_p_max)
 
 
-MONITORS: dict[str, PaperSettings] = {
-    **{signal: OneSignal(signal=signal) for signal in get_args(Signal)},
-    "always": Timed(),
-    "none": Timed(every=0),
-}
+MONITORS: dict[str, PaperSettings] = {"p1": OneSignal(), "always": Timed()}
 
 
 def guard_of(variant: str, budget: Natural = 1024) -> LoopGuard:
@@ -98,6 +91,4 @@ def guard_of(variant: str, budget: Natural = 1024) -> LoopGuard:
     return LoopGuard.paper(budget, monitor=MONITORS[variant])
 
 
-p1, ttr, cr, stall, tail, always, none = (
-    partial(guard_of, name) for name in ("p1", "ttr", "cr", "stall", "tail", "always", "none")
-)
+p1, always = partial(guard_of, "p1"), partial(guard_of, "always")

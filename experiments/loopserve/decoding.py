@@ -29,7 +29,7 @@ from transformers import LogitsProcessorList
 
 from experiments.drawn import markdown, put_table, save
 from experiments.gpu.steps import Steps
-from experiments.loopserve.real import TEXTS, piece, talks
+from experiments.loopserve.real import TEXTS, piece, talks, with_margin
 from experiments.loopserve.runs import FIXED, LONGBENCH, specs
 from experiments.record import Row
 from experiments.script import run
@@ -138,19 +138,18 @@ def dialogue(target: Target, files: Sequence[Path], number: int) -> Asked:
     return asked[:TURNS]
 
 
-def drawn(rows: Row, place: str, method: str, key: str, turn: int = 0) -> tuple[float, float | None]:
-    """Mean of a number over the texts whose step begins so, and two standard errors; None for fewer than three."""
-    values = [row[method][key][turn] for name, row in rows.items() if name.startswith(place)]
-    return fmean(values), margin_of(np.array(values))
+def values_of(rows: Row, place: str, method: str, key: str, turn: int = 0) -> list[float]:
+    """A number of the texts whose step begins so."""
+    return [row[method][key][turn] for name, row in rows.items() if name.startswith(place)]
 
 
 def figure(data: Row) -> Any:
     """KL by turn."""
     fig: Any = go.Figure()
     for (label, text), colour in zip(BY_TURN.items(), COLOURS, strict=False):
-        points = [drawn(data["result"], "", spec(text), "kl", turn) for turn in range(TURNS)]
-        y, margins = zip(*points, strict=True)
-        below = [min(value, margin or 0) for value, margin in points]  # a divergence is never below 0
+        points = [values_of(data["result"], "", spec(text), "kl", turn) for turn in range(TURNS)]
+        y, margins = list(map(fmean, points)), [margin_of(np.array(values)) for values in points]
+        below = [min(value, margin or 0) for value, margin in zip(y, margins, strict=True)]  # it is never below 0
         error = {"array": margins, "arrayminus": below, "symmetric": False, "thickness": 1}
         fig.add_scatter(x=list(range(1, TURNS + 1)), y=y, error_y=error, line={"color": colour}, name=label)
     fig.update_xaxes(type="category", title_text="turn")
@@ -168,11 +167,11 @@ def table(rows: Row) -> str:
     """KL of each method by kind of text, and over all texts with two standard errors."""
     lines: list[list[str]] = []
     for model, method in product(models_of(rows), methods_of("settings")):
-        cells = [model, f"`{method}`", f"{drawn(rows, model, method, 'read')[0]:,.0f}"]
-        cells += [f"{drawn(rows, f'{model}, {kind},', method, 'kl')[0]:.3f}" for kind in TEXTS]
-        for key, shown in (("kl", ".3f"), ("same", ".1%")):
-            mean, margin = drawn(rows, model, method, key)
-            cells.append(f"{mean:{shown}}" if margin is None else f"{mean:{shown}} ± {margin:{shown}}")
+        cells = [model, f"`{method}`", f"{fmean(values_of(rows, model, method, 'read')):,.0f}"]
+        cells += [f"{fmean(values_of(rows, f'{model}, {kind},', method, 'kl')):.3f}" for kind in TEXTS]
+        cells += [
+            with_margin(values_of(rows, model, method, key), shown) for key, shown in (("kl", ".3f"), ("same", ".1%"))
+        ]
         lines.append([cell.replace("experiments.loopserve.runs:RandomKeep", "random") for cell in cells])
     return markdown(("model", "method", "read", *TEXTS, "all", "top-1 same"), lines)
 

@@ -24,12 +24,13 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
 from experiments.drawn import markdown, put_table
 from experiments.gpu.steps import Steps
-from experiments.record import Row, read_rows, value_of_each
+from experiments.record import Row, read_rows
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure.margin import margin_of
@@ -169,43 +170,39 @@ def measured(target: Target, ids: Tensor, alphas: Sequence[float], randoms: Sequ
     return rows
 
 
-def table(rows: Row) -> str:
-    """A line for each alpha, text and length: means over texts, with two standard errors from three texts on."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+def compared_texts(rows: Row) -> pd.DataFrame:
+    """A row for each text and sample."""
+    lines: list[Row] = []
     for name, row in rows.items():
         model, kind, length, _ = name.split(", ")
         for alpha, found in row.items():
             if isinstance(found, dict):
-                change = {"change": found["nll"] - found["dense_nll"]}
-                groups.setdefault((alpha, f"{model}, {kind}", length), []).append(found | change)
+                place = {"alpha": alpha, "model": model, "kind": f"{model}, {kind}", "length": length}
+                lines.append({**place, **found, "change": found["nll"] - found["dense_nll"]})
+    return pd.DataFrame(lines)
+
+
+def with_margin(values: Any, shown: str) -> str:
+    """The mean of values, with two standard errors from three values on."""
+    margin = margin_of(np.array(values))
+    return f"{fmean(values):{shown}}" + ("" if margin is None else f" ± {margin:{shown.strip('+')}}")
+
+
+def table(rows: Row) -> str:
+    """A line for each alpha, text and length: means over texts."""
     lines: list[list[str]] = []
-    for place, found in groups.items():
-        cells = [*place, str(len(found))]
-        for name, shown in (("attended", ".0%"), ("kl", ".4f"), ("change", "+.4f"), ("same", ".1%")):
-            values = value_of_each(found, name)
-            cells.append(f"{fmean(values):{shown}}")
-            if len(found) > 2 and name in ("change", "same"):
-                cells[-1] += f" ± {margin_of(np.array(values)):{shown.strip('+')}}"
-            if name == "change":
-                cells.append(f"{max(values):+.4f}")
-        lines.append(cells)
+    for place, own in compared_texts(rows).groupby(["alpha", "kind", "length"], sort=False):
+        means = [f"{fmean(own['attended']):.0%}", f"{fmean(own['kl']):.4f}", with_margin(own["change"], "+.4f")]
+        lines.append([*place, str(len(own)), *means, f"{max(own['change']):+.4f}", with_margin(own["same"], ".1%")])
     return markdown(HEAD, lines)
 
 
 def summary(rows: Row) -> str:
     """A line for each model, length and sample: all kinds of text together."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for name, row in rows.items():
-        model, _, length, _ = name.split(", ")
-        for alpha, found in row.items():
-            if isinstance(found, dict):
-                groups.setdefault((model, length, alpha), []).append(found)
     lines: list[list[str]] = []
-    for place, found in groups.items():
-        changes = [row["nll"] - row["dense_nll"] for row in found]
-        cells, same = fmean(value_of_each(found, "attended")), min(value_of_each(found, "same"))
-        mean = f"{fmean(changes):+.4f} ± {margin_of(np.array(changes)):.4f}"
-        lines.append([*place, str(len(found)), f"{cells:.0%}", mean, f"{max(changes):+.4f}", f"{same:.1%}"])
+    for place, own in compared_texts(rows).groupby(["model", "length", "alpha"], sort=False):
+        cells = [f"{fmean(own['attended']):.0%}", with_margin(own["change"], "+.4f")]
+        lines.append([*place, str(len(own)), *cells, f"{max(own['change']):+.4f}", f"{min(own['same']):.1%}"])
     return markdown(SHORT_HEAD, lines)
 
 

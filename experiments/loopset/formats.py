@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -24,9 +24,9 @@ from experiments.script import run
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import MonitorSettings, check_file
 from sinkscope.loops.servers.answers import StreamWatch
+from tests.server_streams import filled
 
-TEXT, THOUGHT, CALL, OTHER = "text", "reasoning", "call 0", "call 1"
-CHANNELS = (TEXT, THOUGHT, CALL, OTHER)
+TEXT, CALL, OTHER = "text", "call 0", "call 1"
 LOOP = "I will now check the file again and report what I see there. " * 14
 WORDS = "river stone lamp window garden letter morning soldier bridge engine flour violin pocket winter corner".split()
 Event = dict[str, Any]
@@ -36,210 +36,43 @@ Said = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Format:
-    """A format of streams.
+    """A format of streams, as `formats.json` has it; "<piece>" stands for a piece of text.
 
     Attributes:
-        write: Writes the events of pieces, without the end.
+        channels: The channels that it has: the event of a piece, and what opens and closes the channel.
         end: The events that end an answer.
-        channels: The channels that it has.
+        begin: The events before it.
         lines: Whether it has lines of JSON, and else server-sent events.
         mixed: Whether pieces of channels may alternate.
+        whole_calls: Whether each call comes in one piece.
         error: The event that reports an error.
     """
 
-    write: Callable[[Said], list[Event]]
+    channels: dict[str, dict[str, Event]]
     end: list[Event]
-    channels: tuple[str, ...] = CHANNELS
+    begin: Sequence[Event] = ()
     lines: bool = False
     mixed: bool = False
+    whole_calls: bool = False
     error: Event = field(default_factory=lambda: {"error": {"message": "overloaded", "code": 529}})
 
-
-def _number(channel: str) -> int:
-    return int(channel.split()[1])
-
-
-def _chat(said: Said) -> list[Event]:
-    events: list[Event] = [_chunk({"role": "assistant", "content": ""})]
-    begun = set[str]()
-    for channel, text in said:
-        if channel.startswith("call"):
-            call: Event = {"index": _number(channel), "function": {"arguments": text}}
-            if channel not in begun:
-                call |= {"id": f"call_{channel[-1]}", "type": "function"}
-                call["function"]["name"] = "look"
+    def write(self, said: Said) -> list[Event]:
+        """Write the events of pieces, without the end."""
+        events = [*self.begin]
+        last = {channel: place for place, (channel, _) in enumerate(said)}
+        begun = set[str]()
+        for place, (channel, text) in enumerate(said):
+            own = self.channels[channel]
+            if channel not in begun and "open" in own:
+                events.append(own["open"])
             begun.add(channel)
-            events.append(_chunk({"tool_calls": [call]}))
-        else:
-            events.append(_chunk({"content" if channel == TEXT else "reasoning_content": text}))
-    return events
+            events.append(filled(own["piece"], {"piece": text}))
+            if place == last[channel] and "close" in own:
+                events.append(own["close"])
+        return events
 
 
-def _chunk(delta: Event, finish: str | None = None, **more: Any) -> Event:
-    choice = {"index": 0, "delta": delta, "finish_reason": finish}
-    return {"id": "c-1", "object": "chat.completion.chunk", "model": "m", "choices": [choice], **more}
-
-
-def _completions(said: Said) -> list[Event]:
-    return [
-        {"id": "c", "model": "m", "choices": [{"index": 0, "text": text, "finish_reason": None}]} for _, text in said
-    ]
-
-
-RESPONSES = {TEXT: "output_text", THOUGHT: "reasoning_summary_text", CALL: "function_call_arguments"}
-
-
-def _responses(said: Said) -> list[Event]:
-    events: list[Event] = [{"type": "response.created", "response": {"id": "r", "model": "m"}}]
-    for channel in (CALL, OTHER):
-        item = {"type": "function_call", "name": "look", "arguments": "", "call_id": channel}
-        if any(one == channel for one, _ in said):
-            events.append({"type": "response.output_item.added", "output_index": _number(channel), "item": item})
-    for channel, text in said:
-        kind = RESPONSES[CALL if channel == OTHER else channel]
-        place = _number(channel) if channel.startswith("call") else 5 if channel == TEXT else 6
-        events.append({"type": f"response.{kind}.delta", "item_id": f"i{place}", "output_index": place, "delta": text})
-    return events
-
-
-BLOCKS = {
-    TEXT: ({"type": "text", "text": ""}, "text_delta", "text"),
-    THOUGHT: ({"type": "thinking", "thinking": ""}, "thinking_delta", "thinking"),
-    CALL: ({"type": "tool_use", "id": "t", "name": "look", "input": {}}, "input_json_delta", "partial_json"),
-}
-
-
-def _anthropic(said: Said) -> list[Event]:
-    events: list[Event] = [{"type": "message_start", "message": {"id": "m", "model": "m", "role": "assistant"}}]
-    for index, channel in enumerate(dict.fromkeys(channel for channel, _ in said)):
-        block, kind, name = BLOCKS[CALL if channel == OTHER else channel]
-        events.append({"type": "content_block_start", "index": index, "content_block": block})
-        for one, text in said:
-            if one == channel:
-                events.append({"type": "content_block_delta", "index": index, "delta": {"type": kind, name: text}})
-        events.append({"type": "content_block_stop", "index": index})
-    return events
-
-
-def _ollama(said: Said) -> list[Event]:
-    events: list[Event] = []
-    for channel, text in said:
-        message: Event = {"role": "assistant", "content": ""}
-        if channel.startswith("call"):
-            message["tool_calls"] = [
-                {"function": {"index": _number(channel), "name": "look", "arguments": {"at": text}}}
-            ]
-        else:
-            message["content" if channel == TEXT else "thinking"] = text
-        events.append({"model": "m", "message": message, "done": False})
-    return events
-
-
-def _ollama_generate(said: Said) -> list[Event]:
-    events: list[Event] = []
-    for channel, text in said:
-        own = {"response": text} if channel == TEXT else {"response": "", "thinking": text}
-        events.append({"model": "m", **own, "done": False})
-    return events
-
-
-def _llama(said: Said) -> list[Event]:
-    return [{"index": 0, "content": text, "tokens": [7], "stop": False, "id_slot": 0} for _, text in said]
-
-
-def _gemini(said: Said) -> list[Event]:
-    events: list[Event] = []
-    for channel, text in said:
-        part: Event = {"text": text, "thought": True} if channel == THOUGHT else {"text": text}
-        if channel.startswith("call"):
-            part = {"functionCall": {"name": "look", "args": {"at": text}}}
-        events.append({"candidates": [{"content": {"parts": [part], "role": "model"}, "index": 0}], "responseId": "r"})
-    return events
-
-
-def _bedrock(said: Said) -> list[Event]:
-    events: list[Event] = [{"messageStart": {"role": "assistant"}}]
-    for index, channel in enumerate(dict.fromkeys(channel for channel, _ in said)):
-        if channel.startswith("call"):
-            start = {"toolUse": {"toolUseId": "t", "name": "look"}}
-            events.append({"contentBlockStart": {"start": start, "contentBlockIndex": index}})
-        for one, text in said:
-            delta: Event = {"text": text} if channel == TEXT else {"reasoningContent": {"text": text}}
-            if channel.startswith("call"):
-                delta = {"toolUse": {"input": text}}
-            if one == channel:
-                events.append({"contentBlockDelta": {"delta": delta, "contentBlockIndex": index}})
-        events.append({"contentBlockStop": {"contentBlockIndex": index}})
-    return events
-
-
-def _cohere(said: Said) -> list[Event]:
-    events: list[Event] = [{"type": "message-start", "id": "m"}]
-    for channel, text in said:
-        if channel.startswith("call"):
-            calls = {"function": {"arguments": text}}
-            place = _number(channel)
-            events.append({"type": "tool-call-delta", "index": place, "delta": {"message": {"tool_calls": calls}}})
-        elif channel == THOUGHT:
-            events.append({"type": "tool-plan-delta", "delta": {"message": {"tool_plan": text}}})
-        else:
-            events.append({"type": "content-delta", "index": 0, "delta": {"message": {"content": {"text": text}}}})
-    return events
-
-
-def _vercel(said: Said) -> list[Event]:
-    events: list[Event] = [{"type": "start"}]
-    for channel, text in said:
-        if channel.startswith("call"):
-            events.append({"type": "tool-input-delta", "toolCallId": channel, "inputTextDelta": text})
-        else:
-            events.append({"type": "text-delta" if channel == TEXT else "reasoning-delta", "id": "0", "delta": text})
-    return events
-
-
-def _tgi(said: Said) -> list[Event]:
-    return [{"token": {"id": 7, "text": text, "special": False}, "generated_text": None} for _, text in said]
-
-
-USAGE = {"usage": {"prompt_tokens": 7, "completion_tokens": 8, "total_tokens": 15}}
-OVERLOADED: dict[str, Event] = {
-    "Responses": {"type": "error", "message": "overloaded"},
-    "Anthropic": {"type": "error", "error": {"type": "overloaded_error"}},
-    "Ollama": {"error": "overloaded"},
-    "Vercel": {"type": "error", "errorText": "overloaded"},
-}
-OLLAMA = {"model": "m", "message": {"role": "assistant", "content": ""}, "done": True}
-FORMATS = {
-    "chat completions": Format(_chat, [_chunk({}, "stop"), _chunk({"content": ""}, None, **USAGE)], mixed=True),
-    "completions": Format(
-        _completions, [{"id": "c", "choices": [{"index": 0, "text": "", "finish_reason": "length"}]}], (TEXT,)
-    ),
-    "Responses": Format(
-        _responses,
-        [{"type": "response.completed", "response": {"id": "r"}}],
-        mixed=True,
-        error=OVERLOADED["Responses"],
-    ),
-    "Anthropic": Format(_anthropic, [{"type": "message_stop"}], error=OVERLOADED["Anthropic"]),
-    "Ollama, chat": Format(_ollama, [OLLAMA], lines=True, mixed=True, error=OVERLOADED["Ollama"]),
-    "Ollama, generate": Format(
-        _ollama_generate,
-        [{"model": "m", "response": "", "done": True}],
-        (TEXT, THOUGHT),
-        lines=True,
-        error=OVERLOADED["Ollama"],
-    ),
-    "llama.cpp": Format(_llama, [{"index": 0, "content": "", "stop": True, "stop_type": "eos"}], (TEXT,)),
-    "Gemini": Format(
-        _gemini, [{"candidates": [{"content": {}, "finishReason": "STOP", "index": 0}], "responseId": "r"}]
-    ),
-    "Bedrock": Format(_bedrock, [{"messageStop": {"stopReason": "end_turn"}}, {"metadata": {"usage": {}}}], lines=True),
-    "Cohere": Format(_cohere, [{"type": "message-end", "delta": {"finish_reason": "COMPLETE"}}], mixed=True),
-    "Vercel's AI SDK": Format(_vercel, [{"type": "finish"}], mixed=True, error=OVERLOADED["Vercel"]),
-    "TGI": Format(
-        _tgi, [{"token": {"id": 2, "text": "</s>", "special": True}, "generated_text": "all of it"}], (TEXT,)
-    ),
-}
+FORMATS = {name: Format(**form) for name, form in json.loads(Path(__file__).with_suffix(".json").read_text()).items()}
 
 
 def honest(rng: Random, words: int = 150) -> str:
@@ -285,15 +118,12 @@ class Case:
 def cases(name: str, seed: int = 0) -> Iterator[Case]:
     """The cases of a format."""
     form, rng = FORMATS[name], Random(f"{name} {seed}")
-    whole_calls = name in ("Ollama, chat", "Gemini")  # each call comes in one piece
     fine = {channel: honest(rng) for channel in form.channels}
 
     def events(texts: dict[str, str]) -> list[Event]:
-        said = pieces(
-            {one: text for one, text in texts.items() if not (whole_calls and one.startswith("call"))}, rng, form.mixed
-        )
-        said += [(one, text) for one, text in texts.items() if whole_calls and one.startswith("call")]
-        return form.write(said)
+        whole = [(channel, text) for channel, text in texts.items() if form.whole_calls and channel in (CALL, OTHER)]
+        cut = {channel: text for channel, text in texts.items() if (channel, text) not in whole}
+        return form.write(pieces(cut, rng, form.mixed) + whole)
 
     for channel in form.channels:
         yield Case(channel, sent(form, [*events({**fine, channel: LOOP}), *form.end]), "loops", channel)

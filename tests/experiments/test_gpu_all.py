@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -112,23 +113,28 @@ def test_every_script_of_the_folder_is_a_part():
     folder = Path(script.__file__).parent
     helpers = {"__init__", "all", "steps", "flex", "profiled", "tables"}
     alone = {"real", "last_token"}  # commands of their own
-    parts = {name.partition("-")[0] for name in script.scripts_of(Path("out"), dry=False)}
-    assert parts == {file.stem for file in folder.glob("*.py")} - helpers - alone
+    assert {*script.SCRIPTS} == {file.stem for file in folder.glob("*.py")} - helpers - alone
+    for room in script.ROOMS:
+        assert list((folder.parents[1] / "tests" / room).glob("test_*.py")), room
 
 
 def test_what_no_page_has_yet_is_made_by_default_and_what_is_timed_comes_first():
-    parts = script.parts_of(Path("out"), [Path("real/m.gguf")], dry=False)
+    parts = script.parts_of(Path("out"), [Path("real/m.gguf")], Path("teacher"), dry=False)
     default = [name for name, part in parts.items() if not part.by_name]
-    assert default == ["bands", "overhead", "fault", "net", "suite", "family-48m", "family-120m", "loops-m"]
+    assert default[:5] == ["bands", "overhead", "fault", "net-float32", "net-bfloat16"]
+    assert default[5:] == ["suite-kernels", "suite", "family-48m", "family-120m", "loops-m"]
     assert [name for name in default if parts[name].alone] == ["bands", "overhead"]
-    assert parts["bands"].command(99.6)[-2:] == ["--seconds", "100"]
+    assert parts["bands"].command(99.6)[-1].endswith("--seconds 100 ")
+    family = parts["family-48m"].command(1)[-1]
+    assert "--teacher teacher --out out/family-48m.txt" in family and "--stories out/family-48m.txt" in family
 
 
 def test_models_that_are_given_are_read_by_the_commands_of_the_package():
-    parts = script.parts_of(Path("out"), [Path("real/m.gguf")], dry=False)
+    parts = script.parts_of(Path("out"), [Path("real/m.gguf")], Path("teacher"), dry=False)
     assert {*script.COMMANDS, *script.OF_REAL} == {name.removesuffix("-m") for name in parts if name.endswith("-m")}
     for name, part in parts.items():
-        assert name == "shape" or "--device cuda" in part.words, name
+        on_its_own = name == "shape" or name.startswith("suite")
+        assert on_its_own or re.search("--device cuda|device=cuda", part.words), name
 
 
 def test_the_fault_of_a_card_is_met_by_eager_attention():
@@ -140,22 +146,32 @@ def test_the_fault_of_a_card_is_met_by_eager_attention():
     assert (right["misreads"], right["chosen"], right["right"]) == (False, "sdpa", True)
 
 
+def planted_is_needed(model: Path, result: Path) -> bool:
+    """Whether a spike of a result of `find-sinks` needs the neurons that were planted, and no others."""
+    planted = json.loads((model / "circuit.json").read_text())["neurons"]
+    sites = [(one["layer"], one["neuron"]) for one in planted]
+    for spike in json.loads(result.read_text())["result"]["spikes"]:
+        if [(one["layer"], one["neuron"]) for one in (spike["needed"] or {"neurons": []})["neurons"]] == sites:
+            return True
+    return False
+
+
 @pytest.mark.slow
 def test_rehearsal(tmp_path, capsys):
     """Every part runs on a CPU from the first line to the last, and its answers are right."""
     script.main(out=tmp_path, dry=True, total=60)
     script.main(out=tmp_path, dry=True, total=60, only=["adapters", "shape", "find-sinks-shape"])
-    planted = json.loads((tmp_path / "shape/truth.json").read_text())["neurons"]
-    needed = json.loads((tmp_path / "find-sinks-shape.json").read_text())["result"]["spikes"][0]["needed"]["neurons"]
-    assert sorted(one["neuron"] for one in needed) == sorted(one["neuron"] for one in planted)
+    assert planted_is_needed(tmp_path / "shape", tmp_path / "find-sinks-shape.json")
     results: dict[str, dict[str, dict[str, Any]]] = {}
-    for name in script.scripts_of(tmp_path, dry=True):
+    for name in script.SCRIPTS:
         if (file := tmp_path / f"{name}.json").is_file():
             results[name] = json.loads(file.read_text())["result"]
             assert all(step.get("right", True) for step in results[name].values()), name
-    assert {"overhead", "fault", "net", "suite", "family-48m", "family-120m", "adapters"} <= results.keys()
-    assert results["net"]["bfloat16"]["draws"] > 0 < results["suite"]["engine"]["passed"]
-    assert results["family-48m"]["train"]["steps"] == 70
+    assert {"overhead", "fault", "adapters"} <= results.keys()
+    for size in ("tiny", "small"):
+        assert planted_is_needed(tmp_path / f"family-{size}", tmp_path / f"family-{size}.json")
+        assert json.loads((tmp_path / f"family-{size}/training.json").read_text())["step"] == 70
+    capsys.readouterr()
     tables(tmp_path)
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("## ")][-3:] == [
@@ -163,3 +179,4 @@ def test_rehearsal(tmp_path, capsys):
         "## Checks",
         "## Models",
     ]
+    assert " draws, 0 kinds of failures" in said and " passed" in said and "family-small-answers" in said

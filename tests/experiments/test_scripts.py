@@ -177,7 +177,7 @@ CASES = {
     ),
     "gallery": Case("--out {out}/x.md", lambda page: "## [find-sinks](measure/find-sinks.md)" in page, "x.md"),
     "make_shape": Case(
-        "--shape tiny --out {out}/m", lambda truth: truth["sink_layer"] == 1, "m/truth.json", quick=True
+        "--shape tiny --out {out}/m", lambda truth: truth["sink_layer"] == 1, "m/circuit.json", quick=True
     ),
     "make_recall": Case("--out {out}/m", lambda config: config == packaged_recall(), "m/config.json"),
     "loopbench.build": Case(

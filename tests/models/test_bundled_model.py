@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from experiments import train_bundled
-from experiments.bundled import card, facts, measure
+from experiments.bundled import card, facts
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "sinkscope" / "models" / "bundled"
@@ -48,16 +48,11 @@ def test_the_page_has_the_tables_of_the_record():
 
 @pytest.mark.slow
 def test_the_shipped_model_has_the_numbers_of_the_record(shipped):
-    texts = facts.typical_windows(AutoTokenizer.from_pretrained(BUNDLED), 256)
-    found = measure.norms_by_layer(shipped, texts)
+    survey = facts.surveyed(shipped, facts.typical_windows(AutoTokenizer.from_pretrained(BUNDLED), 256))
+    found = facts.norms_by_layer(survey)
     for name, values in RECORD["planted"]["norms"].items():
         assert found[name] == pytest.approx(values, rel=1e-3), name
-    assert measure.sink_heads(shipped, texts).sum(-1).tolist() == RECORD["planted"]["heads_per_layer"]
-
-
-def test_a_training_of_a_given_time_has_the_steps_that_fit():
-    assert train_bundled.steps_in(60, [100.0, 100.5, 101.0, 102.0]) == 90
-    assert train_bundled.steps_in(-5, [100.0, 101.0]) == 0
+    assert facts.sink_heads(survey).sum(-1).tolist() == RECORD["planted"]["heads_per_layer"]
 
 
 @pytest.mark.slow
