@@ -33,8 +33,8 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_") and name in _measurements():
         return globals().setdefault(name, _measurements()[name].load())
     near = get_close_matches(name, __dir__(), 1)
-    said = f"did you mean {near[0]}?" if near else f"it has: {', '.join(__dir__())}"
-    raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; {said}")
+    remedy = f"did you mean {near[0]}?" if near else f"it has: {', '.join(__dir__())}"
+    raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; {remedy}")
 
 
 def __dir__() -> list[str]:

@@ -105,7 +105,7 @@ def measure(
     done = {(row["label"], row["prompt"]) for row in read_rows(file)} if file.is_file() else set()
     template = None if settings["template"] is None else Template.read(settings["template"])
     found = found_server(url, server, template, settings["reasoning_end"])
-    print(found.said(), flush=True)
+    print(found.note(), flush=True)
     left = equal
     with served(application(url, MonitorSettings(), print, go_on=GoOn(found))) as proxy:
         for kind, prompt in prompts_of(settings["thinking"])[:count]:

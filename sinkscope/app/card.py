@@ -167,7 +167,7 @@ class SinkCard(Result):
         return sides[0], sides[1]
 
     def compared(self, other: SinkCard) -> SinkCard:
-        """Compare this card with another one and return it with the changes, the changed ones first.
+        """Return this card with its changes from another card; what changed stands first.
 
         Raises:
             SinkscopeError: The cards have no number or fact in common, are of other texts, or only one of them was made

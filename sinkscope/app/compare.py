@@ -107,46 +107,46 @@ class Comparison(Result):
             )
         by_texts = [change for change in moved if not change.is_constant]
         named = (by_texts or moved or judged)[0]
-        said = f"{last.name} against {self.first}: {counted}; "
+        start = f"{last.name} against {self.first}: {counted}; "
         long = (
-            f"{said}{named.label} {named.moved}, {named.texts} texts."
+            f"{start}{named.label} {named.moved}, {named.texts} texts."
             if named.texts
-            else f"{said}{named.label} {named.moved}."
+            else f"{start}{named.label} {named.moved}."
         )
-        return short_sentence([long, f"{said}{named.label} {named.moved}."])
+        return short_sentence([long, f"{start}{named.label} {named.moved}."])
 
     def cards(self) -> list[Card]:
         """Return a card for each thing that is compared: what changed, then what did not."""
         made: list[Card] = []
-        for one in self.results:
-            for about in dict.fromkeys(change.about for change in one.changes):
-                own = [change for change in one.changes if change.about == about]
-                title = f"{about or self.of}: {one.name}, compared with {self.first}"
+        for compared in self.results:
+            for about in dict.fromkeys(change.about for change in compared.changes):
+                own = [change for change in compared.changes if change.about == about]
+                title = f"{about or self.of}: {compared.name}, compared with {self.first}"
                 made.append(Card(title, tuple(card_rows(own))))
         return made
 
     def details(self) -> list[str]:
         """Return the rule by which a number counts as changed, and what is new in each result."""
         lines = [RULE]
-        for one in self.results[:-1]:
-            lines.append(f"{one.name}: {len(one.moved)} of {len(one.judged)} judged numbers changed.")
+        for compared in self.results[:-1]:
+            lines.append(f"{compared.name}: {len(compared.moved)} of {len(compared.judged)} judged numbers changed.")
         return lines
 
     def rows(self) -> Table:
         """Return one row for each number or word of each result."""
         rows: Table = []
-        for one in self.results:
-            for change in one.changes:
+        for compared in self.results:
+            for change in compared.changes:
                 row = asdict(change)
-                rows.append({"result": one.name, **row})
+                rows.append({"result": compared.name, **row})
         return rows
 
     def grids(self) -> list[Grid]:
         """Return the table of all changes."""
         rows: Table = []
-        for one in self.results:
-            for change in one.changes:
-                shown = {"result": one.name, "about": change.about, "label": change.label}
+        for compared in self.results:
+            for change in compared.changes:
+                shown = {"result": compared.name, "about": change.about, "label": change.label}
                 shown |= {"before": change.shown(change.before), "after": change.shown(change.after)}
                 shown |= {"change": change.moved, "which": change.which, "changed": change.changed}
                 rows.append(shown)
@@ -208,21 +208,21 @@ def compare(
     if measurement is None:
         raise SinkscopeError(f"--measure {measure}: expected {', '.join(measurements())}")
     options = {"device": device, "dtype": dtype, "bos": bos, "text": text, "field": field, "seed": seed}
-    given = [one for thing in results for one in expanded(thing)]
-    if len(given) < 2:
+    things = [item for thing in results for item in expanded(thing)]
+    if len(things) < 2:
         raise SinkscopeError(
-            f"{count_of(len(given), 'result')} to compare: give two or more (files of results, folders of checkpoints, "
-            "or models)"
+            f"{count_of(len(things), 'result')} to compare: give two or more (files of results, folders of "
+            "checkpoints, or models)"
         )
-    found: dict[str, Result] = {}
-    for number, thing in enumerate(given):
+    by_name: dict[str, Result] = {}
+    for number, thing in enumerate(things):
         name = name_of(thing)
-        if name in found:
+        if name in by_name:
             name = f"{name} ({number + 1})"
-        found[name] = (
+        by_name[name] = (
             thing if isinstance(thing, Result) else result_of(thing, name, measurement, options, out, progress)
         )
-    return comparison_of(found, started)
+    return comparison_of(by_name, started)
 
 
 def compare_results(results: Sequence[Any], **settings: Any) -> Comparison:
@@ -271,10 +271,10 @@ def comparison_of(results: Mapping[str, Result], started: float | None = None) -
 
 
 def refuse_other(first: str, base: Result, name: str, result: Result) -> None:
-    """Refuse a result that has another kind, other settings or other texts than the first one.
+    """Refuse a result whose kind, settings or texts differ from those of the first one.
 
     Raises:
-        SinkscopeError: It has.
+        SinkscopeError: They differ.
     """
     if result.kind != base.kind:
         raise SinkscopeError(f"{first} holds {base.kind}, and {name} holds {result.kind}: give results of one kind")
@@ -282,9 +282,9 @@ def refuse_other(first: str, base: Result, name: str, result: Result) -> None:
     known = TEXT_READ in base.settings and TEXT_READ in result.settings  # older files do not say it
     left_out = OF_THE_MODEL | ({"text"} if known else {TEXT_READ})  # a file may have two names
     for key in sorted({*base.settings, *result.settings} - left_out):
-        one, other = base.settings.get(key), result.settings.get(key)
-        if one != other:
-            differing.append(f"{key} is {one!r:.40} and {other!r:.40}")
+        value, other = base.settings.get(key), result.settings.get(key)
+        if value != other:
+            differing.append(f"{key} is {value!r:.40} and {other!r:.40}")
     if differing:
         raise SinkscopeError(
             f"{first} and {name} were measured with other settings or texts ({'; '.join(differing)}): measure both in "
@@ -359,9 +359,9 @@ def draw(result: Comparison) -> Any:
     The first number, such as the heads that attend to the first token, is always drawn; then those that changed.
     """
     drawn: dict[tuple[str, str], list[tuple[str, Change]]] = {}
-    for one in result.results:
-        for change in one.judged:
-            drawn.setdefault((change.about, change.label), []).append((one.name, change))
+    for compared in result.results:
+        for change in compared.judged:
+            drawn.setdefault((change.about, change.label), []).append((compared.name, change))
     numbers = list(drawn.items())
     others = sorted(numbers[1:], key=lambda item: not any(change.changed for _, change in item[1]))
     shown = [*numbers[:1], *others][:MOST_PANELS]

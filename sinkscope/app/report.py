@@ -38,7 +38,7 @@ def result_at(place: Path) -> Result:
 
 
 def why_missing(error: Exception) -> str:
-    """Return in one line why there is no result: what an error of ours says, or which one it was."""
+    """Return in one line why there is no result: the message of a SinkscopeError, or the type of any other error."""
     if is_out_of_memory(error):
         return "there is not enough memory for it"
     message = visible(pathless(str(error).partition("\n")[0]))
@@ -48,11 +48,11 @@ def why_missing(error: Exception) -> str:
 
 
 def sections_of(results: Mapping[str, Result | str], opened: Collection[str] = ()) -> tuple[list[Section], list[str]]:
-    """Return the sections of a page, those of one model together, and a line for each result that is missing.
+    """Return the sections of a page, grouped by model, and a line for each result that is missing.
 
     Args:
         results: Results by their displayed names, or why there is none.
-        opened: Names of those whose section is open; of the others the conclusion is seen.
+        opened: Names of the results whose sections are open; a closed section shows its conclusion alone.
     """
     sections: list[Section] = []
     missing: list[str] = []
@@ -186,12 +186,12 @@ class ScanTable(Result):
         """Return how many of the models have a spike, and how many heads attend to the sink."""
         measured = [row for row in self.scans if not row["problem"]]
         having = [row for row in measured if row["place"]]
-        said = f"{len(having)} of {len(measured)} models have a norm spike"
+        sentence = f"{len(having)} of {len(measured)} models have a norm spike"
         heads = sorted(row["heads"] for row in measured if row["heads"] is not None)
         if heads:
             shares = " to ".join(dict.fromkeys([percent(heads[0]), percent(heads[-1])]))
-            said += f"; {shares} of the heads attend to the sink"
-        return f"{said}."
+            sentence += f"; {shares} of the heads attend to the sink"
+        return f"{sentence}."
 
     def details(self) -> list[str]:
         """Return what has no card."""

@@ -189,11 +189,12 @@ def scan(
     folder = Path(out or f"scan-{Path(setup.target.name).name}")
     decisive = _settings(setup, quick)
     plan = Plan(folder, quick, parts, seconds)
-    with Folder(folder, decisive, FinishedPart, option="--out") as kept:
+    with Folder(folder, decisive, FinishedPart, option="--out") as finished:
         try:
-            outcomes = _outcomes(kept, plan, setup)
+            outcomes = _outcomes(finished, plan, setup)
         except KeyboardInterrupt:
-            note(f"{folder} keeps {count_of(len(kept.records), 'finished part')}: the same command goes on from there")
+            parts = count_of(len(finished.records), "finished part")
+            note(f"{folder} keeps {parts}: the same command goes on from there")
             raise
         on_card = tuple(card_part(part, outcome) for part, outcome in outcomes)
         card = SinkCard(
@@ -239,14 +240,14 @@ def parts_of(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
     return [every[name] for name in every if name in only]
 
 
-def _outcomes(kept: Folder[FinishedPart], plan: Plan, setup: Setup) -> Outcomes:
+def _outcomes(finished: Folder[FinishedPart], plan: Plan, setup: Setup) -> Outcomes:
     """Each part with its result, measured now or kept from an earlier run; or with why there is none."""
     outcomes: Outcomes = []
     end = None if plan.seconds is None else clock() + plan.seconds
     for number, part in enumerate(plan.parts):
         setup.progress(f"scan: {part.alone}", number, len(plan.parts))
         outcome: Result | str | None = None
-        if part.name in kept.records:
+        if part.name in finished.records:
             with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
                 outcome = Result.load(plan.folder / part.file)
         if outcome is None:
@@ -262,7 +263,7 @@ def _outcomes(kept: Folder[FinishedPart], plan: Plan, setup: Setup) -> Outcomes:
             if isinstance(outcome, Result):
                 outcome.save(plan.folder / part.file)
                 if "cut" not in outcome.settings:
-                    kept.append([FinishedPart(part.name)])
+                    finished.append([FinishedPart(part.name)])
         outcomes.append((part, outcome))
     return outcomes
 

@@ -1,6 +1,6 @@
 """A row of a benchmark's table, and what a benchmark says in at most 30 words.
 
-1. The methods of one set, one model and one run are ordered by score; controls are not.
+1. The methods that one run compares on a set and a model are ranked by score; controls are not ranked.
 2. The best one is compared with each other method, or with the control if there is none, prompt by prompt.
 3. It is ahead if the interval of every difference leaves zero out.
 4. If its score is that of chance, and the control's is not, nothing can be told of any method.
@@ -29,7 +29,7 @@ NOT_RANKED = (FULL, "random", "sampling")
 
 @dataclass(frozen=True)
 class BenchGroup:
-    """All answers of one method to one set by one model, under the same conditions.
+    """All answers of a model to a set of prompts under one method and the same conditions.
 
     Attributes:
         task: Name of the task.
@@ -41,7 +41,7 @@ class BenchGroup:
         score: Mean of the task's main metric over prompts.
         low: Lower end of its 95 % interval over prompts; NaN of fewer than three.
         high: Upper end of that interval.
-        differs: Conditions in which this run differs from others of the table, such as the dtype.
+        differs: Conditions by which the runs of a table differ, such as the dtype.
         scores: The score of each prompt, mean over its turns and seeds.
         parts: Mean of the main metric for each part of the set.
         metrics: What it cost, and the task's further metrics; None where no answer has it, or the full cache, with
@@ -96,7 +96,7 @@ def are_shares(task: str, scores: Sequence[float]) -> bool:
     return task_class(task).main in PERCENT and min(scores) >= 0 and max(scores) <= 1
 
 
-def difference(one: BenchGroup, other: BenchGroup) -> Interval | None:
+def difference(group: BenchGroup, other: BenchGroup) -> Interval | None:
     """Return by how much the score of a group is larger than that of another one.
 
     It is the mean of paired differences where both answered the same prompts. Otherwise their own intervals make that
@@ -105,13 +105,13 @@ def difference(one: BenchGroup, other: BenchGroup) -> Interval | None:
     Returns:
         None where a margin is unknown: a difference is then not judged.
     """
-    shares = are_shares(one.task, [one.score, other.score, *one.scores.values(), *other.scores.values()])
-    paired = difference_of(one.scores, other.scores, DIFFERENCES if shares else None)
+    shares = are_shares(group.task, [group.score, other.score, *group.scores.values(), *other.scores.values()])
+    paired = difference_of(group.scores, other.scores, DIFFERENCES if shares else None)
     if paired is not None:
         return paired
-    if one.margin is None or other.margin is None:
+    if group.margin is None or other.margin is None:
         return None
-    mean, margin = one.score - other.score, hypot(one.margin, other.margin)
+    mean, margin = group.score - other.score, hypot(group.margin, other.margin)
     return Interval(mean, mean - margin, mean + margin)
 
 

@@ -151,7 +151,7 @@ class BenchTable(Result):
         return next(iter(beside), None)
 
     def lead(self, group: BenchGroup) -> Interval | None:
-        """Return how much larger a score is than that of the method with which it is compared; None: not known."""
+        """Return how far a score is above that of the method it is compared with; None: not known."""
         reference = self.reference(group)
         if reference is None or reference is group:
             return None
@@ -266,9 +266,9 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part", beside: str | N
         attention=_each(settings, "attention"),
         seed=min((record.seed for run in runs for record in run), default=0),
     )
-    models = [one["model"] for one in settings]
+    models = [setting["model"] for setting in settings]
     model = ModelInfo(**models[0])
-    if any(one != models[0] for one in models):
+    if any(model_info != models[0] for model_info in models):
         model = replace(UNKNOWN_MODEL, name=_each(models, "name"), family=_each(models, "family"))
     return BenchTable(model=model, settings={"runs": settings}, provenance=origin, groups=tuple(groups), beside=beside)
 
@@ -287,8 +287,8 @@ def conditions_that_differ(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     names: set[str] = set()
     for first, other in combinations(runs, 2):
         if (first.get("task"), first["model"]["name"]) == (other.get("task"), other["model"]["name"]):
-            one, two = conditions(first), conditions(other)
-            names.update(name for name in one if one[name] != two.get(name))
+            own, others = conditions(first), conditions(other)
+            names.update(name for name in own if own[name] != others.get(name))
     return sorted(names)
 
 

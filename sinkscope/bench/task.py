@@ -194,8 +194,8 @@ def read_task(spec: str) -> Task:
         raise SinkscopeError("--task needle: give recall:kinds=needle, or other kinds, with the same settings")
     cls: Any = task_class(name)
     types = setting_types(cls)
-    for given in ("file", "given"):
-        types.pop(given, None)
+    for field in ("file", "given"):
+        types.pop(field, None)
     options = read_settings(parts, types, f"--task {name}")
     if cls is PromptFile:
         if not path_of(name, "give a file of prompts").is_file():

@@ -155,19 +155,19 @@ class CacheRecorder:
 
     def _compare_positions(self, layer: int, columns: Tensor, visible: Tensor, positions: Tensor) -> None:
         """Compare the positions that a layer gives its slots, if it does, with those of the tokens that they hold."""
-        said = told_positions(self._cache, layer)
-        if said is None:
+        claimed = told_positions(self._cache, layer)
+        if claimed is None:
             return
         self.placed += 1
         if self.misplaced:
             return
-        if said.shape != columns.shape:
-            self.misplaced = f"layer {layer} has {said.shape[-1]} positions for {columns.shape[-1]} slots"
+        if claimed.shape != columns.shape:
+            self.misplaced = f"layer {layer} has {claimed.shape[-1]} positions for {columns.shape[-1]} slots"
             return
         true = positions[:, None].expand(-1, columns.shape[1], -1).gather(2, columns)
-        for row, head, slot in (visible & (said != true)).nonzero().tolist()[:1]:
+        for row, head, slot in (visible & (claimed != true)).nonzero().tolist()[:1]:
             self.misplaced = (
-                f"layer {layer}, row {row}, kv head {head}: slot {slot} has position {int(said[row, head, slot])}, "
+                f"layer {layer}, row {row}, kv head {head}: slot {slot} has position {int(claimed[row, head, slot])}, "
                 f"and its token stands at {int(true[row, head, slot])}"
             )
 

@@ -41,7 +41,7 @@ class Step:
         new: Number of columns that the call reads.
         ids: Ids of these tokens, if they are given as ids.
         cache: The cache that the call continues; None if it was given none.
-        given: The arguments of the call, by name.
+        arguments: The arguments of the call, by name.
         earlier: The tokens before the call.
         state: What is known about these rows from earlier calls.
         layers: The layers of the cache that can evict; empty if nothing owns the cache.
@@ -64,7 +64,7 @@ class Step:
     new: int
     ids: Int[Tensor, "batch pos"] | None
     cache: Any
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     earlier: TokenPositions
     state: RowState
     layers: list[Any] = field(default_factory=list)
@@ -167,11 +167,11 @@ class Step:
             )
 
 
-def cache_in(given: Any) -> Any:
-    """Return the cache among arguments by name, or in a model's output; None if there is none."""
-    is_by_name = isinstance(given, dict)
+def cache_in(holder: Any) -> Any:
+    """Return the cache that a call's arguments, or a model's output, hold; None if there is none."""
+    is_by_name = isinstance(holder, dict)
     for name in CACHE_NAMES:
-        cache: Any = given.get(name) if is_by_name else getattr(given, name, None)
+        cache: Any = holder.get(name) if is_by_name else getattr(holder, name, None)
         if cache is not None:
             return cache
     return None
@@ -190,19 +190,19 @@ def tokens_in(cache: Any) -> int:
     return count
 
 
-def begin_step(run: int, number: int, given: Mapping[str, Any], cache: Any) -> Step:
+def begin_step(run: int, number: int, arguments: Mapping[str, Any], cache: Any) -> Step:
     """Make the record of a forward call.
 
     Args:
         run: Number of the block that acts in the call.
         number: Number of the call within the block.
-        given: Arguments of the call by name. The mask may be 2-D (1 = real), 4-D (bool or additive), a dict of these
-            by layer type, or None. Tokens that were read in an earlier call keep the mask of that call.
+        arguments: Arguments of the call by name. The mask may be 2-D (1 = real), 4-D (bool or additive), a dict of
+            such masks by layer type, or None. Tokens that were read in an earlier call keep the mask of that call.
         cache: The cache among them.
     """
-    ids: Tensor | None = given.get("input_ids")
-    tokens: Tensor = given["inputs_embeds"] if ids is None else ids
-    mask = given.get("attention_mask")
+    ids: Tensor | None = arguments.get("input_ids")
+    tokens: Tensor = arguments["inputs_embeds"] if ids is None else ids
+    mask = arguments.get("attention_mask")
     batch, new = tokens.shape[:2]
     past = 0 if cache is None else tokens_in(cache)
     states: dict[int, RowState] = getattr(cache, ROWS, None) or {}
@@ -212,12 +212,12 @@ def begin_step(run: int, number: int, given: Mapping[str, Any], cache: Any) -> S
     earlier = state.tokens
     if past < earlier.seen:  # tokens were taken back
         earlier = earlier.first(past)
-    step = Step(number, batch, past, new, ids, cache, given, earlier, state)
+    step = Step(number, batch, past, new, ids, cache, arguments, earlier, state)
     if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     if mask is None:
         if past == 0 and cache is None:
-            step.jumps = _jumps(given.get("position_ids"), batch, new)
+            step.jumps = _jumps(arguments.get("position_ids"), batch, new)
         if step.jumps is None:
             real = torch.ones(batch, past + new - earlier.seen, dtype=torch.bool, device=tokens.device)
             step.set_tokens(earlier.read(real))

@@ -27,9 +27,9 @@ def attention_name(config: Any) -> str:
     return str(object.__getattribute__(config, "_attn_implementation_internal"))
 
 
-def eager_attention(module: Any, *given: Any, **settings: Any) -> Any:
+def eager_attention(module: Any, *args: Any, **settings: Any) -> Any:
     """Attend as the model's own file defines it."""
-    return sys.modules[type(module).__module__].eager_attention_forward(module, *given, **settings)
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **settings)
 
 
 class Stock:

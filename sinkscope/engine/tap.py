@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -189,7 +189,7 @@ def _attend(
     if stock.kind == "sdpa":  # it drops these, or refuses to run
         softcap = sinks = None
     queries = query.shape[2]
-    source, first_query, first_key = _source(module, listeners, attention_mask, queries, key.shape[2], kwargs, has_gaps)
+    placed = _source(module, listeners, attention_mask, queries, key.shape[2], kwargs, has_gaps)
     if isinstance(attention_mask, FunctionMask):
         attention_mask = None
     call = Attention(
@@ -199,15 +199,15 @@ def _attend(
         key,
         value,
         attention_mask,
-        source,
-        first_query,
+        placed.source,
+        placed.first_query,
         queries,
         kwargs,
         stock,
         float(scaling),
         softcap,
         sinks,
-        first_key=first_key,
+        first_key=placed.first_key,
         is_repeated=is_repeated,
     )
     for handler in listeners:
@@ -276,10 +276,18 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     return mask
 
 
+class PlacedSource(NamedTuple):
+    """What says who sees whom in a layer, and the columns of the first query and of the first key."""
+
+    source: MaskSource
+    first_query: int
+    first_key: int
+
+
 def _source(
     module: Any, listeners: list[Handler], mask: Any, queries: int, keys: int, settings: dict[str, Any], has_gaps: bool
-) -> tuple[MaskSource, int, int]:
-    """What says who sees whom in a layer, and the columns of the first query and of the first key."""
+) -> PlacedSource:
+    """What says who sees whom in a layer, and where its queries and keys begin."""
     is_whole = isinstance(mask, Tensor) and mask.ndim == 4
     function: FunctionMask | None = mask if isinstance(mask, FunctionMask) else getattr(mask, _FUNCTION, None)
     first_query = first_key = None
@@ -298,11 +306,11 @@ def _source(
         first_key = 0
     if isinstance(mask, Tensor) and mask.ndim == 4:
         if function is None:  # a caller's own, which has a column for each token so far
-            return TensorMask(mask, first_query, 0), first_query, max(0, mask.shape[-1] - keys)
-        return TensorMask(mask, first_query, first_key, function), first_query, first_key
+            return PlacedSource(TensorMask(mask, first_query, 0), first_query, max(0, mask.shape[-1] - keys))
+        return PlacedSource(TensorMask(mask, first_query, first_key, function), first_query, first_key)
     if function is None or (function.is_skipped and not has_gaps):
-        return CausalMask(), first_query, first_key
-    return function, first_query, first_key
+        return PlacedSource(CausalMask(), first_query, first_key)
+    return PlacedSource(function, first_query, first_key)
 
 
 def _of_layer(module: Any, functions: dict[int | None, FunctionMask], settings: dict[str, Any]) -> FunctionMask:

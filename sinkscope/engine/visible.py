@@ -54,7 +54,7 @@ class MaskSource(ABC):
         A key at column -1 may be anything.
         """
 
-    def kept(self, queries: int) -> MaskSource:
+    def for_last(self, queries: int) -> MaskSource:
         """Return what is needed to ask later about the last queries of the call."""
         return self
 
@@ -145,7 +145,7 @@ class TensorMask(MaskSource):
             return seen.masked_fill(hidden, torch.finfo(seen.dtype).min)
         return seen & ~hidden
 
-    def kept(self, queries: int) -> MaskSource:
+    def for_last(self, queries: int) -> MaskSource:
         """Return the last rows alone, or the function that says the same."""
         mask, last = self.mask, self.first_query + self.mask.shape[2]
         if self.function is not None:

@@ -74,19 +74,21 @@ def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C
         function: The function.
         others: Function that gets the `**settings` of this one, whose parameters are checked as well.
     """
-    takes_any = any(one.kind == one.VAR_KEYWORD for one in inspect.signature(function).parameters.values())
+    takes_any = any(
+        parameter.kind == parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values()
+    )
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        parameters = {one.name: one for one in parameters_of(function)}
-        given = dict(kwargs)
+        parameters = {parameter.name: parameter for parameter in parameters_of(function)}
+        arguments = dict(kwargs)
         if others is not None:
-            parameters = {one.name: one for one in parameters_of(others)} | parameters
+            parameters = {parameter.name: parameter for parameter in parameters_of(others)} | parameters
         if others is not None or not takes_any:
-            refuse_unknown(function.__name__, given, parameters)
+            refuse_unknown(function.__name__, arguments, parameters)
         with suppress(TypeError):  # the call itself raises what Python says of such arguments
-            given |= inspect.signature(function).bind(*args, **kwargs).arguments
-        for name, value in given.items():
+            arguments |= inspect.signature(function).bind(*args, **kwargs).arguments
+        for name, value in arguments.items():
             if name in parameters:
                 parameters[name].check(value, in_python=True)
         return function(*args, **kwargs)
@@ -94,17 +96,17 @@ def checks_arguments(function: C, others: Callable[..., Any] | None = None) -> C
     return cast(C, call)
 
 
-def refuse_unknown(name: str, given: Iterable[str], known: Collection[str]) -> None:
+def refuse_unknown(name: str, arguments: Iterable[str], known: Collection[str]) -> None:
     """Refuse arguments that a function does not take, as Python does, with what was probably meant.
 
     Raises:
         TypeError: There is one.
     """
-    for one in given:
-        if one not in known:
-            near = get_close_matches(one, known, 1)
-            said = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
-            raise TypeError(f"{name}() got an unexpected keyword argument {one!r}; {said}")
+    for argument in arguments:
+        if argument not in known:
+            near = get_close_matches(argument, known, 1)
+            remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}; {remedy}")
 
 
 @cache
@@ -117,11 +119,11 @@ def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
     hints = get_type_hints(function, include_extras=True)
     descriptions = descriptions_of(inspect.getdoc(function) or "", "Args")
     parameters: list[Parameter] = []
-    for name, one in inspect.signature(function).parameters.items():
-        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             hint = hints.get(name, Any)
             kind, many = member_of(hint)
-            parameters.append(Parameter(name, kind, one.default, descriptions.get(name, ""), many, hint))
+            parameters.append(Parameter(name, kind, parameter.default, descriptions.get(name, ""), many, hint))
     return tuple(parameters)
 
 

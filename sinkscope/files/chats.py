@@ -73,7 +73,7 @@ _REASONING_PARTS = frozenset("thinking reasoning reasoning_text summary_text rea
 _TEXT_PARTS = frozenset("text output_text input_text refusal text_delta message markdown paragraph".split())
 
 
-class Said(NamedTuple):
+class MessageText(NamedTuple):
     """A text of a message.
 
     Attributes:
@@ -94,25 +94,25 @@ class Message(NamedTuple):
 
     Attributes:
         role: Who wrote it; empty if unknown.
-        said: Its texts.
+        texts: Its texts.
         data: The message as it was given.
     """
 
     role: Role
-    said: tuple[Said, ...]
+    texts: tuple[MessageText, ...]
     data: Mapping[str, Any]
 
     @property
     def text(self) -> str:
         """Return what it says, without reasoning and calls."""
-        return "".join(one.text for one in self.said if one.channel == TEXT)
+        return "".join(part.text for part in self.texts if part.channel == TEXT)
 
     @property
     def everything(self) -> str:
         """Return all its texts; of what a tool gave back, the whole data."""
-        if self.role == "tool" or not self.said:
+        if self.role == "tool" or not self.texts:
             return json.dumps(self.data.get("content", self.data.get("output")), ensure_ascii=False, default=str)
-        return "\n".join(one.text for one in self.said)
+        return "\n".join(part.text for part in self.texts)
 
 
 def role_of(data: Any) -> Role | None:
@@ -161,8 +161,8 @@ def unwrapped(line: Any) -> Any:
         case {"message": {"author": dict(author)} as message, **rest} if "parent" in rest:  # of ChatGPT's export
             return {**message, "role": author.get("role")}
         case {"source": str(source), "action": str(kind), "args": dict(args)}:  # OpenHands
-            said = {"role": source, "content": args.get("content") or args.get("thought") or ""}
-            return said if kind == "message" else {**said, "tool_calls": [{"name": kind, "arguments": args}]}
+            turn = {"role": source, "content": args.get("content") or args.get("thought") or ""}
+            return turn if kind == "message" else {**turn, "tool_calls": [{"name": kind, "arguments": args}]}
         case {"observation": _, "source": _}:
             return {**line, "role": "tool"}
         case {"message": dict(message)} if role_of(line) is None and role_of(message):
@@ -181,16 +181,16 @@ def messages_in(value: Any) -> list[Message] | None:
             return messages_in([node for node in nodes if role_of(node)])
         for field in _LISTS:
             if isinstance(value.get(field), list):
-                found = messages_in(value[field])
-                if found is not None:
-                    return found
+                messages = messages_in(value[field])
+                if messages is not None:
+                    return messages
         return None
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         return None
-    found = [message_of(one) for one in value]
-    if not any(one is not None for one in found):
+    messages = [message_of(item) for item in value]
+    if not any(message is not None for message in messages):
         return None
-    return [one for one in found if one is not None]
+    return [message for message in messages if message is not None]
 
 
 def message_of(line: Any) -> Message | None:
@@ -199,42 +199,42 @@ def message_of(line: Any) -> Message | None:
     role = role_of(data)
     if role is None:
         return None
-    return Message(role, tuple(said_in(data)), data)
+    return Message(role, tuple(texts_in(data)), data)
 
 
 def prompt_before(messages: Sequence[Message], place: int) -> str:
     """Return the last text of a user before a message."""
-    for one in reversed(messages[:place]):
-        if one.role == "user" and one.text:
-            return one.text
+    for message in reversed(messages[:place]):
+        if message.role == "user" and message.text:
+            return message.text
     return ""
 
 
-def said_in(item: Mapping[str, Any]) -> list[Said]:
+def texts_in(item: Mapping[str, Any]) -> list[MessageText]:
     """Return the texts of a message, a part of one, or an item of OpenAI's Responses; each call has its number."""
-    found: list[Said] = []
-    for one in _said(item):
+    texts: list[MessageText] = []
+    for part in _texts(item):
         number = 0
-        if one.channel == "call":
-            for earlier in found:
+        if part.channel == "call":
+            for earlier in texts:
                 if earlier.channel.startswith("call"):
                     number = int(earlier.channel.split()[1])
-            starts = one.is_name and any(earlier.channel == f"call {number}" for earlier in found)
-            one = one._replace(channel=f"call {number + starts}")
-        found.append(one)
-    return found
+            starts = part.is_name and any(earlier.channel == f"call {number}" for earlier in texts)
+            part = part._replace(channel=f"call {number + starts}")
+        texts.append(part)
+    return texts
 
 
-def _said(item: Mapping[str, Any]) -> Iterable[Said]:
+def _texts(item: Mapping[str, Any]) -> Iterable[MessageText]:
     """The texts of an item; all calls are "call", and each begins with its name, which may be empty."""
     kind = kind_of_part(item)
     if isinstance(kind, str) and (kind in _CALLS or kind.startswith("tool-")) and "role" not in item:
-        yield from call_said(item)
+        yield from call_texts(item)
         return
     if kind in _REASONING_PARTS:
-        yield Said(REASONING, _reasoning(item), kind=str(kind))
+        yield MessageText(REASONING, _reasoning(item), kind=str(kind))
         return
-    yield from reasoning_said(item)
+    yield from reasoning_texts(item)
     for field in ("content", "parts"):
         yield from _content(item.get(field))
     for field in ("text", "value", "refusal", "message", "utterance"):
@@ -242,51 +242,51 @@ def _said(item: Mapping[str, Any]) -> Iterable[Said]:
             yield from _content(item.get(field), item.get("thought") is True)
     audio = item.get("audio")
     if isinstance(audio, Mapping) and isinstance(audio.get("transcript"), str):
-        yield Said(TEXT, audio["transcript"])
+        yield MessageText(TEXT, audio["transcript"])
     for call in item.get("tool_calls") or ():
-        yield from call_said(call.get("function") or call)
+        yield from call_texts(call.get("function") or call)
     for field in ("function_call", "functionCall", "toolUse", "executableCode", "tool_use"):
         if isinstance(item.get(field), Mapping):
-            yield from call_said(item[field])
+            yield from call_texts(item[field])
 
 
-def reasoning_said(item: Mapping[str, Any]) -> list[Said]:
+def reasoning_texts(item: Mapping[str, Any]) -> list[MessageText]:
     """Return the reasoning in the fields of a message: the first that is filled."""
     for field in _THOUGHT:
         if item.get(field):
             text = _reasoning(item[field])
-            return [Said(REASONING, text, kind=field)] if text else []
+            return [MessageText(REASONING, text, kind=field)] if text else []
     return []
 
 
-def call_said(call: Mapping[str, Any]) -> list[Said]:
+def call_texts(call: Mapping[str, Any]) -> list[MessageText]:
     """Return the name and the arguments of a call, in the channel "call"."""
     name = call.get("name") or call.get("toolName") or call.get("tool_name") or ""
     kind = call.get("type")
     if not name and isinstance(kind, str) and kind.startswith("tool-"):
         name = kind.removeprefix("tool-")
-    found = [Said("call", str(name), is_name=True)]
+    texts = [MessageText("call", str(name), is_name=True)]
     for field in _ARGUMENTS:
         value = call.get(field)
         if value not in (None, "", {}):
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            found.append(Said("call", text))
+            texts.append(MessageText("call", text))
             break
-    return found
+    return texts
 
 
-def _content(value: Any, thought: bool = False) -> Iterable[Said]:
+def _content(value: Any, thought: bool = False) -> Iterable[MessageText]:
     """The texts of a field: a string, a part, or a list of parts."""
     if isinstance(value, str):
-        yield Said(REASONING if thought else TEXT, value)
+        yield MessageText(REASONING if thought else TEXT, value)
     elif isinstance(value, list):
         for part in value:
             if isinstance(part, str):
-                yield Said(TEXT, part)
-            elif isinstance(part, Mapping) and _is_said(part):
-                yield from _said(part)
-    elif isinstance(value, Mapping) and _is_said(value):
-        yield from _said(value)
+                yield MessageText(TEXT, part)
+            elif isinstance(part, Mapping) and _holds_text(part):
+                yield from _texts(part)
+    elif isinstance(value, Mapping) and _holds_text(value):
+        yield from _texts(value)
 
 
 def kind_of_part(part: Mapping[str, Any]) -> Any:
@@ -300,7 +300,7 @@ def is_item(data: Any) -> bool:
     return kind == "message" or kind in _CALLS or kind in _REASONING_PARTS or kind in _TEXT_PARTS
 
 
-def _is_said(part: Mapping[str, Any]) -> bool:
+def _holds_text(part: Mapping[str, Any]) -> bool:
     """Whether a part of a message is of a kind that holds text: a result of a tool, say, does not."""
     kind = kind_of_part(part)
     if kind is None:

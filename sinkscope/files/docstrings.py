@@ -27,9 +27,9 @@ def docstring_at(place: str) -> str:
     inside = ast.parse(path.read_text(encoding="utf-8")).body
     *classes, function = name.split(".")
     for word in classes:
-        inside = next(one.body for one in inside if isinstance(one, ast.ClassDef) and one.name == word)
-    found = next(one for one in inside if isinstance(one, ast.FunctionDef) and one.name == function)
-    return ast.get_docstring(found) or ""
+        inside = next(node.body for node in inside if isinstance(node, ast.ClassDef) and node.name == word)
+    definition = next(node for node in inside if isinstance(node, ast.FunctionDef) and node.name == function)
+    return ast.get_docstring(definition) or ""
 
 
 def descriptions_of(doc: str, title: str) -> dict[str, str]:

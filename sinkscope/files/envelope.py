@@ -64,7 +64,7 @@ class Envelope:
 
     def own_fields(self) -> dict[str, Any]:
         """Return the fields of the subclass and their values."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ENVELOPE_FIELDS}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ENVELOPE_FIELDS}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the envelope: schema, kind, model, result, settings, provenance.

@@ -37,9 +37,9 @@ class _Builder:
     def value(self) -> Any:
         return self._builder.value
 
-    def send(self, found: tuple[str, Any]) -> None:
+    def send(self, parsed: tuple[str, Any]) -> None:
         """Take an event."""
-        event, value = found
+        event, value = parsed
         begins, ends = event in ("start_map", "start_array"), event in ("end_map", "end_array")
         if self._depth:
             self._depth += begins - ends
@@ -72,18 +72,18 @@ def parsing(text: str) -> Generator[None, None, Any]:
     if parts < _FEW_PARTS:
         return parse_json(content)
     built = _Builder()
-    found: Any = ijson.sendable_list()
-    parser: Any = ijson.basic_parse_coro(found, use_float=True)
+    events: Any = ijson.sendable_list()
+    parser: Any = ijson.basic_parse_coro(events, use_float=True)
     try:
         for place in range(0, len(content), _SLICE):
             parser.send(content[place : place + _SLICE])
-            for each in found:
+            for each in events:
                 built.send(each)
-            del found[:]
+            del events[:]
             yield
         parser.close()
     except ijson.JSONError as error:
         raise ValueError(str(error).partition("\n")[0]) from None
-    for each in found:
+    for each in events:
         built.send(each)
     return built.value

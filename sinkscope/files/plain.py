@@ -70,8 +70,8 @@ def as_utf8(word: str) -> str:
     return word
 
 
-def _written_out(found: re.Match[str]) -> str:
-    character = found[0]
+def _written_out(match: re.Match[str]) -> str:
+    character = match[0]
     if character.isprintable() or character in _JOINERS or unicodedata.category(character) == "Zs":
         return character
     return character.encode("unicode_escape").decode()
@@ -110,9 +110,9 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, str):
         return pathless(value)
     if isinstance(value, list):
-        return [_without_folders(one) for one in cast("list[Any]", value)]
+        return [_without_folders(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {key: _without_folders(one) for key, one in cast("dict[str, Any]", value).items()}
+        return {key: _without_folders(item) for key, item in cast("dict[str, Any]", value).items()}
     return value
 
 

@@ -143,9 +143,9 @@ def with_own_settings(cls: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by field: those that belong to the settings in a field are put together there."""
     by_field = dict(settings)
     for name, own in _settings_within(cls).items():
-        given = {key: by_field.pop(key) for key in setting_types(own) if key in by_field}
-        if given:
-            by_field[name] = own(**given)
+        own_settings = {key: by_field.pop(key) for key in setting_types(own) if key in by_field}
+        if own_settings:
+            by_field[name] = own(**own_settings)
     return by_field
 
 
@@ -196,19 +196,19 @@ def checked(cls: type[T]) -> type[T]:
     """Make a frozen dataclass whose fields are checked against their annotations; the error is a SinkscopeError."""
     frozen: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
     build: Callable[..., None] = frozen.__init__
-    known = [one.name for one in fields(frozen)]
+    known = [field.name for field in fields(frozen)]
 
     @wraps(build)
-    def init(self: Any, *args: Any, **given: Any) -> None:
+    def init(self: Any, *args: Any, **settings: Any) -> None:
         try:
-            build(self, *args, **given)
+            build(self, *args, **settings)
         except ValidationError as error:
-            unknown = [name for name in given if name not in known]
+            unknown = [name for name in settings if name not in known]
             if unknown:
                 near = get_close_matches(unknown[0], known, 1) or known
                 names = f"{cls.__name__} has no field {unknown[0]!r}"
                 raise SinkscopeError(f"{names}: expected {', '.join(near)}") from None
-            raise _refusal(error, given, "", "") from None
+            raise _refusal(error, settings, "", "") from None
 
     frozen.__init__ = init
     return frozen
@@ -259,9 +259,9 @@ def check_fields(settings: Any) -> None:
         SinkscopeError: A field does not fit; the message names the first, its value and what was expected.
     """
     hints = get_type_hints(type(settings), include_extras=True)
-    for one in fields(settings):
-        name = f"{type(settings).__name__}: {one.name}="
-        checked_value(hints[one.name], getattr(settings, one.name), name, strict=True)
+    for field in fields(settings):
+        name = f"{type(settings).__name__}: {field.name}="
+        checked_value(hints[field.name], getattr(settings, field.name), name, strict=True)
 
 
 def build(kind: type[T], value: Any, where: str, expected: str = "") -> T:
@@ -290,11 +290,11 @@ _PAIRS = re.compile(r"\\\\|\\ud[89ab]..\\ud[c-f]..|\\ud[89a-f]..")
 """In JSON: an escaped backslash, a surrogate pair, and half of one, such as a byte of a name that is not UTF-8."""
 
 
-def _half_written_out(found: re.Match[str]) -> str:
+def _half_written_out(match: re.Match[str]) -> str:
     """Escape half of a surrogate pair once more, which pydantic does not take; the rest stays."""
-    if len(found[0]) == len(r"\ud800"):
-        return f"\\{found[0]}"
-    return found[0]
+    if len(match[0]) == len(r"\ud800"):
+        return f"\\{match[0]}"
+    return match[0]
 
 
 _NULL_AS_NAN = core_schema.no_info_after_validator_function(lambda _: nan, core_schema.none_schema())

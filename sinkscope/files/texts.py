@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.chats import ANSWERS, PROMPTS, Message, Role, Said, message_of, messages_in
+from sinkscope.files.chats import ANSWERS, PROMPTS, Message, MessageText, Role, message_of, messages_in
 from sinkscope.files.opener import open_regular, reason_of
 from sinkscope.files.output import PathName, path_of
 from sinkscope.files.plain import parse_json
@@ -37,7 +37,7 @@ class TextRecord(NamedTuple):
     @property
     def text(self) -> str:
         """Return the texts of all messages, with a blank line between."""
-        return "\n\n".join(one.text for one in self.messages if one.text)
+        return "\n\n".join(message.text for message in self.messages if message.text)
 
 
 def read_texts(path: PathName, field: str | None = None) -> Iterator[TextRecord]:
@@ -152,7 +152,7 @@ def _texts_of(record: Mapping[Any, Any]) -> tuple[Message, ...]:
 
 
 def _message(role: Role, text: str) -> Message:
-    return Message(role, (Said("text", text),), {"content": text})
+    return Message(role, (MessageText("text", text),), {"content": text})
 
 
 def is_text_file(path: PathName) -> bool:

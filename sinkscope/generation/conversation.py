@@ -290,8 +290,8 @@ class Conversation:
         )
         self.turns = [*self.turns, turn]
         if isinstance(prompt, str):
-            said, answered = {"role": "user", "content": prompt}, {"role": "assistant", "content": text or ""}
-            self._messages = [*self._messages, said, answered]
+            asked, answered = {"role": "user", "content": prompt}, {"role": "assistant", "content": text or ""}
+            self._messages = [*self._messages, asked, answered]
         return turn
 
     def _text_of(self, answer: list[int]) -> str | None:

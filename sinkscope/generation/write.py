@@ -64,13 +64,13 @@ class Pieces(StoppingCriteria):
     ) -> tuple[Int[Tensor, "row next"], Int[Tensor, "row next"]]:
         """Return what the cache holds with the token with which each row goes on, and which tokens are real."""
         assert self.taken is not None
-        kept, reread = self.taken.kept.to(mask), self.taken.reread
+        kept_columns, reread = self.taken.kept_columns.to(mask), self.taken.reread
         self.taken, self.goes_on = None, True
-        seen = kept.shape[1]
+        seen = kept_columns.shape[1]
         newest = ids[:, min(seen, ids.shape[1] - 1)].clone()  # the next one, or that which is read again
         for row, token in reread.items():
             newest[row] = token
-        return torch.cat([ids[:, :seen], newest[:, None]], 1), torch.nn.functional.pad(kept, (0, 1), value=1)
+        return torch.cat([ids[:, :seen], newest[:, None]], 1), torch.nn.functional.pad(kept_columns, (0, 1), value=1)
 
 
 def write(

@@ -181,7 +181,7 @@ class CacheKeeper(Actor):
             self._begin_decoding(step)
         else:
             if step.past and step.new > 1:
-                check_mask(step.given.get("attention_mask"), step, self.target)
+                check_mask(step.arguments.get("attention_mask"), step, self.target)
             state.prefilling = True
             self._acted = bool(self._acted) or step.prompting
             for kv in layers:
@@ -229,7 +229,7 @@ class CacheKeeper(Actor):
         step.has_gaps = has_gaps
         if not has_gaps or step.new > 1 or is_ragged:
             return has_gaps
-        mask = step.given.get("attention_mask")
+        mask = step.arguments.get("attention_mask")
         return isinstance(mask, Tensor) and mask.ndim == 4
 
     def attend(self, step: Step, attention: Attention) -> None:

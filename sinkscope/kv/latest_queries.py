@@ -23,8 +23,8 @@ from sinkscope.models.grouped_heads import per_query_head
 
 
 @dataclass(frozen=True, eq=False)
-class Said:
-    """What queries from a column on see, as their call said it.
+class Visibility:
+    """What the queries from a column on see, as the model said it in their call.
 
     Attributes:
         first: The first column.
@@ -48,7 +48,7 @@ class LayerQueries:
         column: Their columns; -1 where a row has no more.
         end: Number of columns when they were read; the columns are the last ones of all rows if they are `aligned`.
         aligned: Whether no padding was left out among them.
-        said: What they see, for ascending first columns.
+        visibility: What they see, for ascending first columns.
         module: The attention module.
         probs: Gives rows of queries and keys of the layer under a mask (`Attention.probs_function`).
     """
@@ -57,7 +57,7 @@ class LayerQueries:
     column: Int[Tensor, "batch query"]
     end: int
     aligned: bool
-    said: tuple[Said, ...]
+    visibility: tuple[Visibility, ...]
     module: Any
     probs: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -73,17 +73,17 @@ class LayerQueries:
         if not aligned:
             column = torch.where(step.on(device) >= 0, column, -1)
         visible = attention.visible
-        source = visible.source.kept(count if aligned else step.new)
-        said = (Said(step.past, source, visible.hidden, step.new == 1),)
+        source = visible.source.for_last(count if aligned else step.new)
+        visibility = (Visibility(step.past, source, visible.hidden, step.new == 1),)
         if earlier is not None and earlier.end == step.past and (step.new < count or not aligned):
             query = torch.cat([earlier.query, query], 2)
             column = torch.cat([earlier.column.to(device), column], 1)
-            said, aligned = _joined(earlier.said, said[0], count), aligned and earlier.aligned
+            visibility, aligned = _joined(earlier.visibility, visibility[0], count), aligned and earlier.aligned
         if aligned:
             query, column = query[:, :, -count:].clone(), column[:, -count:]
         else:
             query, column = _latest(query, column, count)
-        return cls(query, column, end, aligned, said, attention.module, attention.probs_function())
+        return cls(query, column, end, aligned, visibility, attention.module, attention.probs_function())
 
     def take(self, rows: Int[Tensor, " row"]) -> LayerQueries:
         """Return those of other rows of the batch, by their numbers."""
@@ -119,29 +119,29 @@ class LayerQueries:
         """The mask of queries in these columns, run by run of neighbours of one call."""
         parts: list[Tensor] = []
         batch = len(columns)
-        for said, run in self._runs(at):
-            visible = Visible(said.source, run, columns, batch, columns.device, said.hidden)
+        for visibility, run in self._runs(at):
+            visible = Visible(visibility.source, run, columns, batch, columns.device, visibility.hidden)
             mask = visible.mask()
             parts.append(mask if row is None else mask[row : row + 1])
         return torch.cat(parts, 2)
 
-    def _runs(self, at: Sequence[int]) -> list[tuple[Said, range]]:
-        """Runs of neighbouring columns, each with what its call said; a query that a row lacks is a run of its own."""
-        runs: list[tuple[Said, range]] = []
+    def _runs(self, at: Sequence[int]) -> list[tuple[Visibility, range]]:
+        """Runs of neighbouring columns, each with what its queries see; each query that a row lacks is its own run."""
+        runs: list[tuple[Visibility, range]] = []
         for column in at:
-            said = self.said[0]
-            for later in self.said:
+            visibility = self.visibility[0]
+            for later in self.visibility:
                 if later.first <= column:
-                    said = later
-            if runs and runs[-1][0] is said and runs[-1][1].stop == column:
-                runs[-1] = (said, range(runs[-1][1].start, column + 1))
+                    visibility = later
+            if runs and runs[-1][0] is visibility and runs[-1][1].stop == column:
+                runs[-1] = (visibility, range(runs[-1][1].start, column + 1))
             else:
-                column = max(column, said.first)
-                runs.append((said, range(column, column + 1)))
+                column = max(column, visibility.first)
+                runs.append((visibility, range(column, column + 1)))
         return runs
 
 
-def _joined(earlier: tuple[Said, ...], latest: Said, count: int) -> tuple[Said, ...]:
+def _joined(earlier: tuple[Visibility, ...], latest: Visibility, count: int) -> tuple[Visibility, ...]:
     """What queries of several calls see; generated tokens that see by one function need it once."""
     before = earlier[-1]
     both = before.is_single and latest.is_single and type(before.source) is type(latest.source)

@@ -213,10 +213,10 @@ class Slots:
         values = torch.embedding(self.values.flatten(0, 2), index)
         self.hold(keys, values, pos)
 
-    def evict_others(self, kept: Bool[Tensor, "row pos"]) -> None:
+    def evict_others(self, stays: Bool[Tensor, "row pos"]) -> None:
         """Free every slot, in all heads, whose true position is not among those that are kept of its row."""
         pos = self.pos
-        here = kept.to(pos.device)[:, None].expand(-1, pos.shape[1], -1)
+        here = stays.to(pos.device)[:, None].expand(-1, pos.shape[1], -1)
         self.evict((pos >= 0) & here.gather(2, pos.clamp(min=0)))
 
     def hold(

@@ -30,7 +30,7 @@ class Change:
 
     Attributes:
         label: What it is.
-        about: What it is about, such as one spike; empty if it is about the whole result.
+        about: Its subject, such as one spike; empty: the whole result.
         before: In the first result; the mean over the texts that are compared. None: it is not there.
         after: In the other result.
         value: How far the number moved. None: a word, or it is in one result alone.

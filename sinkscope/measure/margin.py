@@ -104,19 +104,19 @@ def resampled_margin(
 
 
 def difference_of(
-    one: Mapping[str, float], other: Mapping[str, float], bounds: tuple[float, float] | None = None
+    numbers: Mapping[str, float], other: Mapping[str, float], bounds: tuple[float, float] | None = None
 ) -> Interval | None:
     """Return the interval of the mean difference over the texts or prompts that both have.
 
     Args:
-        one: A number of each text, by its name.
+        numbers: A number of each text, by its name.
         other: The same of another model or method.
         bounds: As for `interval_of`.
 
     Returns:
         None for fewer than three.
     """
-    return interval_of(np.array([value - other[name] for name, value in one.items() if name in other]), bounds)
+    return interval_of(np.array([value - other[name] for name, value in numbers.items() if name in other]), bounds)
 
 
 def in_points(moved: float, interval: Interval | None, share: bool) -> str:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from sinkscope.models.hooks import Args, Hook, Kwargs, parameters_of
+from sinkscope.models.hooks import Args, Hook, Kwargs, forward_parameters
 from sinkscope.models.target import Target
 
 _NOW, _IN_BRIDGES = "cache", "past_key_values"  # the second in the attention of TransformerLens, up to 4.3
@@ -21,7 +21,7 @@ CACHE_NAMES = (_NOW, _IN_BRIDGES)
 
 def cache_parameter(module: nn.Module) -> inspect.Parameter | None:
     """Return the parameter for the cache of a module; None if there is none of a known name."""
-    parameters = parameters_of(type(module))
+    parameters = forward_parameters(type(module))
     for name in CACHE_NAMES:
         if name in parameters:
             return parameters[name]
@@ -66,7 +66,7 @@ def new_cache(target: Target) -> Any:
 
 def by_name(module: nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Return all arguments of a call by the names of the parameters."""
-    return {**dict(zip(parameters_of(type(module)), args, strict=False)), **kwargs}
+    return {**dict(zip(forward_parameters(type(module)), args, strict=False)), **kwargs}
 
 
 def bridge_hooks(bridge: nn.Module) -> list[Hook]:

@@ -75,7 +75,7 @@ def _in_thread(owner: int, fn: Callable[..., Any], arguments: int, *values: Any)
 
 
 @lru_cache(256)
-def parameters_of(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+def forward_parameters(kind: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of the `forward` of a class of modules, by name.
 
     Of a class, because wrappers that are set on a module (of nnsight, for instance) take any arguments.

@@ -145,7 +145,7 @@ class Inputs:
 
 def read_inputs(
     target: Target,
-    given: Any,
+    inputs: Any,
     mask: Any = None,
     *,
     bos: bool | None = None,
@@ -155,8 +155,8 @@ def read_inputs(
 
     Args:
         target: The model, whose tokenizer encodes texts.
-        given: One or several texts; ids as a list, lists, an array or a tensor; or a mapping such as a `BatchEncoding`,
-            whose `input_ids` and `attention_mask` are read.
+        inputs: One or several texts; ids as a list, lists, an array or a tensor; or a mapping with `input_ids` and
+            `attention_mask`, such as a `BatchEncoding`.
         mask: 1 for real tokens, 0 for padding; of a mapping, by default its `attention_mask`.
         bos: Whether texts begin with the BOS token. By default the tokenizer decides.
         special: Whether the tokenizer adds its special tokens to texts.
@@ -164,11 +164,11 @@ def read_inputs(
     Raises:
         SinkscopeError: The input is none of these or empty, an id or mask is invalid, or there is no tokenizer.
     """
-    tokens = given
-    if isinstance(given, Mapping):
-        tokens = given.get("input_ids")
+    tokens = inputs
+    if isinstance(inputs, Mapping):
+        tokens = inputs.get("input_ids")
         if mask is None:
-            mask = given.get("attention_mask")
+            mask = inputs.get("attention_mask")
     if tokens is None:
         raise SinkscopeError(f"no tokens are given: {_EXPECTED}")
     if isinstance(tokens, str):
@@ -179,7 +179,7 @@ def read_inputs(
         rows = _rows_of_ids(tokens)
     else:
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
-    if isinstance(given, Mapping) and target.available_tokenizer is not None:  # tokenized with BOS by a template, too
+    if isinstance(inputs, Mapping) and target.available_tokenizer is not None:  # tokenized with BOS by a template, too
         for number, row in enumerate(rows, 1):
             note_second_bos(row, resolve_bos(target.available_tokenizer, target.config, None), f"row {number}")
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
@@ -193,22 +193,22 @@ def read_inputs(
     return Inputs(ids, None if bool(padding.all()) else padding.long())
 
 
-def read_row(target: Target, given: Any, what: str = "the input", *, special: bool = True) -> list[int]:
+def read_row(target: Target, inputs: Any, what: str = "the input", *, special: bool = True) -> list[int]:
     """Return the ids of one text, or of one row of ids.
 
     Args:
         target: The model, whose tokenizer encodes a text.
-        given: A text; or ids as a list, an array or a tensor.
+        inputs: A text; or ids as a list, an array or a tensor.
         what: What it is, as errors name it.
         special: Whether the tokenizer adds its special tokens to a text.
 
     Raises:
         SinkscopeError: As for `read_inputs`; or there are several rows, or more tokens than the context holds.
     """
-    if isinstance(given, list | tuple):
-        given = [given]
+    if isinstance(inputs, list | tuple):
+        inputs = [inputs]
     try:
-        rows = read_inputs(target, given, special=special).rows()
+        rows = read_inputs(target, inputs, special=special).rows()
     except SinkscopeError as error:
         raise SinkscopeError(f"{what}: {error}") from None
     if len(rows) > 1:
@@ -217,10 +217,10 @@ def read_row(target: Target, given: Any, what: str = "the input", *, special: bo
     return rows[0]
 
 
-def _checked_mask(given: Any, ids: Ids) -> Ids:
+def _checked_mask(values: Any, ids: Ids) -> Ids:
     """Return the user's attention mask as `[batch pos]`, if it fits the ids."""
     try:
-        mask = torch.as_tensor(given)
+        mask = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         mask = torch.empty(0)  # no numbers
     if mask.ndim == 1:
@@ -256,11 +256,11 @@ def _encode(target: Target, texts: Sequence[str], bos: bool | None, special: boo
     return rows
 
 
-def _rows_of_ids(given: Any) -> list[list[int]]:
+def _rows_of_ids(ids: Any) -> list[list[int]]:
     """Return a list for each row of a tensor, an array, or lists; one row may be given alone."""
-    rows = _as_lists(given)
+    rows = _as_lists(ids)
     if not isinstance(rows, list):
-        raise SinkscopeError(f"tokens of type {type(given).__name__}: {_EXPECTED}")
+        raise SinkscopeError(f"tokens of type {type(ids).__name__}: {_EXPECTED}")
     if not any(isinstance(row, list) for row in rows):
         rows = [rows]
     for row in rows:

@@ -154,7 +154,7 @@ def view_layer(
     hooks += target.part_hooks(layer, "down", "pre", on_input(partial(keep, "shared" if is_mixture else "post")))
     if is_mixture:
         hooks += target.part_hooks(layer, "experts", "post", experts_done)
-        weigh = on_hidden(lambda given: keep("shared weight", given.sigmoid()))
+        weigh = on_hidden(lambda logits: keep("shared weight", logits.sigmoid()))
         hooks += target.part_hooks(layer, "shared_gate", "post", weigh)
     with target.hooks(*hooks):
         target.forward(ids, last_layer=layer, start=start)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import DRAFT, PATHS, Found
 from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.hooks import Hook, hooked, parameters_of
+from sinkscope.models.hooks import Hook, forward_parameters, hooked
 from sinkscope.models.partial_pass import LayerInput, bounded, stop
 from sinkscope.models.shards import Shards, shards_of, split_weight
 from sinkscope.models.weights import brought, input_width
@@ -303,7 +303,7 @@ class Target:
     ) -> Float[Tensor, "batch some vocab"]:
         """Run a pass, and return the logits at some positions, which most models then compute alone."""
         options: dict[str, Any] = {}
-        if "logits_to_keep" in parameters_of(type(self.hf)):
+        if "logits_to_keep" in forward_parameters(type(self.hf)):
             options = {"logits_to_keep": positions.to(self.device)}
         logits = self.forward(ids, unembed=True, start=start, **options).logits
         return logits if options else logits[:, positions]

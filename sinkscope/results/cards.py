@@ -29,10 +29,10 @@ class Card:
         width = width or LONGEST
         margin = 4 + max((len(label) for label, _ in self.rows), default=0)
         lines = wrap(self.title, width)
-        for label, said in self.rows:
+        for label, numbers in self.rows:
             start = f"  {label}".ljust(margin)
             room = max(20, width - margin)
             lines += wrap(
-                said, room + margin, initial_indent=start, subsequent_indent=" " * margin, break_on_hyphens=False
+                numbers, room + margin, initial_indent=start, subsequent_indent=" " * margin, break_on_hyphens=False
             )
         return "\n".join(lines)

@@ -28,7 +28,7 @@ class ProgressBar:
 
     It is called with what is being done, how much of it is done, and how much there is. It appears with the first call
     and must end before anything but a note is printed, because it is painted over what stands in its line.
-    Bars of other libraries, such as that of a download, take turns with it there.
+    Bars of other libraries, such as a download's, take turns with it.
     """
 
     shown: ClassVar[bool] = False

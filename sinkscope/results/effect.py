@@ -37,7 +37,7 @@ class Effect:
     @property
     def control(self) -> tuple[str, float]:
         """The name and share of the control that is nearest."""
-        return min(self.controls.items(), key=lambda one: abs(one[1] - self.value))
+        return min(self.controls.items(), key=lambda named: abs(named[1] - self.value))
 
     def sentence(self, template: str, **words: str) -> str:
         """Return a sentence with {value}, {control} and other words in their places; a margin is before the control.
@@ -45,9 +45,9 @@ class Effect:
         Shares have as many digits as it takes to tell them apart, two at most.
         """
         name, control = self.control
-        said, beside = percent(self.value), percent(control)
+        value, beside = percent(self.value), percent(control)
         for digits in (1, 2):
-            if said == beside and abs(self.value - control) >= 1e-3:
-                said, beside = percent(self.value, digits), percent(control, digits)
+            if value == beside and abs(self.value - control) >= 1e-3:
+                value, beside = percent(self.value, digits), percent(control, digits)
         margin = f"± {percent(self.margin)}; " if self.margin else ""
-        return template.format(value=said, control=f"{margin}{name}: {beside}", **words)
+        return template.format(value=value, control=f"{margin}{name}: {beside}", **words)

@@ -25,9 +25,9 @@ def neuron_name(layer: int, *place: int | None) -> str:
     """
     *expert, neuron = place
     name = f"L{layer}"
-    for one in expert:
-        if one is not None:
-            name += f".E{one}"
+    for number in expert:
+        if number is not None:
+            name += f".E{number}"
     return f"{name}.N{neuron}"
 
 
@@ -52,7 +52,7 @@ def word_list(things: Sequence[object], most: int = 12) -> str:
 
 
 def word_form(count: int, singular: str, plural: str) -> str:
-    """Return the word that agrees with a number of things, such as "is" or "are"; of none it is the plural."""
+    """Return the word that agrees with a number of things, such as "is" or "are"; plural for zero."""
     if count == 1:
         return singular
     return plural

@@ -35,7 +35,7 @@ class Neuron:
 
     @property
     def address(self) -> Neuron:
-        """The neuron alone, of one with numbers of a measurement beside it."""
+        """The neuron alone, without the numbers of a measurement that a subclass adds."""
         return Neuron(self.layer, self.expert, self.neuron)
 
     def __str__(self) -> str:

@@ -40,10 +40,10 @@ class Number:
         samples: The number of each text or prompt, by what tells them apart, so that two models are compared text by
             text.
         items: Names of what it counts or lists, so that a comparison says which are new.
-        about: What it is about, such as one spike of several; empty if it is about the whole result.
-        whole: Of how many things it is a share, so that a comparison says it as a count; 0 if it is of no count.
+        about: Its subject, such as one spike of several; empty: the whole result.
+        whole: The total if it is the share of a count, so that a comparison shows the count; else 0.
         site: Layer, expert (None without experts) and neuron, if it is about one neuron.
-        comes: Whether it is a finding of its own, which comes or goes where another result does not have it.
+        comes: Whether it is a finding that may be absent from another result; a comparison then says so.
     """
 
     key: str
@@ -127,9 +127,9 @@ class Result(Envelope):
         return []
 
     def numbers_beside(self, other: Any) -> tuple[list[Number], list[Number]]:
-        """Return the numbers by which `compare` compares this result and another one, of one quantity under one key.
+        """Return the numbers of this result and of another one that `compare` sets side by side, matched by their keys.
 
-        A subclass overrides it if the other result decides which of its findings are the same.
+        A subclass overrides it to give findings that both results share the same key.
 
         Args:
             other: A result of the same kind.
@@ -153,23 +153,23 @@ class Result(Envelope):
                 f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
                 "--text."
             )
-        said = self.settings.get("text_said")
-        if said:
-            lines.append(said)
+        about_text = self.settings.get("text_said")
+        if about_text:
+            lines.append(about_text)
         cut = self.settings.get("cut")
         if cut:
             lines.append(f"The time ended before all was measured. Missing: {', '.join(cut)}.")
         return [*lines, *self.details()]
 
     def _beginning(self) -> str:
-        """With which ids the texts begin, and whether BOS is one that the tokenizer does not put there."""
+        """Return the ids with which texts begin, and whether BOS is one that the tokenizer does not add."""
         made = self.provenance
         if not made.first_ids:
             return ""
-        said = f" Texts begin with the ids {', '.join(map(str, made.first_ids))}"
+        sentence = f" Texts begin with the ids {', '.join(map(str, made.first_ids))}"
         if made.bos_added:
-            said += "; the first is BOS, which was added, because the tokenizer adds none"
-        return f"{said}."
+            sentence += "; the first is BOS, which was added, because the tokenizer adds none"
+        return f"{sentence}."
 
     def closing(self) -> list[str]:
         """Return the lines with which the text ends; a subclass overrides it."""
@@ -292,12 +292,12 @@ class Result(Envelope):
         return document(f"{self.kind}: {self.model.name}", [self.section()], kind=self.kind)
 
     def section(self, file: str = "") -> Section:
-        """Return what pages show of it: its text, figure and tables, and its settings and provenance.
+        """Return what pages show of the result: its text, figure and tables, and its settings and provenance.
 
         A subclass adds to its pages by extending this, as in
 
-            one = super().section(file)
-            return replace(one, html=one.html + plot(self.figure(panel="heads")))
+            section = super().section(file)
+            return replace(section, html=section.html + plot(self.figure(panel="heads")))
 
         with `replace` of dataclasses, and `plot` of `sinkscope.results.pages`; `escape` of markupsafe escapes other
         words. A panel is named by its number or by a word of its title.

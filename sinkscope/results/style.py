@@ -28,7 +28,7 @@ SCALE = 2  # pixels of a picture for each of a page
 
 
 class Figure(go.Figure):
-    """A figure whose pictures have the width at which it looks best, so that no title is cut."""
+    """A figure that is written to pictures at the width at which it looks best, so that no title is cut."""
 
     def to_image(self, *args: Any, **options: Any) -> bytes:
         """Return a picture, as plotly does; its width, height and scale are those of the figure if none are given."""
@@ -74,34 +74,38 @@ def panel_of(figure: Any, name: str) -> Figure:
         x = (figure.layout[y].anchor or "x").replace("x", "xaxis")
         left, right = figure.layout[x].domain or (0, 1)
         _, top = figure.layout[y].domain or (0, 1)
-        for one in figure.layout.annotations:
-            if one.xref == "paper" and abs(one.x - (left + right) / 2) < 0.02 and abs(one.y - top) < 0.02:
-                titles[one.text] = (x.replace("axis", ""), y.replace("axis", ""))
-    found = list(titles)[int(name) - 1 : int(name)] if name.isdigit() else []
-    found += [title for title in titles if name.lower() in title.lower()]
-    if not found or not name.strip():
+        for annotation in figure.layout.annotations:
+            if (
+                annotation.xref == "paper"
+                and abs(annotation.x - (left + right) / 2) < 0.02
+                and abs(annotation.y - top) < 0.02
+            ):
+                titles[annotation.text] = (x.replace("axis", ""), y.replace("axis", ""))
+    matching = list(titles)[int(name) - 1 : int(name)] if name.isdigit() else []
+    matching += [title for title in titles if name.lower() in title.lower()]
+    if not matching or not name.strip():
         raise SinkscopeError(f"panel={name!r}: expected a word of a title: {'; '.join(titles) or 'it has one panel'}")
-    return _alone(figure, found[0], *titles[found[0]])
+    return _alone(figure, matching[0], *titles[matching[0]])
 
 
 def _alone(figure: Any, title: str, x: str, y: str) -> Figure:
-    """A figure of what lies on two axes of another one, as wide as a column, in which its letters have 7 points."""
+    """Return one panel of a figure as a figure of its own, with letters of 7 points at the width of a column."""
     data = [trace for trace in figure.data if (trace.xaxis or "x", trace.yaxis or "y") == (x, y)]
     layout: dict[str, Any] = figure.layout.to_plotly_json()
-    kept = {name: value for name, value in layout.items() if not re.fullmatch(r"[xy]axis\d*", name)}
+    options = {name: value for name, value in layout.items() if not re.fullmatch(r"[xy]axis\d*", name)}
     for letter, axis in (("x", x), ("y", y)):
-        kept[f"{letter}axis"] = {**layout[axis.replace(letter, f"{letter}axis")], "domain": [0, 1], "anchor": None}
+        options[f"{letter}axis"] = {**layout[axis.replace(letter, f"{letter}axis")], "domain": [0, 1], "anchor": None}
     for name in ("annotations", "shapes"):
-        marks = [one for one in layout.get(name, []) if str(one.get("xref", "")).split()[0] == x]
-        for one in marks:
-            one |= {"xref": one["xref"].replace(x, "x"), "yref": one["yref"].replace(y, "y")}
-        kept[name] = marks
+        marks = [mark for mark in layout.get(name, []) if str(mark.get("xref", "")).split()[0] == x]
+        for mark in marks:
+            mark |= {"xref": mark["xref"].replace(x, "x"), "yref": mark["yref"].replace(y, "y")}
+        options[name] = marks
     lines = textwrap.wrap(re.sub("<[^>]+>", " ", title), int(COLUMN / 8.5))
-    kept["title"] = {**layout.get("title", {}), "text": "<br>".join(lines), "font": {"size": LETTERS}}
-    alone: Any = Figure(layout={**kept, "height": 360, "meta": {"width": COLUMN}, "font": {"size": LETTERS}})
+    options["title"] = {**layout.get("title", {}), "text": "<br>".join(lines), "font": {"size": LETTERS}}
+    alone: Any = Figure(layout={**options, "height": 360, "meta": {"width": COLUMN}, "font": {"size": LETTERS}})
     alone.update_layout(margin={"l": 70, "r": 15, "t": 30 + 20 * len(lines), "b": 60})
-    alone.add_traces([one.update(xaxis="x", yaxis="y") for one in data])
-    named = [one.name for one in data if one.name and one.showlegend is not False]
+    alone.add_traces([trace.update(xaxis="x", yaxis="y") for trace in data])
+    named = [trace.name for trace in data if trace.name and trace.showlegend is not False]
     if len(named) > 1:  # a legend below the axis title takes a line for two names
         rows = -(-len(named) // 2)
         alone.update_layout(height=380 + 22 * rows, margin_b=80 + 22 * rows, legend={"y": -0.24, "font": {"size": 13}})
@@ -127,7 +131,7 @@ def figure_of(
         fig: The figure.
         result: The result, which names the model and has a conclusion. None takes `title`.
         title: Title of a figure without a result; it is escaped here.
-        width: Pixels at which it looks best, which a picture of it takes.
+        width: Pixels at which it looks best: the width of its pictures.
         height: Height in pixels.
         legend: Vertical position of the legend, below the panels.
         bottom: Margin in pixels for axis titles and legend.
@@ -149,5 +153,7 @@ def figure_of(
         title={"text": text, "font": {"size": 15}, **place},
         legend={"orientation": "h", "y": legend, "x": 0.5, "xanchor": "center", "yanchor": "top"},
     )
-    fig.for_each_annotation(lambda one: one.update(text=re.sub(r"^[a-z]+=", "", one.text)))  # of plotly's facets
+    fig.for_each_annotation(
+        lambda annotation: annotation.update(text=re.sub(r"^[a-z]+=", "", annotation.text))
+    )  # of plotly's facets
     return Figure(fig.update_layout(**more))

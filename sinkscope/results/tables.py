@@ -92,7 +92,7 @@ class Grid:
         return "\n".join(filter(None, map(str.rstrip, lines)))
 
     def rows(self, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
-        """Return the cells of each row, of at most so many."""
+        """Return the cells of each row, of at most `most` rows."""
         return list(zip(*self.columns.values(), strict=True))[:most]
 
     def sides(self) -> list[Literal["left", "right"]]:
@@ -129,7 +129,7 @@ def cell(value: Any, *, percent: bool = False) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return ", ".join(cell(one, percent=percent) for one in value)
+        return ", ".join(cell(item, percent=percent) for item in value)
     return visible(str(value)).replace("\n", "\\n")
 
 
@@ -195,9 +195,9 @@ def glossary(classes: Sequence[type[Any]], names: Sequence[str], own: Mapping[st
         if isinstance(part, type) and is_dataclass(part):
             inside += get_type_hints(part).values()
             descriptions = descriptions_of(inspect.getdoc(part) or "", "Attributes") | descriptions
-        for one in inside:
-            if one not in parts:
-                parts.append(one)
+        for hint in inside:
+            if hint not in parts:
+                parts.append(hint)
     meaning: dict[str, str] = {}
     for name in names:
         if name in descriptions:

@@ -200,7 +200,7 @@ class ClusterAttack(Result):
 
     def _of_sequences(self) -> list[str]:
         """Say how many positions have the spike, beside random tokens and under the patch."""
-        made = {(one.source, one.patch): one for one in self.attempts}
+        made = {(attempt.source, attempt.patch): attempt for attempt in self.attempts}
         if not made:
             return []
         cluster, chance = made["cluster", False], f"random tokens: {made['random', False].positions:.0%}"
@@ -221,13 +221,13 @@ class ClusterAttack(Result):
             numbers.append(
                 Number("served", label, float(served.mean()), self.clusters.another, margin, True, "another head")
             )
-        random = {one.patch: one.positions for one in self.attempts if one.source == "random"}
-        for one in self.attempts:
-            if one.source == "cluster":
-                key, patched = ("patched", ", patched") if one.patch else ("positions", "")
+        random = {attempt.patch: attempt.positions for attempt in self.attempts if attempt.source == "random"}
+        for attempt in self.attempts:
+            if attempt.source == "cluster":
+                key, patched = ("patched", ", patched") if attempt.patch else ("positions", "")
                 label = f"of the positions of sequences of one cluster have the spike{patched}"
-                beside = random.get(one.patch)
-                numbers.append(Number(key, label, one.positions, beside, one.margin, True, "random tokens"))
+                beside = random.get(attempt.patch)
+                numbers.append(Number(key, label, attempt.positions, beside, attempt.margin, True, "random tokens"))
         return numbers
 
     def rows(self) -> Table:
@@ -255,8 +255,8 @@ def draw(result: ClusterAttack) -> go.Figure:
     return figure_of(fig.update_yaxes(tickformat=".0%"), result, width=1000, height=480)
 
 
-def _refuse_unused(*, length: int, sequences: int, **given: Any) -> None:
-    refuse_unused(**given)
+def _refuse_unused(*, length: int, sequences: int, **options: Any) -> None:
+    refuse_unused(**options)
     if not sequences and length != LENGTH:
         raise SinkscopeError(f"--length {length} has no effect without sequences: leave it out, or --sequences 0")
 
@@ -328,8 +328,10 @@ def draw_sequences(pools: Sequence[Sequence[int]], length: int, count: int, seed
 def pools_of(setup: Setup, clusters: TokenClusters) -> list[list[int]]:
     """Return the ids of all tokens, then the ids of each cluster, without special tokens."""
     special = [*setup.tokenizer.all_special_ids, *([] if setup.bos is None else [setup.bos])]
-    kept = ~np.isin(clusters.ids, special)
-    return [clusters.ids[kept & some].tolist() for some in (kept, *(clusters.head == head for head in clusters.heads))]
+    usable = ~np.isin(clusters.ids, special)
+    return [
+        clusters.ids[usable & some].tolist() for some in (usable, *(clusters.head == head for head in clusters.heads))
+    ]
 
 
 def run_attempts(setup: Setup, chosen: SpikeCircuit, rows: Mapping[str, TokenRows]) -> tuple[Attempt, ...]:

@@ -64,9 +64,9 @@ def spike_of(setup: Setup, number: int | None = None) -> SpikeCircuit | None:
         SinkscopeError: The spike of this number is at another place, or needs no neurons, or there is none.
     """
     fit: dict[int, SpikeCircuit] = {}
-    for own, one in enumerate(sinks_of(setup).spikes):
-        if one.place.is_first and one.needed_neurons:
-            fit[own] = one
+    for own, circuit in enumerate(sinks_of(setup).spikes):
+        if circuit.place.is_first and circuit.needed_neurons:
+            fit[own] = circuit
     if number is None:
         return next(iter(fit.values()), None)
     if number not in fit:

@@ -82,7 +82,7 @@ class MarkingHeads(Result):
         """The other heads without which least is left, in words, and how much. None: there are too few."""
         beside = {"random heads": self.random, "others of equal attention": self.alike}
         known = {name: left for name, left in beside.items() if left is not None}
-        return min(known.items(), key=lambda one: one[1]) if known else None
+        return min(known.items(), key=lambda item: item[1]) if known else None
 
     def conclusion(self) -> str:
         """Say which heads mark, or that none does, with what is left without them."""
@@ -138,17 +138,17 @@ class MarkingHeads(Result):
         """Return how many heads mark, and what is left of the spike without them."""
         if self.marking is None or self.control is None:
             return []
-        found, whole, (control, beside) = self.marking, len(self.heads), self.control
+        marking, whole, (control, beside) = self.marking, len(self.heads), self.control
         count = Number(
             "heads",
             "heads that mark the first token",
-            len(found.heads) / whole,
+            len(marking.heads) / whole,
             margin=None if self.count_margin is None else self.count_margin / whole,
             share=True,
-            items=tuple(str(head) for head in found.heads),
+            items=tuple(str(head) for head in marking.heads),
             whole=whole,
         )
-        left = Number("left", "of the spike left without them", found.left, beside, found.margin, True, control)
+        left = Number("left", "of the spike left without them", marking.left, beside, marking.margin, True, control)
         return [count, left]
 
     def rows(self) -> Table:
@@ -202,12 +202,12 @@ def heads(
     has = along_first(chosen.spike, words, [], means)[0] >= HALF
     having, unmarked = (token_texts(setup.target, some.tolist()) for some in (words[has], words[~has]))
     name = chosen.name
-    found = MarkingHeads(spike=name, neurons=chosen.needed_neurons, tokens=having, unmarked=unmarked, heads=heads)
+    result = MarkingHeads(spike=name, neurons=chosen.needed_neurons, tokens=having, unmarked=unmarked, heads=heads)
     if not having:
-        return replace(found, instead=f"No token that was tried has the spike of {name} when it stands first.")
+        return replace(result, instead=f"No token that was tried has the spike of {name} when it stands first.")
     if not heads:
-        return replace(found, instead=f"There are no heads below the neurons of the spike of {name}.")
-    return _with_heads(found, chosen.spike, words[has], means, setup.seed)
+        return replace(result, instead=f"There are no heads below the neurons of the spike of {name}.")
+    return _with_heads(result, chosen.spike, words[has], means, setup.seed)
 
 
 def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> Int[Tensor, " token"]:
@@ -222,25 +222,25 @@ def _first_tokens(setup: Setup, tokens: Sequence[str] | None, count: int) -> Int
 
 
 def _with_heads(
-    found: MarkingHeads, spike: Spike, tokens: Int[Tensor, " token"], means: Written, seed: int
+    result: MarkingHeads, spike: Spike, tokens: Int[Tensor, " token"], means: Written, seed: int
 ) -> MarkingHeads:
     """Measure what is left without each head, the set that marks, and its control."""
 
     def judge(sets: Sequence[Parts]) -> Float[Tensor, "edit token"]:
         return left_of(along_first(spike, tokens, sets, means))
 
-    along = along_first(spike, tokens, [(head,) for head in found.heads], means)
-    every, marking = marking_heads(found.heads, left_of(along), judge)
-    found = replace(found, left=(along[1:] / along[0]).T.numpy(), every=replace(every, heads=found.heads))
+    along = along_first(spike, tokens, [(head,) for head in result.heads], means)
+    every, marking = marking_heads(result.heads, left_of(along), judge)
+    result = replace(result, left=(along[1:] / along[0]).T.numpy(), every=replace(every, heads=result.heads))
     if marking is None:
-        return found
-    marks = tuple(head for head in found.heads if head in marking.heads)
-    found = replace(found, marking=replace(marking, heads=marks), count_margin=count_margin(every.heads, judge))
+        return result
+    marks = tuple(head for head in result.heads if head in marking.heads)
+    result = replace(result, marking=replace(marking, heads=marks), count_margin=count_margin(every.heads, judge))
     sets = random_heads(marks, every.heads, seed)
     if not sets:
-        return found
+        return result
     alike = alike_heads(marks, every.heads, spike.survey.received(spike.place.mask))
-    return replace(found, random=float(judge(sets).mean(1).min()), alike=float(judge([alike]).mean()))
+    return replace(result, random=float(judge(sets).mean(1).min()), alike=float(judge([alike]).mean()))
 
 
 def count_margin(order: Sequence[Head], judge: Judge) -> float | None:
@@ -264,7 +264,7 @@ def count_margin(order: Sequence[Head], judge: Judge) -> float | None:
 
 
 def alike_heads(heads: Sequence[Head], among: Sequence[Head], attention: Float[Tensor, "layer head text"]) -> Parts:
-    """Return for each head another one, of those whose mean attention to a place is nearest, each once.
+    """Return a different control for each head: the head whose mean attention to a place is nearest.
 
     Args:
         heads: The heads that are compared.
@@ -272,9 +272,9 @@ def alike_heads(heads: Sequence[Head], among: Sequence[Head], attention: Float[T
         attention: Attention of all heads to the place.
     """
     mean = attention.nanmean(2)
-    left, found = [head for head in among if head not in heads], list[Head]()
+    left, nearest = [head for head in among if head not in heads], list[Head]()
     for head in heads:
         own = float(mean[head.layer, head.head])
-        found.append(min(left, key=lambda other: abs(float(mean[other.layer, other.head]) - own)))
-        left.remove(found[-1])
-    return tuple(found)
+        nearest.append(min(left, key=lambda other: abs(float(mean[other.layer, other.head]) - own)))
+        left.remove(nearest[-1])
+    return tuple(nearest)

@@ -70,11 +70,11 @@ def sink_mask(
     for number, row in enumerate(rows):
         if len(row) < 2:
             continue
-        one = torch.tensor([row])
+        row_ids = torch.tensor([row])
         if site is not None:
-            there[number, real[number]] = standing_out(trace(target, one, [site])[site].flatten(2)[None])[0]
+            there[number, real[number]] = standing_out(trace(target, row_ids, [site])[site].flatten(2)[None])[0]
             continue
-        survey = read_survey(target, one)
+        survey = read_survey(target, row_ids)
         high.append(standing_out(survey.states))
         there[number, real[number]] = high[-1].any(0) | attended(survey)[0]
     if high:

@@ -82,10 +82,12 @@ class PatchResult(Result):
         table: Table = []
         if self.proof is None:
             return table
-        rows = [(ROWS[one.what], one.spike or None, one.values.tolist()) for one in self.proof.readings()]
-        rows.append(("change of the perplexity", None, [one.change for one in self.proof.ordinary.perplexity]))
-        for reading, spike, values in rows:
-            table.append({"reading": reading, "spike": spike, **dict(zip(self.percent, values, strict=True))})
+        rows = [
+            (ROWS[reading.what], reading.spike or None, reading.values.tolist()) for reading in self.proof.readings()
+        ]
+        rows.append(("change of the perplexity", None, [case.change for case in self.proof.ordinary.perplexity]))
+        for name, spike, values in rows:
+            table.append({"reading": name, "spike": spike, **dict(zip(self.percent, values, strict=True))})
         return table
 
 
@@ -118,20 +120,20 @@ class PatchEvaluation(PatchResult):
     def conclusion(self) -> str:
         """Say what the patch repairs and what it does not, beside random neurons."""
         proof = self.proof
-        broken = [one for one in proof.readings() if one.broken]
+        broken = [reading for reading in proof.readings() if reading.broken]
         if not proof.spikes:
             return f"The patch of {word_list(self.neurons, 3)} has nothing to repair: the first token has no spike."
         if not broken:
             words = count_of(len(proof.words), "word")
             return f"There is nothing to repair: of {words}, none has a spike only after {proof.repeats:,} copies."
-        good = _in_words(one for one in broken if one.repaired[PATCHED])
-        bad = _in_words(one for one in broken if not one.repaired[PATCHED])
-        said = f"does not repair {bad}"
+        good = _in_words(reading for reading in broken if reading.repaired[PATCHED])
+        bad = _in_words(reading for reading in broken if not reading.repaired[PATCHED])
+        effect = f"does not repair {bad}"
         if good:
-            said = f"repairs {good}, but not {bad}" if bad else f"repairs {good}"
-        chance = _in_words(one for one in broken if one.repaired[RANDOM]) or "nothing"
+            effect = f"repairs {good}, but not {bad}" if bad else f"repairs {good}"
+        chance = _in_words(reading for reading in broken if reading.repaired[RANDOM]) or "nothing"
         return short_sentence(
-            f"At copies, the patch of {word_list(self.neurons, most)} {said} (random neurons repair {chance})."
+            f"At copies, the patch of {word_list(self.neurons, most)} {effect} (random neurons repair {chance})."
             for most in (3, 1)
         )
 
@@ -166,8 +168,8 @@ def numbers_of(proof: PatchProof, neurons: Sequence[Neuron]) -> list[Number]:
 def _in_words(readings: Iterable[Reading]) -> str:
     """Name readings, grouped by spike; empty without any."""
     of_spike: dict[str, list[str]] = {}
-    for one in readings:
-        of_spike.setdefault(one.spike, []).append(one.what)
+    for reading in readings:
+        of_spike.setdefault(reading.spike, []).append(reading.what)
     parts: list[str] = []
     for spike, what in of_spike.items():
         parts.append(f"{word_list(what)} in {spike}" if spike else f"the {word_list(what)}")
@@ -222,10 +224,10 @@ def verdict_of(proof: PatchProof, limit: float) -> tuple[Verdict, str]:
     left = int((proof.has_spike[PATCHED, 0] & failing).sum())
     if left:
         return "not-repaired", f"under the patch, {count_of(left, 'word')} still reach the spike of {spike}."
-    for one in proof.readings():
-        if one.what == "attention" and one.spike == spike and not one.repaired[PATCHED]:
-            given = f"{one.values[PATCHED]:.0%} of its attention (without it: {one.values[INTACT]:.0%})"
-            return "not-repaired", f"under the patch, text after the copies still gives them {given}."
+    for reading in proof.readings():
+        if reading.what == "attention" and reading.spike == spike and not reading.repaired[PATCHED]:
+            share = f"{reading.values[PATCHED]:.0%} of its attention (without it: {reading.values[INTACT]:.0%})"
+            return "not-repaired", f"under the patch, text after the copies still gives them {share}."
     rise = proof.ordinary.perplexity[PATCHED].change
     if not rise <= limit:
         return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
@@ -318,7 +320,7 @@ def patch_make(
         reason = "no neurons are known that a norm spike at the first token needs, so there is nothing to patch."
         return PatchMade(verdict="no-sink", reason=reason)
     patch = replace(chosen.patch, model=vars(setup.info()))
-    others = [one.spike for one in sinks.at_first if one is not chosen]
+    others = [circuit.spike for circuit in sinks.at_first if circuit is not chosen]
     proof = proof_of(setup, [chosen.spike, *others], patch, most, pieces, length)
     verdict, reason = verdict_of(proof, limit)
     if out is not None and verdict == "made" and is_first():

@@ -179,8 +179,10 @@ class PatchProof:
             count, along = int(shown.sum()), self.along[: RANDOM + 1, number, shown].max(1)
             norms.append(Reading("norm", spike, count, along, broken, along < HALF))
             if self.following is not None and not np.isnan(self.following.attention[0, number]).all():
-                given = self.following.attention[:, number, shown].mean(1)
-                attention.append(Reading("attention", spike, count, given, broken, given < HALF * given[INTACT]))
+                to_copies = self.following.attention[:, number, shown].mean(1)
+                attention.append(
+                    Reading("attention", spike, count, to_copies, broken, to_copies < HALF * to_copies[INTACT])
+                )
         if self.following is None:
             return norms
         failing = self.failing.any(0)
@@ -192,11 +194,11 @@ class PatchProof:
     def sentences(self) -> list[str]:
         """Say what the patch does in each spike, to attention and output after copies, and to ordinary text."""
         lines: list[str] = []
-        for one in self.readings():
-            before, after, random = one.values
-            words = f"{one.words} of {count_of(len(self.words), 'word')}"
+        for reading in self.readings():
+            before, after, random = reading.values
+            words = f"{reading.words} of {count_of(len(self.words), 'word')}"
             values = {"before": before, "after": after, "random": random}
-            lines.append(SENTENCES[one.what].format(words=words, spike=one.spike, **values))
+            lines.append(SENTENCES[reading.what].format(words=words, spike=reading.spike, **values))
         return [*lines, *self.ordinary.sentences()]
 
 
@@ -249,7 +251,7 @@ def proof_of(
         return PatchProof((), 0, (), np.zeros((len(CASES), 0, 0)), None, ordinary)
     ids = pick_tokens(setup)
     before = prefix_of(setup, ids)
-    halves = [one.half for found in copies_of(target, spikes, ids, before, limit) for one in found]
+    halves = [copies.half for of_spike in copies_of(target, spikes, ids, before, limit) for copies in of_spike]
     slowest = max((half for half in halves if half is not None), default=limit)
     count = max(2, min(limit, 2 * slowest))  # twice as many as the slowest word and spike need, and no more
     rows = repeated(before, ids, count)
@@ -307,7 +309,7 @@ def read_copies(
     def run(some: TokenRows) -> None:
         chances.append(target.logits_at(some, torch.tensor([end - 1]))[:, 0].float().softmax(-1).cpu())
 
-    hooks = [(target.layers[one.peak], "post", on_output(partial(keep, n))) for n, (one, _) in enumerate(spikes)]
+    hooks = [(target.layers[spike.peak], "post", on_output(partial(keep, n))) for n, (spike, _) in enumerate(spikes)]
     with under(edit, target), target.hooks(*hooks):
         received = attention_from(target, texts, copies, end, run)[:, 0] / AFTER  # word layer head
     attention = [received[:, readers].mean(1) for _, readers in spikes]  # NaN if no head reads it

@@ -57,14 +57,14 @@ SELECTION = 2  # texts on which the costliest layer is found
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What stays exact.
+class ExactParts:
+    """Parts that may stay exact, and as many random ones.
 
     Attributes:
         name: What it is called.
         parts: The names of its parts.
         field: The field of `Quantize` that keeps it exact.
-        values: The values of this field for the parts, then for random ones.
+        values: The values of this field: the parts, then each random draw.
     """
 
     name: str
@@ -119,19 +119,19 @@ class Precision(Result):
     def rows(self) -> Table:
         """Return a row for everything that was kept exact."""
         rows: Table = []
-        for one in self.kept:
-            numbers = {"remaining": 1 - one.removed.value, "control": 1 - one.removed.control[1]}
-            names = {"rounded": one.scheme, "exact": one.name, "parts": word_list(one.parts, NAMED)}
-            rows.append({**names, **numbers, "stands": one.removed.stands})
+        for exact in self.kept:
+            numbers = {"remaining": 1 - exact.removed.value, "control": 1 - exact.removed.control[1]}
+            names = {"rounded": exact.scheme, "exact": exact.name, "parts": word_list(exact.parts, NAMED)}
+            rows.append({**names, **numbers, "stands": exact.removed.stands})
         return rows
 
     def numbers(self) -> list[Number]:
         """Return the share of a cost that goes while something stays exact."""
         numbers: dict[str, Number] = {}
-        for one in self.kept:
-            label = f"of what rounding {WORDS[one.scheme]} costs goes with {word_list(one.parts, NAMED)} exact"
-            key = f"{one.scheme}.{one.name}"
-            numbers.setdefault(key, Number.of(key, label, one.removed))
+        for exact in self.kept:
+            label = f"of what rounding {WORDS[exact.scheme]} costs goes with {word_list(exact.parts, NAMED)} exact"
+            key = f"{exact.scheme}.{exact.name}"
+            numbers.setdefault(key, Number.of(key, label, exact.removed))
         return list(numbers.values())
 
     def conclusion(self) -> str:
@@ -140,11 +140,11 @@ class Precision(Result):
 
     def _sentences(self) -> list[str]:
         """Say how much of a cost each thing removes."""
-        said: list[str] = []
-        for one in self.kept:
-            words = {"parts": word_list(one.parts, 2), "scheme": WORDS[one.scheme]}
-            said.append(one.removed.sentence(KEEPING, **words))
-        return said or ["Rounding costs nothing here."]
+        sentences: list[str] = []
+        for exact in self.kept:
+            words = {"parts": word_list(exact.parts, 2), "scheme": WORDS[exact.scheme]}
+            sentences.append(exact.removed.sentence(KEEPING, **words))
+        return sentences or ["Rounding costs nothing here."]
 
     def details(self) -> list[str]:
         """Say how much else removes of each cost, and what each rounding costs."""
@@ -203,21 +203,21 @@ def precision(
             f"{target.name} is a mixture of experts, of which only keys and values can be rounded: give --schemes kv8"
         )
     spikes = sinks_of(setup).spikes
-    neurons = tuple(dict.fromkeys(chain.from_iterable(one.writers for one in spikes if one.needed_neurons)))
+    neurons = tuple(dict.fromkeys(chain.from_iterable(circuit.writers for circuit in spikes if circuit.needed_neurons)))
     ids = held_out(setup, pieces, length)
     setup.record(pieces=len(ids), length=ids.shape[1])
     divergence, other_divergence = (
         partial(divergence_of, target, some, logits_of(target, some).log_softmax(-1))
         for some in (ids, setup.ids[:SELECTION, :length])
     )
-    known = list[Kept]()
+    known = list[ExactParts]()
     if neurons:
         orders = ordered_in(target, setup.ids, neurons)
         drawn = {random_neurons(orders, neurons, setup.seed, number): None for number in range(RANDOM_SETS)}
-        random = [one for one in drawn if not {*one} & {*neurons}]
-        known.append(Kept("sink neurons", tuple(map(str, neurons)), "neurons", [neurons, *random]))
+        random = [others for others in drawn if not {*others} & {*neurons}]
+        known.append(ExactParts("sink neurons", tuple(map(str, neurons)), "neurons", [neurons, *random]))
     if spikes:
-        known.append(random_places(setup, [one.place for one in spikes], ids))
+        known.append(random_places(setup, [circuit.place for circuit in spikes], ids))
     costs = {name: divergence(SCHEMES[name]) for name in names}
     names.sort(key=lambda name: -float(costs[name].mean()))
     exact, alone = list[KeptExact](), list[str]()
@@ -226,10 +226,12 @@ def precision(
         scheme, cost = SCHEMES[name], costs[name]
         if float(cost.mean()) <= 0:
             continue
-        kept = [one for one in known if one.field != "neurons" or "activations" in scheme]
-        kept.append(random_layers(setup, costliest_layer(other_divergence, scheme, target.n_layers)))
-        alone += [one.name for one in kept if len(one.values) == 1]
-        of_scheme = [keeping(divergence, name, cost, one) for one in kept if len(one.values) > 1]
+        candidates = [candidate for candidate in known if candidate.field != "neurons" or "activations" in scheme]
+        candidates.append(random_layers(setup, costliest_layer(other_divergence, scheme, target.n_layers)))
+        alone += [candidate.name for candidate in candidates if len(candidate.values) == 1]
+        of_scheme = [
+            keeping(divergence, name, cost, candidate) for candidate in candidates if len(candidate.values) > 1
+        ]
         exact += sorted(of_scheme, key=_order)
     return Precision(
         costs={name: float(costs[name].mean()) for name in names},
@@ -238,7 +240,7 @@ def precision(
     )
 
 
-def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept:
+def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> ExactParts:
     """Return the places of norm spikes, and draw as many other tokens of each text; none if there are not as many."""
     there = torch.zeros_like(ids, dtype=torch.bool)
     for place in places:
@@ -246,16 +248,16 @@ def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Kept
     generator = draws(setup.seed, "places beside those of the sink")
     others = torch.rand(RANDOM_SETS, *ids.shape, generator=generator).masked_fill(there, 2.0)
     random = others.argsort(-1).argsort(-1) < there.sum(1, keepdim=True)
-    beside = [one for one in random if not bool((one & there).any())]  # else there are too few other places
-    values = [one.nonzero().tolist() for one in (there, *beside)]
-    return Kept("sink places", ("the sink places",), "places", values)
+    beside = [mask for mask in random if not bool((mask & there).any())]  # else there are too few other places
+    values = [mask.nonzero().tolist() for mask in (there, *beside)]
+    return ExactParts("sink places", ("the sink places",), "places", values)
 
 
-def random_layers(setup: Setup, layer: int) -> Kept:
+def random_layers(setup: Setup, layer: int) -> ExactParts:
     """Return a layer, and draw others: all if they are few."""
     others = [other for other in range(setup.n_layers) if other != layer]
     random = some_of(others, RANDOM_SETS, draws(setup.seed, f"layers beside {layer}"))
-    return Kept("costliest layer", (f"layer {layer}",), "layers", [[one] for one in (layer, *random)])
+    return ExactParts("costliest layer", (f"layer {layer}",), "layers", [[number] for number in (layer, *random)])
 
 
 def divergence_of(
@@ -279,11 +281,11 @@ def divergence_of(
     return (logs.exp() * (logs - rounded)).sum(-1)[:, 1:].mean(1).cpu()
 
 
-def _order(one: KeptExact) -> tuple[bool, float]:
+def _order(exact: KeptExact) -> tuple[bool, float]:
     """What stands comes first, as it was tried, from small to large; the rest by what it removes."""
-    if one.removed.stands:
+    if exact.removed.stands:
         return False, 0.0
-    return True, -one.removed.value
+    return True, -exact.removed.value
 
 
 def costliest_layer(divergence: Divergence, scheme: dict[str, Any], n_layers: int) -> int:
@@ -295,13 +297,13 @@ def costliest_layer(divergence: Divergence, scheme: dict[str, Any], n_layers: in
     return int(np.argmin(left))
 
 
-def keeping(divergence: Divergence, name: Scheme, cost: Float[Tensor, " text"], kept: Kept) -> KeptExact:
+def keeping(divergence: Divergence, name: Scheme, cost: Float[Tensor, " text"], candidate: ExactParts) -> KeptExact:
     """Measure how much of a scheme's cost goes while something stays exact, beside random ones."""
     divergences = [cost]
-    for value in kept.values:
-        report_progress(f"precision, {name}, {kept.name}", len(divergences) - 1, len(kept.values))
-        divergences.append(divergence(SCHEMES[name], **{kept.field: value}))
+    for value in candidate.values:
+        report_progress(f"precision, {name}, {candidate.name}", len(divergences) - 1, len(candidate.values))
+        divergences.append(divergence(SCHEMES[name], **{candidate.field: value}))
     by_text, *others = left_of(torch.stack(divergences))
     most = max(1 - float(other.mean()) for other in others)
-    removed = Effect(1 - float(by_text.mean()), margin_of(by_text.numpy()), {f"random {kept.field}": most})
-    return KeptExact(name, kept.name, kept.parts, removed)
+    removed = Effect(1 - float(by_text.mean()), margin_of(by_text.numpy()), {f"random {candidate.field}": most})
+    return KeptExact(name, candidate.name, candidate.parts, removed)

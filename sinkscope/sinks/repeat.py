@@ -86,7 +86,7 @@ class Sweep:
         return self.rows[:, -1].tolist()
 
     def contrasts(self) -> tuple[TokenRows, TokenRows]:
-        """Make two controls of equal length: other tokens with one copy at the end, and other tokens alone."""
+        """Make two controls of equal length: ordinary tokens that end with one copy, and ordinary tokens alone."""
         ids, others = self.setup.ids[:, 1:].unique(), self.rows.clone()
         ordinary, places = ids[~torch.isin(ids, self.rows[:, -1])], others[:, self.before :]
         generator = draws(self.setup.seed, "tokens beside copies")
@@ -283,14 +283,14 @@ def read_vocabulary(setup: Setup, spikes: Sequence[Spike], limit: int, sample: i
         "texts": sha256(f"{setup.ids.tolist()} {ids}".encode()).hexdigest()[:16],
     }
     folder, starts = None if resume is None else Path(resume) / "vocabulary", range(0, len(ids), TOKENS)
-    with Folder(folder, decisive, VocabularyPart, option="--resume") as kept:
+    with Folder(folder, decisive, VocabularyPart, option="--resume") as finished:
         for part, start in enumerate(starts):
-            if part not in kept.records:
+            if part not in finished.records:
                 some = ids[start : start + TOKENS]
                 each = copies_of(target, spikes, some, prefix_of(setup, some), limit)
-                kept.append([VocabularyPart(part, [[one.half for one in found] for found in each])])
+                finished.append([VocabularyPart(part, [[copies.half for copies in of_spike] for of_spike in each])])
             setup.progress("vocabulary", part + 1, len(starts))
-        repeats = [np.array(kept.records[part].repeats, dtype=float) for part in range(len(starts))]
+        repeats = [np.array(finished.records[part].repeats, dtype=float) for part in range(len(starts))]
     return Repeat(
         quantity="norm",
         effects=(),
@@ -304,8 +304,8 @@ def read_vocabulary(setup: Setup, spikes: Sequence[Spike], limit: int, sample: i
 def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     """Measure the attention that natural text gives to the place of the spike, and to the copies before it.
 
-    The effect is the share of all attention that the copies get together in the first layer whose heads can read the
-    spike, beside that of the same positions with one copy and in natural text.
+    The effect is the share of all attention that the copies together get in the first layer whose heads can read the
+    spike. Controls: the same positions of natural text that ends with one copy, and of natural text.
 
     Args:
         sweep: What is repeated; the context has room for the tail.
@@ -326,9 +326,9 @@ def read_attention(sweep: Sweep, spike: Spike) -> Repeat:
     times = received / (keys.cumsum(1)[:, -TAIL:] / visible).mean(1)[..., None]
     count = len(sweep.rows)
     parts = (1, count, count)
-    layer = next((one for one in target.attending if one > spike.layers[0]), target.attending[-1])
-    usual, copies, one = received[:, 1, layer].split(parts)
-    effect = effect_of_copies(torch.stack([copies, one, usual.expand(count)]), exact=sweep.named)
+    layer = next((number for number in target.attending if number > spike.layers[0]), target.attending[-1])
+    usual, copies, one_copy = received[:, 1, layer].split(parts)
+    effect = effect_of_copies(torch.stack([copies, one_copy, usual.expand(count)]), exact=sweep.named)
     return Repeat(
         quantity="attention",
         copies=sweep.count,
@@ -367,8 +367,8 @@ def attention_from(
         total[:, :, target.attending] = 0
 
         def add(layer: int, _start: int, probs: Tensor, total: Tensor = total, kinds: Tensor = kinds) -> None:
-            given = einsum(probs, kinds.to(probs.device), "row head query key, row key kind -> row head kind")
-            total[:, :, layer] += given.transpose(1, 2).cpu()
+            to_kinds = einsum(probs, kinds.to(probs.device), "row head query key, row key kind -> row head kind")
+            total[:, :, layer] += to_kinds.transpose(1, 2).cpu()
 
         with attention_rows(target, add, begin=begin):
             run(rows)
@@ -438,7 +438,7 @@ def repeat(
     sinks = sinks_of(setup)
     if quantity == "attention" and sinks.spikes:
         return read_attention(sweep, sinks.spikes[0].spike)
-    spikes = [one.spike for one in sinks.at_first]
+    spikes = [circuit.spike for circuit in sinks.at_first]
     if not spikes:
         return Repeat(quantity=quantity, instead=NO_SPIKE, effects=())
     if quantity == "sight":

@@ -87,17 +87,17 @@ class Repeat(Result):
         if self.quantity != "norm" or self.repeats is None:
             copies = f"{self.copies:,} copies of a token"
             return self.effects[0].sentence(SENTENCES[self.quantity], copies=copies, layer=str(self.shown))
-        total, said, reached = len(self.tokens), list[str](), [int((row > 1).sum()) for row in self.repeats]
+        total, parts, reached = len(self.tokens), list[str](), [int((row > 1).sum()) for row in self.repeats]
         for count, condition, repeats in zip(reached, self.conditions, self.repeats, strict=True):
             already = int((repeats == 1).sum())
-            said.append(f"{count:,} in {condition}" + (f" ({already:,} more with one copy)" if already else ""))
+            parts.append(f"{count:,} in {condition}" + (f" ({already:,} more with one copy)" if already else ""))
         interval = share_interval(reached[0], total)
         margin = "" if interval is None else f" (± {total * interval.margin:,.0f})"
         words = f"tokens{margin} {word_form(reached[0], 'reaches', 'reach')} half of the first token's spike"
-        said[0] = f"{reached[0]:,} of {total:,} {words}{said[0].removeprefix(f'{reached[0]:,}')}"
+        parts[0] = f"{reached[0]:,} of {total:,} {words}{parts[0].removeprefix(f'{reached[0]:,}')}"
         within = "" if self.at is None else f" within {int(self.at[-1]):,} copies"
         control = "".join(f" ({effect.control[0]}: {percent(effect.control[1])} of it)" for effect in self.effects[:1])
-        return f"{word_list(said)}{within}{control}."
+        return f"{word_list(parts)}{within}{control}."
 
     def details(self) -> list[str]:
         """Say how many tokens turn under each condition."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -28,6 +29,20 @@ from sinkscope.sinks.tokens import TokenRows
 OTHERS = 4  # tokens between what stands before and the copies
 SEEN, HIDDEN, ALONE, BETWEEN = "seen", "hidden", "alone", f"seen, {OTHERS} others between"
 ATTENTION = "attention to what stands before"
+
+
+class Sight(NamedTuple):
+    """Rows whose copies see what stands before them, or do not.
+
+    Attributes:
+        rows: The tokens.
+        first_copy: Position of the first copy.
+        unseen: Number of first positions that are hidden from the tokens after them.
+    """
+
+    rows: TokenRows
+    first_copy: int
+    unseen: int
 
 
 def copies_by_sight(
@@ -47,33 +62,33 @@ def copies_by_sight(
         Projection of each copy on the spike's direction, as a share of the spike; and, last, attention.
     """
     between = torch.cat([rows[:, :before], others, rows[:, before:]], 1)
-    ways = {SEEN: (rows, before, 0), BETWEEN: (between, between.shape[1] - rows.shape[1] + before, 0)}
-    ways |= {HIDDEN: (rows, before, before), ALONE: (rows[:, before:], 0, 0)}
-    found: dict[str, Tensor] = {}
+    ways = {SEEN: Sight(rows, before, 0), BETWEEN: Sight(between, between.shape[1] - rows.shape[1] + before, 0)}
+    ways |= {HIDDEN: Sight(rows, before, before), ALONE: Sight(rows[:, before:], 0, 0)}
+    by_way: dict[str, Tensor] = {}
     for patched in (False, True):
-        for name, (own, skipped, unseen) in ways.items():
-            edits = [Knockout(list(range(unseen)))] if unseen else []
+        for name, sight in ways.items():
+            edits = [Knockout(list(range(sight.unseen)))] if sight.unseen else []
             with ExitStack() as stack:
                 for edit in [*edits, patch] if patched else edits:
                     stack.enter_context(under(edit, target))
-                (along,) = along_spikes(target, [spike], own)
-            found[f"{name}, patched" if patched else name] = along[:, skipped:]
-    found[ATTENTION] = attention_before(target, rows, before, range(spike.peak + 1))
-    return found
+                (along,) = along_spikes(target, [spike], sight.rows)
+            by_way[f"{name}, patched" if patched else name] = along[:, sight.first_copy :]
+    by_way[ATTENTION] = attention_before(target, rows, before, range(spike.peak + 1))
+    return by_way
 
 
 @torch.no_grad()
 def attention_before(target: Target, rows: TokenRows, before: int, layers: Sequence[int]) -> Float[Tensor, "row copy"]:
     """Return the attention that each copy gives to what stands before, mean over the heads of some layers."""
     attending = [layer for layer in target.attending if layer in layers]
-    given = torch.zeros(len(rows), rows.shape[1] - before)
+    attention = torch.zeros(len(rows), rows.shape[1] - before)
 
     for number in range(len(rows)):  # one at a time: rows of attention are long
 
         def add(_layer: int, first: int, probs: Tensor, number: int = number) -> None:
             mean = probs[0, :, :, :before].sum(-1).mean(0).float().cpu() / len(attending)
-            given[number, first - before : first - before + len(mean)] += mean
+            attention[number, first - before : first - before + len(mean)] += mean
 
         with attention_rows(target, add, layers=attending, begin=before):
             target.forward(rows[number : number + 1], last_layer=max(layers))
-    return given
+    return attention

@@ -110,7 +110,7 @@ def read_sinks(setup: Setup) -> dict[str, float]:
     if not spikes:
         numbers["spike_ratio"] = float(survey.ratios[:, :, 0].mean(1).max())
         return numbers
-    spike = max(spikes, key=lambda one: one.size)
+    spike = max(spikes, key=lambda spike: spike.size)
     ratio = float(over_typical(survey, spike.place.mask)[spike.highest].mean())
     numbers |= {"spike_dim": int(spike.direction.abs().argmax()), "spike_ratio": ratio}
     for neuron in writers_of(spike).neurons[:1]:

@@ -113,7 +113,7 @@ def rows_of(scores: Scores, rows: Int[Tensor, " row"]) -> StoredRows:
 def recorded_bands(
     choose: Callable[[Scores, Tensor], Bands],
     scores: Scores,
-    given: tuple[Tensor, Tensor, Tensor],
+    arguments: tuple[Tensor, Tensor, Tensor],
     dense_rows: int,
     kind: type[Replayed] = Replayed,
 ) -> Replayed:
@@ -124,7 +124,7 @@ def recorded_bands(
     Args:
         choose: `bands_from` with its settings.
         scores: The scores of the first layer.
-        given: Its queries, keys and rows.
+        arguments: Its queries, keys and rows.
         dense_rows: As for `select_bands`.
         kind: What records.
     """
@@ -138,7 +138,7 @@ def recorded_bands(
         lists = () if module is None else module.lists_of(chosen)
         return chosen.columns, chosen.bands, chosen.attended(), *lists
 
-    return kind(work, given)
+    return kind(work, arguments)
 
 
 def sampled_rows(

@@ -157,7 +157,7 @@ class LinesLoss(Result):
                 f"Alpha {self.alphas[alpha]:g}: {own['added']:+.4f}{_within(own['margin'], 4)} nats for "
                 f"{own['cells']:.0%} of the cells; beyond that {word_list(others)}."
             )
-        most = max(self.lost_on, key=lambda one: one.worst - one.tokens)
+        most = max(self.lost_on, key=lambda lost: lost.worst - lost.tokens)
         lines.append(
             f"Of the hundredth of tokens that lose most at alpha {self.alphas[0]:g}, {most.worst:.0%} repeat a pair "
             f"from {most.back} tokens back (of all tokens {most.tokens:.0%})."

@@ -359,7 +359,7 @@ def test_what_a_server_is_is_found_out_by_its_models():
         with served(Starlette(routes=[Route("/{path:path}", models)])) as direct:
             found = found_server(direct, "auto")
             assert found.name == name and found.reasoning_end == ("</think>" if name == "llama.cpp" else "")
-            assert ("give --server or --template" in found.said()) == (name == "other")
+            assert ("give --server or --template" in found.note()) == (name == "other")
     assert found_server("http://127.0.0.1:9", "auto").name == "other"
     assert reasoning_end_in("no reasoning") == ""
 

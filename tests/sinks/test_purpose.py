@@ -90,7 +90,7 @@ def test_every_way_is_there_with_its_interval_and_controls(bundled):  # noqa: F8
 def test_a_pass_that_begins_where_a_way_acts_reads_what_a_whole_pass_reads(bundled):  # noqa: F811
     target, survey = bundled.target, sinks_of(bundled).report
     ids, way = survey.ids[:4], hidden(target, 0, range(2, target.n_layers), survey.ids.shape[1])
-    plain = read_way(target, ids, intact, TAKERS, kept=[2])
+    plain = read_way(target, ids, intact, TAKERS, kept_layers=[2])
     begin = plain.begins(survey, 2)
     assert begin is not None and plain.begins(survey, 3) is None
     whole, late = read_way(target, ids, way, TAKERS), read_way(target, ids, way, TAKERS, begin=begin)

@@ -8,6 +8,6 @@ __all__ = ["COMMANDS"]
 COMMANDS: dict[str, Command] = {}
 """The commands by their words, in the order of the help: that of these files."""
 for module in (sinks, loops, bench, look):
-    for one in vars(module).values():
-        if isinstance(one, Command):
-            COMMANDS[one.words] = one
+    for member in vars(module).values():
+        if isinstance(member, Command):
+            COMMANDS[member.words] = member

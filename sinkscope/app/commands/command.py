@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 OTHER_MEMORY = {"dtype": "--dtype bfloat16", "device": "--device cpu"}
 SMALLER = ("max_repeats", "max_new_tokens", "batch_size", "n_tokens", "sequences", "count", "pieces", "length")
 """Options on which the memory of a command depends, if it has them."""
-SAID = {"json": "JSON", "html": "Page", "csv": "Table"}
+FILE_LABELS = {"json": "JSON", "html": "Page", "csv": "Table"}
 """What stands before the path of a file that was written."""
 RENAMED = {"token": "tokens", "scheme": "schemes", "head": "heads", "eta": "etas", "layer": "layers"}
 """Options by their names before 0.3, which are still read."""
@@ -69,7 +69,7 @@ class Command(click.Command):
             params: Its own options and arguments.
             shared: Options that other commands have as well; an own option takes the place of one of its name.
             described: Where the parameters are described that the docstring of the function leaves out.
-            kinds: Kinds of the results that it gives, if it gives one.
+            kinds: Kinds of the results that it gives; empty: it gives none.
             processes: Whether torchrun may start it in several processes.
         """
         lines = ["\b"]
@@ -78,9 +78,10 @@ class Command(click.Command):
         if isinstance(function, str):
             lines.append(f"Documentation: {documented_at('cli', 'sinkscope-' + words.replace(' ', '-'))}")
         context = {"show_default": True, "token_normalize_func": renamed}
-        self.own = [copy(one) for one in params]  # one object may be given for several commands, which say more of it
-        names = {one.name for one in params}
-        others = [copy(one) for one in shared if one.name not in names]
+        # several commands may share a parameter, and each describes its own copy
+        self.own = [copy(parameter) for parameter in params]
+        names = {parameter.name for parameter in params}
+        others = [copy(parameter) for parameter in shared if parameter.name not in names]
         outputs = list(OUTPUTS) if kinds else []
         every = [*self.own, *others, *outputs]
         super().__init__(words.split()[-1], params=every, epilog="\n".join(lines), context_settings=context)
@@ -93,14 +94,14 @@ class Command(click.Command):
             return
         doc = docstring_at(self.function) if isinstance(self.function, str) else inspect.getdoc(self.function) or ""
         self.help = typed(introduction(doc))
-        said: dict[str, str] = {}
+        descriptions: dict[str, str] = {}
         for text in (doc, *map(docstring_at, self.described)):
-            said = descriptions_of(text, "Args") | said
-        for one in self.params:
-            if isinstance(one, click.Option | click.Argument) and not one.help:
-                one.help = typed(said[str(one.name)])
-                if isinstance(one, Several):
-                    one.help += " It may be given several times."
+            descriptions = descriptions_of(text, "Args") | descriptions
+        for parameter in self.params:
+            if isinstance(parameter, click.Option | click.Argument) and not parameter.help:
+                parameter.help = typed(descriptions[str(parameter.name)])
+                if isinstance(parameter, Several):
+                    parameter.help += " It may be given several times."
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """Return the first sentence of the help."""
@@ -125,32 +126,33 @@ class Command(click.Command):
         """
         if world_size() > 1 and not self.processes:
             raise SinkscopeError(f"sinkscope {self.words} is for one process: run it without torchrun")
-        given = {name: value for name, value in ctx.params.items() if value not in (None, ())}
-        files = {name: given.pop(name) for name in SAID if name in given}
-        word, explain = given.pop(MODEL_WORD, None), given.pop("explain", False)
-        if word is not None and "model" in given:
-            raise SinkscopeError(f"two models, {word} and {given['model']}: give one, as a word or with --model")
+        options = {name: value for name, value in ctx.params.items() if value not in (None, ())}
+        files = {name: options.pop(name) for name in FILE_LABELS if name in options}
+        word, explain = options.pop(MODEL_WORD, None), options.pop("explain", False)
+        if word is not None and "model" in options:
+            raise SinkscopeError(f"two models, {word} and {options['model']}: give one, as a word or with --model")
         if word is not None:
-            given["model"] = word
+            options["model"] = word
         with ProgressBar() as progress:
-            if any(one.name == "model" for one in self.params):
-                progress(f"Loading {given.get('model', 'bundled')} ...", 0, 0)
-            check_files(files, self.kinds, [one for one in self.params if one.name in WRITTEN], given)
-            result = self.run(given, files, progress)
+            if any(parameter.name == "model" for parameter in self.params):
+                progress(f"Loading {options.get('model', 'bundled')} ...", 0, 0)
+            outputs = [parameter for parameter in self.params if parameter.name in WRITTEN]
+            check_files(files, self.kinds, outputs, options)
+            result = self.run(options, files, progress)
         if self.kinds and result is not None:
             deliver(result, files if is_first() else {}, explain)
             ctx.exit(result.exit_code)
 
-    def run(self, given: dict[str, Any], files: Mapping[str, str], progress: ProgressBar) -> Any:
+    def run(self, options: dict[str, Any], files: Mapping[str, str], progress: ProgressBar) -> Any:
         """Call the function with the options and, where it takes them, the progress and the files that are wanted."""
         function = self.load()
         takes = inspect.signature(function).parameters.values()
-        if any(one.name == "progress" or one.kind is one.VAR_KEYWORD for one in takes):
-            given["progress"] = progress
-        if any(one.name == "to_files" for one in takes):
-            given["to_files"] = files
+        if any(parameter.name == "progress" or parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
+            options["progress"] = progress
+        if any(parameter.name == "to_files" for parameter in takes):
+            options["to_files"] = files
         try:
-            return function(**given)
+            return function(**options)
         except Exception as error:
             if is_out_of_memory(error):
                 raise SinkscopeError(out_of_memory(self)) from error
@@ -174,7 +176,7 @@ def freeze_imports() -> None:
 
 
 def command(words: str, function: str, section: str, *examples: str, **settings: Any) -> Command:
-    """Return a command; the settings are the others of `Command`."""
+    """Return a command; the settings are those of `Command` that are not named here."""
     return Command(words, function, section, examples, **settings)
 
 
@@ -189,12 +191,12 @@ def measures(
     """Return the command of a measurement, with the options that all measurements have.
 
     Args:
-        words: As for `Command`, and so are those not named here.
-        section: Its heading.
-        examples: Lines to type.
-        function: The measurement. None: that of sinkscope whose kind these words are.
+        words: What is typed, as for `Command`.
+        section: Heading under which the help lists it.
+        examples: Lines for the end of the help.
+        function: The measurement. None: the one of sinkscope whose kind is `words`.
         edits: Whether it can run under a patch, a policy or a guard.
-        settings: The others.
+        settings: Further settings of `Command`.
     """
     kind = words.replace(" ", "-")
     shared = [*MODEL, *SETUP, *(EDITS if edits else [])]
@@ -214,7 +216,7 @@ def renamed(name: str) -> str:
 
 def out_of_memory(command: click.Command) -> str:
     """Return what to try where a command ran out of memory: what it has of options on which memory depends."""
-    names = [one.name for one in command.params]
+    names = [parameter.name for parameter in command.params]
     flags = ["--" + name.replace("_", "-") for name in SMALLER if name in names]
     remedies = [remedy for name, remedy in OTHER_MEMORY.items() if name in names]
     if flags:
@@ -223,7 +225,7 @@ def out_of_memory(command: click.Command) -> str:
 
 
 def check_files(
-    files: Mapping[str, str], kinds: Sequence[str], others: Sequence[click.Parameter], given: Mapping[str, Any]
+    files: Mapping[str, str], kinds: Sequence[str], others: Sequence[click.Parameter], options: Mapping[str, Any]
 ) -> None:
     """Refuse, before any work begins, outputs that cannot be written or would replace other files.
 
@@ -231,16 +233,16 @@ def check_files(
         files: The files of a result.
         kinds: Kinds of the results that may be there already.
         others: Options that name other files and folders for writing.
-        given: What is given for options.
+        options: What is given for options.
     """
     targets: list[Path] = []
     for path in files.values():
         targets.append(Path(path) if path == "-" else check_output(path, kinds))
-    for one in others:
-        if one.name in given:
-            path = given[one.name]
-            targets.append(check_writable(path, folder=one.metavar != "FILE"))
-            if one.name == "out" and one.metavar != "FILE":
+    for parameter in others:
+        if parameter.name in options:
+            path = options[parameter.name]
+            targets.append(check_writable(path, folder=parameter.metavar != "FILE"))
+            if parameter.name == "out" and parameter.metavar != "FILE":
                 from sinkscope.files.store import refuse_other_files  # loads pydantic, for which no help need wait
 
                 refuse_other_files(Path(path), f"--out {pathless(path)}")
@@ -261,4 +263,4 @@ def deliver(result: Result, files: Mapping[str, str], explain: bool) -> None:
                 sys.stdout.write(visible(text))
             else:
                 write_output(path, text)
-                note(f"{SAID[name]}: {path}")
+                note(f"{FILE_LABELS[name]}: {path}")

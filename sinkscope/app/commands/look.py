@@ -50,7 +50,7 @@ compare = command(
         click.Option(["--measure"], default="find-sinks"),
         click.Option(["--out"], metavar="FOLDER"),
     ],
-    shared=[one for one in SETUP if one.name != "revision"],
+    shared=[option for option in SETUP if option.name != "revision"],
     described=["app.compare:compare"],
     kinds=["compare"],
 )

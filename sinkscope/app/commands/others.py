@@ -42,25 +42,25 @@ def other_commands() -> dict[str, EntryPoint]:
 def other_command(words: str, point: EntryPoint) -> Command:
     """Return the command of a measurement of another package."""
     measurement = point.load()
-    options = [option_of(one) for one in measurement.parameters]
-    params = [one for one in options if one is not None]
+    options = [option_of(parameter) for parameter in measurement.parameters]
+    params = [option for option in options if option is not None]
     return measures(words, ELSEWHERE, function=measurement, edits=measurement.edits, params=params)
 
 
-def option_of(one: Parameter) -> click.Option | None:
+def option_of(parameter: Parameter) -> click.Option | None:
     """Return the option of a parameter; None if its type is none that is typed."""
-    flag = f"--{one.name.replace('_', '-')}"
-    kind: Any = one.type
+    flag = f"--{parameter.name.replace('_', '-')}"
+    kind: Any = parameter.type
     if get_origin(kind) is Literal:
         kind = click.Choice(get_args(kind))
     elif kind not in (str, int, float, bool, Path):
         return None
-    required = one.default is inspect.Parameter.empty
+    required = parameter.default is inspect.Parameter.empty
     settings: dict[str, Any] = {"required": required, "type": click.types.convert_type(kind)}
-    if one.many:
+    if parameter.many:
         return Several([flag], **settings)
     if not required:
-        settings["default"] = one.default
-    if one.type is bool and one.default is not False:
+        settings["default"] = parameter.default
+    if parameter.type is bool and parameter.default is not False:
         flag = f"{flag}/--no-{flag[2:]}"
-    return click.Option([flag], is_flag=one.type is bool, **settings)
+    return click.Option([flag], is_flag=parameter.type is bool, **settings)

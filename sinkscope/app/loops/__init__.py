@@ -16,7 +16,7 @@ TASKS: dict[str, Callable[..., LoopCheck | None]] = {"": check_files, "follow": 
 """The three tasks of the command, by the option that asks for each."""
 
 
-def loops(*, to_files: Mapping[str, str] | None = None, **given: Any) -> LoopCheck | None:
+def loops(*, to_files: Mapping[str, str] | None = None, **arguments: Any) -> LoopCheck | None:
     """Check whether texts or a stream repeat themselves, and since when. Loads no model.
 
     Each one loops, looped, is suspicious, is clean, or has no text. The exit status is 3 if one loops or looped, and
@@ -24,16 +24,16 @@ def loops(*, to_files: Mapping[str, str] | None = None, **given: Any) -> LoopChe
 
     Args:
         to_files: What is written of the result: the paths by "json", "html" and "csv".
-        given: Arguments of `check_files`, `follow_stream` or `serve_proxy`.
+        arguments: Arguments of `check_files`, `follow_stream` or `serve_proxy`.
 
     Raises:
         SinkscopeError: An option belongs to another task.
     """
     written = dict(to_files or {})
-    task = next((name for name in ("proxy", "follow") if given.get(name)), "")
-    own = {one.name: one for one in parameters_of(TASKS[task])}
+    task = next((name for name in ("proxy", "follow") if arguments.get(name)), "")
+    own = {parameter.name: parameter for parameter in parameters_of(TASKS[task])}
     chosen: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in own:
             chosen[name] = value
         elif name not in ("follow", "progress") and value not in _defaults_of(name):
@@ -52,15 +52,17 @@ def flag_of(name: str) -> str:
 
 def _defaults_of(name: str) -> list[Any]:
     """What an option has where it was not given."""
-    found: list[Any] = [None, ()]
+    defaults: list[Any] = [None, ()]
     for function in TASKS.values():
-        found += [one.default for one in parameters_of(function) if one.name == name]
-    return found
+        defaults += [parameter.default for parameter in parameters_of(function) if parameter.name == name]
+    return defaults
 
 
 def _where(name: str, task: str) -> str:
     """Where an option has no effect: with the task that was asked for, or without the only one that takes it."""
-    takers = [word for word, function in TASKS.items() if name in {one.name for one in parameters_of(function)}]
+    takers = [
+        word for word, function in TASKS.items() if name in {parameter.name for parameter in parameters_of(function)}
+    ]
     if takers and takers != [""] and "" not in takers and not task:
         return " or ".join(f"without --{word}" for word in takers)
     return f"with --{task}" if task else "here"

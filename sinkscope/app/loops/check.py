@@ -93,12 +93,12 @@ def listed(files: Sequence[str]) -> dict[str, str]:
     Raises:
         SinkscopeError: A folder holds none.
     """
-    found: dict[str, str] = {}
+    inputs: dict[str, str] = {}
     for file in files:
-        folder, count = Path(file), len(found)
+        folder, count = Path(file), len(inputs)
         if not file or not folder.is_dir():
             name = name_of(file)
-            found[file if name in found else name] = file
+            inputs[file if name in inputs else name] = file
             continue
         others: list[str] = []
         for path in paths_below(folder):
@@ -106,13 +106,13 @@ def listed(files: Sequence[str]) -> dict[str, str]:
                 continue
             name = in_one_line(str(path.relative_to(folder)))
             if suffix_of(path.name) in ENDINGS:
-                found[str(path) if name in found else name] = str(path)
+                inputs[str(path) if name in inputs else name] = str(path)
             else:
                 others.append(name)
-        if len(found) == count:
+        if len(inputs) == count:
             raise SinkscopeError(f"{file} holds no file that ends in {', '.join(ENDINGS)}, also .gz: name the files")
         for name in others[:MOST_NAMED]:
             note(f"note: {name} was not read: its name does not end as texts, logs and tables do; give it by name")
         if len(others) > MOST_NAMED:
             note(f"note: {len(others) - MOST_NAMED} more files were not read")
-    return found
+    return inputs

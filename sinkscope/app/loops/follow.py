@@ -67,7 +67,7 @@ def follow_stream(
                 break
     if failed:
         raise click.exceptions.Exit(LOOP_FOUND)
-    for one in watch.checked:
-        if one.verdict == "empty":
-            note(f"note: no text was found in {one.name}")
+    for entry in watch.checked:
+        if entry.verdict == "empty":
+            note(f"note: no text was found in {entry.name}")
             raise click.exceptions.Exit(NO_TEXT)

@@ -67,7 +67,7 @@ def serve_proxy(
         watched = "all answers" if watch_whole else "streamed answers only"
         text = f"{address} passes on to {upstream} until Ctrl-C. It watches {watched}."
         if going is not None:
-            text = f"{text}\n{going.server.said()}"
+            text = f"{text}\n{going.server.note()}"
         if json_file == "-":
             note(text)
         else:

@@ -46,8 +46,8 @@ def view_model(
         check_server()
     elif port:
         raise SinkscopeError("--port has no effect on a page that is written: leave it out")
-    given = None if text is None else read_text(str(text))
-    explorer = Explorer.showing(given, model, **settings)
+    shown_text = None if text is None else read_text(str(text))
+    explorer = Explorer.showing(shown_text, model, **settings)
     if to_files:
         return explorer.view()
     name = explorer.setup.target.name

@@ -64,9 +64,9 @@ def random_alone(
     left: list[RemovedNeuron] = []
     if drawn:
         outcomes = Measurement(texts, ()).first(ALONE_TEXTS).outcomes([Edit((neuron,)) for neuron in drawn.values()])
-        for neuron, one in zip(drawn.values(), outcomes, strict=True):
-            said = one.outcome.left, one.outcome.heads[1], one.outcome.loss
-            left.append(RemovedNeuron(neuron.layer, neuron.expert, neuron.neuron, *said))
+        for neuron, by_text in zip(drawn.values(), outcomes, strict=True):
+            record = by_text.outcome.left, by_text.outcome.heads[1], by_text.outcome.loss
+            left.append(RemovedNeuron(neuron.layer, neuron.expert, neuron.neuron, *record))
     return tuple(left)
 
 
@@ -74,7 +74,7 @@ def named_neurons(sink: ModelSink) -> tuple[Neuron, ...]:
     """Return the neurons that a spike needs, or that write a tenth of it, each once."""
     neurons: dict[Neuron, None] = {}
     for spike in sink.circuit.spikes:
-        neurons |= dict.fromkeys(one.address for one in writing(spike))
+        neurons |= dict.fromkeys(neuron.address for neuron in writing(spike))
     return tuple(neurons)
 
 
@@ -116,19 +116,19 @@ def activations(
 
 def largest(setup: Setup, ids: Int[Tensor, "text pos"], values: Float[Tensor, "text pos"]) -> tuple[Activation, ...]:
     """Return the activations of largest magnitude, with the text around them; texts that begin alike count once."""
-    found: dict[tuple[int, ...], Activation] = {}
+    activations: dict[tuple[int, ...], Activation] = {}
     for number in values.abs().flatten().argsort(descending=True, stable=True).tolist():
         text, position = divmod(number, ids.shape[1])
         beginning = tuple(ids[text, : position + 1].tolist())
-        if beginning not in found:
+        if beginning not in activations:
             tokens = [setup.tokenizer.decode([token]) for token in ids[text, : position + 1 + TOKENS_AFTER].tolist()]
-            found[beginning] = Activation(
+            activations[beginning] = Activation(
                 value=four_digits(float(values[text, position])),
                 before="".join(tokens[max(0, position - TOKENS_BEFORE) : position]),
                 token=tokens[position],
                 after="".join(tokens[position + 1 :]),
                 texts=int((ids[:, : position + 1] == ids[text, : position + 1]).all(1).sum()),
             )
-        if len(found) == SHOWN_ACTIVATIONS:
+        if len(activations) == SHOWN_ACTIVATIONS:
             break
-    return tuple(found.values())
+    return tuple(activations.values())

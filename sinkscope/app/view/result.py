@@ -255,7 +255,7 @@ class ModelView(Result):
     def rows(self) -> Table:
         """Return one row per spike of the circuit."""
         rows: Table = []
-        for spike in (one.found for one in self.circuit):
+        for spike in (entry.found for entry in self.circuit):
             first, last = spike.layers
             needed = "" if spike.needed is None else ", ".join(spike.needed.parts)
             row = {"place": spike.place.words, "layers": span(first, last), "ratio": spike.ratio, "heads": spike.heads}

@@ -105,10 +105,10 @@ def moved(name: str, length: int) -> Switch | None:
     Raises:
         SinkscopeError: The text has no such token.
     """
-    found = MOVED.fullmatch(name)
-    if found is None:
+    match = MOVED.fullmatch(name)
+    if match is None:
         return None
-    at, isolated = int(found[1]), found[2] == "isolated"
+    at, isolated = int(match[1]), match[2] == "isolated"
     if not 0 < at < length:
         raise SinkscopeError(f"{name!r}, where the text has {length} tokens: expected a token from 1 to {length - 1}")
     if not isolated:
@@ -165,5 +165,5 @@ def _off(neurons: tuple[Neuron, ...], heads: Sequence[Head]) -> Intervention:
     if neurons:
         edits.append(Ablate(sites=neurons))
     if heads:
-        edits.append(Ablate(heads=[(one.layer, one.head) for one in heads], value="mean"))
+        edits.append(Ablate(heads=[(head.layer, head.head) for head in heads], value="mean"))
     return reduce(or_, edits)

@@ -74,8 +74,8 @@ def _around(sizes: list[int]) -> Iterator[int]:
 def block_sizes(subject: Any) -> list[int]:
     """Return the sizes of blocks that a cache or its first layer names, such as `page_size` or `residual_length`."""
     sizes: set[int] = set()
-    for one in (subject, *(getattr(subject, "layers", None) or ())[:1]):
-        for name, value in {**vars(type(one)), **vars(one)}.items():
+    for holder in (subject, *(getattr(subject, "layers", None) or ())[:1]):
+        for name, value in {**vars(type(holder)), **vars(holder)}.items():
             named = any(part in name.lower() for part in _BLOCK_NAMES)
             if named and isinstance(value, int) and not isinstance(value, bool) and 1 < value <= _LARGEST_BLOCK:
                 sizes.add(value)

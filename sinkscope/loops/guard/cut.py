@@ -139,7 +139,7 @@ def event_data(
     period: int | None,
     bad: range,
     cached: list[int],
-    kept: list[int],
+    kept_positions: list[int],
     level: int = 0,
     taken_back: int = 0,
 ) -> dict[str, Any]:
@@ -151,8 +151,8 @@ def event_data(
         "cached_before": len(cached),
         "taken_back": taken_back,
         "left_in_text": 0 if taken_back else copies_of(row),
-        "kept": ranges_of(kept),
-        "kept_count": len(kept),
+        "kept": ranges_of(kept_positions),
+        "kept_count": len(kept_positions),
         "generated": row.written,
     }
 
@@ -163,11 +163,11 @@ def cached_positions(layers: list[CacheLayer], row: int) -> list[int]:
     return [position for position in torch.cat(held).unique().tolist() if position >= 0]
 
 
-def evict_rows(layers: list[CacheLayer], kept: dict[int, list[int]]) -> None:
+def evict_rows(layers: list[CacheLayer], kept_positions: dict[int, list[int]]) -> None:
     """Evict from these rows all positions that are not listed, in all layers and heads; other rows stay whole."""
     longest = 1 + max(int(kv.pos.max()) for kv in layers)
     allowed = torch.ones(len(layers[0].pos), longest, dtype=torch.bool)
-    for row, positions in kept.items():
+    for row, positions in kept_positions.items():
         allowed[row] = False
         allowed[row, positions] = True
     for kv in layers:

@@ -126,9 +126,9 @@ class LoopGuard(Intervention):
     reasoning: str | None = None
     KIND: ClassVar[str] = "guard"
 
-    def __new__(cls, *_args: Any, **given: Any) -> Self:
+    def __new__(cls, *_args: Any, **fields: Any) -> Self:
         """Refuse the names that fields had in earlier versions, and say the new ones."""
-        for name in given:
+        for name in fields:
             if name in NEW_NAMES:
                 raise SinkscopeError(f"LoopGuard has no {name}= any more: give {NEW_NAMES[name]}")
         return super().__new__(cls)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Generator, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from sinkscope.files.chats import Message, message_of, said_in
+from sinkscope.files.chats import Message, message_of, texts_in
 from sinkscope.files.events import Events as JoinedEvents
 from sinkscope.files.events import Line, Lines
 from sinkscope.files.long_json import SHORT, parsing
@@ -17,7 +17,7 @@ from sinkscope.loops.text.lines import EVENTS, values_of_event
 from sinkscope.loops.text.logged import UnknownEvents
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.outputs import split
-from sinkscope.loops.text.pieces import TEXT, TURNS, UNREADABLE, Origin, Piece, origin_of, pieces_of_said
+from sinkscope.loops.text.pieces import TEXT, TURNS, UNREADABLE, Origin, Piece, origin_of, pieces_of_texts
 from sinkscope.loops.text.streams import Watch
 
 NOT_STREAMED = "not streamed"
@@ -336,11 +336,11 @@ class StreamWatch:
             return self._unknown.pieces(data)
         message = message_of(data)
         if message is None and data.get("object") == "response":
-            message = Message("assistant", tuple(said_in({"content": data.get("output")})), data)
+            message = Message("assistant", tuple(texts_in({"content": data.get("output")})), data)
         if message is None or message.role != "assistant":
             return []
         self.is_whole = True
-        return pieces_of_said(message.said, "answer")
+        return pieces_of_texts(message.texts, "answer")
 
 
 def last_events(

@@ -273,17 +273,17 @@ class GoOnWatch(StreamWatch):
             closing: What closes the reasoning, for the client, if it stands in the text.
         """
         channel = self._seen[1] or TEXT
-        kept = self.held_texts[channel].kept
+        text = self.held_texts[channel].kept
         floor = self._passed_end.get(channel, 0)
-        if len(kept) < floor:
-            kept = self.held_texts[channel].text[:floor]
-        dropped = sum(unit.channel == channel and unit.end > len(kept) for unit in self._units)
-        passed, last = self._up_to(kept, channel)
+        if len(text) < floor:
+            text = self.held_texts[channel].text[:floor]
+        dropped = sum(unit.channel == channel and unit.end > len(text) for unit in self._units)
+        passed, last = self._up_to(text, channel)
         self._units.clear()
         if closing and channel == TEXT and last is not None:
             passed.append(self._passed(Unit(b"", last.data, TEXT, 0), f"\n{closing}\n\n"))
         texts = {name: held.text for name, held in self.held_texts.items()}
-        texts[channel] = f"{kept}\n{closing}\n\n" if channel == TEXT and closing else kept
+        texts[channel] = f"{text}\n{closing}\n\n" if channel == TEXT and closing else text
         before = self.before
         written = Written(
             texts=texts,
@@ -296,15 +296,15 @@ class GoOnWatch(StreamWatch):
         )
         return b"".join(passed), written
 
-    def _up_to(self, kept: str, channel: str) -> tuple[list[bytes], Unit | None]:
+    def _up_to(self, text: str, channel: str) -> tuple[list[bytes], Unit | None]:
         """What is passed of the units that are held, up to the end of a text, and the unit in which that lies."""
         passed: list[bytes] = []
         first = next((unit for unit in self._units if unit.channel == channel), None)
         begin = 0 if first is None else first.end - len(_text_of(first.data, channel))
         for unit in self._units:
             if unit.channel == channel:
-                if unit.end > len(kept):
-                    part = kept[begin:]
+                if unit.end > len(text):
+                    part = text[begin:]
                     return [*passed, self._passed(unit, part)] if part else passed, unit
                 begin = unit.end
             passed.append(self._passed(unit))

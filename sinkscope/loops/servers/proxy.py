@@ -231,10 +231,10 @@ class _Passing:
         if asked is None or self.go_on is None:
             return None
         text = assistant_text(written.texts.get(TEXT, ""), written.texts.get(REASONING, ""), self.go_on.server)
-        found = continuation(self.go_on.server, asked, text, written.pieces)
-        if found is None:
+        next_request = continuation(self.go_on.server, asked, text, written.pieces)
+        if next_request is None:
             return None
-        path, body = found
+        path, body = next_request
         try:
             answer = await self.client.send(self._request(request, body, path=path.encode()), stream=True)
         except httpx.HTTPError as error:
@@ -263,7 +263,7 @@ class _Passing:
         if written is not None:
             before = watch.before if isinstance(watch, GoOnWatch) else Written()
             is_closed = written.closed and not before.closed
-            self.counts.going_on(watch.model, is_closed, written.dropped - before.dropped, seconds)
+            self.counts.next_request(watch.model, is_closed, written.dropped - before.dropped, seconds)
         if watch.unread:
             self.pass_unwatched(name, watch.unread)
         if watch.unread and watch.unread != TOO_LONG:
@@ -428,8 +428,8 @@ def _passed_on(headers: list[tuple[bytes, bytes]], without: tuple[str, ...] = ()
     for name, value in headers:
         if name.lower() == b"connection":
             left_out.update(word.strip().lower() for word in value.decode("latin-1").split(","))
-    kept: list[tuple[bytes, bytes]] = []
+    passed_on: list[tuple[bytes, bytes]] = []
     for name, value in headers:
         if name.decode("latin-1").lower() not in left_out:
-            kept.append((name.lower(), value))
-    return kept
+            passed_on.append((name.lower(), value))
+    return passed_on

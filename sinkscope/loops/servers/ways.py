@@ -70,7 +70,7 @@ class Server:
     reasoning_end: str = ""
     opens_reasoning: bool = False
 
-    def said(self) -> str:
+    def note(self) -> str:
         """Return how it continues answers, in a line."""
         chat = (
             "ends chats that loop, because it is not known how this server continues them: give --server or --template"

@@ -118,7 +118,7 @@ def _join(whole: dict[str, Any], delta: dict[str, Any]) -> None:
             calls = whole.setdefault("tool_calls", [])
             for call in value or ():
                 place = call.get("index")
-                known = [one for one in calls if one.get("index") == place] if place is not None else []
+                known = [earlier for earlier in calls if earlier.get("index") == place] if place is not None else []
                 if known:
                     function = dict(call.get("function") or {})
                     before = known[0].setdefault("function", {})

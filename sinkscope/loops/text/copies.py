@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, Strict, StrictFloat, StrictInt
 
@@ -78,6 +78,14 @@ class MonitorSettings:
         return CopyRule(self, words_of, asked)
 
 
+class KnownKind(NamedTuple):
+    """What the copies of a repetition are: where it starts, whether it is exact, and the kind of its words."""
+
+    start: int
+    exact: bool
+    kind: Kind
+
+
 class CopyRule:
     """Finds copies; `add` takes every token.
 
@@ -103,7 +111,7 @@ class CopyRule:
         self._size = 0
         longest = 3 * s.tail_longest + s.tail_beyond + s.data_tokens  # what is longer needs no measuring
         self._sizes: deque[int] = deque([0], maxlen=longest)  # of the row up to each of the last tokens
-        self._kind: tuple[int, bool, Kind] = (-1, False, "prose")  # of the repetition that starts there
+        self._latest = KnownKind(-1, False, "prose")
 
     def is_number(self, token: int) -> bool:
         """Return whether a token is a number or a part of one."""
@@ -159,13 +167,11 @@ class CopyRule:
         """What the last copies are: two, or as many as fill some lines."""
         if self.words_of is None:
             return "prose"
-        start, exact, kind = self._kind
-        if (start, exact) != (tail.start, tail.exact):
+        if (self._latest.start, self._latest.exact) != (tail.start, tail.exact):
             copies = min(max(2, -(-KIND_TOKENS // tail.period)), max(1, (self._seen - tail.start) // tail.period))
             words = self.words_of(self._tail.last(copies * tail.period))
-            kind = kind_of([*words, *words[:2]])
-            self._kind = (tail.start, tail.exact, kind)
-        return kind
+            self._latest = KnownKind(tail.start, tail.exact, kind_of([*words, *words[:2]]))
+        return self._latest.kind
 
 
 def size_of(word: str) -> int:

@@ -51,8 +51,8 @@ def looks_encoded(run: str) -> bool:
     """Return whether a run of letters, digits and signs is base64 and no word, name or path."""
     if not any(map(str.isdigit, run)) or not any(map(str.islower, run)):
         return False
-    run = "".join(one for one, _ in groupby(run))  # zeros are runs of A
-    kinds = [(one.isupper(), one.islower(), one.isdigit()) for one in run]
-    changes = sum(one != other for one, other in pairwise(kinds))
-    is_mixed = any(one.isupper() and other.isupper() for one, other in pairwise(run))
+    run = "".join(sign for sign, _ in groupby(run))  # zeros are runs of A
+    kinds = [(sign.isupper(), sign.islower(), sign.isdigit()) for sign in run]
+    changes = sum(kind != next_kind for kind, next_kind in pairwise(kinds))
+    is_mixed = any(sign.isupper() and next_sign.isupper() for sign, next_sign in pairwise(run))
     return is_mixed and changes >= CHANGES * len(run)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sinkscope.files.chats import REASONING, TEXT, Said, call_said, reasoning_said, said_in
-from sinkscope.loops.text.pieces import Piece, on_one_line, pieces_of_said
+from sinkscope.files.chats import REASONING, TEXT, MessageText, call_texts, reasoning_texts, texts_in
+from sinkscope.loops.text.pieces import Piece, on_one_line, pieces_of_texts
 
 RESPONSES = {
     "response.output_text.delta": TEXT,
@@ -130,14 +130,14 @@ class Events:
             case {"messageStart": _} | {"contentBlockStop": _} | {"metadata": {"usage": _}}:
                 return []
             case {"object": "thread.message.delta", "delta": dict(delta)}:
-                return self._said(said_in(delta), f"message {data.get('id', 0)}")
+                return self._pieces(texts_in(delta), f"message {data.get('id', 0)}")
             case _:
                 return None
 
-    def _said(self, said: list[Said], answer: str, ends: bool = False, prefix: str = "") -> list[Piece]:
+    def _pieces(self, texts: list[MessageText], answer: str, ends: bool = False, prefix: str = "") -> list[Piece]:
         """The pieces of texts, without names and reasoning that were read before; a call's number goes on."""
         pieces: list[Piece] = []
-        for part in said:
+        for part in texts:
             if part.channel == REASONING and part.kind:
                 if self._thoughts.setdefault((answer, 0), part.kind) != part.kind:
                     continue
@@ -158,16 +158,16 @@ class Events:
     def _message(self, delta: Mapping[str, Any], answer: str, ends: bool) -> list[Piece]:
         """A delta of a chat: its own fields, and the calls by the index that each names."""
         calls = delta.get("tool_calls") or ()
-        said = said_in(
+        texts = texts_in(
             {name: value for name, value in delta.items() if name not in ("tool_calls", "reasoning_details")}
         )
-        if delta.get("reasoning_details") and not reasoning_said({**delta, "reasoning_details": None}):
-            said = [*_detailed(delta["reasoning_details"]), *said]
+        if delta.get("reasoning_details") and not reasoning_texts({**delta, "reasoning_details": None}):
+            texts = [*_detailed(delta["reasoning_details"]), *texts]
         for call in calls:
-            said += [
-                part._replace(channel=self._call(call, answer)) for part in call_said(call.get("function") or call)
+            texts += [
+                part._replace(channel=self._call(call, answer)) for part in call_texts(call.get("function") or call)
             ]
-        return self._said(said, answer, ends)
+        return self._pieces(texts, answer, ends)
 
     def _call(self, call: Mapping[str, Any], answer: str) -> str:
         """The channel of a call: by its index, else by its id; a name without either begins another.
@@ -192,10 +192,10 @@ class Events:
             known[key] = number
         return f"call {number}"
 
-    def _placed(self, said: list[Said], answer: str, place: int) -> list[Said]:
+    def _placed(self, texts: list[MessageText], answer: str, place: int) -> list[MessageText]:
         """Texts of a block or item whose place is known; calls are counted in the order in which they begin."""
-        placed: list[Said] = []
-        for part in said:
+        placed: list[MessageText] = []
+        for part in texts:
             if part.channel.startswith("call"):
                 known = self._calls.setdefault(answer, {})
                 part = part._replace(channel=f"call {known.setdefault(('place', place), len(known))}")
@@ -206,7 +206,7 @@ class Events:
         """A choice of a chunk or of a whole answer."""
         name = f"choice {int(choice.get('index') or 0)}"
         if "message" in choice and "delta" not in choice:
-            return pieces_of_said(said_in(choice["message"] or {}), f"{line} {name}")
+            return pieces_of_texts(texts_in(choice["message"] or {}), f"{line} {name}")
         if origin:
             name = f"{name} of {on_one_line(str(origin))}"
         delta = choice["delta"] if "delta" in choice else {"text": choice.get("text"), **_thoughts_of(choice)}
@@ -223,15 +223,15 @@ class Events:
         channel = RESPONSES.get(kind)
         if kind == "response.output_item.added":
             item = data.get("item") or {}
-            return self._said(
-                self._placed([Said("call", str(item.get("name") or ""), is_name=True)], answer, number), answer
+            return self._pieces(
+                self._placed([MessageText("call", str(item.get("name") or ""), is_name=True)], answer, number), answer
             )
         if kind in RESPONSE_ENDS:
-            return self._said([], answer, ends=True)
+            return self._pieces([], answer, ends=True)
         if channel is None or not isinstance(data.get("delta"), str):
             return []
         if channel == "call":
-            return self._said(self._placed([Said(channel, data["delta"])], answer, number), answer)
+            return self._pieces(self._placed([MessageText(channel, data["delta"])], answer, number), answer)
         if channel == REASONING and self._thoughts.setdefault((answer, number), kind) != kind:
             return []
         return [Piece(answer, channel, data["delta"])]
@@ -241,22 +241,22 @@ class Events:
         number = int(data.get("index") or 0)
         if kind == "content_block_start":
             block = data.get("content_block") or {}
-            return self._said(self._placed(said_in({"content": [block]}), "message", number), "message")
+            return self._pieces(self._placed(texts_in({"content": [block]}), "message", number), "message")
         if kind == "content_block_delta":
             delta = data["delta"]
             channel = BLOCKS.get(delta.get("type") or ("text_delta" if "text" in delta else ""))
             if channel is None:
                 return []
             text = delta.get("text") or delta.get("thinking") or delta.get("partial_json") or ""
-            return self._said(self._placed([Said(channel, text)], "message", number), "message")
+            return self._pieces(self._placed([MessageText(channel, text)], "message", number), "message")
         if kind == "message_stop":
-            return self._said([], "message", ends=True)
+            return self._pieces([], "message", ends=True)
         return []
 
     def _typed(self, data: Mapping[str, Any], kind: str) -> list[Piece]:
         """An event of Vercel's AI SDK, AG-UI or LM Studio."""
         if kind in TYPED_ENDS:
-            return self._said([], "stream 0", ends=True)
+            return self._pieces([], "stream 0", ends=True)
         text = next(
             (data[name] for name in ("delta", "inputTextDelta", "content") if isinstance(data.get(name), str)), ""
         )
@@ -269,15 +269,15 @@ class Events:
     def _cohere(self, data: Mapping[str, Any], kind: str) -> list[Piece]:
         """An event of Cohere's chat."""
         if kind == "message-end":
-            return self._said([], "message", ends=True)
+            return self._pieces([], "message", ends=True)
         message = (data.get("delta") or {}).get("message") or {}
         if COHERE[kind] == "call":
             call = message.get("tool_calls") or {}
-            said = self._placed(call_said(call.get("function") or {}), "message", int(data.get("index") or 0))
-            return self._said(said, "message")
+            texts = self._placed(call_texts(call.get("function") or {}), "message", int(data.get("index") or 0))
+            return self._pieces(texts, "message")
         if COHERE[kind] == REASONING:
             return [Piece("message", REASONING, str(message.get("tool_plan") or ""))]
-        return self._said(said_in(message), "message")
+        return self._pieces(texts_in(message), "message")
 
     def _candidates(self, candidates: list[Any], origin: object) -> list[Piece]:
         """Candidates of Gemini, which sends each call whole."""
@@ -286,18 +286,18 @@ class Events:
             name = f"choice {int(candidate.get('index') or 0)}"
             if origin is not None:
                 name += f" of {on_one_line(str(origin))}"
-            said: list[Said] = []
-            for piece in said_in(candidate.get("content") or {}):
+            texts: list[MessageText] = []
+            for piece in texts_in(candidate.get("content") or {}):
                 place = len(self._calls.get(name, ())) - (not piece.is_name)
-                said += self._placed([piece], name, place)
-            pieces += self._said(said, name, bool(candidate.get("finishReason")))
+                texts += self._placed([piece], name, place)
+            pieces += self._pieces(texts, name, bool(candidate.get("finishReason")))
         return pieces
 
     def _converse(self, block: Mapping[str, Any]) -> list[Piece]:
         """An event of a block of Bedrock's Converse."""
         number = int(block.get("contentBlockIndex") or 0)
         inner = block.get("delta") or block.get("start") or {}
-        return self._said(self._placed(said_in({"content": [inner]}), "message", number), "message")
+        return self._pieces(self._placed(texts_in({"content": [inner]}), "message", number), "message")
 
 
 def _of_agent(data: Mapping[str, Any]) -> list[Piece] | None:
@@ -318,12 +318,12 @@ def has_ended(reason: object) -> bool:
     return bool(reason) and reason not in NOT_ENDED
 
 
-def _detailed(details: Any) -> list[Said]:
+def _detailed(details: Any) -> list[MessageText]:
     """The pieces of a reasoning in details, as text or as a summary."""
-    pieces: list[Said] = []
+    pieces: list[MessageText] = []
     for detail in details if isinstance(details, list) else ():
-        for said in said_in(detail):
-            pieces.append(said._replace(kind=str(detail.get("type"))))
+        for text in texts_in(detail):
+            pieces.append(text._replace(kind=str(detail.get("type"))))
     return pieces
 
 

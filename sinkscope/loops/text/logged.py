@@ -20,16 +20,16 @@ from sinkscope.files.chats import (
     REASONING,
     TEXT,
     Message,
-    Said,
+    MessageText,
     is_item,
     message_of,
     messages_in,
     prompt_before,
-    said_in,
+    texts_in,
     unwrapped,
 )
 from sinkscope.loops.text.forms import Events
-from sinkscope.loops.text.pieces import TURNS, Piece, on_one_line, pieces_of_output, pieces_of_said
+from sinkscope.loops.text.pieces import TURNS, Piece, on_one_line, pieces_of_output, pieces_of_texts
 
 ASKING = frozenset((*PROMPTS, "system", "context", "tools", "functions", "target", "reference", "expected")) - {
     "messages"
@@ -123,13 +123,13 @@ class Records:
             before.append(message)
             return []
         is_step = unwrapped(data) is not data or "role" not in data
-        if is_step and not any(one.text.strip() for one in message.said):  # a reasoning that is hidden, say
+        if is_step and not any(part.text.strip() for part in message.texts):  # a reasoning that is hidden, say
             return []
-        context = "\n".join(one.everything for one in before)
-        answer = Answer(message.said, prompt_before(before, len(before)), context)
+        context = "\n".join(earlier.everything for earlier in before)
+        answer = Answer(message.texts, prompt_before(before, len(before)), context)
         before.clear()
         talk = f"turns of {on_one_line(key)}" if key else "turns"
-        return [*pieces_of_said(answer.value, name, answer.prompt), _turn_piece(answer, talk)]
+        return [*pieces_of_texts(answer.value, name, answer.prompt), _turn_piece(answer, talk)]
 
 
 class UnknownEvents:
@@ -161,7 +161,7 @@ class UnknownEvents:
                 answers = answers_in(data)
         pieces: list[Piece] = []
         if len(answers) == 1 and isinstance(answers[0].value, str):
-            answers = [Answer((Said(TEXT, answers[0].value),))]
+            answers = [Answer((MessageText(TEXT, answers[0].value),))]
         for answer in answers[:1]:
             for part in answer.value if isinstance(answer.value, tuple) else ():
                 text = self._new(part.text) if part.channel == TEXT else part.text
@@ -176,19 +176,19 @@ class UnknownEvents:
         return text[len(before) :] if self._grows and text.startswith(before) else text
 
 
-def _typed(data: Mapping[str, Any], kind: str) -> list[Said]:
+def _typed(data: Mapping[str, Any], kind: str) -> list[MessageText]:
     """The text of an event whose type says that it is a piece, and of which channel."""
     if any(word in kind for word in ("audio", "image", "video", "signature", "citation", "annotation", "progress")):
         return []
     text: Any = next((data[name] for name in ("delta", "content", "text", "data") if data.get(name)), "")
     if isinstance(text, Mapping | list):
-        return said_in(text if isinstance(text, Mapping) else {"content": text})
+        return texts_in(text if isinstance(text, Mapping) else {"content": text})
     channel = TEXT
     if any(word in kind for word in ("reasoning", "thinking", "thought")):
         channel = REASONING
     elif any(word in kind for word in ("tool", "call", "argument", "input_json")):
         channel = "call 0"
-    return [Said(channel, str(text))]
+    return [MessageText(channel, str(text))]
 
 
 CONTENT = ("content", "parts", "text", "value", "utterance", "tool_calls", "output", "summary", "thinking")
@@ -215,7 +215,7 @@ def pieces_of_answers(answers: Sequence[Answer], name: str) -> list[Piece]:
     for number, answer in enumerate(answers, 1):
         own = name if len(answers) == 1 else f"{name} answer {number}"
         if isinstance(answer.value, tuple):
-            pieces += pieces_of_said(answer.value, own, answer.prompt)
+            pieces += pieces_of_texts(answer.value, own, answer.prompt)
         else:
             pieces += pieces_of_output(answer.value, own, answer.prompt)
     if len(turns) > 1:
@@ -235,7 +235,7 @@ def answers_of_chat(messages: Sequence[Message]) -> list[Answer]:
         if message.role != role:
             continue
         context = "\n".join(each.everything for each in messages[last:place])
-        answers.append(Answer(message.said, prompt_before(messages, place), context))
+        answers.append(Answer(message.texts, prompt_before(messages, place), context))
         last = place + 1
     return answers
 
@@ -261,7 +261,7 @@ def answers_in(value: Any, field: str = "", prompt: str = "") -> list[Answer]:
         return answers_of_chat(messages_in(value) or [])
     message = message_of(value)
     if message is not None and is_message(unwrapped(value)):
-        return [Answer(message.said, prompt)]
+        return [Answer(message.texts, prompt)]
     fields = _fields_of(value)
     for name in ANSWERS:
         if fields.get(name) not in (None, "", [], {}):
@@ -279,7 +279,7 @@ def _answers_in_list(values: list[Any], field: str, prompt: str) -> list[Answer]
             return _of_one_turn(values, messages, prompt)
         return answers_of_chat(messages)
     if field in ("content", "parts") or _are_parts(values):  # of one message
-        return [Answer(tuple(said_in({"content": values})), prompt)]
+        return [Answer(tuple(texts_in({"content": values})), prompt)]
     answers: list[Answer] = []
     for value in values:
         answers += answers_in(value, field, prompt)
@@ -324,10 +324,10 @@ def _answers_below(value: Mapping[str, Any], fields: Mapping[str, Any], prompt: 
 
 def _of_one_turn(value: list[Any], messages: Sequence[Message], prompt: str) -> list[Answer]:
     """Messages or items without a user's between: items of Responses are one answer, messages are one each."""
-    if all(is_item(one) for one in value):
-        said = said_in({"content": [{"type": "message", **one} for one in value]})
-        return [Answer(tuple(said), prompt)]
-    return [Answer(one.said, prompt) for one in messages]
+    if all(is_item(item) for item in value):
+        texts = texts_in({"content": [{"type": "message", **item} for item in value]})
+        return [Answer(tuple(texts), prompt)]
+    return [Answer(message.texts, prompt) for message in messages]
 
 
 def _are_parts(value: list[Any]) -> bool:
@@ -344,9 +344,9 @@ def prompt_in(value: Any) -> str:
     if messages is not None:
         return prompt_before(messages, len(messages))
     if isinstance(value, dict):
-        fields = {str(name).lower(): one for name, one in value.items()}
+        fields = {str(name).lower(): field for name, field in value.items()}
         return " ".join(text for text in (prompt_in(fields[name]) for name in PROMPTS if fields.get(name)) if text)
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return " ".join(value)
     return ""
 

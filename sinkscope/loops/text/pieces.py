@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
-from sinkscope.files.chats import REASONING, TEXT, Said
+from sinkscope.files.chats import REASONING, TEXT, MessageText
 from sinkscope.files.plain import visible
 from sinkscope.loops.text.signals import id_list
 
@@ -20,7 +20,7 @@ MOST_OF_NAME = 200  # characters of an id, or of a model's name
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading a line that is no output of a model may raise."""
 
-__all__ = ["REASONING", "TEXT", "Origin", "Piece", "on_one_line", "origin_of", "pieces_of_output", "pieces_of_said"]
+__all__ = ["REASONING", "TEXT", "Origin", "Piece", "on_one_line", "origin_of", "pieces_of_output", "pieces_of_texts"]
 
 
 class Origin(NamedTuple):
@@ -79,10 +79,10 @@ def on_one_line(text: str, limit: int = SHOWN_CHARACTERS) -> str:
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def pieces_of_said(said: Iterable[Said], answer: str, prompt: str = "") -> list[Piece]:
+def pieces_of_texts(texts: Iterable[MessageText], answer: str, prompt: str = "") -> list[Piece]:
     """Return the pieces of a whole answer."""
     pieces = [
-        Piece(answer, part.channel, f"{part.text} " if part.is_name else part.text, prompt=prompt) for part in said
+        Piece(answer, part.channel, f"{part.text} " if part.is_name else part.text, prompt=prompt) for part in texts
     ]
     return [*pieces, Piece(answer, ends=True, prompt=prompt)]
 

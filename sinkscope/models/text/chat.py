@@ -85,13 +85,14 @@ def chat_text(tokenizer: Any, messages: Messages, name: str, first: int = 0) -> 
         raise SinkscopeError(f"the tokenizer of {name} has no chat template: {_REMEDY}")
     blocks = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     problems: list[str] = []
-    for given in (list(messages), blocks):
+    for form in (list(messages), blocks):
         try:
-            text = str(tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False))
+            text = str(tokenizer.apply_chat_template(form, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
             problems.append(f"failed ({visible(first_line(error))})")
             continue
-        left_out = [number for number, said in enumerate(messages, 1) if number > first and not _holds(text, said)]
+        asked = list(enumerate(messages, 1))[first:]
+        left_out = [number for number, message in asked if not _holds(text, message)]
         if not left_out:
             return text
         problems.append(f"leaves out what message {left_out[0]} says" if text.strip() else "writes nothing")

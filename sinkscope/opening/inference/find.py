@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +33,16 @@ from sinkscope.opening.inference.proof import PROBED_TOKENS, probe
 from sinkscope.opening.inference.propose import propose
 from sinkscope.opening.inference.sums import token_ids
 
-_KNOWN: dict[tuple[type, Adapter | None, str], Found] = {}  # by the class, the row and the configuration of the model
+
+class ModelKey(NamedTuple):
+    """What models have in common that share an adapter: their class, the row of their type, their configuration."""
+
+    kind: type
+    row: Adapter | None
+    config: str
+
+
+_KNOWN: dict[ModelKey, Found] = {}
 _LOCK = threading.RLock()
 _MODES = threading.Lock()
 _EVALUATED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many hold a module that was training
@@ -181,12 +190,12 @@ def reads_ahead(target: Target) -> bool:
     return False
 
 
-def _key(hf: Any) -> tuple[type, Adapter | None, str]:
-    """What models of one class, row and configuration have in common."""
+def _key(hf: Any) -> ModelKey:
+    """The key of a model's adapter; names, types and versions in its configuration do not count."""
     config = hf.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         config.pop(name, None)
-    return type(hf), row_of(hf.config.model_type), str(sorted(config.items(), key=str))
+    return ModelKey(type(hf), row_of(hf.config.model_type), str(sorted(config.items(), key=str)))
 
 
 def sample_of(hf: Any) -> Any:

@@ -32,7 +32,7 @@ from sinkscope.models.adapters import (
     stack_of,
 )
 from sinkscope.models.experts import experts_of
-from sinkscope.models.hooks import Hook, first_tensor, on_input, on_output, parameters_of
+from sinkscope.models.hooks import Hook, first_tensor, forward_parameters, on_input, on_output
 from sinkscope.models.partial_pass import LayerInput
 from sinkscope.models.target import Target
 from sinkscope.models.weights import input_width, is_transposed
@@ -252,7 +252,7 @@ def _sums_of(target: Target, layer: int, fields: Fields) -> LayerSums:
 def base_path(model: Any, stack: str) -> str:
     """Return the path of the innermost module around the layers that takes token ids."""
     base = stack
-    while base and "input_ids" not in parameters_of(type(model.get_submodule(base))):
+    while base and "input_ids" not in forward_parameters(type(model.get_submodule(base))):
         base = base.rpartition(".")[0]
     return base
 

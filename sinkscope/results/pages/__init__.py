@@ -70,7 +70,7 @@ def _templates() -> Any:
 
 
 def source(*names: str) -> str:
-    """Return the text of files of the package, such as scripts, one after the other."""
+    """Return the joined text of files of the package, such as scripts."""
     return "\n".join((files("sinkscope") / name).read_text(encoding="utf-8") for name in names)
 
 
@@ -99,7 +99,7 @@ def document(
         title=heading,
         about=about,
         version=__version__,
-        plotted=any('class="plot' in one.html for one in sections),
+        plotted=any('class="plot' in section.html for section in sections),
         first=first,
         sections=sections,
     )
@@ -111,14 +111,14 @@ def plot(figure: Any) -> str:
     Args:
         figure: What is drawn; its lines and points become SVG, which every browser shows.
     """
-    for one in figure.data:
-        if one.type not in DRAWN:
-            raise SinkscopeError(f"a page draws no {one.type}: give a figure of {', '.join(sorted(DRAWN))}")
+    for trace in figure.data:
+        if trace.type not in DRAWN:
+            raise SinkscopeError(f"a page draws no {trace.type}: give a figure of {', '.join(sorted(DRAWN))}")
     drawing = _ESCAPED.sub(_shown, figure.to_json(engine="json")).replace('"type":"scattergl"', '"type":"scatter"')
     return render("results/pages/plot.html", drawing=drawing)
 
 
-def _shown(found: re.Match[str]) -> str:
+def _shown(string: re.Match[str]) -> str:
     """A string of JSON as a page shows it."""
-    said = visible(_TAG.sub("&lt;", json.loads(found[0])))
-    return json.dumps(said).replace("<", "\\u003c")  # it stands in a script, which no text ends
+    text = visible(_TAG.sub("&lt;", json.loads(string[0])))
+    return json.dumps(text).replace("<", "\\u003c")  # it stands in a script, which no text ends

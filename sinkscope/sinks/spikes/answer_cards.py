@@ -23,34 +23,36 @@ COSTS = "Hiding {place} from later tokens {where} costs {loss} nats a token{marg
 
 def makes(spike: SpikeResult) -> str | None:
     """Return what makes a position such a place; None if it was not asked."""
-    found = spike.conditions
-    if found is None:
+    conditions = spike.conditions
+    if conditions is None:
         return None
-    if not found.sufficient:
-        most = max(one.share for one in found.cells if one.token + one.alone + one.start < 3)
+    if not conditions.sufficient:
+        most = max(cell.share for cell in conditions.cells if cell.token + cell.alone + cell.start < 3)
         return MAKES_NOTHING.format(share=percent(most))
-    words = [CAUSES[cause].format(token=repr(spike.place.token)) for cause in found.sufficient]
-    alone = [one for one in found.cells if one.token + one.alone + one.start == 1]
-    several = [one for one in alone if one.share - (one.margin or 0.0) >= HALF]
-    cell = max(several, key=lambda one: one.share) if several else max(found.cells, key=lambda one: one.share)
-    control = f"an ordinary position: {percent(found.cells[0].share)}"
-    if "sight" in found.sufficient:
-        other = "" if found.one_other_margin is None else f" ± {percent(found.one_other_margin)}"
-        control = f"with one other token visible: {percent(found.one_other)}{other}"
-    margin = "" if cell.margin is None else f" (± {percent(cell.margin)})"
+    words = [CAUSES[cause].format(token=repr(spike.place.token)) for cause in conditions.sufficient]
+    alone = [cell for cell in conditions.cells if cell.token + cell.alone + cell.start == 1]
+    several = [cell for cell in alone if cell.share - (cell.margin or 0.0) >= HALF]
+    strongest = (
+        max(several, key=lambda cell: cell.share) if several else max(conditions.cells, key=lambda cell: cell.share)
+    )
+    control = f"an ordinary position: {percent(conditions.cells[0].share)}"
+    if "sight" in conditions.sufficient:
+        other = "" if conditions.one_other_margin is None else f" ± {percent(conditions.one_other_margin)}"
+        control = f"with one other token visible: {percent(conditions.one_other)}{other}"
+    margin = "" if strongest.margin is None else f" (± {percent(strongest.margin)})"
     joined = " or ".join(words) if several else word_list(words)
-    return MAKES.format(causes=joined, share=percent(cell.share), margin=margin, control=control)
+    return MAKES.format(causes=joined, share=percent(strongest.share), margin=margin, control=control)
 
 
 def costs(spike: SpikeResult) -> str | None:
     """Return what hiding a place costs; None if it was not asked."""
-    found = spike.purpose
-    if found is None:
+    purpose = spike.purpose
+    if purpose is None:
         return None
-    hidden = found.change("hidden")
-    control = max(one.loss for one in found.changes if "key" in one.name)
+    hidden = purpose.change("hidden")
+    control = max(change.loss for change in purpose.changes if "key" in change.name)
     margin = "" if hidden.margin is None else f" (± {hidden.margin:.2f})"
-    where = f"after layer {found.layers[0] - 1}"
+    where = f"after layer {purpose.layers[0] - 1}"
     return COSTS.format(
         place=spike.place.words, where=where, loss=nats(hidden.loss), margin=margin, control=nats(control)
     )
@@ -58,25 +60,27 @@ def costs(spike: SpikeResult) -> str | None:
 
 def conditions_card(spike: SpikeResult) -> Card | None:
     """Return what an ordinary position is like under each combination, and the place with each cause taken away."""
-    found = spike.conditions
-    if found is None:
+    conditions = spike.conditions
+    if conditions is None:
         return None
     rows: list[tuple[str, str]] = []
-    for cell in found.cells:
+    for cell in conditions.cells:
         words = [SHORT[cause] for cause in cell.causes]
         rows.append((", ".join(words) or "as it is", _cell(cell)))
-    for taken in found.taken:
+    for taken in conditions.taken:
         rows.append((f"place, {TAKEN[taken.cause]}", _cell(taken)))
-    rows.append(("random token, alone", percent(found.random_token)))
-    rows.append(("sees 1 other, drawn", share_left(found.one_other, found.one_other_margin)))
-    rows.append(("sees nearest", ", ".join(f"{count}: {percent(share)}" for count, share in found.borne)))
-    if found.held:
-        rows.append(("place sees more", ", ".join(f"{count}: {percent(share)}" for count, share, _ in found.held)))
-    if found.layers is not None:
-        rows.append(("alone suffices in", run(0, found.layers)))
-    rows.append(("sufficient", _causes(found.sufficient, spike)))
-    rows.append(("necessary", _causes(found.necessary, spike)))
-    return Card(f"What makes a position the sink, spike of {run(*spike.layers)} ({found.texts} texts)", tuple(rows))
+    rows.append(("random token, alone", percent(conditions.random_token)))
+    rows.append(("sees 1 other, drawn", share_left(conditions.one_other, conditions.one_other_margin)))
+    rows.append(("sees nearest", ", ".join(f"{count}: {percent(share)}" for count, share in conditions.borne)))
+    if conditions.held:
+        rows.append(("place sees more", ", ".join(f"{count}: {percent(share)}" for count, share, _ in conditions.held)))
+    if conditions.layers is not None:
+        rows.append(("alone suffices in", run(0, conditions.layers)))
+    rows.append(("sufficient", _causes(conditions.sufficient, spike)))
+    rows.append(("necessary", _causes(conditions.necessary, spike)))
+    return Card(
+        f"What makes a position the sink, spike of {run(*spike.layers)} ({conditions.texts} texts)", tuple(rows)
+    )
 
 
 def _cell(cell: Cell | Taken) -> str:
@@ -89,22 +93,22 @@ def _causes(causes: Sequence[Cause], spike: SpikeResult) -> str:
 
 def purpose_card(spike: SpikeResult) -> Card | None:
     """Return what later tokens lose in each way of reading the place, who takes over, and how far a change spreads."""
-    found = spike.purpose
-    if found is None:
+    purpose = spike.purpose
+    if purpose is None:
         return None
-    spread = share_left(found.spread, found.spread_margin)
-    rows = [("intact", f"{heads_of(found.heads, None)} at the place; a changed token spreads {spread}")]
-    for one in found.changes:
-        said = f"{nats(one.loss)} nats"
-        if one.interval is not None:
-            said += f" ({nats(one.interval[0])} to {nats(one.interval[1])})"
-        said += f", {heads_of(one.heads, None)} at the place"
-        if one.taker_heads:
-            said += f", {one.taker_heads:,} at position {one.taker}"
-        if one.spread is not None:
-            said += f"; spreads {share_left(one.spread, one.spread_margin)}"
-        rows.append((one.name, said))
-    layers = f"{run(*found.layers)}, {found.texts} texts, {found.tokens:,} tokens"
+    spread = share_left(purpose.spread, purpose.spread_margin)
+    rows = [("intact", f"{heads_of(purpose.heads, None)} at the place; a changed token spreads {spread}")]
+    for change in purpose.changes:
+        text = f"{nats(change.loss)} nats"
+        if change.interval is not None:
+            text += f" ({nats(change.interval[0])} to {nats(change.interval[1])})"
+        text += f", {heads_of(change.heads, None)} at the place"
+        if change.taker_heads:
+            text += f", {change.taker_heads:,} at position {change.taker}"
+        if change.spread is not None:
+            text += f"; spreads {share_left(change.spread, change.spread_margin)}"
+        rows.append((change.name, text))
+    layers = f"{run(*purpose.layers)}, {purpose.texts} texts, {purpose.tokens:,} tokens"
     return Card(f"What attention to {spike.place.words} is for ({layers})", tuple(rows))
 
 
@@ -119,21 +123,21 @@ NUMBERS: dict[ConstantName, str] = {
 
 def constancy_card(spike: SpikeResult) -> Card | None:
     """Return why heads read a place: how constant its state, its value and its score become."""
-    found = spike.constancy
-    if found is None:
+    constancy = spike.constancy
+    if constancy is None:
         return None
     rows: list[tuple[str, str]] = []
-    for one in found.numbers:
+    for constant in constancy.numbers:
         numbers = {
-            "before": one.before,
-            "after": one.after,
-            "ordinary_before": one.ordinary_before,
-            "ordinary_after": one.ordinary_after,
+            "before": constant.before,
+            "after": constant.after,
+            "ordinary_before": constant.ordinary_before,
+            "ordinary_after": constant.ordinary_after,
         }
-        shown = {"state": "{:.3f}", "value": "{:.2f}", "score": "{:.0%}"}[one.name]
-        said = {name: shown.format(number) for name, number in numbers.items()}
-        if one.name == "score":
-            said["after"] = share_left(one.after, one.margin)
-        rows.append((one.name, NUMBERS[one.name].format(**said)))
-    where = f"{heads_of(found.heads, None)} from layer {found.after} on, beside layer {found.before}"
+        shown = {"state": "{:.3f}", "value": "{:.2f}", "score": "{:.0%}"}[constant.name]
+        formatted = {name: shown.format(number) for name, number in numbers.items()}
+        if constant.name == "score":
+            formatted["after"] = share_left(constant.after, constant.margin)
+        rows.append((constant.name, NUMBERS[constant.name].format(**formatted)))
+    where = f"{heads_of(constancy.heads, None)} from layer {constancy.after} on, beside layer {constancy.before}"
     return Card(f"Why heads read {spike.place.words}, spike of {run(*spike.layers)} ({where})", tuple(rows))

@@ -73,10 +73,10 @@ class Conditions:
             draws of both in each.
         one_other_margin: Half of the 95 % interval over texts.
         layers: The last of the first layers in which seeing only itself suffices. None: it does not suffice.
-        borne: Share of the spike by the number of nearest other tokens that are seen as well.
+        borne: By the number of nearest tokens that it sees beside itself: the share of the spike that it has.
         texts: Number of texts.
-        held: Share of the spike that is left at the place by the number of tokens before it that it sees, and half of
-            the 95 % interval over texts.
+        held: By the number of earlier tokens that the place sees: the share of the spike that it keeps, and half of the
+            95 % interval over texts.
     """
 
     cells: tuple[Cell, ...]
@@ -98,8 +98,8 @@ class Constant:
 
     Attributes:
         name: "state": cosine between the states of texts whose tokens differ. "value": norm of the value over the
-            typical one. "score": share of the score above that of other keys, mean square over queries, that is there
-            for every query.
+            typical one. "score": share of the score's lead over other keys (mean square over queries) that every query
+            gives.
         before: The number before the first spike of the place, in all heads of a layer.
         after: The number after the spike, in the heads that attend to the place.
         margin: Half of its 95 % interval over texts.
@@ -117,7 +117,7 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Constancy:
-    """Why heads attend to a place: its spike makes one constant of it, which a norm layer passes on.
+    """Why heads attend to a place: the spike makes its state constant, and a norm layer passes that on.
 
     Attributes:
         before: The layer whose input is before the first spike of the place.
@@ -197,7 +197,7 @@ class Purpose:
 
     def change(self, name: ChangeName) -> Change:
         """Return what one way does."""
-        return next(one for one in self.changes if one.name == name)
+        return next(change for change in self.changes if change.name == name)
 
 
 @dataclass(frozen=True)

@@ -42,24 +42,24 @@ PLACES = 2  # places that a row names
 GAP = "   "  # between the items of a row
 
 
-def readers(said: Readers) -> str:
+def readers(readers: Readers) -> str:
     """Return how many heads attend to a place."""
-    margin = "" if said.margin is None or said.margin < 0.5 else f" (± {said.margin:,.0f})"
-    return READERS.format(heads=f"{said.heads:,}", total=f"{said.total:,}", place=said.place, margin=margin)
+    margin = "" if readers.margin is None or readers.margin < 0.5 else f" (± {readers.margin:,.0f})"
+    return READERS.format(heads=f"{readers.heads:,}", total=f"{readers.total:,}", place=readers.place, margin=margin)
 
 
 def suffices(spike: SpikeResult) -> str | None:
     """Return what the needed set of a spike costs at the place, beside the strongest control; None: not read."""
     if spike.needed is None or spike.effect is None or spike.controls is None:
         return None
-    outcome, one = spike.effect.at_place, len(spike.needed.parts) == 1
+    outcome, single = spike.effect.at_place, len(spike.needed.parts) == 1
     names = word_list([with_article(part) for part in spike.needed.parts], 2 if len(spike.needed.parts) == 2 else 1)
     words = {
         "parts": names[:1].upper() + names[1:] if spike.needed.neurons else names,
-        "suffice": "suffices" if one else "suffice",
-        "they": "it" if one else "they",
-        "cost": "costs" if one else "cost",
-        "leave": "leaves" if one else "leave",
+        "suffice": "suffices" if single else "suffice",
+        "they": "it" if single else "they",
+        "cost": "costs" if single else "cost",
+        "leave": "leaves" if single else "leave",
         "costs": "costs",
         "place": spike.place.words,
         "loss": nats(outcome.loss),
@@ -73,7 +73,7 @@ def suffices(spike: SpikeResult) -> str | None:
 
 
 def beside(spike: SpikeResult, outcome: Outcome) -> str:
-    """Return what the strongest control does, in words that say so if it does as much."""
+    """Return what the strongest control does; the words say so if it does as much as the needed set."""
     strongest = None if spike.controls is None else spike.controls.strongest
     if strongest is None:
         return "without a control"
@@ -97,8 +97,8 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
         spike: The spike.
         others: The same spike at other places.
     """
-    ordered = sorted(others, key=lambda one: -one.heads)
-    elsewhere = [f"{one.place.words} ({heads_of(one.heads, None)})" for one in ordered[:PLACES]]
+    ordered = sorted(others, key=lambda other: -other.heads)
+    elsewhere = [f"{other.place.words} ({heads_of(other.heads, None)})" for other in ordered[:PLACES]]
     if len(ordered) > PLACES:
         elsewhere.append(count_of(len(ordered) - PLACES, "further place"))
     rows = {
@@ -109,40 +109,40 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
         **_effects(spike),
         "alone": _alone(spike),
         "marks": _marks(spike.marks),
-        "erasers": GAP.join(f"{component(one.part)} {percent(-one.share)}" for one in spike.erasers[:SHOWN]),
+        "erasers": GAP.join(f"{component(eraser.part)} {percent(-eraser.share)}" for eraser in spike.erasers[:SHOWN]),
         "also at": GAP.join(elsewhere),
         "texts": "" if spike.held_out else "the half that chose: the other half does not have this place",
     }
     title = f"Spike at {spike.place.words}, {run(*spike.layers)}"
-    return Card(title, tuple((label, said) for label, said in rows.items() if said))
+    return Card(title, tuple((label, text) for label, text in rows.items() if text))
 
 
 def attention_card(
-    said: Readers, attended: Iterable[Attended], learned: int, other: OtherBos | None, total: int
+    readers: Readers, attended: Iterable[Attended], learned: int, other: OtherBos | None, total: int
 ) -> Card | None:
     """Return how many heads attend to the place of the first spike, by kind of text, and what else heads attend to.
 
     Args:
-        said: Heads that attend to that place.
+        readers: Heads that attend to that place.
         attended: Places without a spike.
         learned: Heads that attend to their learned sink logit.
         other: The other choice of BOS.
         total: Number of heads.
     """
     rows: list[tuple[str, str]] = []
-    if said.heads:
-        kinds = [f"{one.kind} {with_margin_of(one.heads, one.margin)}" for one in said.kinds]
+    if readers.heads:
+        kinds = [f"{of_kind.kind} {with_margin_of(of_kind.heads, of_kind.margin)}" for of_kind in readers.kinds]
         by_kind = f"; {', '.join(kinds)}" if kinds else ""
-        rows.append((said.place, f"{heads_of(said.heads, said.margin)} of {total:,}{by_kind}"))
+        rows.append((readers.place, f"{heads_of(readers.heads, readers.margin)} of {total:,}{by_kind}"))
     if other is not None:
         spikes = "no spike"
-        for one in other.spikes[:1]:
+        for spike in other.spikes[:1]:
             more = f" and {len(other.spikes) - 1} more" if len(other.spikes) > 1 else ""
-            spikes = f"spike at {one.place.words}, {run(*one.layers)}{more}"
+            spikes = f"spike at {spike.place.words}, {run(*spike.layers)}{more}"
         label = f"{'with' if other.bos else 'without'} {other.token}"
         rows.append((label, f"{heads_of(other.heads, other.margin)} at the first token; {spikes}"))
-    for one in attended:
-        rows.append((one.place.words, f"{heads_of(one.heads, None)}, no spike"))
+    for sink in attended:
+        rows.append((sink.place.words, f"{heads_of(sink.heads, None)}, no spike"))
     if learned:
         rows.append(("learned sink logits", f"{heads_of(learned, None)} of {total:,}"))
     return Card("Attention", tuple(rows)) if rows else None
@@ -164,24 +164,24 @@ def _norm(spike: SpikeResult) -> str:
 
 
 def _writers(spike: SpikeResult) -> str:
-    """The neurons that write it and whose removal lowers it: the needed set first, and what no such neuron writes."""
-    said, left = list[str](), spike.has_role("lowers", "backup")
+    """The neurons whose removal lowers the spike, the needed set first; then what the rest of each component writes."""
+    items, left = list[str](), spike.has_role("lowers", "backup")
     for group in alike(spike.has_role("needed"))[:SHOWN]:
-        said.append(f"{_names(group)} {percent(group[0].share)}{' each' if len(group) > 1 else ''}")
+        items.append(f"{_names(group)} {percent(group[0].share)}{' each' if len(group) > 1 else ''}")
     if left:
-        said.append(
+        items.append(
             f"{count_of(len(left), 'other')} that {word_form(len(left), 'lowers', 'lower')} it {percent(_sum(left))}"
         )
     of_layer: dict[str, float] = {}
     for neuron in spike.neurons:
         name = f"mlp {neuron.layer}"
         of_layer[name] = of_layer.get(name, 0.0) + neuron.share
-    for one in spike.writers:
-        many = one.share - of_layer.get(one.part, 0.0)
+    for writer in spike.writers:
+        many = writer.share - of_layer.get(writer.part, 0.0)
         if abs(many) >= COUNTS:
-            some = f"many of {component(one.part)}" if one.part.startswith("mlp") else component(one.part)
-            said.append(f"{some} {percent(many)}")
-    return GAP.join(said)
+            some = f"many of {component(writer.part)}" if writer.part.startswith("mlp") else component(writer.part)
+            items.append(f"{some} {percent(many)}")
+    return GAP.join(items)
 
 
 APART = {"raises": "raises it", "another spike": "lowers another spike more", "nothing": "changes nothing"}
@@ -189,15 +189,15 @@ APART = {"raises": "raises it", "another spike": "lowers another spike more", "n
 
 def _apart(spike: SpikeResult) -> str:
     """Neurons that write along the direction, and whose removal does not lower the spike."""
-    said: list[str] = []
+    items: list[str] = []
     for role, words in APART.items():
-        for group in alike(one for one in spike.neurons if one.role == role)[:SHOWN]:
-            said.append(f"{_names(group)} {percent(_sum(group))}, {words} ({percent(group[0].left)} left)")
-    return GAP.join(said[:SHOWN])
+        for group in alike(neuron for neuron in spike.neurons if neuron.role == role)[:SHOWN]:
+            items.append(f"{_names(group)} {percent(_sum(group))}, {words} ({percent(group[0].left)} left)")
+    return GAP.join(items[:SHOWN])
 
 
 def _names(group: Sequence[Candidate]) -> str:
-    names = [str(one.address) for one in group]
+    names = [str(neuron.address) for neuron in group]
     names[1:] = [name.removeprefix(f"L{group[0].layer}.") for name in names[1:]]
     return word_list(names, SHOWN)
 
@@ -205,16 +205,16 @@ def _names(group: Sequence[Candidate]) -> str:
 def alike(neurons: Iterable[Candidate]) -> list[list[Candidate]]:
     """Group neurons of one layer whose shares are equal within a hundredth; those that write most come first."""
     groups: list[list[Candidate]] = []
-    for one in sorted(neurons, key=lambda one: (one.layer, -one.share)):
+    for neuron in sorted(neurons, key=lambda neuron: (neuron.layer, -neuron.share)):
         last = groups[-1][-1] if groups else None
-        if last is None or last.layer != one.layer or abs(last.share - one.share) > ALIKE * abs(one.share):
+        if last is None or last.layer != neuron.layer or abs(last.share - neuron.share) > ALIKE * abs(neuron.share):
             groups.append([])
-        groups[-1].append(one)
+        groups[-1].append(neuron)
     return sorted(groups, key=lambda group: -_sum(group))
 
 
 def _sum(neurons: Iterable[Candidate]) -> float:
-    return sum(one.share for one in neurons)
+    return sum(neuron.share for neuron in neurons)
 
 
 def _needed(spike: SpikeResult) -> str:
@@ -236,9 +236,9 @@ def _effects(spike: SpikeResult) -> dict[str, str]:
     if effect is None or controls is None:
         return rows
     rows["at place"] = _outcome(effect.at_place)
-    gone = [one for one in effect.at_place.others if abs(1 - one.left) >= COUNTS]
+    gone = [other for other in effect.at_place.others if abs(1 - other.left) >= COUNTS]
     if gone:
-        rows["with it"] = GAP.join(f"spike {one.spike + 1}: {percent(one.left)} left" for one in gone[:SHOWN])
+        rows["with it"] = GAP.join(f"spike {other.spike + 1}: {percent(other.left)} left" for other in gone[:SHOWN])
     if effect.everywhere is not None and effect.everywhere.loss is not None and effect.at_place.loss is not None:
         rows["everywhere"] = _outcome(effect.everywhere)
         if effect.elsewhere is not None:
@@ -259,19 +259,19 @@ def _effects(spike: SpikeResult) -> dict[str, str]:
     return rows
 
 
-def _outcome(said: Outcome) -> str:
+def _outcome(outcome: Outcome) -> str:
     """What is left of the spike and of the heads, and how the loss rises."""
-    parts = [f"{share_left(said.left, said.left_margin)} of the spike"]
-    if any(said.heads):
-        (before, after), (margin, margin_after) = said.heads, said.heads_margin
+    parts = [f"{share_left(outcome.left, outcome.left_margin)} of the spike"]
+    if any(outcome.heads):
+        (before, after), (margin, margin_after) = outcome.heads, outcome.heads_margin
         parts.append(f"{with_margin_of(after, margin_after)} of {heads_of(before, margin)}")
-    if said.loss is not None:
-        parts.append(f"{nats(said.loss)} nats{_margin(said)} over {said.tokens:,} tokens")
+    if outcome.loss is not None:
+        parts.append(f"{nats(outcome.loss)} nats{_margin(outcome)} over {outcome.tokens:,} tokens")
     return ", ".join(parts)
 
 
-def _margin(said: Outcome) -> str:
-    return "" if said.interval is None else f" ({nats(said.interval[0])} to {nats(said.interval[1])})"
+def _margin(outcome: Outcome) -> str:
+    return "" if outcome.interval is None else f" ({nats(outcome.interval[0])} to {nats(outcome.interval[1])})"
 
 
 def nats(loss: float | None) -> str:
@@ -283,22 +283,24 @@ def _alone(spike: SpikeResult) -> str:
     """What single needed neurons do: the strongest effect first."""
     if spike.needed is None or len(spike.needed.neurons) < 2:  # what is left without the set says it
         return ""
-    said: list[str] = []
-    for one in spike.alone[:SHOWN]:
-        heads = f", {heads_of(one.heads, None)}" if spike.heads else ""
-        loss = "" if one.loss is None else f", {nats(one.loss)} nats"
-        said.append(f"without {one.address} {share_left(one.left, None)}{heads}{loss}")
-    return GAP.join(said)
+    items: list[str] = []
+    for neuron in spike.alone[:SHOWN]:
+        heads = f", {heads_of(neuron.heads, None)}" if spike.heads else ""
+        loss = "" if neuron.loss is None else f", {nats(neuron.loss)} nats"
+        items.append(f"without {neuron.address} {share_left(neuron.left, None)}{heads}{loss}")
+    return GAP.join(items)
 
 
 def _marks(marks: Sequence[MarkLeft]) -> str:
-    said: list[str] = []
-    for one in marks[:SHOWN]:
-        left = f"without {word_list([component(name) for name in one.names], SHOWN)} {share_left(one.left, one.margin)}"
-        if any(one.heads):
-            left += f", {heads_of(one.heads[1], None)}"
-        said.append(left)
-    return GAP.join(said)
+    items: list[str] = []
+    for mark in marks[:SHOWN]:
+        left = (
+            f"without {word_list([component(name) for name in mark.names], SHOWN)} {share_left(mark.left, mark.margin)}"
+        )
+        if any(mark.heads):
+            left += f", {heads_of(mark.heads[1], None)}"
+        items.append(left)
+    return GAP.join(items)
 
 
 # --- the conclusion of a circuit ---
@@ -371,5 +373,5 @@ def with_margin_of(heads: int, margin: float | None) -> str:
 
 def writing(spike: SpikeResult) -> list[Candidate]:
     """Return the neurons that are named: needed neurons first, then all that write a tenth."""
-    some = [one for one in spike.neurons if abs(one.share) >= COUNTS or one.role == "needed"]
-    return sorted(some, key=lambda one: (one.role != "needed", -one.share))
+    some = [neuron for neuron in spike.neurons if abs(neuron.share) >= COUNTS or neuron.role == "needed"]
+    return sorted(some, key=lambda neuron: (neuron.role != "needed", -neuron.share))

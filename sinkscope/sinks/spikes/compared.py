@@ -1,6 +1,7 @@
-"""The numbers of two `find_sinks` or `circuit` results, side by side: which spike is which, and what is compared of it.
+"""The numbers of two `find_sinks` or `circuit` results side by side.
 
-Two spikes are one if they stand at the same place and share most layers. The others came or went.
+Two spikes are the same if they stand at the same place and share layers; each spike has at most one partner, the one
+with most common layers. A spike without a partner came or went.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ COMES = 0.05
 """Share of a spike that a neuron writes whose coming or going counts: below it, the search for candidates decides."""
 
 
-def numbers_beside(one: Any, other: Any) -> tuple[list[Number], list[Number]]:
-    """Return what is compared of two `FindSinks`, a number of one spike under one key in both."""
-    names = matched(one.spikes, other.spikes)
+def numbers_beside(first: Any, second: Any) -> tuple[list[Number], list[Number]]:
+    """Return the numbers of two `FindSinks`; numbers of the same spike have the same key in both lists."""
+    names = matched(first.spikes, second.spikes)
     sides: list[list[Number]] = []
-    for result, own in zip((one, other), names, strict=True):
+    for result, own in zip((first, second), names, strict=True):
         numbers = attention_numbers(result)
         for spike, name in zip(result.spikes, own, strict=True):
             numbers += spike_numbers(spike, name)
@@ -38,13 +39,13 @@ def title_of(spike: SpikeResult) -> str:
     return f"Spike at {spike.place.words}, layers {cards.span(*spike.layers)}"
 
 
-def matched(one: Sequence[SpikeResult], other: Sequence[SpikeResult]) -> tuple[list[str], list[str]]:
+def matched(first: Sequence[SpikeResult], second: Sequence[SpikeResult]) -> tuple[list[str], list[str]]:
     """Return a name for each spike of two results; the same spike has the same name in both."""
-    names = [title_of(spike) for spike in one]
+    names = [title_of(spike) for spike in first]
     own: dict[int, str] = {}
     pairs: list[tuple[int, int, int]] = []
-    for number, spike in enumerate(one):
-        for place, candidate in enumerate(other):
+    for number, spike in enumerate(first):
+        for place, candidate in enumerate(second):
             common = min(spike.layers[1], candidate.layers[1]) - max(spike.layers[0], candidate.layers[0]) + 1
             if common > 0 and place_of(spike) == place_of(candidate):
                 pairs.append((-common, number, place))
@@ -53,7 +54,7 @@ def matched(one: Sequence[SpikeResult], other: Sequence[SpikeResult]) -> tuple[l
         if number not in taken and place not in own:
             taken.add(number)
             own[place] = names[number]
-    return names, [own.get(place, title_of(spike)) for place, spike in enumerate(other)]
+    return names, [own.get(place, title_of(spike)) for place, spike in enumerate(second)]
 
 
 def place_of(spike: SpikeResult) -> str:
@@ -77,9 +78,9 @@ def attention_numbers(result: Any) -> list[Number]:
         Number("sink_rate", "sink rate", rate.value, margin=rate.margin, share=True, about=ATTENTION,
                samples=by_number(rate.by_text))
     )  # fmt: skip
-    for one in result.attended:
-        key, label = f"attended.{one.place.words}", f"heads at {one.place.words}, without a spike"
-        numbers.append(Number(key, label, float(one.heads), about=ATTENTION, comes=True))
+    for sink in result.attended:
+        key, label = f"attended.{sink.place.words}", f"heads at {sink.place.words}, without a spike"
+        numbers.append(Number(key, label, float(sink.heads), about=ATTENTION, comes=True))
     return numbers
 
 
@@ -88,7 +89,7 @@ def spike_numbers(spike: SpikeResult, name: str) -> list[Number]:
 
     Args:
         spike: The spike.
-        name: Its name, by which it is found in the other result.
+        name: The name that it has in both results.
     """
     numbers = [
         Number(f"{name}.there", name, cards.span(*spike.layers), about=SPIKES, comes=True),
@@ -100,7 +101,7 @@ def spike_numbers(spike: SpikeResult, name: str) -> list[Number]:
         numbers.append(Number(f"{name}.needed", "needed", word_list(parts, 6), items=parts))
     if spike.effect is not None:
         numbers += outcome_numbers(name, spike.effect.at_place, spike.text_numbers)
-    numbers += [neuron_number(name, one, spike.text_numbers) for one in spike.neurons if one.role != "nothing"]
+    numbers += [neuron_number(name, neuron, spike.text_numbers) for neuron in spike.neurons if neuron.role != "nothing"]
     for mark in spike.marks[:1]:
         numbers.append(Number(f"{name}.mark", "what marks the place", mark.part, items=mark.names))
         label = "left with the mark replaced"
@@ -123,34 +124,35 @@ def outcome_numbers(name: str, outcome: Outcome, texts: Sequence[int]) -> list[N
     return [*numbers, left]
 
 
-def neuron_number(name: str, one: Candidate, texts: Sequence[int]) -> Number:
+def neuron_number(name: str, neuron: Candidate, texts: Sequence[int]) -> Number:
     """Return the share of a neuron."""
     return Number(
-        f"{name}.{one.address}", f"share of {one.address}", one.share, margin=one.margin, share=True,
-        samples=by_number(one.by_text, texts), site=(one.layer, one.expert, one.neuron), comes=abs(one.share) >= COMES,
+        f"{name}.{neuron.address}", f"share of {neuron.address}", neuron.share, margin=neuron.margin, share=True,
+        samples=by_number(neuron.by_text, texts), site=(neuron.layer, neuron.expert, neuron.neuron),
+        comes=abs(neuron.share) >= COMES,
     )  # fmt: skip
 
 
-def condition_numbers(name: str, found: Conditions) -> list[Number]:
+def condition_numbers(name: str, conditions: Conditions) -> list[Number]:
     """Return which causes are sufficient and necessary, and the spike that an ordinary position has under each."""
-    words: Mapping[str, Sequence[str]] = {"sufficient": found.sufficient, "necessary": found.necessary}
+    words: Mapping[str, Sequence[str]] = {"sufficient": conditions.sufficient, "necessary": conditions.necessary}
     numbers: list[Number] = []
     for word, causes in words.items():
         numbers.append(Number(f"{name}.{word}", word, " and ".join(causes) or "none of these", items=tuple(causes)))
-    for one in found.cells:
-        label = f"spike elsewhere by {' and '.join(one.causes) or 'nothing'}"
-        key = f"{name}.cell.{'.'.join(one.causes)}"
-        numbers.append(Number(key, label, one.share, margin=one.margin, share=True))
-    for taken in found.taken:
+    for cell in conditions.cells:
+        label = f"spike elsewhere by {' and '.join(cell.causes) or 'nothing'}"
+        key = f"{name}.cell.{'.'.join(cell.causes)}"
+        numbers.append(Number(key, label, cell.share, margin=cell.margin, share=True))
+    for taken in conditions.taken:
         label = f"left at the place without {taken.cause}"
         numbers.append(Number(f"{name}.taken.{taken.cause}", label, taken.share, margin=taken.margin, share=True))
     return numbers
 
 
-def purpose_numbers(name: str, found: Purpose) -> list[Number]:
+def purpose_numbers(name: str, purpose: Purpose) -> list[Number]:
     """Return what later tokens lose in each way of reading the place."""
     numbers: list[Number] = []
-    for one in found.changes:
-        label = f"nats lost, {one.name}"
-        numbers.append(Number(f"{name}.change.{one.name}", label, one.loss, margin=one.margin))
+    for change in purpose.changes:
+        label = f"nats lost, {change.name}"
+        numbers.append(Number(f"{name}.change.{change.name}", label, change.loss, margin=change.margin))
     return numbers

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -133,18 +133,18 @@ class Seen:
 
     Attributes:
         share: Projection on each spike's direction after its peak, as a share of the first token's.
-        given: Attention to the position in every layer, mean over later queries; None if it was not read.
+        attention: Attention to the position in every layer, mean over later queries; None if it was not read.
     """
 
     share: Float[Tensor, "spike row"]
-    given: Float[Tensor, "row layer head"] | None
+    attention: Float[Tensor, "row layer head"] | None
 
     def heads(self, spike: Spike) -> int:
         """Heads of the layers that read a spike which give the position more than 0.3, mean over rows."""
-        if self.given is None:
+        if self.attention is None:
             return 0
         reading = spike.reading_layers
-        return int((self.given[:, reading.start : reading.stop].mean(0) > READS).sum())
+        return int((self.attention[:, reading.start : reading.stop].mean(0) > READS).sum())
 
 
 @torch.no_grad()
@@ -164,15 +164,15 @@ def read_layout(spikes: Sequence[Spike], layout: Layout, *, heads: bool = False)
     for rows in layout.rows.split(size):
         of_row = {"positions": layout.positions[rows], "at": layout.at[rows], "unseen": layout.unseen[rows]}
         seen.append(_read(spikes, replace(layout, ids=layout.ids[rows], **of_row), heads))
-    given = [one.given for one in seen if one.given is not None]
-    return Seen(torch.cat([one.share for one in seen], 1), torch.cat(given) if given else None)
+    attention = [chunk.attention for chunk in seen if chunk.attention is not None]
+    return Seen(torch.cat([chunk.share for chunk in seen], 1), torch.cat(attention) if attention else None)
 
 
 def _read(spikes: Sequence[Spike], layout: Layout, heads: bool) -> Seen:
     """Read rows in one pass."""
     target = spikes[0].survey.target
     share = torch.zeros(len(spikes), len(layout.ids))
-    given = torch.zeros(len(layout.ids), target.n_layers, target.n_heads)
+    attention = torch.zeros(len(layout.ids), target.n_layers, target.n_heads)
 
     def at_peak(number: int, hidden: Tensor) -> None:
         states = hidden.reshape(*layout.ids.shape, -1)[layout.rows, layout.at]
@@ -182,7 +182,7 @@ def _read(spikes: Sequence[Spike], layout: Layout, heads: bool) -> Seen:
         length = layout.ids.shape[1]
         later = torch.ones(length, length, dtype=torch.bool).tril().expand(len(probs), 1, -1, -1)
         to, seen = given_later(probs, later)
-        given[:, layer] = to_place(to.cpu(), seen, layout.place[:, None])
+        attention[:, layer] = to_place(to.cpu(), seen, layout.place[:, None])
 
     listening: AbstractContextManager[object] = nullcontext()
     last = max(spike.peak for spike in spikes)
@@ -194,17 +194,17 @@ def _read(spikes: Sequence[Spike], layout: Layout, heads: bool) -> Seen:
         hooks.append((target.layers[spike.peak], "post", on_hidden(partial(at_peak, number))))
     with layout.hiding(target), listening, target.hooks(*hooks):
         target.forward(layout.ids, last_layer=last, **masked(target, layout.positions))
-    return Seen(share, given if heads else None)
+    return Seen(share, attention if heads else None)
 
 
 def windows_of(target: Target) -> dict[int, list[int]]:
     """Return the layers that attend within each window or chunk."""
-    found: dict[int, list[int]] = {}
+    by_window: dict[int, list[int]] = {}
     for layer in target.attending:
         window = layer_window(target.config, layer)
         if window is not None:
-            found.setdefault(window, []).append(layer)
-    return found
+            by_window.setdefault(window, []).append(layer)
+    return by_window
 
 
 def outside_window(window: int, length: int) -> Bool[Tensor, "query key"]:
@@ -264,7 +264,7 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[Conditions]:
     borne = {count: read_layout(spikes, ordinary.seeing(nearest_others(at, ids.shape[1], count))) for count in BORNE}
     held = {count: read_layout(spikes, before_place(ids, count)) for count in BORNE}
     taken = taken_away(spikes, ids, others)
-    found: list[Conditions] = []
+    by_spike: list[Conditions] = []
     for number, spike in enumerate(spikes):
         own = [Cell(*key, *outcome_of(seen, number, spike)) for key, seen in cells.items()]
         enough = float(cells[False, True, False].share[number].mean()) >= HALF
@@ -282,14 +282,22 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[Conditions]:
             necessary=tuple(cause.cause for cause in away if cause.share + (cause.margin or 0.0) < REMOVED),
             texts=len(ids),
         )
-        found.append(conditions)
-    return found
+        by_spike.append(conditions)
+    return by_spike
 
 
-def outcome_of(seen: Seen, number: int, spike: Spike) -> tuple[float, float | None, int]:
-    """Return the share of a spike, its margin over texts, and the heads."""
+class PositionOutcome(NamedTuple):
+    """The share of a spike that a position has, its margin over texts, and the heads that attend to the position."""
+
+    share: float
+    margin: float | None
+    heads: int
+
+
+def outcome_of(seen: Seen, number: int, spike: Spike) -> PositionOutcome:
+    """Return what the positions have of one spike, by its number, mean over texts."""
     share = seen.share[number]
-    return float(share.mean()), margin_of(share.numpy()), seen.heads(spike)
+    return PositionOutcome(float(share.mean()), margin_of(share.numpy()), seen.heads(spike))
 
 
 def changed(layout: Layout, tokens: Int[Tensor, " row"], token: bool, alone: bool, start: bool) -> Layout:
@@ -309,8 +317,8 @@ def sufficient_of(cells: Sequence[Cell]) -> tuple[Cause, ...]:
             enough.append(cell.causes)
     fewest = min(map(len, enough), default=0)
     if fewest == 1:
-        return tuple(one[0] for one in enough if len(one) == 1)
-    return next((one for one in enough if len(one) == fewest), ())
+        return tuple(causes[0] for causes in enough if len(causes) == 1)
+    return next((causes for causes in enough if len(causes) == fewest), ())
 
 
 def taken_away(spikes: Sequence[Spike], ids: TokenRows, others: Int[Tensor, " row"]) -> dict[Cause, Seen]:
@@ -371,7 +379,7 @@ def one_other(at: Int[Tensor, " row"], length: int, generator: torch.Generator) 
 
 
 def with_one_other(spikes: Sequence[Spike], seed: int) -> Float[Tensor, "spike text"]:
-    """Return the share of each spike that ordinary positions have which see one other token, mean over draws."""
+    """Return the share of each spike at ordinary positions that see one other token, mean over draws."""
     ids, generator = spikes[0].survey.ids, draws(seed, "one other token of conditions")
     shares = list[Tensor]()
     for _ in range(DRAWS):

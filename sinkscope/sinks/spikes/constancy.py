@@ -135,7 +135,7 @@ def constancy_of(spike: Spike, begins: int, sufficient: Sequence[Cause], seed: i
     if int(became.sum()) < 2:
         return None
     place, beside = cosines(states[:, became]), cosines(states_of(spike, ordinary, depth)[:, became])
-    found = [constant_of("state", torch.stack([place, beside], 1)[[first, after]])]
+    numbers = [constant_of("state", torch.stack([place, beside], 1)[[first, after]])]
     # 2 and 3. values and scores, in heads that read; before the spike in all heads of a layer
     keys = Keys(torch.stack([torch.zeros_like(ordinary.at), ordinary.at]), [first, *reading])
     with under(keys, target):
@@ -143,12 +143,12 @@ def constancy_of(spike: Spike, begins: int, sufficient: Sequence[Cause], seed: i
     every = torch.ones(target.n_heads, dtype=torch.bool)
     read_of: dict[ConstantName, dict[int, Tensor]] = {"value": keys.values, "score": keys.common}
     for name, read in read_of.items():
-        found.append(constant_of(name, torch.stack([over_heads(read, {first: every}), over_heads(read, reading)])))
+        numbers.append(constant_of(name, torch.stack([over_heads(read, {first: every}), over_heads(read, reading)])))
     return Constancy(
         before=first,
         after=after,
         heads=sum(int(heads.sum()) for heads in reading.values()),
-        numbers=tuple(found),
+        numbers=tuple(numbers),
         by_layer=tuple(place.mean(1).tolist()),
         ordinary_by_layer=tuple(beside.mean(1).tolist()),
         texts=int(became.sum()),
@@ -183,7 +183,7 @@ def states_of(spike: Spike, layout: Layout, depth: int) -> States:
 
 
 def cosines(states: States) -> Float[Tensor, "layer text"]:
-    """Return the mean cosine of each text's state to those of the other texts, where it enters each layer."""
+    """Return the mean cosine of each text's state to the states of all other texts, at the input of each layer."""
     unit = torch.nn.functional.normalize(states, dim=-1)
     between = unit @ unit.mT
     return (between.sum(-1) - 1) / (len(unit[0]) - 1)

@@ -1,4 +1,4 @@
-"""What an effect is compared with: other neurons that write as much, other components, and other heads.
+"""Controls of an effect: neurons that write as much as the needed ones, components, and heads.
 
 1. The busiest other neurons of the same layers: the largest mean written norm first, until they write as much as the
    neurons that are compared, in norm. So a neuron that is split into many does not enlarge the control.
@@ -90,13 +90,15 @@ def equal_sets(survey: Survey, units: Sequence[Unit], excluded: Iterable[Neuron]
             sets[draw] += [Neuron(layer, *expert_and_neuron(target, layer, n)) for n in order[:chosen].tolist()]
     if not sets[0] or not whole:
         return None
-    known, kept = {frozenset(sets[0])}, list[int]()
+    known, distinct = {frozenset(sets[0])}, list[int]()
     for number in range(1, len(sets)):
         if frozenset(sets[number]) not in known:
             known.add(frozenset(sets[number]))
-            kept.append(number)
+            distinct.append(number)
     return EqualSets(
-        tuple(sets[0]), tuple(tuple(sets[number]) for number in kept), tuple(sizes[n] / whole for n in (0, *kept))
+        tuple(sets[0]),
+        tuple(tuple(sets[number]) for number in distinct),
+        tuple(sizes[n] / whole for n in (0, *distinct)),
     )
 
 
@@ -126,7 +128,7 @@ def written_norms(survey: Survey, layer: int, units: Sequence[Unit]) -> tuple[Fl
     for some in every.split(1024):
         norms[some] *= (columns(target, layer, some).cpu() * gain).norm(dim=1)
     for unit in units:
-        numbers = torch.tensor([flat_number(target, layer, one.expert, one.neuron) for one in unit])
+        numbers = torch.tensor([flat_number(target, layer, neuron.expert, neuron.neuron) for neuron in unit])
         vectors = (view.post.cpu()[:, numbers] * scale) @ (columns(target, layer, numbers).cpu() * gain)
         of_units.append(float(vectors.norm(dim=1).mean()))
     return norms, of_units
@@ -178,14 +180,18 @@ def random_neurons(
         excluded: Other neurons that are not drawn.
     """
     generator, drawn = draws(seed, f"random neurons, draw {number}"), list[Neuron]()
-    for one in neurons:
-        beside = orders[one.layer, one.expert]
+    for neuron in neurons:
+        beside = orders[neuron.layer, neuron.expert]
         alike = [
-            other for other in (*excluded, *neurons, *drawn) if (other.layer, other.expert) == (one.layer, one.expert)
+            other
+            for other in (*excluded, *neurons, *drawn)
+            if (other.layer, other.expert) == (neuron.layer, neuron.expert)
         ]
         barred = {other.neuron for other in alike}
         others = [other for other in beside if other not in barred] or beside
-        drawn.append(Neuron(one.layer, one.expert, others[int(torch.randint(len(others), (1,), generator=generator))]))
+        drawn.append(
+            Neuron(neuron.layer, neuron.expert, others[int(torch.randint(len(others), (1,), generator=generator))])
+        )
     return tuple(drawn)
 
 

@@ -153,7 +153,7 @@ class Reading:
 
 @torch.no_grad()
 def read_rows(batch: Batch, *, whole: bool = False, losses: bool = False, peaks: int | None = None) -> Reading:
-    """Read rows under their edits. Those of a streamed model are one pass, because it is read from disk once.
+    """Read rows under their edits, in a single pass if the model is streamed: it is then read from disk once.
 
     Args:
         batch: The rows.
@@ -175,9 +175,9 @@ def read_rows(batch: Batch, *, whole: bool = False, losses: bool = False, peaks:
         if len(starts) > 1:
             report_progress("removals", number, len(starts))
     return Reading(
-        torch.cat([one.along for one in passes], 1),
-        torch.cat([one.attention for one in passes]),
-        torch.cat([one.loss for one in passes]),
+        torch.cat([reading.along for reading in passes], 1),
+        torch.cat([reading.attention for reading in passes]),
+        torch.cat([reading.loss for reading in passes]),
     )
 
 
@@ -195,8 +195,8 @@ def _read_rows(batch: Batch, whole: bool, losses: bool, peaks: int | None) -> Re
         along[number] = mean_by_row(spikes[number].along(states), own)
 
     def attend(layer: int, _first: int, probs: Tensor, visible: Tensor) -> None:
-        given, seen = given_later(probs, visible)
-        attention[:, layer - reading.start] = to_place(given.cpu(), seen, place[:, None])
+        received, seen = given_later(probs, visible)
+        attention[:, layer - reading.start] = to_place(received.cpu(), seen, place[:, None])
 
     layers = [layer for layer in target.attending if layer in reading] if whole else []
     begins = min(batch.acts_at, target.n_layers - 1)

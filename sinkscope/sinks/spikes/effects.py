@@ -50,7 +50,7 @@ def effects_of(spike: Spike, needs: Needs, chosen: Survey, numbered: Mapping[int
     Args:
         spike: The spike, in the texts in which it is measured.
         needs: What it needs.
-        chosen: The survey in whose texts it was found, which tells what neurons write.
+        chosen: The survey that found it, which tells what neurons write.
         numbered: Other spikes in the same texts, by their numbers.
         seed: Seed of random sets.
     """
@@ -96,10 +96,10 @@ def alone_of(measure: Measurement, needs: Needs, effect: OutcomeByText) -> tuple
     outcomes = [effect]
     if len(needs.units) > 1:
         outcomes = measure.first(ALONE_TEXTS).outcomes([Edit(unit) for unit in units])
-    for unit, one in zip(units, outcomes, strict=True):
-        said = one.outcome
+    for unit, by_text in zip(units, outcomes, strict=True):
+        outcome = by_text.outcome
         for neuron in unit:
-            what = said.left, said.heads[1], said.loss, said.interval
+            what = outcome.left, outcome.heads[1], outcome.loss, outcome.interval
             records.append(Alone(neuron.layer, neuron.expert, neuron.neuron, *what))
     return tuple(records)
 
@@ -113,12 +113,12 @@ class OutcomeByText:
     left: Float[Tensor, " text"]
 
 
-def kept_by_text(found: OutcomeByText) -> OutcomeByText:
+def kept_by_text(measured: OutcomeByText) -> OutcomeByText:
     """Return the same with the numbers of each text in its record, by which models are compared."""
-    by_text = {"left_by_text": tuple(found.left.tolist())}
-    if found.outcome.loss is not None:
-        by_text["loss_by_text"] = tuple(found.rise.tolist())
-    return replace(found, outcome=replace(found.outcome, **by_text))
+    by_text = {"left_by_text": tuple(measured.left.tolist())}
+    if measured.outcome.loss is not None:
+        by_text["loss_by_text"] = tuple(measured.rise.tolist())
+    return replace(measured, outcome=replace(measured.outcome, **by_text))
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,18 +149,18 @@ class Measurement:
             edits: The edits.
             losses: Whether the loss is read.
         """
-        found: list[OutcomeByText] = []
+        outcomes: list[OutcomeByText] = []
         rows = torch.arange(len(self.texts.rows))
         if not self.whole and not any(edit.everywhere for edit in edits):
             for left in self.texts.at_place(edits, beside=True):
                 nothing = torch.full_like(left[0], torch.nan)
-                found.append(OutcomeByText(self._outcome(left, None, nothing, 0, len(rows)), nothing, left[0]))
-            return found
+                outcomes.append(OutcomeByText(self._outcome(left, None, nothing, 0, len(rows)), nothing, left[0]))
+            return outcomes
         edit_of = torch.arange(len(edits)).repeat_interleave(len(rows))
         reading = self._read(edits, rows.repeat(len(edits)), edit_of, losses=losses)
         for number in range(len(edits)):
-            found.append(self._by_text(_part(reading, edit_of == number), rows))
-        return found
+            outcomes.append(self._by_text(_part(reading, edit_of == number), rows))
+        return outcomes
 
     def hidden(self, layers: range, effect: OutcomeByText) -> tuple[Outcome | None, Outcome | None]:
         """Hide the place from later tokens in some layers, with the needed set as it is, and zeroed.
@@ -201,20 +201,20 @@ class Measurement:
         if not self.whole:
             left = self.texts.at_place(edits)[:, 0]
             left = left[edit_of, rows] if left.shape[1] == len(self.texts.rows) else left[edit_of, 0]
-            found = OutcomeByText(
+            measured = OutcomeByText(
                 self._outcome(left[None], None, torch.full_like(left, torch.nan), 0, count), left * torch.nan, left
             )
         else:
-            found = self._by_text(self._read(edits, rows, edit_of), rows)
+            measured = self._by_text(self._read(edits, rows, edit_of), rows)
         reached = 0
         for number in range(len(edits)):
             own = edit_of == number
-            if found.outcome.loss is None:
-                reached += bool(found.left[own].mean() <= effect.left[rows[own] % len(effect.left)].mean())
+            if measured.outcome.loss is None:
+                reached += bool(measured.left[own].mean() <= effect.left[rows[own] % len(effect.left)].mean())
             else:
-                reached += bool(found.rise[own].mean() >= effect.rise[rows[own]].mean())
+                reached += bool(measured.rise[own].mean() >= effect.rise[rows[own]].mean())
         size = float(np.mean([len(edit.parts) for edit in edits]))
-        return Control(**vars(found.outcome), sets=len(edits), reached=reached, norm=norm, count=size)
+        return Control(**vars(measured.outcome), sets=len(edits), reached=reached, norm=norm, count=size)
 
     # --- reading ---
 
@@ -258,8 +258,8 @@ class Measurement:
             (before, margin), (after, margin_after) = map(count_readers, attention)
             heads, margins = (before, after), (margin, margin_after)
         if bool(rise.isfinite().any()):
-            loss, found = float(rise.nanmean()), interval_of(rise.numpy())
-            interval = None if found is None else (found.low, found.high)
+            loss, bounds = float(rise.nanmean()), interval_of(rise.numpy())
+            interval = None if bounds is None else (bounds.low, bounds.high)
         others: list[OtherLeft] = []
         for number, share in zip(self.numbers, left[1:].nanmean(1).tolist(), strict=False):
             if share == share:  # else its place is in none of these texts
@@ -282,12 +282,12 @@ def _part(reading: Reading, rows: Bool[Tensor, " row"]) -> Reading:
 
 def count_readers(received: Float[Tensor, "layer head text"]) -> tuple[int, float | None]:
     """Return how many heads give more than 0.3 of their attention, mean over texts, and the margin of this count."""
-    given = received.flatten(0, 1).double()
-    if not given.numel():
+    attention = received.flatten(0, 1).double()
+    if not attention.numel():
         return 0, None
 
     def count(sample: Int[np.ndarray, "sample text"]) -> Float[np.ndarray, " sample"]:
-        times = one_hot(torch.from_numpy(sample), given.shape[1]).sum(1).double()  # how often each text was drawn
-        return (given @ times.T > READS * sample.shape[1]).sum(0).double().numpy()
+        times = one_hot(torch.from_numpy(sample), attention.shape[1]).sum(1).double()  # how often each text was drawn
+        return (attention @ times.T > READS * sample.shape[1]).sum(0).double().numpy()
 
-    return int((given.mean(1) > READS).sum()), resampled_margin(count, given.shape[1])
+    return int((attention.mean(1) > READS).sum()), resampled_margin(count, attention.shape[1])

@@ -50,7 +50,7 @@ def draw(result: Any) -> go.Figure:
     fig.update_xaxes(title_text="layer", row=1)
     fig.update_yaxes(title_text="L2 norm", type="log", tickformat=",", nticks=8, row=1, col=1)
     fig.update_xaxes(title_text="layer", range=(-1.5, result.layers_read - 0.5), row=1, col=2)
-    shares = [0.0, *(one.share for spike in shown for one in [*spike.writers, *spike.erasers])]
+    shares = [0.0, *(part.share for spike in shown for part in [*spike.writers, *spike.erasers])]
     room = (1.1 * min(shares) - 0.02, 1.8 * max(shares) + 0.02)  # above the bars, for the names of neurons
     fig.update_yaxes(title_text="share of the spike", tickformat=".0%", range=room, row=1, col=2)
     fig.update_yaxes(title_text="heads", rangemode="tozero", row=2, col=2)
@@ -97,7 +97,7 @@ def _draw_conditions(fig: Any, spike: SpikeResult) -> None:
     """The share of the spike at an ordinary position under each combination of causes, as a heat map."""
     if spike.conditions is None:
         return
-    shares = {(one.token, one.alone, one.start): one.share for one in spike.conditions.cells}
+    shares = {(cell.token, cell.alone, cell.start): cell.share for cell in spike.conditions.cells}
     rows = [(token, alone) for token in (False, True) for alone in (False, True)]
     columns = [start for start in (False, True) if (False, False, start) in shares]
     values = [[shares[token, alone, start] for start in columns] for token, alone in rows]
@@ -115,11 +115,11 @@ def _draw_purpose(fig: Any, spike: SpikeResult) -> None:
     if spike.purpose is None:
         return
     changes = spike.purpose.changes[::-1]
-    margins = [one.margin or 0.0 for one in changes]
-    colours = [GREY if "key" in one.name else ORANGE for one in changes]
+    margins = [change.margin or 0.0 for change in changes]
+    colours = [GREY if "key" in change.name else ORANGE for change in changes]
     fig.add_bar(
-        x=[one.loss for one in changes], y=[one.name for one in changes], orientation="h", marker_color=colours,
-        error_x={"type": "data", "array": margins}, row=1, col=2,
+        x=[change.loss for change in changes], y=[change.name for change in changes], orientation="h",
+        marker_color=colours, error_x={"type": "data", "array": margins}, row=1, col=2,
     )  # fmt: skip
     fig.update_xaxes(title_text="change of the loss, nats a token", row=1, col=2)
 
@@ -127,12 +127,14 @@ def _draw_purpose(fig: Any, spike: SpikeResult) -> None:
 def _draw_circuit(fig: Any, spike: SpikeResult, colour: str, top: float, total: int, where: dict[str, int]) -> float:
     """The nodes of a spike and the lines between them, from `top` downwards; return the last row that it takes."""
     members = () if spike.needed is None else spike.needed.parts
-    shares = {str(one.address): one.share for one in spike.neurons} | {one.part: one.share for one in spike.writers}
+    shares = {str(neuron.address): neuron.share for neuron in spike.neurons} | {
+        writer.part: writer.share for writer in spike.writers
+    }
     marks = [(mark.part, f"{mark.left:.0%} left", 1.0) for mark in spike.marks[:MOST_NODES]]
     writers = [(part, f"{shares.get(part, 0.0):.0%}", shares.get(part, 0.0)) for part in members]
     if len(writers) > MOST_NODES:
         rest = writers[MOST_NODES - 1 :]
-        share = sum(one[2] for one in rest)
+        share = sum(share for _, _, share in rest)
         writers = [*writers[: MOST_NODES - 1], (f"{len(rest)} more", f"{share:.0%}", share)]
     rows = max(len(marks), len(writers), 1)
     middle = top - (rows - 1) / 2
@@ -142,7 +144,7 @@ def _draw_circuit(fig: Any, spike: SpikeResult, colour: str, top: float, total: 
     _node(fig, 3, middle, f"{spike.heads} heads", after, BEFORE, where)
     _line(fig, (2, middle), (3, middle), spike.heads / max(total, 1), BEFORE, where)
     for column, nodes in enumerate((marks, writers)):
-        for number, (name, said, share) in enumerate(nodes):
+        for number, (name, below, share) in enumerate(nodes):
             y = middle + (len(nodes) - 1) / 2 - number
             if column == 0:
                 for other in range(max(len(writers), 1)):
@@ -150,13 +152,13 @@ def _draw_circuit(fig: Any, spike: SpikeResult, colour: str, top: float, total: 
                     _line(fig, (0, y), end, 0.1, GREY, where)
             else:
                 _line(fig, (1, y), (2, middle), share, colour, where)
-            _node(fig, column, y, name, said, GREY if column == 0 else colour, where)
+            _node(fig, column, y, name, below, GREY if column == 0 else colour, where)
     return top - (rows - 1)
 
 
-def _node(fig: Any, x: float, y: float, name: str, said: str, colour: str, where: dict[str, int]) -> None:
+def _node(fig: Any, x: float, y: float, name: str, below: str, colour: str, where: dict[str, int]) -> None:
     """A node with its name and a number below."""
-    text = "<br>".join(escape(line) for line in wrap(name, LINE) + wrap(said, LINE))
+    text = "<br>".join(escape(line) for line in wrap(name, LINE) + wrap(below, LINE))
     fig.add_scatter(
         x=[x], y=[y], mode="markers+text", text=text, textposition="bottom center", cliponaxis=False, hoverinfo="skip",
         marker={"size": 14, "color": colour}, **where,
@@ -178,8 +180,8 @@ def _draw_spike(fig: Any, spike: SpikeResult, colour: str) -> None:
     fig.add_vrect(low - 0.5, high + 0.5, fillcolor=colour, opacity=0.15, line_width=0, row=1, col=1)
     parts = [*spike.writers, *spike.erasers]
     fig.add_bar(
-        x=[_layer(one) for one in parts], y=[one.share for one in parts], base=0,
-        hovertext=[escape(one.part) for one in parts], name=run(*spike.layers), marker_color=colour,
+        x=[_layer(part) for part in parts], y=[part.share for part in parts], base=0,
+        hovertext=[escape(part.part) for part in parts], name=run(*spike.layers), marker_color=colour,
         offset=-0.4, width=0.8, row=1, col=2,
     )  # fmt: skip
 
@@ -188,8 +190,8 @@ def _name_neurons(fig: Any, spikes: list[SpikeResult]) -> None:
     """The needed neurons above the bars of their layer, whichever spike has the highest one there."""
     names, tops = defaultdict[int, list[str]](list), defaultdict[int, float](float)
     for spike in spikes:
-        for one in spike.writers:
-            tops[_layer(one)] = max(tops[_layer(one)], one.share)
+        for writer in spike.writers:
+            tops[_layer(writer)] = max(tops[_layer(writer)], writer.share)
         for neuron in spike.needed.neurons if spike.needed is not None else ():
             names[neuron.layer].append(f"N{neuron.neuron}")
     for layer, own in names.items():
@@ -221,7 +223,7 @@ def _draw_readers(fig: Any, spikes: list[SpikeResult]) -> None:
         )  # fmt: skip
 
 
-def _layer(one: PartShare) -> int:
+def _layer(part: PartShare) -> int:
     """The layer of a component; the embedding stands before the first."""
-    layer = part_of(one.part).layer
+    layer = part_of(part.part).layer
     return -1 if layer is None else layer

@@ -6,8 +6,8 @@
 4. Marks: what makes the writers fire at the place (`circuit`).
 5. Effects: what the needed neurons do at the place, beside others that write as much.
 6. Readers: which heads attend to the place.
-7. Conditions: what makes a position the place: its token, seeing only itself, its position id; and why heads read it,
-   whose spike makes one constant of it (`circuit`).
+7. Conditions: what makes a position the place: its token, seeing only itself, its position id; and why heads read the
+   place: the spike makes its state constant (`circuit`).
 8. Purpose: what later tokens lose without the place (`circuit`).
 
 Both also follow copies of a token along each spike of the first token, and survey the text once more with the other
@@ -123,7 +123,7 @@ class Sinks:
     @property
     def at_first(self) -> tuple[SpikeCircuit, ...]:
         """The spikes of the first token."""
-        return tuple(one for one in self.spikes if one.place.is_first)
+        return tuple(spike for spike in self.spikes if spike.place.is_first)
 
 
 def sinks_of(setup: Setup) -> Sinks:
@@ -135,11 +135,11 @@ def _sinks_of(setup: Setup) -> Sinks:
     # Step 1: survey
     survey, report = survey_of(setup, setup.bos), survey_of(setup, setup.bos, "report")
     # Step 2: spikes
-    found = find_spikes(survey, setup.tokenizer)
+    spikes = find_spikes(survey, setup.tokenizer)
     # Step 3: writers, and what is needed of them; a spike that needs those of an earlier spike is like it
     circuits: list[SpikeCircuit] = []
-    for spike in found:
-        others, like, needs = [one for one in found if one is not spike], None, None
+    for spike in spikes:
+        others, like, needs = [other for other in spikes if other is not spike], None, None
         for number, known in enumerate(circuits):
             if needs is None and known.like is None:
                 needs = like_needs(spike, known.spike, known.needs)
@@ -147,11 +147,11 @@ def _sinks_of(setup: Setup) -> Sinks:
         if needs is None:
             needs = needs_of(spike, writers_of(spike), others)
         circuits.append(SpikeCircuit(spike, spike.on(report) or spike, needs, like))
-        setup.progress("spikes", len(circuits), len(found))
-    ordered = sorted(circuits, key=lambda one: (one.like is not None, -one.heads))  # duplicates last
-    for number, one in enumerate(ordered):
-        if one.like is not None:
-            ordered[number] = replace(one, like=ordered.index(circuits[one.like]))
+        setup.progress("spikes", len(circuits), len(spikes))
+    ordered = sorted(circuits, key=lambda circuit: (circuit.like is not None, -circuit.heads))  # duplicates last
+    for number, circuit in enumerate(ordered):
+        if circuit.like is not None:
+            ordered[number] = replace(circuit, like=ordered.index(circuits[circuit.like]))
     return Sinks(survey, report, tuple(ordered))
 
 
@@ -167,34 +167,34 @@ def measured_of(setup: Setup, number: int) -> Measured | None:
 
 def _measured_of(setup: Setup, number: int) -> Measured | None:
     sinks = sinks_of(setup)
-    one, numbered = sinks.spikes[number], dict[int, Spike]()
-    if one.like is not None:
+    circuit, numbered = sinks.spikes[number], dict[int, Spike]()
+    if circuit.like is not None:
         return None
     for other, beside in enumerate(sinks.spikes):
-        if other != number and beside.like is None and beside.reported.survey is one.reported.survey:
+        if other != number and beside.like is None and beside.reported.survey is circuit.reported.survey:
             numbered[other] = beside.reported
-    return effects_of(one.reported, one.needs, sinks.survey, numbered, setup.seed)
+    return effects_of(circuit.reported, circuit.needs, sinks.survey, numbered, setup.seed)
 
 
 def answers_of(sinks: Sinks, seed: int, parts: Set[str]) -> dict[int, Answers]:
-    """Ask what makes the place of each spike of the first token, and what it is for, by the numbers of the spikes."""
-    asked = [number for number, one in enumerate(sinks.spikes) if one.place.is_first and one.like is None]
+    """Return, by the number of each spike of the first token, what makes its place and what the place is for."""
+    asked = [number for number, circuit in enumerate(sinks.spikes) if circuit.place.is_first and circuit.like is None]
     asked = [number for number in asked if sinks.spikes[number].reported.survey is sinks.report]
     if sinks.spikes and not asked and parts & {"conditions", "purpose"}:
         warn(
             f"what makes the sink is asked of the first token, and this spike is at {sinks.spikes[0].place.label.words}"
         )
     circuits = [sinks.spikes[number] for number in asked]
-    spikes = [one.reported for one in circuits]
+    spikes = [circuit.reported for circuit in circuits]
     conditions, purposes, constancies = list[Conditions](), list[Purpose](), list[Constancy | None]()
     try:
         if "conditions" in parts:
             conditions = conditions_of(spikes, seed)
-        for spike, found in zip(spikes, conditions, strict=False):
+        for spike, answer in zip(spikes, conditions, strict=False):
             begins = min(spike.layers[0] for spike in spikes)
-            constancies.append(constancy_of(spike, begins, found.sufficient, seed))
+            constancies.append(constancy_of(spike, begins, answer.sufficient, seed))
         if "purpose" in parts:
-            purposes = purposes_of(sinks.report, [one.first_writer for one in circuits], seed)
+            purposes = purposes_of(sinks.report, [circuit.first_writer for circuit in circuits], seed)
     except UnsupportedError as error:  # no key can be hidden in this model
         warn(f"what makes the sink, and what it is for, is not measured: {error}")
     answers: dict[int, Answers] = {}
@@ -218,24 +218,24 @@ def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set
     """
     sinks, target, results = sinks_of(setup), setup.target, list[SpikeResult]()
     words, at_first, report = pick_tokens(setup, tokens), sinks.at_first, sinks.report
-    spikes = [one.spike for one in at_first]
+    spikes = [circuit.spike for circuit in at_first]
     copies = [tuple[Copies, ...]()] * len(spikes)
     if "copies" in parts:
         read = partial(copies_of, target, spikes, words, prefix_of(setup, words), limit, setup.progress)
         copies = setup.finished("copies", read, copies)
     # Steps 7 and 8: conditions and purpose
     answers = setup.finished("conditions and purpose", partial(answers_of, sinks, setup.seed, parts), {})
-    for number, one in enumerate(sinks.spikes):
-        own = copies[at_first.index(one)] if one in at_first else ()
+    for number, circuit in enumerate(sinks.spikes):
+        own = copies[at_first.index(circuit)] if circuit in at_first else ()
         # Step 4: marks
         marked: tuple[MarkLeft, ...] = ()
         if "marks" in parts:
-            marked = setup.finished(f"marks of spike {number}", partial(marks_of, one, setup.seed), marked)
+            marked = setup.finished(f"marks of spike {number}", partial(marks_of, circuit, setup.seed), marked)
         # Step 5: effects
         measured: Measured | None = None
         if "effects" in parts:
             measured = setup.finished(f"effects of spike {number}", partial(measured_of, setup, number), measured)
-        results.append(record_of(one, measured, marked, own, answers.get(number, Answers())))
+        results.append(record_of(circuit, measured, marked, own, answers.get(number, Answers())))
         setup.progress("effects", number + 1, len(sinks.spikes))
     setup.record(texts=len(report.ids), max_repeats=limit)
     # Step 6: readers
@@ -277,7 +277,7 @@ def readers_of(survey: Survey, place: str, mask: Mask) -> Readers:
     own = [kind for kind, has in zip(survey.kinds, there.tolist(), strict=True) if has]
     for kind in dict.fromkeys(own):
         if kind:
-            some = torch.tensor([one == kind for one in own])
+            some = torch.tensor([of_text == kind for of_text in own])
             kinds.append(OfKind(kind, *count_readers(received[..., some])))
     total = received[..., 0].numel()
     return Readers(place, heads, total, margin, received.shape[2], tuple(by_text), tuple(kinds))
@@ -287,9 +287,9 @@ def attended_places(sinks: Sinks, tokenizer: Any) -> tuple[Attended, ...]:
     """Return places that heads attend to and at which there is no spike."""
     survey = sinks.survey
     there, layers = attended(survey), survey.target.attending
-    for one in sinks.spikes:
-        there &= ~one.place.mask
-    found: list[Attended] = []
+    for circuit in sinks.spikes:
+        there &= ~circuit.place.mask
+    spikeless: list[Attended] = []
     for place in split_by_label(survey.ids, there, tokenizer.decode):
         mask = place.matches(sinks.report.ids)
         if not bool(place.matches(survey.ids).any()):  # no words mean it
@@ -298,8 +298,8 @@ def attended_places(sinks: Sinks, tokenizer: Any) -> tuple[Attended, ...]:
             continue
         heads = int((sinks.report.received(mask).nanmean(-1)[layers] > READS).sum())
         if heads >= SINK_HEADS:
-            found.append(Attended(place.label, heads))
-    return tuple(sorted(found, key=lambda one: -one.heads))
+            spikeless.append(Attended(place.label, heads))
+    return tuple(sorted(spikeless, key=lambda sink: -sink.heads))
 
 
 def largest_norm(survey: Survey, tokenizer: Any) -> Largest:

@@ -49,8 +49,8 @@ def marks_of(circuit: SpikeCircuit, seed: int = 0) -> tuple[MarkLeft, ...]:
         if least > REMAINS or min(map(abs, of_pairs.values()), default=1.0) < REMOVED:
             left = of_pairs
     marks: list[MarkLeft] = []
-    kept = [members for members, share in list(left.items())[:MOST] if abs(share) <= REMAINS]
-    for members in kept:
+    marking = [members for members, share in list(left.items())[:MOST] if abs(share) <= REMAINS]
+    for members in marking:
         others = [without for other, without in left.items() if not set(other) & set(members)]
         marks.append(_mark(reported, members, median(others) if others else None, len(others)))
         marks += _heads(texts, reported, members, seed)
@@ -70,9 +70,9 @@ def before_writers(circuit: SpikeCircuit) -> list[Component]:
 
 def _mark(texts: SpikeTexts, members: Parts, others: float | None, sets: int) -> MarkLeft:
     """Return the record of a set, in texts that did not choose it."""
-    (outcome,) = Measurement(texts, ()).outcomes([Edit(members)], losses=False)
-    said = outcome.outcome
-    return MarkLeft(" and ".join(map(str, members)), said.left, said.left_margin, said.heads, others, sets)
+    (by_text,) = Measurement(texts, ()).outcomes([Edit(members)], losses=False)
+    outcome = by_text.outcome
+    return MarkLeft(" and ".join(map(str, members)), outcome.left, outcome.left_margin, outcome.heads, others, sets)
 
 
 def _heads(texts: SpikeTexts, reported: SpikeTexts, parts: Parts, seed: int) -> list[MarkLeft]:

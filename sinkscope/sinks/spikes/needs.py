@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -88,8 +89,8 @@ def needs_of(spike: Spike, writers: Writers, others: Sequence[Spike]) -> Needs:
     if not needed:
         left = texts.left([(part,) for part in components(spike.survey.target, spike.peak)])
         order = tuple(part for (part,) in left if isinstance(part, Component))
-        found = enough_components(texts, components_of(spike)[0], order, left)
-        needs = replace(needs, needed=found, order=order)
+        parts = enough_components(texts, components_of(spike)[0], order, left)
+        needs = replace(needs, needed=parts, order=order)
     return needs
 
 
@@ -177,46 +178,48 @@ def smallest_set(texts: SpikeTexts, members: Sequence[Unit], shares: Mapping[Uni
         shares: What each writes; a backup writes nothing.
     """
     effects = texts.left(members)
-    alone = sorted(members, key=lambda one: abs(effects[one]))
-    found: list[tuple[int, float, tuple[Unit, ...]]] = []
-    for order in (alone, sorted(members, key=lambda one: -shares.get(one, 0.0))):
+    alone = sorted(members, key=lambda unit: abs(effects[unit]))
+    smallest: list[SmallSet] = []
+    for order in (alone, sorted(members, key=lambda unit: -shares.get(unit, 0.0))):
         lengths = [*range(1, min(PREFIXES, len(order)) + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)]
         sets = {joined(order[:length]): tuple(order[:length]) for length in dict.fromkeys(lengths) if length}
         left = texts.left(list(sets))
-        enough = next((one for one in sets if abs(left[one]) < REMOVED), None)
+        enough = next((neurons for neurons in sets if abs(left[neurons]) < REMOVED), None)
         if enough is not None:
-            found.append(pruned(texts, sets[enough], abs(left[enough])))
-    return min(found, key=lambda one: one[:2])[2] if found else ()
+            smallest.append(pruned(texts, SmallSet(sets[enough], abs(left[enough]))))
+    best = min(smallest, key=lambda one_set: (len(one_set.units), one_set.left), default=None)
+    return () if best is None else best.units
 
 
-def pruned(texts: SpikeTexts, members: tuple[Unit, ...], least: float) -> tuple[int, float, tuple[Unit, ...]]:
-    """Drop members, one after the other, as long as less than a quarter is left; return their number and what is left.
+class SmallSet(NamedTuple):
+    """Units without which less than a quarter of the spike is left, and the absolute value of what is left."""
 
-    Args:
-        texts: The texts.
-        members: The units.
-        least: What is left without them.
-    """
-    while len(members) > 1:
-        sets = {joined(fewer): fewer for fewer in combinations(members, len(members) - 1)}
+    units: tuple[Unit, ...]
+    left: float
+
+
+def pruned(texts: SpikeTexts, small: SmallSet) -> SmallSet:
+    """Drop the unit that adds least, again and again, as long as less than a quarter of the spike is left."""
+    while len(small.units) > 1:
+        sets = {joined(fewer): fewer for fewer in combinations(small.units, len(small.units) - 1)}
         best, left = next(iter(texts.left(list(sets)).items()))
         if abs(left) >= REMOVED:
             break
-        members, least = next(fewer for own, fewer in sets.items() if own == best), abs(left)
-    return len(members), least, members
+        small = SmallSet(next(fewer for neurons, fewer in sets.items() if neurons == best), abs(left))
+    return small
 
 
 def taking_over(texts: SpikeTexts, members: Sequence[Neuron]) -> list[Neuron]:
     """Return at most two backups: neurons that write the spike only when its writers are gone."""
-    spike, target, found = texts.spike, texts.spike.survey.target, dict[Neuron, float]()
+    spike, target, backups = texts.spike, texts.spike.survey.target, dict[Neuron, float]()
     with under(Ablate(sites=tuple(members)), target):
         for layer in [layer for layer in target.with_neurons if layer <= spike.peak]:
             shares = of_layer(spike, layer).shares.mean(1)
             for number in shares.topk(min(4, len(shares))).indices.tolist():
                 neuron = Neuron(layer, *expert_and_neuron(target, layer, number))
                 if neuron not in members and float(shares[number]) >= COUNTS:
-                    found[neuron] = float(shares[number])
-    return sorted(found, key=lambda neuron: -found[neuron])[:2]
+                    backups[neuron] = float(shares[number])
+    return sorted(backups, key=lambda neuron: -backups[neuron])[:2]
 
 
 def enough_components(
@@ -231,7 +234,7 @@ def enough_components(
         left: What is left without each.
     """
     names = {str(part): part for part in order}
-    writing = [names[one.part] for one in writers if abs(one.share) >= COUNTS]
+    writing = [names[writer.part] for writer in writers if abs(writer.share) >= COUNTS]
     for part in [*writing, order[0]]:
         if abs(left[(part,)]) < REMOVED:
             return (part,)

@@ -82,12 +82,12 @@ class _ValuesActor(Actor):
 
     Attributes:
         of: The edit.
-        given: Attention to the position, by layer.
+        attention: Attention to the position, by layer.
         change: The new value less its own, by layer.
     """
 
     of: Values
-    given: dict[int, Float[Tensor, "row head query"]] = field(default_factory=dict)
+    attention: dict[int, Float[Tensor, "row head query"]] = field(default_factory=dict)
     change: dict[int, Float[Tensor, "row head d_value"]] = field(default_factory=dict)
 
     def attends(self, step: Step) -> bool:
@@ -108,16 +108,16 @@ class _ValuesActor(Actor):
 
         def keep(first: int, rows: Tensor) -> None:
             assert first == 0
-            given = rows[..., position].clone()
-            given[..., : position + 1] = 0
-            self.given[layer] = given
+            to_position = rows[..., position].clone()
+            to_position[..., : position + 1] = 0
+            self.attention[layer] = to_position
 
         attention.show(keep, chunk=attention.queries, gives_output=False)
 
     def edited(self, layer: int, heads: Float[Tensor, "row query head_value"]) -> Float[Tensor, "row query head_value"]:
         """Return what the heads give with another value at the position."""
-        change, given = self.change.pop(layer), self.given.pop(layer)
-        added = torch.einsum("rhq,rhd->rqhd", given.to(change), change)
+        change, attention = self.change.pop(layer), self.attention.pop(layer)
+        added = torch.einsum("rhq,rhd->rqhd", attention.to(change), change)
         return heads + added.reshape(heads.shape).to(heads)
 
 
@@ -127,13 +127,13 @@ class Lost:
 
     Attributes:
         loss: Loss of tokens from `BEGIN` on; NaN where it is not read.
-        given: Attention of later queries to the first positions, mean over texts.
+        attention: Attention of later queries to the first positions, mean over texts.
         states: The residual stream after the last layer from `BEGIN` on.
         entered: The whole stream where it enters some layers.
     """
 
     loss: Float[Tensor, "text following"]
-    given: Float[Tensor, "layer head position"]
+    attention: Float[Tensor, "layer head position"]
     states: Float[Tensor, "text pos d_model"]
     entered: dict[int, list[Float[Tensor, "row token d_model"]]] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ class Lost:
         if layer not in self.entered or not survey.target.skips_layers:
             return None
         hidden = torch.cat(self.entered[layer]).to(survey.weights)
-        return Begin(LayerInput(layer, hidden, survey.wrapped), self.given[:layer])
+        return Begin(LayerInput(layer, hidden, survey.wrapped), self.attention[:layer])
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +150,7 @@ class Begin:
     """Where a pass begins, and the attention of the layers before, which do not run again."""
 
     input: LayerInput
-    given: Float[Tensor, "layer head position"]
+    attention: Float[Tensor, "layer head position"]
 
     def of(self, rows: Tensor) -> LayerInput:
         """Return what some of the texts begin with: a copy, because some layers add to it in place."""
@@ -164,7 +164,7 @@ def read_way(
     way: Way,
     positions: int,
     *,
-    kept: Sequence[int] = (),
+    kept_layers: Sequence[int] = (),
     begin: Begin | None = None,
     only_states: bool = False,
 ) -> Lost:
@@ -175,20 +175,23 @@ def read_way(
         ids: The texts.
         way: The way.
         positions: Number of the first positions to which attention is read.
-        kept: Layers whose whole input is kept.
+        kept_layers: Layers whose whole input is kept.
         begin: Where the pass begins. None: at the first layer.
         only_states: Whether no loss and no attention is read.
     """
     loss = torch.full((len(ids), ids.shape[1] - 1), torch.nan)
-    given, entered = torch.zeros(target.n_layers, target.n_heads, positions), {layer: list[Tensor]() for layer in kept}
+    attention, entered = (
+        torch.zeros(target.n_layers, target.n_heads, positions),
+        {layer: list[Tensor]() for layer in kept_layers},
+    )
     if begin is not None:
-        given[: begin.input.layer] = begin.given[..., :positions]
+        attention[: begin.input.layer] = begin.attention[..., :positions]
     states, read = list[Tensor](), read_positions(target, ids.shape[1])
     read = read[read >= BEGIN]
     size = min(rows_at_once(ids.shape[1], max(target.d_mlp, target.d_model)), rows_of_logits(target, len(read)))
 
     def attend(layer: int, _first: int, probs: Tensor, visible: Tensor) -> None:
-        given[layer] += probs[:, :, BEGIN:, :positions].mean(2).sum(0).float().cpu() / len(ids)
+        attention[layer] += probs[:, :, BEGIN:, :positions].mean(2).sum(0).float().cpu() / len(ids)
 
     def keep(hidden: Tensor) -> None:
         states.append(hidden.reshape(-1, ids.shape[1], hidden.shape[-1])[:, BEGIN:].float().cpu())
@@ -209,7 +212,7 @@ def read_way(
             else:
                 stack.enter_context(visible_rows(target, attend, rows_per_chunk=ids.shape[1]))
                 loss[rows[:, None], read] = losses_at(target, ids[rows], read, start)
-    return Lost(loss, given, torch.cat(states), entered)
+    return Lost(loss, attention, torch.cat(states), entered)
 
 
 def hidden(target: Target, position: int, layers: range | None, length: int) -> Way:
@@ -245,7 +248,7 @@ def purposes_of(survey: Survey, first_writers: Sequence[int], seed: int) -> list
         first_writers: Of each spike of the first token, the layer of the first neuron or component that it needs.
         seed: Seed of the ordinary key.
     """
-    target, ids, found = survey.target, survey.ids[:TEXTS], list[Purpose]()
+    target, ids, purposes = survey.target, survey.ids[:TEXTS], list[Purpose]()
     length = ids.shape[1]
     if not first_writers or length <= 2 * BEGIN or not target.resident:
         return []
@@ -254,8 +257,8 @@ def purposes_of(survey: Survey, first_writers: Sequence[int], seed: int) -> list
     changed = ids.clone()
     changed[:, CHANGED] = ids.roll(1, 0)[:, CHANGED + 7]
     late_layers = sorted({layer + 1 for layer in first_writers if layer + 1 < target.n_layers})
-    plain = read_way(target, ids, intact, TAKERS, kept=late_layers)
-    other = read_way(target, changed, intact, 1, kept=late_layers, only_states=True)
+    plain = read_way(target, ids, intact, TAKERS, kept_layers=late_layers)
+    other = read_way(target, changed, intact, 1, kept_layers=late_layers, only_states=True)
     base = spread_of(plain, other)
     everywhere: Change | None = None
     for first_writer in first_writers:
@@ -276,7 +279,7 @@ def purposes_of(survey: Survey, first_writers: Sequence[int], seed: int) -> list
             if name == EVERYWHERE:
                 begin = begin_other = None
             read = read_way(target, ids, way, TAKERS, begin=begin)
-            if not found and "key" not in name:
+            if not purposes and "key" not in name:
                 spread = spread_of(read, read_way(target, changed, way, 1, begin=begin_other, only_states=True))
             changes.append(change_of(name, plain, read, spread))
         everywhere = changes[0]
@@ -285,20 +288,20 @@ def purposes_of(survey: Survey, first_writers: Sequence[int], seed: int) -> list
             changes=tuple(changes),
             spread=float(base.mean()),
             spread_margin=margin_of(base.numpy()),
-            heads=int((plain.given[..., 0] > READS).sum()),
+            heads=int((plain.attention[..., 0] > READS).sum()),
             ordinary=ordinary,
             attended=attended,
             texts=len(ids),
             tokens=int(plain.loss.isfinite().sum()),
         )
-        found.append(purpose)
-    return found
+        purposes.append(purpose)
+    return purposes
 
 
 def most_attended(survey: Survey) -> int:
     """Return the ordinary key that gets the most attention, mean over heads and texts."""
-    given = survey.attention[survey.target.attending].mean((0, 1, 2))
-    return KEYS[int(given[KEYS.start : KEYS.stop].argmax())]
+    attention = survey.attention[survey.target.attending].mean((0, 1, 2))
+    return KEYS[int(attention[KEYS.start : KEYS.stop].argmax())]
 
 
 def spread_of(read: Lost, changed: Lost) -> Float[Tensor, " text"]:
@@ -310,7 +313,7 @@ def change_of(name: ChangeName, plain: Lost, read: Lost, spread: Float[Tensor, "
     """Return the record of a way."""
     rise = (read.loss - plain.loss).nanmean(1)
     interval = interval_of(rise.numpy())
-    counts = [int((read.given[..., position] > READS).sum()) for position in range(TAKERS)]
+    counts = [int((read.attention[..., position] > READS).sum()) for position in range(TAKERS)]
     taker = 1 + int(torch.tensor(counts[1:]).argmax())
     return Change(
         name=name,

@@ -58,7 +58,7 @@ class Candidate(NeuronShare):
     """A neuron that writes a spike, by its share, and what its removal does.
 
     Attributes:
-        left: Share of the spike that is left with it and the neurons that equal it zeroed at the place.
+        left: Share of the spike that is left with this neuron and its equals zeroed at the place.
         role: "needed": it is in the smallest set that suffices. "lowers": its removal lowers the spike. "backup": it
             writes only when others are gone. "raises": the spike rises. "another spike": its removal lowers another
             spike of the place more. "nothing": its removal changes less than 2 % of the spike.
@@ -132,9 +132,9 @@ class Control(Outcome):
     """The same with other parts removed instead.
 
     Attributes:
-        sets: Number of sets, each read in texts of its own if there are several; the outcome is a mean over them.
-        reached: Sets whose loss rises as far as that of the needed set in the same texts, or that leave as little of
-            the spike, if no loss was measured.
+        sets: Number of sets, over which the outcome is a mean; several sets are read in different texts.
+        reached: Number of sets that raise the loss as much as the needed set does in the same texts; if no loss was
+            measured, that leave as little of the spike.
         norm: Mean written norm of the neurons over that of the needed set. None: components.
         count: Mean number of neurons, or components, of a set.
     """
@@ -182,19 +182,19 @@ class Controls:
     @property
     def strongest(self) -> tuple[str, Control] | None:
         """The control that costs most, or leaves least, with its name."""
-        found: list[tuple[str, Control]] = []
+        controls: list[tuple[str, Control]] = []
         if self.busiest is not None:
-            found.append(("busiest", self.busiest))
+            controls.append(("busiest", self.busiest))
         if self.random is not None:
-            found.append(("random", self.random))
-        if not found:
+            controls.append(("random", self.random))
+        if not controls:
             return None
-        return max(found, key=lambda one: (one[1].loss or 0.0, -one[1].left))
+        return max(controls, key=lambda named: (named[1].loss or 0.0, -named[1].left))
 
 
 @dataclass(frozen=True)
 class Alone(Neuron):
-    """What is left with one needed neuron, and those that equal it, zeroed at the place.
+    """What is left with a needed neuron and its equals zeroed at the place.
 
     Attributes:
         left: Share of the spike.
@@ -285,7 +285,7 @@ class SpikeResult:
         heads: Heads in its layers that attend to the place.
         heads_margin: Half of the 95 % interval of their number under a bootstrap over texts.
         texts: Number of texts with the place in which it was measured.
-        held_out: Whether these are other texts than those in which it was found.
+        held_out: Whether these texts did not find the spike.
         conditions: What makes a position such a place (`circuit`). None: it was not asked.
         purpose: What the attention to the place is for (`circuit`). None: it was not asked.
         constancy: Why heads attend to the place (`circuit`). None: it was not asked, or none do.
@@ -328,17 +328,17 @@ class SpikeResult:
     def calibrated(self) -> dict[Neuron, float]:
         """The values that a patch writes: those of the neurons that write the spike, by what their removal does."""
         writing = ("needed", "lowers", "backup")
-        return {one.address: one.neutral for one in self.neurons if one.role in writing}
+        return {neuron.address: neuron.neutral for neuron in self.neurons if neuron.role in writing}
 
     def has_role(self, *roles: Role) -> tuple[Candidate, ...]:
         """Return the neurons with some roles, largest share first."""
-        some = [one for one in self.neurons if one.role in roles]
-        return tuple(sorted(some, key=lambda one: -one.share))
+        some = [neuron for neuron in self.neurons if neuron.role in roles]
+        return tuple(sorted(some, key=lambda neuron: -neuron.share))
 
 
 @dataclass(frozen=True)
 class OfKind:
-    """How many heads attend to a place in texts of one kind, with the margin of the count over these texts."""
+    """Number of heads that attend to a place in texts of one kind, with its margin over these texts."""
 
     kind: str
     heads: int

@@ -83,14 +83,14 @@ class FindSinks(Result):
 
     @property
     def answered(self) -> SpikeResult | None:
-        """The first spike of which it was asked what makes its place, or what it is for."""
-        asked = [one for one in self.spikes if one.conditions is not None or one.purpose is not None]
+        """The first spike with an answer to what makes its place or what the place is for; None without any."""
+        asked = [spike for spike in self.spikes if spike.conditions is not None or spike.purpose is not None]
         return next(iter(asked), None)
 
     @property
     def first_spikes(self) -> tuple[SpikeResult, ...]:
         """The spikes of the first token."""
-        return tuple(one for one in self.spikes if one.place.words == FIRST)
+        return tuple(spike for spike in self.spikes if spike.place.words == FIRST)
 
     @property
     def needed(self) -> tuple[Neuron, ...]:
@@ -101,9 +101,9 @@ class FindSinks(Result):
 
     def conclusion(self) -> str:
         """Return the fewest neurons that suffice and what they do at the place; or how many heads attend where."""
-        said = None if self.spike is None else cards.suffices(self.spike)
-        if said is not None:
-            return said
+        sentence = None if self.spike is None else cards.suffices(self.spike)
+        if sentence is not None:
+            return sentence
         if self.readers.heads or self.spikes:
             return cards.readers(self.readers)
         if self.learned_heads:
@@ -115,8 +115,8 @@ class FindSinks(Result):
         made: list[Card] = []
         for number, spike in enumerate(self.spikes):
             if spike.like is None:
-                made.append(cards.spike_card(spike, [one for one in self.spikes if one.like == number]))
-        attended = [one for one in self.attended if self.spikes or one.place.words != self.readers.place]
+                made.append(cards.spike_card(spike, [other for other in self.spikes if other.like == number]))
+        attended = [sink for sink in self.attended if self.spikes or sink.place.words != self.readers.place]
         learned = self.learned_heads if self.readers.heads or self.spikes else 0  # else the conclusion says it
         attention = cards.attention_card(self.readers, attended, learned, self.bos, self.readers.total)
         return made if attention is None else [*made, attention]
@@ -124,8 +124,8 @@ class FindSinks(Result):
     def details(self) -> list[str]:
         """Return what the labels mean."""
         if self.spike is not None:
-            effects, lines = [one.effect for one in self.spikes if one.effect is not None], list[str]()
-            if effects and all(one.at_place.loss is None for one in effects):
+            effects, lines = [spike.effect for spike in self.spikes if spike.effect is not None], list[str]()
+            if effects and all(effect.at_place.loss is None for effect in effects):
                 lines.append(cards.NO_LOSS)
             return [*lines, cards.LEGEND]
         return [self._no_spike] if self.readers.heads else []
@@ -166,8 +166,8 @@ class FindSinks(Result):
         samples = {f"text {text}": heads / total for text, heads in enumerate(self.readers.by_text)}
         names = list[str]()
         if self.readers.place == FIRST:  # `heads` are about position 0
-            for layer, given in enumerate(self.heads):
-                names += [head_name(layer, head) for head, share in enumerate(given) if share > READS]
+            for layer, attention in enumerate(self.heads):
+                names += [head_name(layer, head) for head, share in enumerate(attention) if share > READS]
         share, label = self.readers.heads / total, "share of heads that attend to the sink"
         numbers = [Number("heads", label, share, margin=margin, share=True, samples=samples, items=tuple(names))]
         if self.spike is not None:
@@ -181,7 +181,7 @@ class FindSinks(Result):
         return numbers
 
     def numbers_beside(self, other: Any) -> tuple[list[Number], list[Number]]:
-        """Return what is compared of both results, those of one spike under one key."""
+        """Return the numbers of both results; numbers of the same spike have the same key."""
         return numbers_beside(self, other)
 
 
@@ -208,17 +208,17 @@ def effect_numbers(spike: SpikeResult) -> list[Number]:
 def spike_rows(spike: SpikeResult) -> Table:
     """Return the rows of a spike: needed neurons, other candidates, components that it needs, and marks."""
     rows: Table = []
-    alone = {one.address: one for one in spike.alone}
+    alone = {neuron.address: neuron for neuron in spike.alone}
     where = {"place": spike.place.words, "layers": cards.span(*spike.layers)}
-    for one in sorted(spike.neurons, key=lambda one: (one.role != "needed", -one.share)):
-        outcomes = {"remaining": one.left, "heads": None, "loss": None}
-        said = alone.get(one.address)
-        if said is not None:
-            outcomes = {"remaining": said.left, "heads": said.heads, "loss": said.loss}
-        row = {"part": str(one.address), "role": one.role, "share": one.share, "margin": one.margin}
+    for neuron in sorted(spike.neurons, key=lambda neuron: (neuron.role != "needed", -neuron.share)):
+        outcomes = {"remaining": neuron.left, "heads": None, "loss": None}
+        removal = alone.get(neuron.address)
+        if removal is not None:
+            outcomes = {"remaining": removal.left, "heads": removal.heads, "loss": removal.loss}
+        row = {"part": str(neuron.address), "role": neuron.role, "share": neuron.share, "margin": neuron.margin}
         rows.append(row | outcomes | where)
     if spike.needed is not None and not spike.needed.neurons and spike.effect is not None:
-        outcome, shares = spike.effect.at_place, {one.part: one.share for one in spike.writers}
+        outcome, shares = spike.effect.at_place, {writer.part: writer.share for writer in spike.writers}
         share = sum(shares.get(part, 0.0) for part in spike.needed.parts)
         row = {"part": " + ".join(spike.needed.parts), "role": "needed", "share": share, "margin": None}
         rows.append(row | {"remaining": outcome.left, "heads": outcome.heads[1], "loss": outcome.loss} | where)
@@ -238,8 +238,8 @@ class Circuit(FindSinks):
     def conclusion(self) -> str:
         """Return what makes a position the sink and what it is for; where this was not asked, what marks the place."""
         if self.answered is not None:
-            said = (answer_cards.makes(self.answered), answer_cards.costs(self.answered))
-            return " ".join(one for one in said if one is not None)
+            sentences = (answer_cards.makes(self.answered), answer_cards.costs(self.answered))
+            return " ".join(sentence for sentence in sentences if sentence is not None)
         return super().conclusion() if self.spike is None else cards.marks(self.spike)
 
     def cards(self) -> list[Card]:

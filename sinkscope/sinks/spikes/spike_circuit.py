@@ -22,7 +22,7 @@ class SpikeCircuit:
     """A spike with what writes it and what it needs.
 
     Attributes:
-        spike: The spike, in the texts in which it was found.
+        spike: The spike, in the texts that found it.
         reported: The same spike in the other texts; in the same texts, if those do not have its place.
         needs: What it needs.
         like: Number of an earlier spike that it repeats at another place. None: it repeats none.
@@ -35,7 +35,7 @@ class SpikeCircuit:
 
     @property
     def place(self) -> Place:
-        """Where it is, in the texts in which it was found."""
+        """Its place in the texts that found it."""
         return self.spike.place
 
     @property
@@ -137,17 +137,17 @@ def record_of(
 
 def candidates_of(circuit: SpikeCircuit) -> tuple[Candidate, ...]:
     """Return the candidates with what each writes in the texts of the report, largest share first."""
-    needs, found = circuit.needs, list[Candidate]()
-    neurons = [one.address for one in needs.writers.neurons]
+    needs, candidates = circuit.needs, list[Candidate]()
+    neurons = [neuron.address for neuron in needs.writers.neurons]
     written: dict[Neuron, NeuronShare] = {}
     if neurons:
         written = dict(zip(neurons, shares_on(circuit.reported, neurons), strict=True))
     for unit in needs.writers.units:
         for neuron in unit:
-            one, left = written[neuron], float(needs.alone[unit][0])
-            what = one.share, one.margin, needs.writers.neutral[neuron], left, needs.role(unit)
-            found.append(Candidate(neuron.layer, neuron.expert, neuron.neuron, *what, by_text=one.by_text))
-    return tuple(sorted(found, key=lambda one: -one.share))
+            writer, left = written[neuron], float(needs.alone[unit][0])
+            what = writer.share, writer.margin, needs.writers.neutral[neuron], left, needs.role(unit)
+            candidates.append(Candidate(neuron.layer, neuron.expert, neuron.neuron, *what, by_text=writer.by_text))
+    return tuple(sorted(candidates, key=lambda candidate: -candidate.share))
 
 
 def needed_of(texts: SpikeTexts, needs: Needs) -> Needed | None:

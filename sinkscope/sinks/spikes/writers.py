@@ -1,7 +1,7 @@
 """Step 3, the writers: what each component and neuron adds along a spike's direction; these shares sum to 1.
 
-Shares only choose candidates for the set that a spike needs. Equal neurons, which write along one column in step, are
-one unit: a neuron can be packed as many.
+Shares only choose candidates for the set that a spike needs. Equal neurons form one unit: their columns are parallel
+and their values rise and fall together, as when one neuron is packed as many.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Writers:
     @property
     def neutral(self) -> dict[Neuron, float]:
         """The median of each candidate at ordinary positions."""
-        return {one.address: one.neutral for one in self.neurons}
+        return {neuron.address: neuron.neutral for neuron in self.neurons}
 
     def share(self, neurons: Iterable[Neuron]) -> float:
         """Return what some candidates write together."""
-        shares = {one.address: one.share for one in self.neurons}
+        shares = {neuron.address: neuron.share for neuron in self.neurons}
         return sum(shares[neuron] for neuron in neurons)
 
 
@@ -80,10 +80,10 @@ def components_of(spike: Spike) -> tuple[tuple[PartShare, ...], tuple[PartShare,
         share = float(beyond.mean())
         writes = layer <= peak and abs(share) >= LISTED
         if writes or (peak < layer <= last + 1 and share <= -ERASES):
-            one = PartShare(str(part), share, margin_of(per_text(beyond, mask).numpy()))
-            (before if writes else later).append(one)
-    before.sort(key=lambda one: -abs(one.share))
-    later.sort(key=lambda one: one.share)
+            record = PartShare(str(part), share, margin_of(per_text(beyond, mask).numpy()))
+            (before if writes else later).append(record)
+    before.sort(key=lambda component: -abs(component.share))
+    later.sort(key=lambda component: component.share)
     return tuple(before), tuple(later)
 
 
@@ -96,8 +96,8 @@ def writers_of(spike: Spike) -> Writers:
     Args:
         spike: The spike.
     """
-    found, units, written, target = list[NeuronShare](), list[Unit](), dict[int, Tensor](), spike.survey.target
-    of_mlp, skips = {one.part: abs(one.share) for one in components_of(spike)[0]}, target.skips_layers
+    candidates, units, written, target = list[NeuronShare](), list[Unit](), dict[int, Tensor](), spike.survey.target
+    of_mlp, skips = {component.part: abs(component.share) for component in components_of(spike)[0]}, target.skips_layers
     for layer in target.with_neurons:
         if layer > spike.peak or (not skips and of_mlp.get(f"mlp {layer}", 0.0) < NAMED):
             continue
@@ -107,9 +107,9 @@ def writers_of(spike: Spike) -> Writers:
             for numbers in equal_neurons(target, view, written[layer]):
                 if abs(float(written[layer][numbers].sum())) >= NAMED:
                     records = [_share_of(spike, view, number) for number in numbers.tolist()]
-                    found += records
-                    units.append(tuple(one.address for one in records))
-    return Writers(tuple(sorted(found, key=lambda one: -one.share)), tuple(units), written)
+                    candidates += records
+                    units.append(tuple(neuron.address for neuron in records))
+    return Writers(tuple(sorted(candidates, key=lambda candidate: -candidate.share)), tuple(units), written)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,9 +152,7 @@ def of_layer(spike: Spike, layer: int, start: LayerInput | None = None) -> Layer
 
 
 def equal_neurons(target: Target, view: LayerShares, shares: Float[Tensor, " neuron"]) -> list[Int[Tensor, " some"]]:
-    """Return the numbers of a layer's neurons that write a trace, those together that are one neuron packed as many.
-
-    Their columns are parallel, and what they write rises and falls together.
+    """Return the numbers of a layer's neurons that write a trace of the spike, equal neurons together (`Unit`).
 
     Args:
         target: The model.
@@ -196,13 +194,15 @@ def shares_on(spike: Spike, neurons: Sequence[Neuron]) -> list[NeuronShare]:
         spike: The spike.
         neurons: The neurons.
     """
-    found: dict[Neuron, NeuronShare] = {}
+    shares: dict[Neuron, NeuronShare] = {}
     for layer in sorted({neuron.layer for neuron in neurons}):
         view = of_layer(spike, layer, spike.survey.start(layer))
-        for one in neurons:
-            if one.layer == layer:
-                found[one] = _share_of(spike, view, flat_number(spike.survey.target, layer, one.expert, one.neuron))
-    return [found[neuron] for neuron in neurons]
+        for neuron in neurons:
+            if neuron.layer == layer:
+                shares[neuron] = _share_of(
+                    spike, view, flat_number(spike.survey.target, layer, neuron.expert, neuron.neuron)
+                )
+    return [shares[neuron] for neuron in neurons]
 
 
 def with_backups(spike: Spike, writers: Writers, neurons: Sequence[Neuron]) -> Writers:
