@@ -90,8 +90,8 @@ class Run(BlockCalls):
 
     A run acts on forward calls of the thread that entered it, and of threads that have not entered a run on the same
     model themselves, so that generating in a worker thread, as for streaming, works unchanged. While it is open no
-    other thread can enter one (`engine.owners`). A call that began before the run was entered stays plain to its end,
-    and one that began inside is edited to its end: leaving waits for it.
+    other thread can enter a run on the model (`engine.owners`). A call that began before the run was entered stays
+    plain to its end, and one that began inside is edited to its end: leaving waits for it.
     """
 
     def __init__(self, target: Target, parts: Sequence[Part], *, confined: bool = False, wait: bool = False) -> None:

@@ -4,7 +4,7 @@ A call may be a whole prompt, a chunk of one, one generated token, a later turn,
 again; rows may be padded on either side. `begin_step` makes the record at the beginning of the call:
 
 1. The cache says how many columns it holds, and what this block knows of its rows.
-2. The mask says which of the other tokens are real, and which belong together.
+2. The mask says which of the new tokens are real, and which share a document.
 3. Each real token gets its position in its document.
 
 transformers takes position ids that jump for packed texts and hides earlier ones, if there is neither mask nor cache.

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch stand: in which column, in which document, and at which position of it.
+"""Where the tokens of a batch stand: their columns, their documents, and their positions in documents.
 
 A *column* counts the tokens of a row with padding, as masks and caches of transformers do. A *document* is what a token
 sees, directly or through others: a row is one document, unless texts were packed into it. A *position* counts the real
@@ -70,12 +70,13 @@ class TokenPositions:
         return self._followed_by(real, later.expand(real.shape))
 
     def read_under(self, sees: Bool[Tensor, "batch new seen"]) -> TokenPositions:
-        """Return these tokens and new ones, by the columns that each of the new ones sees.
+        """Return these tokens followed by new ones, whose documents are read from the columns that they see.
 
-        A token is real if another one sees it, or if it sees another one and itself. A token that neither sees another
-        nor is seen is padding at either end of its row, and a document of its own between real tokens. At the end of a
-        later call it may begin a document that the next call goes on with, so it is no padding there. A token that
-        sees no earlier one begins a document; every other one belongs to that of the first token that it sees.
+        A token is real if a different token sees it, or if it sees itself and a different token. A token that neither
+        sees nor is seen by any other is padding at the ends of its row, and its own document between real tokens. At
+        the end of a later call it may begin a document that the next call continues, so it is not padding there. A
+        token that sees no earlier token begins a document; any other token belongs to the document of the first token
+        that it sees.
 
         Raises:
             UnsupportedError: A token is seen that an earlier call took for padding.
@@ -113,7 +114,7 @@ class TokenPositions:
         return torch.zeros_like(self.pos) if self.document is None else self.document
 
     def _followed_by(self, real: Tensor, document: Tensor) -> TokenPositions:
-        """These tokens and new ones, which are real or not and belong to documents of any numbers."""
+        """These tokens followed by new ones; `real` and `document` describe the new ones, in any numbering."""
         everything, column = torch.cat([self.pos >= 0, real], 1), torch.arange(self.seen + real.shape[1])
         column = column.to(real.device)
         numbers = torch.cat([self.documents, document], 1)

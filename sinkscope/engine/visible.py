@@ -35,7 +35,7 @@ def shown(mask: Tensor) -> Bool[Tensor, "*shape"]:
 
 
 def additive(mask: Shaped[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """Return a mask that eager attention adds to its scores; one that is additive stays as it is."""
+    """Return a mask as eager attention adds it to scores; an additive mask stays as it is."""
     if mask.is_floating_point():
         return mask.to(dtype)
     added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
@@ -55,7 +55,7 @@ class MaskSource(ABC):
         """
 
     def for_last(self, queries: int) -> MaskSource:
-        """Return what is needed to ask later about the last queries of the call."""
+        """Return a source for the last queries of the call alone, which outlives the call."""
         return self
 
 

@@ -64,7 +64,7 @@ F = TypeVar("F", bound="Folder[Any]")  # typing.Self is refused by the shape che
 
 
 class Folder(Generic[R]):
-    """A folder of records that is being written. Use it in a `with`, which locks it.
+    """A folder of records that is being written; a `with` block locks it.
 
     Args:
         folder: New, empty, or from an earlier run with the same settings. None keeps records in memory only.

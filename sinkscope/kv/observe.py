@@ -62,7 +62,7 @@ class Observe(Intervention):
 class RemoveTokens(Intervention):
     """Evict tokens of the prompt from every layer and head, before the first generated token is read.
 
-    It chooses nothing, so it acts beside a policy, after what was entered before it.
+    It chooses nothing itself, so it may be entered after a policy, and acts after it.
 
     Attributes:
         removed: Which true positions of each row go; all rows have prompts of this length.

@@ -313,7 +313,7 @@ class PolicyActor(Actor):
 
 
 def _number_or_rows(numbers: Sequence[int]) -> LayerBudget:
-    """One number if it is the same for all rows, else one for each."""
+    """The number that all rows share; else a number for each row."""
     if len(set(numbers)) == 1:
         return numbers[0]
     return torch.tensor(numbers)[:, None]

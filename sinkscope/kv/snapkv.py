@@ -91,7 +91,7 @@ class SnapKV(Policy):
 
 
 def _without_gaps(pos: Int[Tensor, "batch head slot"]) -> Int[Tensor, "batch head slot"]:
-    """The place of each slot if those that hold a token stand one after another, behind all others."""
+    """The place of each slot if empty slots come first and occupied slots follow without gaps."""
     occupied = pos >= 0
     empty = (~occupied).sum(-1, keepdim=True)
     return torch.where(occupied, empty + occupied.cumsum(-1) - 1, (~occupied).cumsum(-1) - 1)

@@ -46,8 +46,8 @@ class Routed:
 class Experts:
     """Gated experts with weights `gate_up_proj` and `down_proj`, the layout of most families.
 
-    This layout alone may be split over processes by its neurons: each process computes those that it holds, and one sum
-    brings them to all. The part of `gate_up_proj` in a process holds the gates of its neurons and then their ups.
+    This layout alone may be split over processes by its neurons: each process computes its own neurons, and a sum over
+    processes follows. The part of `gate_up_proj` in a process holds the gates of its neurons and then their ups.
 
     Args:
         module: The module in which the experts are one call.

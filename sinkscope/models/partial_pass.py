@@ -1,4 +1,4 @@
-"""A pass through some layers: it starts at the input of one, leaves out others, and ends behind the last."""
+"""A pass through some layers: it starts at the input of a layer, may skip layers, and ends behind the last."""
 
 from __future__ import annotations
 

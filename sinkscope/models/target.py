@@ -154,7 +154,7 @@ class Target:
 
     @cached_property
     def available_tokenizer(self) -> Any:
-        """The tokenizer, or else that of the checkpoint from which a live model says it was loaded; None if neither."""
+        """The tokenizer; without one, that of the checkpoint which a live model names; None without either."""
         origin = getattr(self.hf.config, "_name_or_path", "")
         if self.tokenizer is not None or not origin:
             return self.tokenizer

@@ -1,13 +1,13 @@
-"""The choice of columns and bands: which ones each head needs, by one threshold for their density.
+"""The choice of columns and bands for each head, by a threshold on their density.
 
 For each head, from the attention of a few sampled queries:
 
 1. A line's density is its weight in the sample divided by the number of cells that it has in the matrix.
 2. The highest threshold is searched for which the lines that reach it hold `alpha` of the sample's weight.
-3. Densities are taken again, of each kind outside the lines of the other kind, and the threshold is searched again.
+3. Densities are taken again without the cells on chosen lines of the other kind, and the threshold is searched again.
 
-The second search is needed: without it, lines outside of those that are always chosen held as much of the attention of
-other queries (0.994 of SmolLM2's with alpha 0.995), but a text's loss rose by 0.018 nats and not by -0.002.
+The second search is needed: without it the chosen lines held as much attention of the queries that were not sampled
+(0.994 in SmolLM2 with alpha 0.995), but the loss of a text rose by 0.018 nats instead of -0.002.
 
 Cells on lines of both kinds count once throughout. Nothing depends on an order of additions that varies, and no step
 needs to know on the host what an earlier one found.

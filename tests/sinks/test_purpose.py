@@ -94,5 +94,5 @@ def test_a_pass_that_begins_where_a_way_acts_reads_what_a_whole_pass_reads(bundl
     begin = plain.begins(survey, 2)
     assert begin is not None and plain.begins(survey, 3) is None
     whole, late = read_way(target, ids, way, TAKERS), read_way(target, ids, way, TAKERS, begin=begin)
-    for name in ("loss", "given", "states"):
+    for name in ("loss", "attention", "states"):
         torch.testing.assert_close(getattr(late, name), getattr(whole, name), equal_nan=True, atol=1e-5, rtol=1e-5)

@@ -112,7 +112,7 @@ class PlacedEdit(Intervention):
             run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of, reach)))
 
     def _check_generation(self, method: str, options: dict[str, Any]) -> None:
-        """Refuse kinds of generation in which what the edit remembers is not that of single tokens, one by one.
+        """Refuse kinds of generation that do not read tokens one by one, as what the edit remembers requires.
 
         Raises:
             UnsupportedError: Generation runs without a cache; or it is assisted, and that matters.
@@ -236,7 +236,7 @@ class NeuronEdit(PlacedEdit):
         return changed
 
     def check(self, target: Target) -> None:
-        """Refuse a model without these neurons or heads, or one in which they cannot be edited.
+        """Refuse a model that lacks these neurons or heads, or in which they cannot be edited.
 
         Raises:
             SinkscopeError: The model has no such layer, neuron, expert or head.

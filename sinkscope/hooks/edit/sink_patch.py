@@ -90,8 +90,8 @@ class SinkPatch(NeuronEdit):
 
         Args:
             result: The result of `find_sinks` or `circuit`.
-            spike: Number of the spike in `result.spikes`. None: the first one, which most heads read, of those at the
-                first token that need neurons.
+            spike: Number of the spike in `result.spikes`. None: the most read spike of the first token that needs
+                neurons.
 
         Raises:
             SinkscopeError: There is no such spike, it is not at the first token, no neurons are needed for it, or
@@ -146,7 +146,7 @@ class SinkPatch(NeuronEdit):
         return cls(sites=list(patch.sites), site=patch.site, calibrated=calibrated, model=patch.model)
 
     def check(self, target: Target) -> None:
-        """Refuse a model without these neurons, or of another shape than the one for which the patch was made.
+        """Refuse a model that lacks these neurons, or whose shape differs from that of the patched model.
 
         A fine-tuned version is accepted, but its calibrated values may differ, so a `SinkscopeWarning` says so.
 

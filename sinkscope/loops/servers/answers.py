@@ -126,7 +126,7 @@ def at_once(work: Work[T]) -> T:
 
 
 def sliced(piece: Piece) -> Iterator[Piece]:
-    """Yield the parts of a piece with a long text, whose last one ends it; a turn of a dialogue stays whole."""
+    """Cut a piece with a long text into parts, of which the last ends the piece; a turn of a dialogue stays whole."""
     if len(piece.text) <= SLICE or piece.channel == TURNS:
         yield piece
         return

@@ -263,7 +263,7 @@ class _Passing:
         if written is not None:
             before = watch.before if isinstance(watch, GoOnWatch) else Written()
             is_closed = written.closed and not before.closed
-            self.counts.next_request(watch.model, is_closed, written.dropped - before.dropped, seconds)
+            self.counts.going_on(watch.model, is_closed, written.dropped - before.dropped, seconds)
         if watch.unread:
             self.pass_unwatched(name, watch.unread)
         if watch.unread and watch.unread != TOO_LONG:
@@ -423,7 +423,7 @@ def why_unread(headers: Mapping[str, str]) -> str:
 
 
 def _passed_on(headers: list[tuple[bytes, bytes]], without: tuple[str, ...] = ()) -> list[tuple[bytes, bytes]]:
-    """Headers for the other side: without some, and without those of one connection, which `Connection` may name."""
+    """Headers for the other side: not `without`, nor hop-by-hop headers, nor those that `Connection` names."""
     left_out = {*_HOP_BY_HOP, *without}
     for name, value in headers:
         if name.lower() == b"connection":

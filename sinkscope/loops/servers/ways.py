@@ -1,6 +1,6 @@
 """How a server is asked to continue an answer, and which answers are continued.
 
-1. What server it is, is given, or found out by one request for its models, whose owner or header names it.
+1. The kind of server is given, or read from the owner or header in its answer to a request for its models.
 2. A chat is continued by a final message of the assistant; some servers need two fields beside it, and where a server
    always begins a new message, its own template makes a prompt that is continued as a text.
 3. The continuation is sampled, because a greedy model would write the same copies again.

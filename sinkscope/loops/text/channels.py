@@ -162,7 +162,7 @@ class Channel:
         self._last_copy = 0  # number of tokens up to the last one that repeats
 
     def take(self, text: str, key: object = None, last: bool = False) -> Iterator[Told]:
-        """Yield what a piece of text raises: at most one loop, and before it one repetition that may be honest.
+        """Yield what a piece of text raises: at most one loop, and before it at most one repetition that may be honest.
 
         Args:
             text: The piece.

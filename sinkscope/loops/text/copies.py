@@ -175,7 +175,7 @@ class CopyRule:
 
 
 def size_of(word: str) -> int:
-    """Return the size of a word in tokens: one for each digit of a number, one for 6 bytes of a long word, else one."""
+    """Return the size of a word in tokens: a number counts its digits, any other word one token for each 6 bytes."""
     if word.isdigit():
         return len(word)
     return max(1, len(word.encode("utf-8", "replace")) // BYTES)

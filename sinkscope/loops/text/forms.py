@@ -51,7 +51,7 @@ NOT_ENDED = ("", "null", "none", "None")
 
 
 class Events:
-    """The events of one stream; it knows what earlier ones said about the address of later ones."""
+    """The events of one stream; earlier events tell to which channel later ones belong."""
 
     def __init__(self) -> None:
         self._named = set[tuple[str, str]]()  # calls whose name was read

@@ -60,7 +60,7 @@ class Answer(NamedTuple):
 
 
 class Records:
-    """The records of one input, some of which are pieces of answers, or messages of one conversation.
+    """The records of one input: answers, pieces of answers, or messages of one conversation.
 
     Args:
         by: Field by whose values answers are grouped; "prompt" is what was asked, wherever the record says it.
@@ -169,7 +169,7 @@ class UnknownEvents:
         return pieces
 
     def _new(self, text: str) -> str:
-        """What is new in a text: the second one says whether each holds those before it."""
+        """The new part of a text; the second text shows whether each text contains the one before."""
         before, self._before = self._before, text
         if self._grows is None and before and text != before:
             self._grows = text.startswith(before)
@@ -177,7 +177,7 @@ class UnknownEvents:
 
 
 def _typed(data: Mapping[str, Any], kind: str) -> list[MessageText]:
-    """The text of an event whose type says that it is a piece, and of which channel."""
+    """The texts of an event whose type names a piece and its channel."""
     if any(word in kind for word in ("audio", "image", "video", "signature", "citation", "annotation", "progress")):
         return []
     text: Any = next((data[name] for name in ("delta", "content", "text", "data") if data.get(name)), "")

@@ -139,7 +139,7 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
 
 
 def check_varied(tokenizer: Any, tokens: Int[Tensor, "*pos"]) -> None:
-    """Refuse tokens of which nearly all are one and the same, mostly the unknown one: nothing can be compared with it.
+    """Refuse tokens that are nearly all the same, mostly the unknown token: nothing can be compared with them.
 
     Raises:
         SinkscopeError: More than nine tenths are one token.

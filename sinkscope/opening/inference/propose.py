@@ -1,7 +1,7 @@
 """Propose the adapter of a model by the names of its parts; sums tell which of several places is the right one.
 
-A table of names says where the first layer of each kind may have its parts. In one pass it is seen
-which of these layers attend. Where a part has several names in a layer, or norms may stand in several places, each way
+A table of names says where the first layer of each kind may have its parts. One pass shows which of
+these layers attend. Where a part has several names in a layer, or norms may stand in several places, each way
 is tried until the sums of `inference.sums` hold, which also measure the factors; where none holds, no norm is believed.
 
 `inference.proof` then proves the adapter on the model's own weights.
