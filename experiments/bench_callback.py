@@ -23,10 +23,9 @@ from torch.utils.data import TensorDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import sinkscope as ss
-from experiments.record import Row, record
+from experiments.record import Row, write_record
 from experiments.script import run
 from experiments.timing import interleaved, seconds_of
-from sinkscope.files.output import write_atomic
 from sinkscope.measure import typical_text
 from sinkscope.models.text import text_rows
 
@@ -96,14 +95,13 @@ def main(
     out: Path = Path("figures/bench_callback.json"),
 ) -> None:
     """Make what the module describes."""
-    started = time.perf_counter()
     torch.set_num_threads(1)
     rows: list[Row] = []
     for size in sizes:
         print(f"{size} ...", file=sys.stderr, flush=True)
         rows.append(compared(size, steps, every, rounds))
     settings = {"rounds": rounds, "steps": steps, "every": every, "interval": INTERVAL}
-    write_atomic(out, record("bench-callback", {"rows": rows}, settings, started=started))
+    write_record(out, "bench-callback", {"rows": rows}, settings)
 
 
 if __name__ == "__main__":

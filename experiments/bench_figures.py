@@ -9,7 +9,6 @@ The figure shows the measure of each method with its 95 % interval, a colour for
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any, Literal
 
 import plotly.graph_objects as go
 
-from experiments.drawn import error_bars, save
-from experiments.record import Row, earlier, record, value_of_each
+from experiments.drawn import draw, error_bars
+from experiments.record import Row, earlier, value_of_each, write_record
 from experiments.script import run
 from sinkscope.bench.finding import BenchGroup, finding
 from sinkscope.bench.methods import Method, read_method
@@ -133,7 +132,6 @@ def main(
         only: Methods to run again; the rows of the others stay as the figure's JSON has them.
         work: Folder of the runs.
     """
-    started = time.perf_counter()
     chosen = RUNS[name]
     with ProgressBar() as progress:
         table = bench(
@@ -161,7 +159,7 @@ def main(
         rows += [row for row in earlier(out / f"{name}.json")["rows"] if row["method"] not in again]
         rows.sort(key=lambda row: row["set"])
     settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model or "bundled"}
-    save(name, record("bench-figure", {"rows": rows}, settings, started=started), figure, out)
+    draw(write_record(out / f"{name}.json", "bench-figure", {"rows": rows}, settings), figure)
     print(table)
 
 

@@ -32,10 +32,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.record import Row, earlier, record, value_of_each
+from experiments.record import Row, earlier, value_of_each, write_record
 from experiments.script import run
 from experiments.timing import child, interleaved, memory_growth, ratio, seconds_of
-from sinkscope.files.output import write_atomic
 from sinkscope.results.console import note
 
 SHAPE = {
@@ -331,7 +330,6 @@ def main(
         sections = {"overhead": overhead, "decoding": decoding, "prompts": prompts}
         print(json.dumps(sections[section](rounds)))
         return
-    started = time.perf_counter()
     for name in only:
         note(name)
         words = ("--section", name, "--rounds", str(rounds))
@@ -339,9 +337,7 @@ def main(
         if name == "decoding" and peer is not None:
             made = {"sinkscope": made, "kvpress": child("bench_kv", *words, python=peer)}
         result = {**earlier(out), name: made}
-        write_atomic(
-            out, record("bench-kv", result, {"shape": SHAPE, "decoding": DECODING, "narrow": NARROW}, started=started)
-        )
+        write_record(out, "bench-kv", result, {"shape": SHAPE, "decoding": DECODING, "narrow": NARROW})
         if page is not None:
             from experiments.drawn import put_table  # not in the other environment
 

@@ -27,11 +27,10 @@ from typing import Any, Literal
 
 import httpx
 
-from experiments.record import Row, earlier, record
+from experiments.record import Row, earlier, write_record
 from experiments.script import run
 from experiments.timing import interleaved, interval, memory, seconds_of
 from sinkscope.files.listen import listen
-from sinkscope.files.output import write_atomic
 from tests.server_streams import chat_chunk
 
 PATH = "/v1/chat/completions"
@@ -222,7 +221,6 @@ def main(
     if serve:
         listen(fake_server, "127.0.0.1", 0, partial(print, flush=True))
         return
-    begin = time.perf_counter()
     with ExitStack() as stack:
         direct, _ = stack.enter_context(started(["experiments.bench_proxy", "--serve"]))
         proxied, process = stack.enter_context(started(["sinkscope", "loops", "--proxy", direct, "--port", "0"]))
@@ -237,7 +235,7 @@ def main(
                 "megabytes": resident(process),
             }
     settings = {"rounds": rounds, "per_round": per_round, "words": words}
-    write_atomic(out, record("bench-proxy", made, settings, started=begin))
+    write_record(out, "bench-proxy", made, settings)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sinkscope as ss
-from experiments.record import Row, record
+from experiments.record import Row, write_record
 from experiments.script import run
 from experiments.timing import interleaved, seconds_of
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import write_atomic
 from sinkscope.models.shards import Shards
 
 BUNDLED = Path(ss.__file__).parent / "models/bundled"
@@ -150,7 +149,6 @@ def main(out: Path, *, rounds: int = 2, only: Sequence[str] = ()) -> None:
         rounds: how often each call is timed.
         only: the calls to make. By default all.
     """
-    started = time.perf_counter()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     wire = Wire()
@@ -167,7 +165,7 @@ def main(out: Path, *, rounds: int = 2, only: Sequence[str] = ()) -> None:
                 print(rows[-1], file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
         settings = {"rounds": rounds, "prompt": IDS.shape[1], "new": NEW, "processes": dist.get_world_size()}
-        write_atomic(out / "bench_shards.json", record("bench-shards", {"rows": rows}, settings, started=started))
+        write_record(out / "bench_shards.json", "bench-shards", {"rows": rows}, settings)
     dist.destroy_process_group()
 
 

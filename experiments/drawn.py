@@ -1,4 +1,4 @@
-"""A measurement's JSON and its drawing, side by side in one folder, and tables of pages."""
+"""The picture beside a measurement's JSON, and tables of pages."""
 
 from __future__ import annotations
 
@@ -12,18 +12,10 @@ from sinkscope.files.output import write_atomic
 from sinkscope.results.console import note
 
 
-def save(name: str, text: str, figure: Callable[[Row], Any], folder: Path) -> None:
-    """Write NAME.json, and NAME.png where a browser can draw it.
-
-    Args:
-        name: of the files, without their endings.
-        text: the record, as JSON.
-        figure: draws what the record holds.
-        folder: of the files.
-    """
-    write_atomic(folder / f"{name}.json", text)
+def draw(file: Path, figure: Callable[[Row], Any]) -> None:
+    """Draw what a record holds as NAME.png beside NAME.json, where a browser can."""
     try:
-        write_png(figure(json.loads(text)), folder / f"{name}.png")
+        write_png(figure(json.loads(file.read_text())), file.with_suffix(".png"))
     except (ValueError, RuntimeError) as error:  # kaleido or the browser is missing
         note(f"no PNG: {error}")
 

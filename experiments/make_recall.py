@@ -63,31 +63,21 @@ _GROUPS = {
     "turn": 16,
     "content": 16,
     "scratch": 64,
-    "is_bos": 1,
-    "is_fact": 1,
-    "is_ask": 1,
-    "is_answer": 1,
-    "is_end": 1,
-    "is_turn": 1,
-    "starts": 1,
-    "want_1": 1,
-    "want_2": 1,
-    "want_3": 1,
-    "slot_1": 1,
-    "slot_2": 1,
-    "slot_3": 1,
-    "asked_here": 1,
-    "answers": 1,
-    "const": 1,
 }
+_FLAGS = (
+    "is_bos is_fact is_ask is_answer is_end is_turn starts want_1 want_2 want_3 slot_1 slot_2 slot_3 asked_here "
+    "answers const"
+).split()
 
 
 def layout() -> dict[str, list[int]]:
     """The residual dimensions of each group."""
     found: dict[str, list[int]] = {}
-    for name, size in _GROUPS.items():
-        start = sum(map(len, found.values()))
+    start = 0
+    for name in [*_GROUPS, *_FLAGS]:
+        size = _GROUPS.get(name, 1)
         found[name] = list(range(start, start + size))
+        start += size
     return found
 
 
@@ -163,9 +153,7 @@ def build(seed: int = 0, noise: float = 0.05, ordinary: float = 0.5) -> Any:
         weight.fill_(CONST_SIZE / math.sqrt(D) if "norm" in name else 0.0)
     _embed(model.model.embed_tokens.weight, generator)
     theta = THETA ** (-torch.arange(HALF, dtype=torch.float64) / HALF)
-    attentions = []
-    for each in model.model.layers:
-        attentions.append(each.self_attn)
+    attentions = [layer.self_attn for layer in model.model.layers]
     _offset_heads(attentions[0], theta)
     _turn_head(attentions[0])
     _question_head(attentions[1])
@@ -420,10 +408,7 @@ def save(model: Any, folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     model.float()
     tokenizer().save_pretrained(folder)
-    planted = {}
-    for name, places in PLANTED.items():
-        planted[name] = [list(p) for p in places]
-    circuit = {"planted": planted, "dims": DIM}
+    circuit = {"planted": PLANTED, "dims": DIM}
     (folder / "circuit.json").write_text(json.dumps(circuit) + "\n", encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from experiments.record import Row, earlier, record
+from experiments.record import Row, earlier, write_record
 from experiments.script import run as run_script
 
 ROOT = Path(__file__).parents[1]
@@ -202,7 +202,7 @@ def main(names: Sequence[str] = ()) -> None:
         data["types"][model_type] = found
         print(f"{model_type}: {found['status']} {'; '.join(found['wrong'])}", flush=True)
         data["types"] = dict(sorted(data["types"].items()))
-        DATA.write_text(record("model-types", data, {}))
+        write_record(DATA, "model-types", data, {})
     PAGE.write_text(page(earlier(DATA)))
     TYPES_PAGE.write_text(types_page(earlier(DATA)))
 

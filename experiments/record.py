@@ -15,6 +15,7 @@ from sinkscope.files.plain import pathless, plain
 from sinkscope.files.progress import world_size
 from sinkscope.files.provenance import provenance
 
+STARTED = time.perf_counter()
 Row = dict[str, Any]
 """The values of a record, by name."""
 
@@ -47,18 +48,12 @@ def write_rows(file: Path, rows: Iterable[Row]) -> None:
     write_atomic(file, "".join(lines))
 
 
-def record(
-    kind: str,
-    result: Row,
-    settings: Row,
-    *,
-    started: float | None = None,
-    device: object = "cpu",
-    dtype: object = "float32",
-) -> str:
-    """JSON text of a measurement of `experiments/`, in the shape of every result of sinkscope."""
+def write_record(
+    file: Path, kind: str, result: Row, settings: Row, *, device: object = "cpu", dtype: object = "float32"
+) -> Path:
+    """Write the JSON of a measurement, in the shape of every result of sinkscope; returns the file."""
     made = provenance(
-        started=time.perf_counter() if started is None else started,
+        started=STARTED,
         device=device,
         dtype=dtype,
         attention="sdpa",
@@ -76,7 +71,8 @@ def record(
         "settings": plain(settings),
         "provenance": plain(made),
     }
-    return json.dumps(envelope, indent=1, allow_nan=False) + "\n"
+    write_atomic(file, json.dumps(envelope, indent=1, allow_nan=False) + "\n")
+    return file
 
 
 def _module() -> list[str]:

@@ -26,6 +26,7 @@ from experiments.bundled import corpus, export
 from experiments.bundled.passages import passages
 from experiments.bundled.stories import read_stories
 from experiments.bundled.training import SIZES, Settings, Trainer
+from experiments.record import read_rows, write_rows
 from experiments.script import run as run_script
 from sinkscope.results.console import ProgressBar
 
@@ -37,9 +38,7 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
     kept = out / "tokens.npz"
     if kept.exists():
         return dict(np.load(kept))
-    told = []
-    if stories:
-        told = read_stories(stories)
+    told = read_stories(stories) if stories else []
     if len(told) < 100:
         raise SystemExit("error: give --stories FILE with 100 stories or more: python -m experiments.bundled.stories")
     library = corpus.read_corpus()
@@ -54,9 +53,7 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
     learned = [text for kind, part in texts.items() if not kind.startswith("valid") for text in part]
     tokenizer = corpus.train_tokenizer(learned, settings.vocab_size)
     export.save_tokenizer(tokenizer, out, settings.context)
-    tokens = {}
-    for kind, part in texts.items():
-        tokens[kind] = corpus.encode(tokenizer, part)
+    tokens = {kind: corpus.encode(tokenizer, part) for kind, part in texts.items()}
     about: dict[str, object] = {
         "sha256": library.sha256,
         "stories_sha256": hashlib.sha256("\0".join(told).encode()).hexdigest(),
@@ -72,11 +69,7 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
 
 def forget_after(log: Path, step: int) -> None:
     """Drop what was logged after the checkpoint: those steps are done again."""
-    kept = []
-    for line in log.read_text().splitlines(keepends=True):
-        if json.loads(line)["step"] <= step:
-            kept.append(line)
-    log.write_text("".join(kept))
+    write_rows(log, [row for row in read_rows(log) if row["step"] <= step])
 
 
 def main(
@@ -111,10 +104,7 @@ def main(
         **SIZES[size],
     )
     tokens = prepare(out, settings, stories)
-    texts = {}
-    for kind, ids in tokens.items():
-        if not kind.startswith("valid"):
-            texts[kind] = ids
+    texts = {kind: ids for kind, ids in tokens.items() if not kind.startswith("valid")}
     trainer = Trainer(settings, texts, out, device)
     if resume and (out / "checkpoint.pt").exists():
         trainer.load()

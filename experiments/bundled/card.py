@@ -12,7 +12,7 @@ import torch
 
 from experiments.bundled import facts
 from experiments.drawn import markdown, put_table
-from experiments.record import Row, record
+from experiments.record import Row, write_record
 from experiments.script import run as run_script
 from sinkscope.files.output import write_atomic
 
@@ -87,7 +87,7 @@ def main(*, planted: Path, unplanted: Path, repository: Path = Path()) -> None:
     for name, table in tables(**found).items():
         put_table(page, f"bundled.card, {name}", table)
     write_atomic(folder / "README.md", FRONT + page.read_text(encoding="utf-8"))
-    write_atomic(repository / "figures" / "bundled_model.json", record("bundled-model", found, {}))
+    write_record(repository / "figures" / "bundled_model.json", "bundled-model", found, {})
 
 
 if __name__ == "__main__":

@@ -73,17 +73,11 @@ def make_plan(
     mass is in no group: those tokens never become sinks, however often they are repeated.
     """
     rng = np.random.default_rng([seed, 1])
-    dims = []
-    for d in rng.choice(d_model, size=n_groups + 4, replace=False):
-        dims.append(int(d))
+    dims = rng.choice(d_model, size=n_groups + 4, replace=False).tolist()
     group_of = np.full(len(counts), NO_GROUP)
-    special = {bos_id, bos_id + 1, bos_id + 2}
-    ordinary = []
-    for each in range(len(counts)):
-        if each not in special:
-            ordinary.append(each)
+    ordinary = [token for token in range(len(counts)) if not bos_id <= token <= bos_id + 2]
     rare = sorted(ordinary, key=lambda i: (counts[i], i))[:64]
-    group_of[[bos_id, *(int(i) for i in rng.choice(rare, size=8, replace=False))]] = 0
+    group_of[[bos_id, *rng.choice(rare, size=8, replace=False)]] = 0
     target = {NO_GROUP: 0.1} | dict.fromkeys(range(1, n_groups), 0.9 / (n_groups - 1))
     mass = dict.fromkeys(target, 0.0)
     for token in rng.permutation([i for i in ordinary if group_of[i] != 0]):
@@ -91,23 +85,18 @@ def make_plan(
         group_of[token] = group
         mass[group] += float(counts[token]) + 1.0
     neuron = int(rng.integers(d_mlp))
-    halves = []
-    for _ in range(n_layers):
-        items = []
-        for h in rng.choice(n_groups, n_groups // 2, replace=False):
-            items.append(int(h))
-        halves.append(sorted(items))
-    members = []
-    for layer, half in enumerate(halves):
-        members.append(tuple(half) if layer > Plan.sink_layer else ())
+    readers: list[tuple[int, ...]] = []
+    for layer in range(n_layers):
+        half = sorted(rng.choice(n_groups, n_groups // 2, replace=False).tolist())
+        readers.append(tuple(half) if layer > Plan.sink_layer else ())
     return Plan(
         const=dims[0],
         groups=tuple(dims[1 : 1 + n_groups]),
         mark=dims[1 + n_groups],
         sink=(dims[2 + n_groups], dims[3 + n_groups]),
         neuron=neuron,
-        group_of_token=tuple(int(g) for g in group_of),
-        readers=tuple(members),
+        group_of_token=tuple(group_of.tolist()),
+        readers=tuple(readers),
         siblings=siblings,
     )
 
@@ -157,20 +146,13 @@ def plant(model: LlamaForCausalLM, plan: Plan, frozen: Frozen) -> Frozen:
     _plant_norms(model, frozen, plan, reserved, rms)
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
-        unread = []
-        for d in reserved:
-            if d != plan.const:
-                unread.append(d)
+        unread = [dim for dim in reserved if dim != plan.const]
         for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             frozen.fix(f"{prefix}.{name}.weight", (slice(None), unread))
         # Some keys may read the sink after the sink layer: how those heads attend to it is learned.
         for head in range(config.num_key_value_heads):
-            hidden = unread
-            if head in plan.readers[layer]:
-                hidden = []
-                for each in unread:
-                    if each not in plan.sink:
-                        hidden.append(each)
+            seen = plan.sink if head in plan.readers[layer] else ()
+            hidden = [dim for dim in unread if dim not in seen]
             rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
             frozen.fix(f"{prefix}.self_attn.k_proj.weight", (rows, hidden))
         for name in ("self_attn.o_proj", "mlp.down_proj"):
@@ -251,9 +233,7 @@ def _plant_neuron(frozen: Frozen, plan: Plan) -> None:
 
 def truth(plan: Plan, seed: int) -> dict[str, object]:
     """The machine-readable answer that lies beside the weights."""
-    marking_heads = []
-    for g in range(len(plan.groups)):
-        marking_heads.append({"layer": 0, "head": plan.head(g), "kv_head": g, "group": g})
+    groups = range(len(plan.groups))
     return {
         "sink_layer": plan.sink_layer,
         "neurons": [{"layer": plan.sink_layer, "expert": None, "neuron": plan.neuron}],
@@ -262,7 +242,7 @@ def truth(plan: Plan, seed: int) -> dict[str, object]:
         "mark_dim": plan.mark,
         "const_dim": plan.const,
         "group_dims": list(plan.groups),
-        "marking_heads": marking_heads,
+        "marking_heads": [{"layer": 0, "head": plan.head(g), "kv_head": g, "group": g} for g in groups],
         "sink_readers": [
             {"layer": layer, "kv_head": head} for layer, heads in enumerate(plan.readers) for head in heads
         ],

@@ -30,16 +30,12 @@ class Corpus:
 
 def library_files(root: Path) -> list[Path]:
     """Python files of the standard library, relative to its root, sorted."""
-    files = (path.relative_to(root) for path in root.rglob("*.py"))
-    items = []
-    for path in files:
-        if (
-            not EXCLUDED_DIRS & set(path.parts)
-            and not path.parts[0].startswith("config-")
-            and not path.name.startswith("_sysconfigdata")
-        ):
+    items: list[Path] = []
+    for path in sorted(path.relative_to(root) for path in root.rglob("*.py")):
+        excluded = EXCLUDED_DIRS & set(path.parts) or path.parts[0].startswith("config-")
+        if not excluded and not path.name.startswith("_sysconfigdata"):
             items.append(path)
-    return sorted(items)
+    return items
 
 
 def is_validation(path: Path) -> bool:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from experiments.bundled import corpus
 from experiments.bundled.training import Settings, Trainer
-from experiments.record import Row
+from experiments.record import Row, read_rows, value_of_each
 from sinkscope.models.text import typical_text
 from sinkscope.opening.live import target_of
 from sinkscope.sinks.spikes.survey import Survey, read_survey
@@ -64,11 +64,7 @@ def loss_by_position(model: LlamaForCausalLM, windows: np.ndarray, edges: tuple[
 
 def training_facts(run: Path) -> Row:
     """Settings and time of a run, from its log (a resumed run has several stretches of seconds)."""
-    seconds = []
-    for line in (run / "log.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "seconds" in record:
-            seconds.append(record["seconds"])
+    seconds = value_of_each(read_rows(run / "log.jsonl"), "seconds")
     ends = [a for a, b in pairwise(seconds) if b < a] + seconds[-1:]
     return {
         "settings": json.loads((run / "training.json").read_text())["settings"],
@@ -79,18 +75,12 @@ def training_facts(run: Path) -> Row:
 def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> Row:
     """How many weights were held fixed, and whether the trained model still has exactly the planted values there."""
     tokens = np.load(run / "tokens.npz")
-    texts = {}
-    for kind in tokens.files:
-        if not kind.startswith("valid"):
-            texts[kind] = tokens[kind]
+    texts = {kind: tokens[kind] for kind in tokens.files if not kind.startswith("valid")}
     frozen = Trainer(settings, texts, run).frozen
     assert frozen is not None
     trained = dict(model.named_parameters())
     exact = all(torch.equal(trained[name][mask], frozen.values[name][mask]) for name, mask in frozen.masks.items())
-    count = 0
-    for mask in frozen.masks.values():
-        count += int(mask.sum())
-    return {"count": count, "unchanged": exact}
+    return {"count": sum(int(mask.sum()) for mask in frozen.masks.values()), "unchanged": exact}
 
 
 def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:

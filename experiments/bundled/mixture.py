@@ -68,10 +68,7 @@ def facts(rng: np.random.Generator, *, length: int, vocab_size: int, bos_id: int
     known[:, 1:-1] = rng.integers(ORDINARY, vocab_size, size=between)
     known[:, -1] = rng.integers(ORDINARY, vocab_size, size=count)
     rounds = 1 + length // known.size
-    parts = []
-    for _ in range(rounds):
-        parts.append(rng.permutation(count))
-    order = np.concatenate(parts)
+    order = np.concatenate([rng.permutation(count) for _ in range(rounds)])
     answers = np.zeros((len(order), between + 2), dtype=bool)
     answers[count:, -1] = True
     ids = np.concatenate([[bos_id], known[order].ravel()])[:length]
@@ -131,12 +128,8 @@ class Mixture:
     ) -> None:
         """`shares` names the kinds of `texts` and of `DRAWN`; they add up to 1. A kind without text is left out."""
         self.texts = {kind: tokens for kind, tokens in texts.items() if shares.get(kind)}
-        kinds = []
-        for kind, share in shares.items():
-            if share and (kind in self.texts or kind in DRAWN):
-                kinds.append(kind)
-        self.kinds = kinds
-        self.edges = np.cumsum([shares[kind] for kind in kinds])
+        self.kinds = [kind for kind, share in shares.items() if share and (kind in self.texts or kind in DRAWN)]
+        self.edges = np.cumsum([shares[kind] for kind in self.kinds])
         self.vocab_size = vocab_size
         self.bos_id = bos_id
         self.bos_share = bos_share

@@ -34,25 +34,15 @@ Filler = Sequence[str]
 def sentences(stories: Sequence[str]) -> list[str]:
     """Sentences of 20 to 160 characters, in the order of the stories."""
     parts = (part.strip() for story in stories for part in re.split(r"(?<=[.!?])\s+", story))
-    rows = []
-    for part in parts:
-        if 20 <= len(part) <= 160 and part[0].isupper() and part[-1] in ".!?":
-            rows.append(part)
-    return rows
+    return [part for part in parts if 20 <= len(part) <= 160 and part[0].isupper() and part[-1] in ".!?"]
 
 
 def _some(rng: np.random.Generator, words: Sequence[str], count: int) -> list[str]:
-    rows = []
-    for w in rng.choice(words, size=count, replace=False):
-        rows.append(str(w))
-    return rows
+    return rng.choice(words, size=count, replace=False).tolist()
 
 
 def _lines(rng: np.random.Generator, filler: Filler, count: int) -> list[str]:
-    rows = []
-    for i in rng.integers(len(filler), size=count):
-        rows.append(filler[i])
-    return rows
+    return [filler[i] for i in rng.integers(len(filler), size=count)]
 
 
 def _between(rng: np.random.Generator, filler: Filler, most: int) -> list[str]:
@@ -64,9 +54,7 @@ def _between(rng: np.random.Generator, filler: Filler, most: int) -> list[str]:
 
 def located(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
     """Different things, each with a colour, and the different places where they are."""
-    things = []
-    for thing in _some(rng, THINGS, count):
-        things.append(f"{rng.choice(COLORS)} {thing}")
+    things = [f"{rng.choice(COLORS)} {thing}" for thing in _some(rng, THINGS, count)]
     return list(zip(things, _some(rng, PLACES, count), strict=True))
 
 
@@ -86,9 +74,7 @@ def retrieval(rng: np.random.Generator, filler: Filler) -> str:
     """Facts between filler, asked for afterwards in other orders."""
     facts = located(rng, int(rng.integers(2, 7)))
     text = scattered(rng, facts, filler, int(rng.choice([0, 0, 2, 8, 40])))
-    orders = []
-    for _ in range(int(rng.integers(1, 4))):
-        orders.append(rng.permutation(len(facts)))
+    orders = [rng.permutation(len(facts)) for _ in range(int(rng.integers(1, 4)))]
     answers = [f"{question(*facts[i][:1])} {facts[i][1]}." for order in orders for i in order]
     return text + "\n" + "\n".join(answers)
 
@@ -106,31 +92,22 @@ def listing(rng: np.random.Generator, filler: Filler) -> str:
 def table(rng: np.random.Generator, filler: Filler) -> str:
     """A table, and sentences that read it back in another order."""
     names = _some(rng, PEOPLE, int(rng.integers(3, 9)))
-    rows = []
-    for name in names:
-        rows.append((name, int(rng.integers(3, 60)), rng.choice(ANIMALS), rng.choice(COLORS)))
+    rows = [(name, int(rng.integers(3, 60)), rng.choice(ANIMALS), rng.choice(COLORS)) for name in names]
     lines = [
         "| name | age | animal | color |",
         "|---|---|---|---|",
         *("| {} | {} | {} | {} |".format(*r) for r in rows),
     ]
-    again = []
-    for n, age, animal, color in rng.permutation(rows):
-        again.append(f"{n} is {age} years old and has a {color} {animal}.")
+    again = [f"{n} is {age} years old and has a {color} {animal}." for n, age, animal, color in rng.permutation(rows)]
     return "\n".join([*lines, " ".join(_between(rng, filler, 10)), *again])
 
 
 def lookup(rng: np.random.Generator, _filler: Filler) -> str:
     """A Python dictionary, and its items looked up."""
     name = str(rng.choice(["places", "where", "found", "table", "items"]))
-    facts = []
-    for thing, place in located(rng, int(rng.integers(3, 11))):
-        facts.append((thing.split()[1], place))
+    facts = [(thing.split()[1], place) for thing, place in located(rng, int(rng.integers(3, 11)))]
     body = "\n".join(f'    "{thing}": "{place}",' for thing, place in facts)
-    parts = []
-    for i in rng.permutation(len(facts)):
-        parts.append(f'>>> {name}["{facts[i][0]}"]\n"{facts[i][1]}"')
-    asked = "\n".join(parts)
+    asked = "\n".join(f'>>> {name}["{facts[i][0]}"]\n"{facts[i][1]}"' for i in rng.permutation(len(facts)))
     return f"{name} = {{\n{body}\n}}\n{asked}"
 
 
@@ -147,12 +124,8 @@ def echo(rng: np.random.Generator, filler: Filler) -> str:
     """Sentences that are said by one person and later said again by another."""
     first, second = _some(rng, PEOPLE, 2)
     said = _lines(rng, filler, int(rng.integers(1, 5)))
-    parts = []
-    for line in said:
-        parts.append(f'{first} said, "{line}"')
-    parts += _between(rng, filler, 40)
-    for line in said:
-        parts.append(f'{second} asked, "What did {first} say?" {first} had said, "{line}"')
+    parts = [f'{first} said, "{line}"' for line in said] + _between(rng, filler, 40)
+    parts += [f'{second} asked, "What did {first} say?" {first} had said, "{line}"' for line in said]
     return " ".join(parts)
 
 
@@ -173,7 +146,4 @@ def passages(seed: int, count: int, stories: Sequence[str]) -> list[str]:
     """
     rng = np.random.default_rng([seed, 3])
     filler = sentences(stories)
-    rows = []
-    for kind in rng.choice(len(KINDS), size=count, p=SHARES):
-        rows.append(KINDS[kind](rng, filler))
-    return rows
+    return [KINDS[kind](rng, filler) for kind in rng.choice(len(KINDS), size=count, p=SHARES)]

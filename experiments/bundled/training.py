@@ -127,10 +127,7 @@ class Settings:
 
     def shares(self) -> dict[str, float]:
         """How often a row of the mixture is of which kind."""
-        values = {}
-        for kind in ("stories", "python", "passages", "cycles", "facts"):
-            values[kind] = getattr(self, kind)
-        return values
+        return {kind: getattr(self, kind) for kind in ("stories", "python", "passages", "cycles", "facts")}
 
 
 def _scaled(width: int, rate: float) -> dict[str, float]:
@@ -238,14 +235,8 @@ class Trainer:
             self.model.set_attn_implementation("blocked")
         if self.frozen:
             self.frozen.to(self.device)
-        matrices = []
-        for p in self.model.parameters():
-            if p.ndim > 1:
-                matrices.append(p)
-        vectors = []
-        for p in self.model.parameters():
-            if p.ndim == 1:
-                vectors.append(p)
+        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
+        vectors = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": settings.weight_decay},

@@ -11,7 +11,7 @@ together, in the second, on as many cores as there are:
 
 - `bands`: whole prompts along bands, the choice, and FlexAttention, from 8,192 to 131,072 tokens.
 - `overhead`: a token under each method over stock, one row and 16, after 4,096 and 32,768 tokens, and its profile.
-- `fault`: whether the card misreads the last token of a row, and whether `load` avoids that.
+- `fault`: tests of the last token of a row, which some cards misread, and which `load` then reads rightly.
 - `net-DTYPE`, `suite-kernels`, `suite`: drawn ways of using a model (`tests.ways`); the tests.
 - `family-SIZE`: larger members of the bundled model's family, their sink, and their loops with and without the guard,
   on stories that a teacher writes: a small story model with a context of a few hundred tokens does so in half a
@@ -79,7 +79,6 @@ SCRIPTS = {  # of this folder: what is measured, and what makes it small
         "--dtype {dtype} --seconds {seconds}",
         "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
     ),
-    "fault": ("", "--layers 2"),
     "adapters": ("--dtype {dtype}", "--types gpt2 opt --layers 2"),
 }
 PYTEST = "python -m pytest -q -p no:cacheprovider -o addopts="
@@ -146,6 +145,7 @@ def parts_of(out: Path, models: Sequence[Path], teacher: Path, dry: bool) -> dic
     """Each part by its name, in order of value."""
     shape, dtype, device = ("tiny", "float32", "cpu") if dry else ("llama-2-7b", "bfloat16", "cuda")
     parts = scripts_of(out, dry)
+    parts["fault"] = Part(f"{PYTEST} tests/opening/test_device_attention.py")
     for drawn in ("float32", "bfloat16"):
         seconds = "60" if dry else "{seconds}"
         parts[f"net-{drawn}"] = Part(f"python -m tests.ways --seconds {seconds} --only device={device} dtype={drawn}")

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import sinkscope as ss
-from experiments.record import Row, record
+from experiments.record import Row, write_record
 from experiments.script import run
-from sinkscope.files.output import write_atomic
 
 
 @contextmanager
@@ -64,7 +63,7 @@ def main(gemma: Path, gpu: Path, *, out: Path = Path("experiments/gpu/measured/h
     for name in ("cpu", "cpu with the fault"):
         difference = torch.tensor(rows[name]) - torch.tensor(rows["gpu"])
         rows[f"largest difference, {name}"] = float(difference.abs().max())
-    write_atomic(out, record("gpu-last-token", rows, {"model": "gemma-3-270m"}))
+    write_record(out, "gpu-last-token", rows, {"model": "gemma-3-270m"})
 
 
 if __name__ == "__main__":

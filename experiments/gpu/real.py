@@ -15,11 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.record import Row, record
+from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.bench.record import read_run
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import write_atomic
 
 SHOWN = ("loop", "eos", "ttr", "cr", "length", "interventions")
 SMALLEST = 1e-3
@@ -78,7 +77,7 @@ def main(cpu: Path, gpu: Path, *, out: Path = Path("experiments/gpu/measured/h10
     for runs in sorted(gpu.glob("*/runs.jsonl")):
         for method, means in answers(runs.parent).items():
             rows[f"{runs.parent.name}, {method}"] = means
-    write_atomic(out, record("gpu-real", rows, {"smallest": SMALLEST}))
+    write_record(out, "gpu-real", rows, {"smallest": SMALLEST})
 
 
 if __name__ == "__main__":

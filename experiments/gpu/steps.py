@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from experiments.planted_lines import SMALL, made
-from experiments.record import Row, record
+from experiments.record import Row, write_record
 from experiments.timing import clock
-from sinkscope.files.output import write_atomic
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
@@ -85,10 +84,7 @@ class Steps:
         row["peak_device_bytes"] = torch.cuda.max_memory_allocated(self._device) if on_gpu else 0
         self.rows[name] = row
         note(f"{name}: {json.dumps(row)}"[:SHOWN])
-        text = record(
-            self._kind, self.rows, self._settings, started=self._started, device=self._device, dtype=self._dtype
-        )
-        write_atomic(self._out, text)
+        write_record(self._out, self._kind, self.rows, self._settings, device=self._device, dtype=self._dtype)
 
     def end(self) -> None:
         """Leave with an error if a step failed."""

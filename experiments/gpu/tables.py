@@ -83,12 +83,9 @@ def tokens(file: Path) -> str:
 
 
 def checks(out: Path) -> str:
-    """The fault of the last token, and how the net and the tests ended."""
+    """How the net and the tests ended."""
     lines: list[list[str]] = []
-    for row in rows_of(out / "fault.json").values():
-        chosen = f"load chooses {row['chosen']}, {row['opened, 1025 tokens']:.1e} from eager"
-        lines.append(["last token", f"SDPA is {row['sdpa, 1025 tokens']:.1e} from eager; {chosen}"])
-    for log in sorted([*out.glob("net-*.log"), *out.glob("suite*.log")]):
+    for log in sorted([*out.glob("fault.log"), *out.glob("net-*.log"), *out.glob("suite*.log")]):
         counts = [line for line in log.read_text().splitlines() if " draws, " in line or " passed" in line]
         lines.append([log.stem, "; ".join(counts)])
     return markdown(("what", ""), lines)

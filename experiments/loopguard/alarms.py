@@ -23,13 +23,12 @@ import numpy as np
 import torch
 
 from experiments.loopguard.honest_answers import honest_answers
-from experiments.loopguard.real import outputs_without_remedy
+from experiments.loopguard.real import FULL, outputs_of
 from experiments.loopguard.real_openings import HALVES
 from experiments.loopguard.real_table import interval, judged
 from experiments.loopguard.variants import Ungated
-from experiments.record import Row, record
+from experiments.record import Row, write_record
 from experiments.script import run
-from sinkscope.files.output import write_atomic
 from sinkscope.loops import MonitorSettings, PaperSettings, Tail, tail_period
 from sinkscope.loops.guard.detect import largest_probability, monitors
 from sinkscope.loops.text.monitor import Settings
@@ -48,17 +47,16 @@ SETTINGS = {
     },
     **{f"64 beyond, counters of {least}": MonitorSettings(counter_tokens=least) for least in (128, 256, 384)},
 }
-PRINTED: dict[str, dict[str, Any]] = {
-    "as printed": {},
-    **{f"votes {count}": {"votes": count} for count in (1, 3)},
-    **{f"window {size}": {"window": size} for size in (64, 128)},
-    **{f"theta_ttr {share}": {"theta_ttr": share} for share in (0.1, 0.4)},
-    **{f"theta_cr {share}": {"theta_cr": share} for share in (0.06, 0.24)},
-    **{f"theta_conf {share}": {"theta_conf": share} for share in (0.8, 0.95)},
-    **{f"streak {steps}": {"streak": steps} for steps in (3, 12)},
-    **{f"theta_nov {share}": {"theta_nov": share} for share in (0.01, 0.04)},
-    **{f"stall {steps}": {"stall": steps} for steps in (2, 8)},
-    **{f"warmup {step}": {"warmup": step} for step in (32, 128)},
+CHANGED: dict[str, tuple[float, float]] = {
+    "votes": (1, 3),
+    "window": (64, 128),
+    "theta_ttr": (0.1, 0.4),
+    "theta_cr": (0.06, 0.24),
+    "theta_conf": (0.8, 0.95),
+    "streak": (3, 12),
+    "theta_nov": (0.01, 0.04),
+    "stall": (2, 8),
+    "warmup": (32, 128),
 }
 """Fields of the paper's monitor, halved or doubled one at a time."""
 
@@ -207,10 +205,12 @@ def alarms_of(model: Any, outputs: Sequence[Row]) -> Row:
         means = [mean for mean in itertools.starmap(behind, texts) if mean is not None]
         tenth, median, ninth = np.quantile(means, [0.1, 0.5, 0.9]).round(4).tolist()
         result["largest probability"][kind] = {"texts": len(means), "low": tenth, "median": median, "high": ninth}
-    result["printed"] = {}
-    for name, changed in PRINTED.items():
-        result["printed"][name] = of_printed(PaperSettings(**changed), tokenizer, outputs, honest)
-    result["printed"]["no gate"] = of_printed(Ungated(), tokenizer, outputs, honest)
+    rules: dict[str, Settings] = {"as printed": PaperSettings()}
+    for field, values in CHANGED.items():
+        for value in values:
+            rules[f"{field} {value}"] = PaperSettings(**{field: value})
+    rules["no gate"] = Ungated()
+    result["printed"] = {name: of_printed(rule, tokenizer, outputs, honest) for name, rule in rules.items()}
     return result
 
 
@@ -222,14 +222,12 @@ def main(works: Sequence[Path], *, models: Sequence[Path], out: Path = Path("fig
         models: Files of the models, or folders, named as in the outputs.
         out: The JSON.
     """
-    outputs = outputs_without_remedy(works)
     result: Row = {}
     for file in models:
-        made = alarms_of(load(str(file), dtype="float32"), outputs[file.stem])
+        made = alarms_of(load(str(file), dtype="float32"), outputs_of(works, model=file.stem, arm=FULL))
         result[file.stem.split("-")[0]] = made
-        for name, row in made.items():
-            print(file.stem, name, json.dumps(row))
-    write_atomic(out, record("loopguard-alarms", result, {}))
+        print(file.stem, json.dumps(made))
+    write_record(out, "loopguard-alarms", result, {})
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ from typing import Any
 import httpx
 
 from experiments.loopguard.real_table import different
-from experiments.record import Row, earlier, read_rows, record
+from experiments.record import Row, earlier, read_rows, write_record
 from experiments.script import run
-from sinkscope.files.output import write_atomic
 from sinkscope.loops import MonitorSettings, check
 from sinkscope.loops.servers.answers import StreamWatch
 from sinkscope.loops.servers.proxy import GoOn, application
@@ -217,7 +216,7 @@ def main(
         kept, labels = earlier(out), {row["label"] for row in result}
         seams = [row for row in kept.get("seams", ()) if row["label"] not in labels] + seams
         result = list({row["label"]: row for row in [*kept.get("rows", ()), *result]}.values())
-        write_atomic(out, record("loops-go-on", {"rows": result, "seams": seams}, {}, dtype="text"))
+        write_record(out, "loops-go-on", {"rows": result, "seams": seams}, {}, dtype="text")
 
 
 if __name__ == "__main__":

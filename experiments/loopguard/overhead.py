@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from experiments.loopguard.real_openings import openings_of
-from experiments.record import Row, record
+from experiments.record import Row, write_record
 from experiments.script import run
 from experiments.timing import interleaved, ratio
-from sinkscope.files.output import write_atomic
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.load import load
 
@@ -73,7 +72,7 @@ def main(*, real: Path, rounds: int = 24, out: Path = Path("figures/loopguard_ov
     for file in sorted(real.glob("*.gguf")):
         result[file.stem.split("-")[0]] = made = overhead(load(str(file)), rounds)
         print(file.stem, json.dumps({name: made[name] for name in ("milliseconds", "alarms", "plain again", "guard")}))
-    write_atomic(out, record("loopguard-overhead", result, {"new": NEW, "rounds": rounds}))
+    write_record(out, "loopguard-overhead", result, {"new": NEW, "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,11 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.loopguard.real import FULL
+from experiments.loopguard.real import FULL, outputs_of
 from experiments.loopguard.real_openings import openings_of
-from experiments.record import Row, read_rows, record
+from experiments.record import Row, write_record
 from experiments.script import run
-from sinkscope.files.output import write_atomic
 from sinkscope.measure.margin import margin_of
 from sinkscope.opening.load import load
 
@@ -38,15 +38,6 @@ FEWEST = 32  # tokens, of which an excerpt that ends by itself has at least so m
 
 Reader = Callable[[str, str], float]
 """Returns the bits per byte of a text after another."""
-
-
-def outputs_of(work: Path, model: str) -> dict[str, dict[int, Row]]:
-    """The outputs of a model on the half that is reported, by remedy and number of the opening."""
-    outputs: dict[str, dict[int, Row]] = defaultdict(dict)
-    for row in read_rows(work / "runs.jsonl"):
-        if (row["model"], row["half"]) == (model, HALF):
-            outputs[row["arm"]][row["number"]] = row
-    return dict(outputs)
 
 
 def hook_points_of(guarded: dict[int, Row]) -> dict[int, int]:
@@ -114,25 +105,19 @@ def main(work: Path, *, real: Path, out: Path = Path("figures/loopguard_reading.
     models: dict[str, Any] = {file.stem: load(str(file)) for file in (first, second)}
     result: Row = {}
     for name, other in ((first.stem, second.stem), (second.stem, first.stem)):
-        outputs = outputs_of(work, name)
+        outputs: dict[str, dict[int, Row]] = defaultdict(dict)
+        for row in outputs_of([work], model=name, half=HALF):
+            outputs[row["arm"]][row["number"]] = row
         places = hook_points_of(outputs[GUARD])
         begin = int(median(places.values()))
-        healthy: list[tuple[Row, int]] = []
-        for number, row in outputs[FULL].items():
-            if number not in places:
-                healthy.append((row, begin))
-
-        def reader(before: str, text: str, by: Any = models[other]) -> float:
-            return bits_per_byte(by, before, text)
-
-        rows = {HEALTHY: reading(healthy, models[name].tokenizer, reader)}
+        excerpts = {HEALTHY: [(row, begin) for number, row in outputs[FULL].items() if number not in places]}
         for arm, of_arm in outputs.items():
-            excerpts = [(of_arm[number], place) for number, place in places.items() if number in of_arm]
-            rows[arm] = reading(excerpts, models[name].tokenizer, reader)
+            excerpts[arm] = [(of_arm[number], place) for number, place in places.items() if number in of_arm]
+        reader = partial(bits_per_byte, models[other])
+        rows = {arm: reading(texts, models[name].tokenizer, reader) for arm, texts in excerpts.items()}
         result[name.split("-")[0]] = rows
-        for arm, row in rows.items():
-            print(json.dumps({"model": name, "arm": arm, **row}))
-    write_atomic(out, record("loopguard-reading", result, {"shown": SHOWN, "half": HALF}))
+        print(json.dumps({name: rows}))
+    write_record(out, "loopguard-reading", result, {"shown": SHOWN, "half": HALF})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +41,14 @@ BUDGET = 256
 """Of the printed guard: it is as far below the length of these outputs as the paper's is below that of its own."""
 
 
-def outputs_without_remedy(works: Sequence[Path]) -> dict[str, list[Row]]:
-    """The outputs "full" of each model, from the runs.jsonl of folders."""
-    outputs: dict[str, list[Row]] = defaultdict(list)
+def outputs_of(works: Sequence[Path], **where: Any) -> list[Row]:
+    """The outputs in the runs.jsonl of folders that have these values; where one was made again, the last counts."""
+    found: dict[tuple[Any, ...], Row] = {}
     for work in works:
-        for output in read_rows(work / "runs.jsonl"):
-            if output["arm"] == FULL:
-                outputs[output["model"]].append(output)
-    return outputs
+        for row in read_rows(work / "runs.jsonl"):
+            if all(row[name] == value for name, value in where.items()):
+                found[row["model"], row["arm"], row["half"], row["number"]] = row
+    return list(found.values())
 
 
 class CutAll(LoopGuard):
@@ -195,39 +194,35 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     file = work / "runs.jsonl"
     setting: Row = {"model": Path(model).stem, "new": new}
-    done: set[tuple[str, str, int]] = set()
-    stock: dict[tuple[str, int], Row] = {}
+    made: dict[tuple[str, str, int], Row] = {}
+
+    def keep(row: Row) -> None:
+        made[row["arm"], row["half"], row["number"]] = row
+        with file.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+
     if file.is_file():
-        for row in read_rows(file):
-            if all(row[key] == value for key, value in setting.items()):
-                done.add((row["arm"], row["half"], row["number"]))
-                if row["arm"] == FULL:
-                    stock[row["half"], row["number"]] = row
-    places: list[tuple[str, int, str, str]] = []
-    for half in halves:
-        for number, (kind, text) in enumerate(openings_of(half, count)):
-            places.append((half, number, kind, text))
+        for row in outputs_of([work], **setting):
+            made[row["arm"], row["half"], row["number"]] = row
+    places = [(half, number, *one) for half in halves for number, one in enumerate(openings_of(half, count))]
     for name in only:
-        missing = [place for place in places if (name, *place[:2]) not in done]
-        make = ARMS[name].guard
-        if alarmed and make is not None:
-            for place in list(missing):
-                one = stock[place[:2]]
-                if not raises_alarm(live, make(), one["tokens"], place[3]):
-                    missing.remove(place)
-                    with file.open("a") as out:
-                        out.write(json.dumps({**one, "arm": name, "largest": [], "taken": True}) + "\n")
+        guard = ARMS[name].guard
+        missing: list[tuple[str, int, str, str]] = []
+        for half, number, kind, text in places:
+            if (name, half, number) in made:
+                continue
+            if alarmed and guard is not None:
+                stock = made[FULL, half, number]
+                if not raises_alarm(live, guard(), stock["tokens"], text):
+                    keep({**stock, "arm": name, "largest": [], "taken": True})
+                    continue
+            missing.append((half, number, kind, text))
         for begin in range(0, len(missing), batch):
             part = missing[begin : begin + batch]
             rows = [live.tokenizer(text, verbose=False)["input_ids"] for *_, text in part]
             started = time.perf_counter()
-            outputs = continued(live, rows, ARMS[name], new)
-            with file.open("a") as out:
-                for (half, number, kind, _), output in zip(part, outputs, strict=True):
-                    row = {**setting, "arm": name, "half": half, "number": number, "kind": kind, **output}
-                    if name == FULL:
-                        stock[half, number] = row
-                    out.write(json.dumps(row) + "\n")
+            for (half, number, kind, _), output in zip(part, continued(live, rows, ARMS[name], new), strict=True):
+                keep({**setting, "arm": name, "half": half, "number": number, "kind": kind, **output})
             print(f"{setting['model']} {name}: {time.perf_counter() - started:.0f} s", flush=True)
 
 

@@ -12,7 +12,6 @@ of the JSON whose outputs are not in the folders stay as they are.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,11 +22,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from experiments.loopguard.real import FULL
+from experiments.loopguard.real import FULL, outputs_of
 from experiments.loopguard.real_openings import HALVES
-from experiments.record import Row, earlier, read_rows, record
+from experiments.record import Row, earlier, write_record
 from experiments.script import run
-from sinkscope.files.output import write_atomic
 from sinkscope.loops import tail_period
 from sinkscope.measure.margin import mean_known, share_interval
 
@@ -139,19 +137,13 @@ def main(works: Sequence[Path], *, models: Sequence[Path], out: Path = Path("fig
         models: Folders of the models.
         out: The JSON.
     """
-    outputs: dict[str, dict[Any, Row]] = defaultdict(dict)
-    for work in works:
-        for one in read_rows(work / "runs.jsonl"):
-            outputs[one["model"]][one["arm"], one["half"], one["number"]] = one
     result = earlier(out)
     for folder in models:
         name = folder.name.split("-")[0]
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        for half, rows in table(list(outputs[folder.name].values()), tokenizer).items():
+        for half, rows in table(outputs_of(works, model=folder.name), tokenizer).items():
             result.setdefault(name, {}).setdefault(half, {}).update(rows)
-            for arm, row in rows.items():
-                print(json.dumps({"model": name, "half": half, "arm": arm, **row}))
-    write_atomic(out, record("loopguard-real", result, {"new": 400}))
+    write_record(out, "loopguard-real", result, {"new": 400})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ that 1 %: in the loop (blue), after its copies were taken out of the cache (oran
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from experiments.drawn import powers, save
-from experiments.record import Row, record
+from experiments.drawn import draw, powers
+from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.engine.attention import Attention
 from sinkscope.engine.tap import listening
@@ -216,7 +215,6 @@ def main(
         prompt: What the model continues; default: the beginning of the typical text.
         layer: May be given again; default: all.
     """
-    started = time.perf_counter()
     setup = Setup.open(model, dtype="float32", device="cpu", loading="whole")
     layers = attending_layers(setup.target, layer)
     ids = setup.ids[0].tolist()
@@ -224,7 +222,7 @@ def main(
         ids = setup.tokenizer(prompt)["input_ids"]
     result = measure(setup, ids, max_new_tokens, layers)
     settings = {"model": setup.target.name, "max_new_tokens": max_new_tokens, "layers": layers}
-    save("rotary", record("loopguard-rotary", result, settings, started=started), figure, out)
+    draw(write_record(out / "rotary.json", "loopguard-rotary", result, settings), figure)
 
 
 if __name__ == "__main__":

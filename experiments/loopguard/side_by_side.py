@@ -15,9 +15,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from experiments.loopguard.real import FULL
+from experiments.loopguard.real import FULL, outputs_of
 from experiments.loopguard.real_openings import KINDS, openings_of
-from experiments.record import Row, read_rows
+from experiments.record import Row
 from experiments.script import run
 from sinkscope.files.output import write_atomic
 
@@ -58,11 +58,8 @@ def main(works: Sequence[Path], *, model: Path, out: Path = Path("outputs.md")) 
         model: Folder of the model, named as in the outputs.
         out: The page.
     """
-    outputs: dict[tuple[str, int], Row] = {}
-    for work in works:
-        for one in read_rows(work / "runs.jsonl"):
-            if one["model"] == model.name and one["half"] == "report":
-                outputs[one["arm"], one["number"]] = one
+    made = outputs_of(works, model=model.name, half="report")
+    outputs = {(one["arm"], one["number"]): one for one in made}
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     page = [HEAD.format(model=model.name, each=EACH, before=BEFORE, shown=SHOWN, command=COMMAND)]
     left = dict.fromkeys(KINDS, EACH)

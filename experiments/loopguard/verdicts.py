@@ -19,12 +19,11 @@ from typing import Any
 
 from experiments.loopguard.alarms import loop_of
 from experiments.loopguard.honest_answers import HonestAnswer, honest_answers
-from experiments.loopguard.real import outputs_without_remedy
+from experiments.loopguard.real import FULL, outputs_of
 from experiments.loopguard.real_openings import HALVES
 from experiments.loopguard.real_table import interval
-from experiments.record import Row, earlier, record
+from experiments.record import Row, earlier, write_record
 from experiments.script import run
-from sinkscope.files.output import write_atomic
 from sinkscope.files.records import read_records
 from sinkscope.loops import MonitorSettings, check
 from sinkscope.loops.guard.detect import monitors
@@ -115,7 +114,7 @@ def main(
         models: Files of the models, named as in the outputs.
         out: The JSON.
     """
-    outputs = outputs_without_remedy(works)
+    outputs = outputs_of(works, arm=FULL)
     tokenizers = {file.stem.split("-")[0]: read_tokenizer(file.stem, file.parent, gguf=file.name) for file in models}
     result: Row = {"honest": {}, "loops": {}}
     before = earlier(out).get("loops", {})
@@ -123,17 +122,14 @@ def main(
         for name, settings in SETTINGS.items():
             result["honest"][f"{name}, {half}"] = of_honest(settings, tokenizers, half)
             for file in models:
-                of_half = [one for one in outputs[file.stem] if one["half"] == half]
+                of_half = [one for one in outputs if (one["model"], one["half"]) == (file.stem, half)]
                 short = file.stem.split("-")[0]
                 row = f"{short}, {name}, {half}"
                 if of_half or row not in before:
                     result["loops"][row] = of_loops(settings, tokenizers[short], of_half)
                 else:
                     result["loops"][row] = before[row]
-    write_atomic(out, record("loopguard-verdicts", result, {}, dtype="text"))
-    for kind, rows in result.items():
-        for name, row in rows.items():
-            print(kind, name, {key: len(value) if isinstance(value, list) else value for key, value in row.items()})
+    write_record(out, "loopguard-verdicts", result, {}, dtype="text")
 
 
 if __name__ == "__main__":

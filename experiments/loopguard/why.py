@@ -13,11 +13,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from experiments.loopguard.real import FULL
+from experiments.loopguard.real import FULL, outputs_of
 from experiments.loopguard.real_openings import openings_of
-from experiments.record import Row, earlier, read_rows, record
+from experiments.record import Row, earlier, write_record
 from experiments.script import run
-from sinkscope.files.output import write_atomic
 from sinkscope.loops.text.signals import end_loop
 from sinkscope.loops.why import Why, why
 from sinkscope.measure import Setup
@@ -31,13 +30,11 @@ NAME = "loopguard_why.json"
 UNDECIDED, NO_LOOP = "undecided", "no loop"
 
 
-def loops_of(runs: Path, model: str, half: str) -> list[Row]:
+def loops_of(work: Path, model: str, half: str) -> list[Row]:
     """The outputs of a real model that end in a loop, with their openings: as many as are asked for, evenly spread."""
     openings = openings_of(half)
     looping: list[Row] = []
-    for row in read_rows(runs):
-        if (row["model"], row["arm"], row["half"]) != (model, FULL, half):
-            continue
+    for row in outputs_of([work], model=model, arm=FULL, half=half):
         if end_loop(row["tokens"]) is not None:
             looping.append({**row, "opening": openings[row["number"]][1]})
     count = min(COUNTS[half], len(looping))
@@ -75,7 +72,6 @@ def main(*, runs: Path, real: Path, out: Path = Path("figures")) -> None:
         runs: Folder of the outputs of real models.
         real: Folder of the files of real models.
     """
-    started = time.perf_counter()
     of_real: list[Row] = earlier(out / NAME).get("real", [])
     settings = {"cuts": CUTS, "sampling": "greedy", "counts": COUNTS}
     known = {(row["model"], row["half"], row["number"]) for row in of_real}
@@ -84,12 +80,11 @@ def main(*, runs: Path, real: Path, out: Path = Path("figures")) -> None:
             setup = Setup.open(load(str(file)), loading="whole")
             outputs: list[Row] = []
             for half in COUNTS:
-                outputs += loops_of(runs / "runs.jsonl", file.stem, half)
+                outputs += loops_of(runs, file.stem, half)
             for number, output in enumerate(outputs):
                 if (file.stem, output["half"], output["number"]) not in known:
                     of_real.append(asked_of_output(setup, output))
-                    made = record("loopguard-why", {"real": of_real}, settings, started=started)
-                    write_atomic(out / NAME, made)
+                    write_record(out / NAME, "loopguard-why", {"real": of_real}, settings)
                 progress(file.stem, number + 1, len(outputs))
 
 

@@ -20,7 +20,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 from experiments.longbench import ANSWER_ALONE, LongBenchRecord, read_longbench
@@ -28,9 +27,6 @@ from experiments.record import Row, write_rows
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.errors import SinkscopeError
-
-PAPER_WORDS_PER_TURN, PAPER_TURNS = 9321.49, 2.61
-"""Row of Table 4 for all sets together."""
 
 
 @dataclass(frozen=True)
@@ -41,33 +37,29 @@ class LoopServeSet:
         family: Which of Algorithms 1 to 3 builds it.
         turns: Turns per dialogue in the paper.
         dialogues: Number of dialogues in the paper.
-        tokens: "Avg Token" of Table 6; the paper names neither the tokenizer nor whether the count is per turn.
         metric: The score, after LongBench's.
-        new_tokens: LongBench's longest answer.
     """
 
     family: Literal["qa", "summary", "few-shot"]
     turns: int
     dialogues: int
-    tokens: float
     metric: str
-    new_tokens: int
 
 
 ROUGE, ACCURACY = "experiments.loopserve.scores:rouge_l", "experiments.loopserve.scores:accuracy"
 SETS = {
-    "narrativeqa": LoopServeSet("qa", 3, 500, 30545.54, "f1", 128),
-    "qasper": LoopServeSet("qa", 3, 500, 5434.41, "f1", 128),
-    "multifieldqa_en": LoopServeSet("qa", 3, 500, 7279.64, "f1", 64),
-    "hotpotqa": LoopServeSet("qa", 3, 500, 13847.19, "f1", 32),
-    "2wikimqa": LoopServeSet("qa", 3, 500, 7471.16, "f1", 32),
-    "musique": LoopServeSet("qa", 3, 500, 16587.56, "f1", 32),
-    "multi_news": LoopServeSet("summary", 2, 500, 2376.46, ROUGE, 512),
-    "gov_report": LoopServeSet("summary", 2, 500, 9324.43, ROUGE, 512),
-    "qmsum": LoopServeSet("summary", 2, 500, 12780.29, ROUGE, 512),
-    "trec": LoopServeSet("few-shot", 2, 199, 2293.99, ACCURACY, 64),
+    "narrativeqa": LoopServeSet("qa", 3, 500, "f1"),
+    "qasper": LoopServeSet("qa", 3, 500, "f1"),
+    "multifieldqa_en": LoopServeSet("qa", 3, 500, "f1"),
+    "hotpotqa": LoopServeSet("qa", 3, 500, "f1"),
+    "2wikimqa": LoopServeSet("qa", 3, 500, "f1"),
+    "musique": LoopServeSet("qa", 3, 500, "f1"),
+    "multi_news": LoopServeSet("summary", 2, 500, ROUGE),
+    "gov_report": LoopServeSet("summary", 2, 500, ROUGE),
+    "qmsum": LoopServeSet("summary", 2, 500, ROUGE),
+    "trec": LoopServeSet("few-shot", 2, 199, ACCURACY),
     # LoopServe names accuracy, which summaries do not have; LongBench uses Rouge-L.
-    "samsum": LoopServeSet("few-shot", 2, 199, 3113.73, ROUGE, 128),
+    "samsum": LoopServeSet("few-shot", 2, 199, ROUGE),
 }
 HISTORY = "Use examples from previous turns with new examples."
 _EXAMPLE = re.compile(r"^(?=(?:Question|Dialogue): )", re.M)
@@ -112,22 +104,15 @@ def build(
     turns = turns or known.turns
     count = count or known.dialogues
     rng = random.Random(f"{name} repaired {seed}")
-    dialogues: list[tuple[BuiltTurn, ...]] = []
     if known.family == "few-shot":
-        for record in records:
-            dialogue = few_shot(record, turns, rng)
-            if dialogue and len(dialogues) < count:
-                dialogues.append(dialogue)
-    elif len(records) < 2 * turns:
+        dialogues = [dialogue for record in records if (dialogue := few_shot(record, turns, rng))]
+        if not dialogues:
+            raise SinkscopeError(f"no record of {name} has the {2 * turns} examples that {turns} turns need")
+        return dialogues[:count]
+    if len(records) < 2 * turns:
         raise SinkscopeError(f"{len(records)} records: {turns} turns need {2 * turns}; give the whole file")
-    while known.family != "few-shot" and len(dialogues) < count:
-        if known.family == "qa":
-            dialogues.append(question_answering(records, turns, rng))
-        else:
-            dialogues.append(summaries(records, turns, rng))
-    if not dialogues:
-        raise SinkscopeError(f"no record of {name} has the {2 * turns} examples that {turns} turns need")
-    return dialogues[:count]
+    make = question_answering if known.family == "qa" else summaries
+    return [make(records, turns, rng) for _ in range(count)]
 
 
 def split_at_middle(text: str) -> tuple[str, str]:
@@ -253,17 +238,6 @@ def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequ
     return rows
 
 
-def summary(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]]) -> str:
-    """Sizes beside the paper's, in two lines."""
-    words = [len(turn.prompts["end"].split()) for dialogue in dialogues for turn in dialogue]
-    known = SETS[name]
-    return (
-        f"{name}: {len(dialogues)} dialogues (paper {known.dialogues}), "
-        f"{len(words) / len(dialogues):.2f} turns (paper {known.turns}; all sets {PAPER_TURNS})\n"
-        f"{fmean(words):,.1f} words a turn (paper, all sets: {PAPER_WORDS_PER_TURN:,}; its tokens: {known.tokens:,})"
-    )
-
-
 def main(
     set: Literal[*SETS],
     source: Path,
@@ -282,7 +256,6 @@ def main(
     dialogues = build(set, records, turns=turns, count=count, seed=seed)
     rows = rows_of(set, dialogues, classes_of(records) if SETS[set].metric == ACCURACY else ())
     write_rows(out, rows)
-    print(summary(set, dialogues))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from experiments.drawn import markdown, put_table, save
+from experiments.drawn import draw, markdown, put_table
 from experiments.gpu.steps import Steps
 from experiments.loopserve.real import TEXTS, piece, talks, with_margin
 from experiments.loopserve.runs import FIXED, LONGBENCH, specs
@@ -213,7 +213,7 @@ def main(
     if page is not None:
         put_table(page, "loopserve.decoding", table(steps.rows))
     if name == "turns":
-        save(file.stem, file.read_text(), figure, out)
+        draw(file, figure)
     steps.end()
 
 

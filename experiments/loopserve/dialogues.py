@@ -16,7 +16,6 @@ the printed sample. Controls are the whole cache, and a random part of it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, Literal
 
 from plotly.subplots import make_subplots
 
-from experiments.drawn import at_place, error_bars, save
+from experiments.drawn import at_place, draw, error_bars
 from experiments.loopserve.runs import (
     ALL,
     CHAIN,
@@ -40,7 +39,7 @@ from experiments.loopserve.runs import (
     rows_of,
     specs,
 )
-from experiments.record import Row, earlier, record, value_of_each
+from experiments.record import Row, earlier, value_of_each, write_record
 from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.results.style import COLOURS, figure_of
@@ -214,7 +213,6 @@ def main(name: Literal[*FIGURES], *, only: str = "", work: Path = Path("runs"), 
         only: Answer only methods whose text holds this word; the others' rows stay as the figure's JSON has them.
         work: Folder of the answers.
     """
-    started = time.perf_counter()
     panels = FIGURES[name]
     rows = measured(panels, work, only)
     file = f"loopserve_{name}"
@@ -225,7 +223,7 @@ def main(name: Literal[*FIGURES], *, only: str = "", work: Path = Path("runs"), 
                 rows.append(row)
     rows.sort(key=lambda row: places.index(place_of(row)))
     settings = {"figure": name, "suites": [panel.suite for panel in panels], "only": only}
-    save(file, record(f"loopserve-{name}", {"rows": rows}, settings, started=started), figure, out)
+    draw(write_record(out / f"{file}.json", f"loopserve-{name}", {"rows": rows}, settings), figure)
 
 
 if __name__ == "__main__":

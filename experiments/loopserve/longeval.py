@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import html
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,8 @@ from jaxtyping import Bool, Float
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from experiments.drawn import at_place, markdown, put_table, save
-from experiments.record import Row, record, value_of_each
+from experiments.drawn import at_place, draw, markdown, put_table
+from experiments.record import Row, value_of_each, write_record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import read_rows
@@ -218,7 +217,6 @@ def main(
         page: Replace the table in this page.
     """
     torch.set_num_threads(1)
-    started = time.perf_counter()
     setup = Setup.open(load(model), loading="whole")
     sources: list[Row] = []
     for name, file in (("ordinary text", None), ("LongEval topics", topics)):
@@ -228,9 +226,7 @@ def main(
     origin = "LongEval, github.com/DachengLi1/LongChat, Apache-2.0"
     settings = {"model": setup.target.name, "count": count, "length": length, "new": new, "window": WINDOW}
     settings |= {"files": {topics.name: digest}, "origin": origin}
-    save(
-        "loopserve_longeval", record("loopserve-longeval", {"sources": sources}, settings, started=started), figure, out
-    )
+    draw(write_record(out / "loopserve_longeval.json", "loopserve-longeval", {"sources": sources}, settings), figure)
     print(made := table(sources))
     if page is not None:
         put_table(page, "loopserve.longeval", made)

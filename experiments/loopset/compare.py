@@ -9,16 +9,14 @@ Those of others are written from their public rules; all of them get the same to
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from experiments.loopset.texts import HALVES, texts_of
-from experiments.record import Row, record, value_of_each
+from experiments.record import Row, value_of_each, write_record
 from experiments.script import run
-from sinkscope.files.output import write_atomic
 from sinkscope.loops import check, tail_period
 from sinkscope.loops.text.outputs import spans
 
@@ -161,10 +159,9 @@ def main(
     Args:
         count: Only every so many-th text.
     """
-    started = time.perf_counter()
     result = compare(texts_of(half)[::count])
     settings = {"half": half, "count": count}
-    write_atomic(out, record("loops-compare", result, settings, started=started, dtype="text"))
+    write_record(out, "loops-compare", result, settings, dtype="text")
 
 
 if __name__ == "__main__":

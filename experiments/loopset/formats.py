@@ -19,9 +19,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from experiments.record import Row, record
+from experiments.record import Row, write_record
 from experiments.script import run
-from sinkscope.files.output import write_atomic
 from sinkscope.loops import MonitorSettings, check_file
 from sinkscope.loops.servers.answers import StreamWatch
 from tests.server_streams import filled
@@ -182,7 +181,7 @@ def main(*, out: Path = Path("figures/loops_formats.json"), seeds: int = 5) -> N
                 row[case.name] = [checker + both[0], proxy + both[1]]
         rows.append(row)
         print(row)
-    write_atomic(out, record("loops-formats", {"seeds": seeds, "formats": rows}, {}, dtype="text"))
+    write_record(out, "loops-formats", {"seeds": seeds, "formats": rows}, {}, dtype="text")
 
 
 if __name__ == "__main__":

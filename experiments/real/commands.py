@@ -14,20 +14,20 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from experiments.real.models import MODELS, saved
-from experiments.record import Row, earlier, record
+from experiments.record import Row, earlier, write_record
 from experiments.script import run as run_script
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import write_atomic
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "The most important rule of good writing is"
+COLUMN = "after"
+"""Where the rows go; "before" holds what was printed before these models chose anything."""
 CUT = -24
 """The exit code of a process that ran out of CPU seconds (SIGXCPU)."""
 
@@ -81,8 +81,6 @@ def main(
     *,
     real: Path,
     out: Path,
-    code: Path = ROOT,
-    column: Literal["before", "after"] = "after",
     models: Sequence[Literal[*MODELS]] = tuple(MODELS),
     commands: Sequence[str] = (),
     again: bool = False,
@@ -92,39 +90,36 @@ def main(
     Args:
         real: The folder with the GGUF files.
         out: The file of the table.
-        code: The checkout whose `sinkscope` is run. By default this one.
-        column: Where its numbers go.
         models: The models. By default both.
         commands: The commands. By default all.
-        again: Run commands again that the file has in this column.
+        again: Run commands again that the file has.
     """
-    started = time.perf_counter()
-    version = git(code, "describe", "--always", "--dirty", "--abbrev=8")
+    version = git("describe", "--always", "--dirty", "--abbrev=8")
     for name in commands or COMMANDS:
         if name not in COMMANDS:
             raise SinkscopeError(f"--commands {name!r}: expected one of {', '.join(COMMANDS)}")
         for model in models:
             table = earlier(out)
             row = table.setdefault(name, {}).setdefault(model, {})
-            if column in row and not again:
+            if COLUMN in row and not again:
                 continue
-            folder = prepared(real, model, column)
+            folder = prepared(real, model)
             row["command"] = "sinkscope " + COMMANDS[name].words.format(model=model)
-            row[column] = {"code": version, **measured(COMMANDS[name], folder, code)}
-            write_atomic(out, record("real-models", table, {"seed": 0, "threads": 1}, started=started))
-            print(model, name, json.dumps(row[column]), flush=True)
+            row[COLUMN] = {"code": version, **measured(COMMANDS[name], folder)}
+            write_record(out, "real-models", table, {"seed": 0, "threads": 1})
+            print(model, name, json.dumps(row[COLUMN]), flush=True)
 
 
-def git(code: Path, *words: str) -> str:
-    """What git says of a checkout."""
-    return subprocess.run(["git", "-C", str(code), *words], capture_output=True, text=True, check=True).stdout.strip()
+def git(*words: str) -> str:
+    """What git says of this checkout."""
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def prepared(real: Path, model: str, column: str) -> Path:
+def prepared(real: Path, model: str) -> Path:
     """The folder in which the commands of a model run: the model itself, and the texts that they read."""
     from tests.real import texts
 
-    folder = real / "table" / column / model
+    folder = real / "table" / model
     (folder / "results").mkdir(parents=True, exist_ok=True)
     if not (folder / model).exists():
         (folder / model).symlink_to(saved(model, real).absolute())
@@ -135,12 +130,12 @@ def prepared(real: Path, model: str, column: str) -> Path:
     return folder
 
 
-def measured(command: Command, folder: Path, code: Path) -> Row:
+def measured(command: Command, folder: Path) -> Row:
     """What a command costs and says, in a process of its own."""
     if command.needs and not (folder / command.needs).exists():
         return {"not_run": f"{command.needs} is missing, because the command that writes it was cut or failed"}
     words = command.words.format(model=folder.name).split()
-    environment = {**os.environ, "PYTHONPATH": str(code), "NO_COLOR": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
     for threads in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         environment[threads] = "1"
     bound = command.bound

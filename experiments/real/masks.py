@@ -26,9 +26,8 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import sinkscope as ss
-from experiments.record import Row, record
+from experiments.record import Row, write_record
 from experiments.script import run
-from sinkscope.files.output import write_atomic
 from sinkscope.measure.margin import margin_of
 from sinkscope.opening.load import load
 from tests.real import texts
@@ -162,7 +161,7 @@ def main(*, real: Path, out: Path = Path("figures/real_masks.json")) -> None:
     for file in sorted(real.glob("*.gguf")):
         result[file.stem.split("-")[0]] = measured(file)
     settings = {"length": LENGTH, "features": FEATURES, "steps": STEPS, "batch": BATCH, "seeds": SEEDS}
-    write_atomic(out, record("real-masks", result, settings))
+    write_record(out, "real-masks", result, settings)
 
 
 if __name__ == "__main__":

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 from math import log
 from pathlib import Path
+from textwrap import shorten
 
-from experiments.real.commands import COMMANDS
+from experiments.drawn import markdown, put_table
+from experiments.real.commands import COLUMN, COMMANDS
 from experiments.record import Row, earlier
 from experiments.script import run as run_script
-from sinkscope.files.output import write_atomic
 
 ROOT = Path(__file__).parents[2]
 PAGE, COMMANDS_PAGE = ROOT / "docs/real_models.md", ROOT / "figures/real_models.md"
 TABLE, READINGS = ROOT / "figures/real_models.json", ROOT / "figures/real_readings.json"
 FOUND = {"smollm2": ROOT / "figures/find_sinks_smollm2.json", "gemma3": ROOT / "figures/find_sinks_gemma3.json"}
-BEGIN, END = "<!-- made by experiments.real.page -->", "<!-- end of experiments.real.page -->"
 TITLES = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma-3-270M"}
-NOW = "after"  # the column of the records; "before" holds what was printed before these models chose anything
-MOST = 200
-HEAD = "| command | CPU s | peak GB | what it says | what plain hooks read |\n|---|---|---|---|---|"
+MOST = 204
+HEAD = ("command", "CPU s", "peak GB", "what it says", "what plain hooks read")
 
 
 def main() -> None:
     """Write the tables into their pages."""
     table, readings = earlier(TABLE), earlier(READINGS)
     found = {name: earlier(path) for name, path in FOUND.items()}
-    for page, content in ((PAGE, numbers(found, readings)), (COMMANDS_PAGE, tables(table, readings))):
-        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        _, _, after = rest.partition(END)
-        write_atomic(page, f"{before}{BEGIN}\n\n{content}\n\n{END}{after}")
+    put_table(PAGE, "real.page", numbers(found, readings))
+    put_table(COMMANDS_PAGE, "real.page", tables(table, readings))
 
 
 def numbers(found: Row, readings: Row) -> str:
@@ -41,9 +38,8 @@ def numbers(found: Row, readings: Row) -> str:
     for name in TITLES:
         columns.append(measured_numbers(found[name]))
         columns.append(plain_numbers(readings[name]))
-    head = "| | SmolLM2: `find-sinks` | plain hooks | Gemma: `find-sinks` | plain hooks |\n|---|---|---|---|---|"
-    rows = [f"| {' | '.join(cells)} |" for cells in zip(NUMBERS, *columns, strict=True)]
-    return "\n".join([head, *rows])
+    head = ("", "SmolLM2: `find-sinks`", "plain hooks", "Gemma: `find-sinks`", "plain hooks")
+    return markdown(head, list(zip(NUMBERS, *columns, strict=True)))
 
 
 def measured_numbers(result: Row) -> list[str]:
@@ -101,33 +97,24 @@ def tables(table: Row, readings: Row) -> str:
     """A table for each model."""
     parts: list[str] = []
     for model, title in TITLES.items():
-        rows: list[str] = []
+        rows: list[list[str]] = []
         for name in COMMANDS:
-            measured = table.get(name, {}).get(model, {}).get(NOW)
-            if measured is not None:
-                rows.append(row_of(name, measured, plain_of(name, readings.get(model, {}))))
-        if rows:
-            parts.append("\n".join([f"### {title}\n", HEAD, *rows]))
+            if name in table:
+                rows.append(row_of(name, table[name][model][COLUMN], plain_of(name, readings[model])))
+        parts.append(f"### {title}\n\n{markdown(HEAD, rows)}")
     return "\n\n".join(parts)
 
 
-def row_of(name: str, measured: Row, plain: str) -> str:
+def row_of(name: str, measured: Row, plain: str) -> list[str]:
     """A line of a table."""
     if "not_run" in measured:
-        return f"| `{name}` | - | - | not run: {measured['not_run']} | {plain} |"
-    said = shortened(measured["said"]).replace("|", "\\|").replace("<", "&lt;") or "nothing"
+        return [f"`{name}`", "-", "-", f"not run: {measured['not_run']}", plain]
+    said = shorten(measured["said"], MOST, placeholder=" ...").replace("|", "\\|").replace("<", "&lt;") or "nothing"
     if measured["cut"]:
         said = f"cut after {measured['cpu_seconds']:.0f} CPU seconds, before it ended"
     elif measured["exit_code"]:
         said = f"exit code {measured['exit_code']}: {said}"
-    return f"| `{name}` | {measured['cpu_seconds']:.0f} | {measured['peak_bytes'] / 1e9:.1f} | {said} | {plain} |"
-
-
-def shortened(text: str) -> str:
-    """A text of at most `MOST` characters."""
-    if len(text) <= MOST:
-        return text
-    return f"{text[:MOST].rpartition(' ')[0]} ..."
+    return [f"`{name}`", f"{measured['cpu_seconds']:.0f}", f"{measured['peak_bytes'] / 1e9:.1f}", said, plain]
 
 
 def plain_of(name: str, readings: Row) -> str:

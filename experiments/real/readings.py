@@ -8,7 +8,6 @@ dialogue, code, a table), from what ships with Python.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +17,8 @@ from torch import Tensor
 
 from experiments.real.commands import PROMPT
 from experiments.real.models import MODELS, opened
-from experiments.record import Row, earlier, record
+from experiments.record import Row, earlier, write_record
 from experiments.script import run as run_script
-from sinkscope.files.output import write_atomic
 from sinkscope.measure.margin import margin_of
 from tests.real import plain, texts
 
@@ -44,7 +42,6 @@ def main(
         models: The models. By default both.
         parts: What is read again; by default what the file does not have.
     """
-    started = time.perf_counter()
     torch.set_num_threads(1)
     for name in models:
         model = opened(name, real)
@@ -55,7 +52,7 @@ def main(
             made = read(model, readings)
             everything = earlier(out)  # which may have grown meanwhile
             everything.setdefault(name, {})[part] = made
-            write_atomic(out, record("real-readings", everything, {"seed": 0}, started=started))
+            write_record(out, "real-readings", everything, {"seed": 0})
             print(name, part, made, flush=True)
 
 

@@ -8,7 +8,6 @@ held out, with their tokens alone. The control has labels that are shuffled with
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from experiments.drawn import save
-from experiments.record import Row, record
+from experiments.drawn import draw
+from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.hooks.trace import trace
@@ -130,11 +129,10 @@ def main(
         pieces: Pieces of typical text, 64 tokens each.
         name: Name of the files.
     """
-    started = time.perf_counter()
     setup = Setup.open(model, text=text)
     result = {"layer": layer, "probes": measure(setup, layer, neuron, pieces)}
     settings = {"model": setup.target.name, "layer": layer, "neuron": neuron, "pieces": pieces}
-    save(name, record("separate", result, settings, started=started), figure, out)
+    draw(write_record(out / f"{name}.json", "separate", result, settings), figure)
 
 
 if __name__ == "__main__":

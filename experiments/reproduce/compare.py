@@ -9,17 +9,15 @@ The exit code is 1 if a measured value does not agree.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.record import Row, record
+from experiments.record import Row, write_record
 from experiments.reproduce.protocols import PROTOCOLS
 from experiments.reproduce.published import Published, published, read_published
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import write_atomic
 from sinkscope.measure import Setup
 from sinkscope.models.checkpoints.locate import find
 from sinkscope.models.text import put_before
@@ -47,7 +45,6 @@ def main(
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
         out: JSON file for the rows.
     """
-    started = time.perf_counter()
     known = published() if records is None else read_published(records)
     rows = [row_of(one) for one in known]
     if model is not None:
@@ -57,7 +54,7 @@ def main(
         print(conclusion(rows))
     if out is not None:
         settings = {"model": model, "records": records, "revision": revision}
-        write_atomic(out, record("reproduce", {"records": rows}, settings, started=started))
+        write_record(out, "reproduce", {"records": rows}, settings)
     if any(row["agrees"] is False for row in rows):
         raise SystemExit(1)
 

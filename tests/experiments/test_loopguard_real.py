@@ -123,8 +123,7 @@ def test_the_monitor_takes_the_probability_of_the_token_that_follows():
 def test_why_is_asked_of_the_outputs_that_end_in_a_loop_without_a_remedy(tmp_path):
     about = {"model": "m", "arm": "full", "half": "report", "number": 1}
     loop, walk = [*range(40), *[7, 8, 9] * 20], [*range(100)]
-    changes = [{"tokens": loop}, {"tokens": walk}, {"tokens": loop, "arm": "rewind"}, {"tokens": loop, "model": "n"}]
+    changes = [{"tokens": loop}, {"tokens": walk, "number": 2}]
+    changes += [{"tokens": loop, "arm": "rewind"}, {"tokens": loop, "model": "n"}]
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps({**about, **change}) + "\n" for change in changes))
-    assert why.loops_of(tmp_path / "runs.jsonl", "m", "report") == [
-        {**about, "tokens": loop, "opening": openings_of("report")[1][1]}
-    ]
+    assert why.loops_of(tmp_path, "m", "report") == [{**about, "tokens": loop, "opening": openings_of("report")[1][1]}]

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from experiments.gpu.last_token import faulty_attention
 from sinkscope.errors import SinkscopeWarning
-from sinkscope.opening.live import target_of
+from sinkscope.opening.live import misreads_last_query, target_of
 from sinkscope.opening.load import load, open_stream
 
 IDS = torch.arange(65)[None] % 90
@@ -54,7 +54,20 @@ def test_what_is_opened_attends_eagerly_there(opened, one_head, fault):
 
 
 def test_elsewhere_it_keeps_its_attention(one_head):
-    assert target_of(load(one_head[0])).config._attn_implementation == "sdpa"
+    opened = load(one_head[0], device="cpu")
+    assert target_of(opened).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("length", [64, 65])
+def test_the_last_token_is_that_of_eager_attention_on_the_device_at_hand(one_head, length):
+    """On a card, which may have the fault."""
+    opened = target_of(load(one_head[0], dtype="float32"))
+    chosen = opened.config._attn_implementation
+    assert (chosen == "eager") == misreads_last_query(opened.device)
+    ids = IDS[:, :length].to(opened.device)
+    found = opened.forward(ids).last_hidden_state[0, -1]
+    opened.hf.set_attn_implementation("eager")
+    assert_close(found, opened.forward(ids).last_hidden_state[0, -1], atol=1e-3, rtol=1e-3)
 
 
 def test_a_live_model_is_measured_as_it_runs_and_said_to_be_wrong(one_head, fault):
