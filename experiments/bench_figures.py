@@ -82,10 +82,7 @@ def figure(data: Row) -> Any:
     measure = data["settings"]["measure"]
     fig: Any = go.Figure()
     for number, name in enumerate(dict.fromkeys(row["set"] for row in rows)):
-        mine = []
-        for row in rows:
-            if row["set"] == name:
-                mine.append(row)
+        mine = [row for row in rows if row["set"] == name]
         errors = None
         if all(row["high"] is not None for row in mine):
             errors = error_bars(mine, measure)
@@ -145,9 +142,7 @@ def main(
     rows = table.rows()
     if chosen.task.startswith("recall"):  # a colour for each kind of needle, or place of the question
         done = read_run(work / name)
-        records = []
-        for one in done:
-            records.append(replace(one, settings=one.settings | {"set": one.settings["part"]}))
+        records = [replace(one, settings=one.settings | {"set": one.settings["part"]}) for one in done]
         rows = tabulate_records([BenchRun(records, done.settings)]).rows()
     for row in rows:
         if chosen.measure == "loop_paper":

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from experiments.record import Row, earlier, value_of_each, write_record
 from experiments.script import run
-from experiments.timing import child, interleaved, memory_growth, ratio, seconds_of
+from experiments.timing import child, interleaved, memory_growth, ratio, seconds_of, token_seconds
 from sinkscope.results.console import note
 
 SHAPE = {
@@ -110,7 +110,7 @@ def overhead(rounds: int) -> Row:
     from sinkscope.loops.guard import LoopGuard
 
     logging.set_verbosity_error()
-    events = []
+    events: list[int] = []
 
     def arms(model: Any, new: int, prompt: int, **policies: Any) -> dict[str, Arm]:
         import torch
@@ -122,13 +122,9 @@ def overhead(rounds: int) -> Row:
 
             def run() -> Row:
                 torch.manual_seed(next(seeds))
-                with nullcontext() if policy is None else policy.on(model) as entered:
-                    start = time.thread_time()
-                    out = model.generate(ids, max_new_tokens=new, do_sample=True, pad_token_id=0)
-                    seconds = time.thread_time() - start
-                if entered is not None:
-                    events.extend(entered.events)
-                return {"token": seconds / (out.shape[1] - ids.shape[1])}
+                seconds, acts = token_seconds(model, policy, {"input_ids": ids}, new)
+                events.append(acts)
+                return {"token": seconds}
 
             return run
 
@@ -148,7 +144,7 @@ def overhead(rounds: int) -> Row:
     return {
         "milliseconds_per_token": median_token(big["plain"]) * 1e3,
         "ratio": ratios(big),
-        "guard_events": len(events),
+        "guard_events": sum(events),
         "bundled_microseconds_per_token": {name: median_token(rounds) * 1e6 for name, rounds in small.items()},
         "bundled_ratio": ratios(small),
     }
@@ -268,9 +264,8 @@ def tables(result: Row) -> str:
     big = overhead["milliseconds_per_token"]
     rows = []
     for name, parts in overhead["bundled_ratio"].items():
-        rows.append([name, shown(parts["token"]), "-"])
-        if name in overhead["ratio"]:
-            rows[-1][-1] = shown(overhead["ratio"][name]["token"])
+        other = overhead["ratio"].get(name)
+        rows.append([name, shown(parts["token"]), "-" if other is None else shown(other["token"])])
     head = ["", f"model in the package, {plain:.1f} ms a token", f"random weights, {big:.0f} ms a token"]
     tables = [markdown(head, rows)]
     made = result.get("decoding", {})
@@ -280,9 +275,9 @@ def tables(result: Row) -> str:
         for case, policies in made["sinkscope"]["cases"].items():
             for name, ours in policies["over_plain"].items():
                 theirs = made["kvpress"]["cases"][case]["over_plain"][name]
-                cells = [shown(both[part]) for part in slower for both in (ours, theirs)]
-                rows.append([f"{name}, {case}", *cells])
+                rows.append([f"{name}, {case}"])
                 for part, values in slower.items():
+                    rows[-1] += [shown(ours[part]), shown(theirs[part])]
                     values.append(theirs[part]["median"] / ours[part]["median"])
         head = ["", "sinkscope, prompt", "kvpress, prompt", "sinkscope, token", "kvpress, token"]
         tables.append(markdown(head, rows))

@@ -27,10 +27,7 @@ def write_png(figure: Any, path: Path) -> None:
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
-    lines: list[str] = []
-    for cells in (head, ["---"] * len(head), *rows):
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def put_table(page: Path, module: str, made: str) -> None:
@@ -47,11 +44,8 @@ def put_table(page: Path, module: str, made: str) -> None:
 
 def error_bars(rows: Sequence[Row], name: str, **style: Any) -> Row:
     """Error bars from "low" to "high" around a value of each row."""
-    above: list[float] = []
-    below: list[float] = []
-    for row in rows:
-        above.append(row["high"] - row[name])
-        below.append(row[name] - row["low"])
+    above = [row["high"] - row[name] for row in rows]
+    below = [row[name] - row["low"] for row in rows]
     return {"array": above, "arrayminus": below, "thickness": 1, **style}
 
 

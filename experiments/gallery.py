@@ -1,19 +1,16 @@
 """The gallery page of the documentation: every picture in figures/, what it shows, and the command that makes it.
 
 python -m experiments.gallery [--out docs/gallery.md]
-python -m experiments.gallery --draw NAME ...      # draws pictures again from the JSON beside them
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from experiments.drawn import write_png
 from experiments.record import Row
 from experiments.script import run as run_script
 from sinkscope.files.kinds import kind_modules
@@ -53,18 +50,9 @@ def figure_of(picture: Path) -> Any:
     return import_module(argv[argv.index("-m") + 1]).figure(data)
 
 
-def draw_again(picture: Path) -> None:
-    """Write a picture again from the JSON beside it."""
-    write_png(figure_of(picture), picture)
-
-
 def pictures(folder: Path = FIGURES) -> list[Path]:
     """Return the pictures that were drawn from a JSON file beside them."""
-    items = []
-    for path in folder.glob("*.png"):
-        if path.with_suffix(".json").is_file():
-            items.append(path)
-    return sorted(items)
+    return sorted(path for path in folder.glob("*.png") if path.with_suffix(".json").is_file())
 
 
 def _page(picture: Path, data: Row) -> str:
@@ -81,14 +69,10 @@ def _page(picture: Path, data: Row) -> str:
 
 def gallery() -> str:
     """Return the page: find-sinks first, then in the order of the kinds; kinds without a class come last."""
-    order = {}
-    for i, kind in enumerate(kind_modules()):
-        order[kind] = i
-    kinds = {}
-    for each in pictures():
-        kinds[each] = read_json(each.with_suffix(".json"))["kind"]
-    first = "find-sinks"
-    shown = sorted(kinds, key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))
+    order = ["find-sinks", *kind_modules()]
+    kinds = {picture: read_json(picture.with_suffix(".json"))["kind"] for picture in pictures()}
+    places = {path: order.index(kind) if kind in order else len(order) for path, kind in kinds.items()}
+    shown = sorted(kinds, key=lambda path: (places[path], path.name))
     cells = [entry(picture) for picture in shown]
     return "\n\n".join([_HEAD.rstrip(), '<div class="gallery" markdown>', *cells, "</div>"]) + "\n"
 
@@ -105,25 +89,9 @@ def _command(data: Row) -> str:
     return shlex.join(kept)
 
 
-def main(
-    *,
-    out: Path = Path("docs/gallery.md"),
-    draw: Sequence[str] = (),
-) -> None:
-    """Make what the module describes.
-
-    Args:
-        out: The page of the documentation.
-        draw: Draw these pictures again, such as repeat.
-    """
-    if not draw:
-        write_atomic(out, gallery())
-        return
-    import_module("kaleido").start_sync_server(silence_warnings=True)  # one browser for all pictures
-    for name in draw:
-        path = FIGURES / f"{name}.png"
-        draw_again(path)
-        print(path.name, path.stat().st_size)
+def main(*, out: Path = Path("docs/gallery.md")) -> None:
+    """Write the page of the documentation."""
+    write_atomic(out, gallery())
 
 
 if __name__ == "__main__":

@@ -50,10 +50,7 @@ def read_longbench(task: str, source: Path) -> list[LongBenchRecord]:
         rows = list(rows_of(_member(source, f"data/{task}.jsonl"), f"{task}.jsonl", EXPECTED))
     else:
         rows = list(read_rows(source, EXPECTED))
-    items = []
-    for where, row in rows:
-        items.append(_record(row, where))
-    return items
+    return [_record(row, where) for where, row in rows]
 
 
 def _member(source: Path, name: str) -> str:

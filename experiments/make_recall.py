@@ -200,6 +200,11 @@ def _embed(e: Tensor, generator: torch.Generator) -> None:
         e[ID[word], [one(name) for name in names]] = 1.0
 
 
+def heads_of(projection: Any) -> list[Tensor]:
+    """The rows of each head."""
+    return list(projection.weight.split(HEAD_DIM))
+
+
 def _write(attention: Any, head: int, row: int, dim: int) -> None:
     attention.o_proj.weight[dim, head * HEAD_DIM + row] = 1.0
 
@@ -209,11 +214,9 @@ def _offset_heads(a: Any, theta: Tensor) -> None:
     amplitude = torch.where(torch.arange(HALF) < 14, OFFSET, OFFSET / 4).double()
     amplitude[44:] = 0
     a.k_proj.weight[:HALF, CONST] = 1 / CONST_SIZE
-    for head in range(4):
-        first = head * HEAD_DIM
-        angle = theta * (head + 1)
-        a.q_proj.weight[first : first + HALF, CONST] = (SQ / CONST_SIZE * amplitude * angle.cos()).float()
-        a.q_proj.weight[first + HALF : first + HEAD_DIM, CONST] = (-SQ / CONST_SIZE * amplitude * angle.sin()).float()
+    for head, query in enumerate(heads_of(a.q_proj)[:4], 1):
+        query[:HALF, CONST] = (SQ / CONST_SIZE * amplitude * (theta * head).cos()).float()
+        query[HALF:, CONST] = (-SQ / CONST_SIZE * amplitude * (theta * head).sin()).float()
     n = len(DIM["key"])
     starts, fact, ask, answer = range(n, n + 4)
     for row, dim in enumerate([*DIM["key"], *map(one, ("starts", "is_fact", "is_ask", "is_answer"))]):
@@ -238,10 +241,10 @@ def _offset_heads(a: Any, theta: Tensor) -> None:
 def _turn_head(a: Any) -> None:
     """Layer 0, head 4: the turn marker with the highest number, wherever it stands."""
     slow = HALF - 1  # turns by less than 0.01 over the whole context
-    a.q_proj.weight[GROUP * HEAD_DIM + slow, CONST] = SQ / CONST_SIZE
+    heads_of(a.q_proj)[GROUP][slow, CONST] = SQ / CONST_SIZE
     for number, dim in enumerate(DIM["turn"]):
-        a.k_proj.weight[HEAD_DIM + slow, dim] = TURN_FIRST + TURN_STEP * number
-        a.v_proj.weight[HEAD_DIM + number, dim] = 1.0
+        heads_of(a.k_proj)[1][slow, dim] = TURN_FIRST + TURN_STEP * number
+        heads_of(a.v_proj)[1][number, dim] = 1.0
         _write(a, GROUP, number, dim)
 
 
@@ -265,10 +268,8 @@ def write_head(a: Any, head: int, terms: Terms, sources: Sequence[int], targets:
     """
     if len(terms) > 2 * (HALF - FAST):
         raise ValueError("more terms than slow rotary dimensions")
-    first_query, first_key = head * HEAD_DIM, head // GROUP * HEAD_DIM
-    query = a.q_proj.weight[first_query : first_query + HEAD_DIM]
-    out = a.o_proj.weight[:, first_query : first_query + HEAD_DIM]
-    key, value = (part.weight[first_key : first_key + HEAD_DIM] for part in (a.k_proj, a.v_proj))
+    query, out = heads_of(a.q_proj)[head], a.o_proj.weight[:, head * HEAD_DIM : (head + 1) * HEAD_DIM]
+    key, value = (heads_of(part)[head // GROUP] for part in (a.k_proj, a.v_proj))
     query.zero_()
     out.zero_()
     for dim, (keys, queries) in zip(SLOW, terms, strict=False):
@@ -317,34 +318,31 @@ def _ordinary_heads(attentions: Sequence[Any], theta: Tensor, generator: torch.G
     planted = {place for places in PLANTED.values() for place in places}
     fast = [*range(FAST), *range(HALF, HALF + FAST)]
     content = [*DIM["content"], *DIM["scratch"], *DIM["value"]]
-    free_rows = range(len(DIM["key"]) + len(DIM["value"]) + 1, HEAD_DIM)  # values that the circuit leaves alone
+    free = HEAD_DIM - len(DIM["key"]) - len(DIM["value"]) - 1  # the last values, which the circuit leaves alone
     falling = recency(theta)
     for layer, a in enumerate(attentions):
-        for kv in range(KV_HEADS):
+        sink = HALF - 1 if layer else HALF - 2  # where the circuit has it, or beside the turn head's
+        for kv, (key, value) in enumerate(zip(heads_of(a.k_proj), heads_of(a.v_proj), strict=True)):
             if all((layer, kv * GROUP + i) in planted for i in range(GROUP)):
                 continue
-            first = kv * HEAD_DIM
-            sink = HALF - 1 if layer else HALF - 2  # where the circuit has it, or beside the turn head's
             for dim in fast:
-                a.k_proj.weight[first + dim, content] += torch.randn(len(content), generator=generator) / 8
-                a.k_proj.weight[first + dim, CONST] += dim < HALF and 1 / CONST_SIZE
-            a.k_proj.weight[first + sink, one("is_bos")] = 1.0
-            z = torch.randn(len(free_rows), len(content), generator=generator) / math.sqrt(len(content))
-            a.v_proj.weight[first + free_rows[0] : first + HEAD_DIM, content] = z
-        for head in range(HEADS):
+                key[dim, content] += torch.randn(len(content), generator=generator) / 8
+                key[dim, CONST] += dim < HALF and 1 / CONST_SIZE
+            key[sink, one("is_bos")] = 1.0
+            z = torch.randn(free, len(content), generator=generator) / math.sqrt(len(content))
+            value[-free:, content] = z
+        for head, query in enumerate(heads_of(a.q_proj)):
             if (layer, head) in planted:
                 continue
-            first = head * HEAD_DIM
-            q = a.q_proj.weight[first : first + HEAD_DIM]
             for dim in fast:
-                q[dim, content] = torch.randn(len(content), generator=generator) * 2 * strength * SQ
+                query[dim, content] = torch.randn(len(content), generator=generator) * 2 * strength * SQ
             recent, sinking = torch.rand(2, generator=generator).tolist()
             recent = strength * (0.5 + recent)
-            q[:, CONST] += recent * SQ / CONST_SIZE * falling
-            q[HALF - 1 if layer else HALF - 2, CONST] += strength * SQ * (8 + 8 * sinking) / CONST_SIZE
-            z = torch.randn(len(DIM["scratch"]), len(free_rows), generator=generator) / math.sqrt(len(free_rows))
-            columns = slice(first + free_rows[0], first + HEAD_DIM)
-            a.o_proj.weight[DIM["scratch"][0] : DIM["scratch"][-1] + 1, columns] = z / 4
+            query[:, CONST] += recent * SQ / CONST_SIZE * falling
+            query[sink, CONST] += strength * SQ * (8 + 8 * sinking) / CONST_SIZE
+            z = torch.randn(len(DIM["scratch"]), free, generator=generator) / math.sqrt(free)
+            end = (head + 1) * HEAD_DIM
+            a.o_proj.weight[DIM["scratch"], end - free : end] = z / 4
 
 
 def _ordinary_mlp(mlp: Any, generator: torch.Generator) -> None:

@@ -76,17 +76,13 @@ def plant_two_hops(hf: Any) -> None:
 def changes() -> Row:
     """What the circuit changes: name of a tensor -> its numbers, NaN where they are the recall model's."""
     hf: Any = AutoModelForCausalLM.from_pretrained(RECALL, dtype=torch.float32)
-    before = {}
-    for name, tensor in hf.state_dict().items():
-        before[name] = tensor.clone()
+    before = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
     plant_two_hops(hf)
-    after = {}
+    values: Row = {}
     for name, tensor in hf.state_dict().items():
-        after[name] = tensor.where(tensor != before[name], torch.nan)
-    values = {}
-    for name, tensor in after.items():
-        if not bool(tensor.isnan().all()):
-            values[name] = tensor.numpy()
+        changed = tensor != before[name]
+        if bool(changed.any()):
+            values[name] = tensor.where(changed, torch.nan).numpy()
     return values
 
 

@@ -104,11 +104,7 @@ _TYPE = re.compile(r"a model of type '[\w-]+'")
 
 def types() -> list[str]:
     """Decoder types of the installed version of transformers."""
-    rows = []
-    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if name not in NO_DECODERS:
-            rows.append(name)
-    return rows
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in NO_DECODERS]
 
 
 def entry(model_type: str) -> Row | None:

@@ -19,23 +19,17 @@ SHAPES = {  # hidden size, MLP, layers, query heads, kv heads
     "lines-128": (128, 256, 2, 4, 2),
     "lines-7b": (4096, 11008, 32, 32, 32),
 }
-SMALL = 3e-4  # of what layers write, beside what the lines are made of
+SMALL = 3e-4  # of what layers write: at 1 the first layer's writes drown the lines of the second
 VOCAB, MARKED, THETA, WIDTH, FAST = 512, 8, 1e8, 64, 12
 
 
-def made(shape: str, seed: int, writes: float = 1.0) -> Target:
-    """The model; residual dimension 0 is a constant, 1 marks tokens below `MARKED`.
-
-    Args:
-        shape: A name in `SHAPES`.
-        seed: Of the random weights.
-        writes: Factor of what layers write. At 1 the first layer's writes drown the lines of the second.
-    """
+def made(shape: str) -> Target:
+    """The model of a shape; residual dimension 0 is a constant, 1 marks tokens below `MARKED`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     d, mlp, layers, heads, kv = SHAPES[shape]
     width = d // heads
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
@@ -63,7 +57,7 @@ def made(shape: str, seed: int, writes: float = 1.0) -> Target:
             layer.self_attn.k_proj.weight.mul_(quiet * min(1.0, 64 / width) ** 0.25)
             for proj in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 proj.weight[:2] = 0.0  # what is planted stays as it is
-                proj.weight *= writes
+                proj.weight *= SMALL
             key = layer.self_attn.k_proj.weight.view(kv, width, d)
             query = layer.self_attn.q_proj.weight.view(heads, width, d)
             key[:, :FAST, 0] = 1.0
@@ -78,7 +72,7 @@ def made(shape: str, seed: int, writes: float = 1.0) -> Target:
     return replace(target_of(model), name=shape)
 
 
-def text(length: int, marked: float) -> Tensor:
+def text(length: int, marked: float = 0.1) -> Tensor:
     """Random tokens, a share of them marked: `[1 pos]`."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(MARKED, VOCAB, (1, length), generator=generator)

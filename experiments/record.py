@@ -22,10 +22,7 @@ Row = dict[str, Any]
 
 def value_of_each(rows: Iterable[Row], name: str) -> list[Any]:
     """One value of each row."""
-    values: list[Any] = []
-    for row in rows:
-        values.append(row[name])
-    return values
+    return [row[name] for row in rows]
 
 
 def earlier(file: Path) -> Row:
@@ -42,10 +39,7 @@ def read_rows(file: Path) -> list[Row]:
 
 def write_rows(file: Path, rows: Iterable[Row]) -> None:
     """Write rows as JSON lines."""
-    lines: list[str] = []
-    for row in rows:
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_atomic(file, "".join(lines))
+    write_atomic(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def write_record(

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +40,15 @@ def seconds_of(work: Callable[[], Any], clock: Callable[[], float] = time.thread
     start = clock()
     result = work()
     return clock() - start, result
+
+
+def token_seconds(model: Any, edit: Any, inputs: Row, new: int) -> tuple[float, int]:
+    """Seconds of a token that a model samples under an edit, and the number of events; of the thread's own time."""
+    with nullcontext() if edit is None else edit.on(model) as run:
+        write = partial(model.generate, **inputs, max_new_tokens=new, do_sample=True, pad_token_id=0)
+        seconds, output = seconds_of(write)
+    events = 0 if run is None else len(run.events)
+    return seconds / (output.shape[1] - inputs["input_ids"].shape[1]), events
 
 
 def memory(name: str, process: int | str = "self") -> int | None:
@@ -96,18 +107,13 @@ def child(module: str, *words: str, python: str = sys.executable) -> Any:
 
 def ratio(arm: Sequence[float], base: Sequence[float]) -> Row:
     """Median over rounds of arm / base, and its 95 % bootstrap interval."""
-    pairs = []
-    for a, b in zip(arm, base, strict=True):
-        pairs.append(a / b)
+    pairs = [a / b for a, b in zip(arm, base, strict=True)]
     return {"median": statistics.median(pairs), "interval": interval(pairs), "pairs": pairs}
 
 
 def interval(values: Sequence[float]) -> list[float]:
     """95 % of bootstrap medians."""
     draw = random.Random(0)
-    medians: list[float] = []
-    for _ in range(DRAWS):
-        medians.append(statistics.median(draw.choices(values, k=len(values))))
-    medians.sort()
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(DRAWS))
     edge = DRAWS // 40
     return [medians[edge], medians[-edge - 1]]

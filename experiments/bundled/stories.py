@@ -1,6 +1,6 @@
 """Sample stories from a story model: simple English for the bundled model to learn from.
 
-`python -m experiments.bundled.stories --teacher FOLDER|NAME --out FILE --tokens N [--seed 0] [--temperature 0.8]`
+`python -m experiments.bundled.stories --teacher FOLDER|NAME --out FILE --tokens N [--seed 0]`
 
 Stories are appended to FILE, each followed by a line `<|end|>`. A story that the teacher does not end within its own
 context is left out. Run the command again to resume after an interruption, or with a larger N for more stories.
@@ -8,7 +8,6 @@ context is left out. Run the command again to resume after an interruption, or w
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from experiments.script import run
 
 MARK = "\n<|end|>\n"
+TEMPERATURE = 0.8  # of sampling, without top-k or top-p
 
 
 def read_stories(file: Path) -> list[str]:
@@ -33,16 +33,13 @@ def marked(stories: list[str]) -> str:
 
 
 @torch.no_grad()
-def sample(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, rows: int, temperature: float, seed: int
-) -> list[str]:
+def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, rows: int, seed: int) -> list[str]:
     """Sample one batch and keep the stories that the model ended itself.
 
     Args:
         model: any causal language model whose text starts after BOS (or after EOS where it has no BOS).
         tokenizer: its tokenizer.
         rows: size of the batch.
-        temperature: of sampling, without top-k or top-p.
         seed: of this batch.
 
     Returns:
@@ -56,7 +53,7 @@ def sample(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=True,
-        temperature=temperature,
+        temperature=TEMPERATURE,
         top_k=0,
         eos_token_id=sorted(special),
         pad_token_id=start,
@@ -77,10 +74,8 @@ def main(
     out: Path,
     tokens: int,
     seed: int = 0,
-    temperature: float = 0.8,
     rows: int = 64,
     device: str = "cpu",
-    threads: int = 1,
 ) -> None:
     """Make what the module describes.
 
@@ -89,7 +84,7 @@ def main(
         out: File to which stories are appended.
         tokens: Size of the file, in tokens of the teacher.
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval().to(device)
 
@@ -104,14 +99,12 @@ def main(
         while written < tokens:
             # The number of stories so far names the batch, so a run that was interrupted goes on with the same ones.
             drawn = int(np.random.SeedSequence([seed, count]).generate_state(1)[0])
-            stories = sample(model, tokenizer, rows=rows, temperature=temperature, seed=drawn)
+            stories = sample(model, tokenizer, rows=rows, seed=drawn)
             if not stories:
                 raise SystemExit("error: no sampled story ended; the teacher does not write whole stories")
             file.write(marked(stories))
             file.flush()
             count, written = count + len(stories), written + size(stories)
-            if sys.stderr.isatty():
-                print(f"\r{count} stories, {written} tokens", end="", file=sys.stderr)
 
 
 if __name__ == "__main__":

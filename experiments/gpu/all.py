@@ -10,7 +10,7 @@ together, in the second, on as many cores as there are:
         --models real/gemma3-270m.gguf
 
 - `bands`: whole prompts along bands, the choice, and FlexAttention, from 8,192 to 131,072 tokens.
-- `overhead`: a token under each method over stock, one row and 16, after 4,096 and 32,768 tokens, and its profile.
+- `overhead`: a token under each method over stock, one row and 16, after 4,096 and 32,768 tokens.
 - `fault`: tests of the last token of a row, which some cards misread, and which `load` then reads rightly.
 - `net-DTYPE`, `suite-kernels`, `suite`: drawn ways of using a model (`tests.ways`); the tests.
 - `family-SIZE`: larger members of the bundled model's family, their sink, and their loops with and without the guard,
@@ -73,7 +73,7 @@ OF_REAL = {  # on models that have an unembedding
 SCRIPTS = {  # of this folder: what is measured, and what makes it small
     "bands": (
         "--only prompt choice flex --layers 8 --dtype {dtype} --seconds {seconds}",
-        "--only prompt flex --shape lines-128 --heads 2 --layers 1 --lengths 130 --prompts 130 --alphas .9 --rounds 1",
+        "--only prompt flex --shape lines-128 --heads 2 --layers 1 --lengths 128 --prompts 130 --alphas .9 --rounds 1",
     ),
     "overhead": (
         "--dtype {dtype} --seconds {seconds}",

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -247,29 +248,26 @@ def main(
     settings: Row = {"heads": heads, "layers": layers, "shape": shape, "rounds": rounds, "dtype": dtype}
     steps = Steps("gpu-bands", out, settings, device, dtype, seconds)
 
-    def do(name: str, work: Callable[[], Row]) -> None:
-        if not only or name.split()[0] in only:
-            steps.do(name, work)
-
-    quarter = max(1, heads // 4)
+    planned: dict[str, Callable[[], Row]] = {}
     if not only or "prompt" in only:
         hidden, mlp, _, query_heads, kv = planted_lines.SHAPES[shape]
         planted_lines.SHAPES["measured"] = (hidden, mlp, layers, query_heads, kv)
         target = model_of(None, "measured", device, dtype)
-        ids = planted_lines.text(max(prompts), 0.1).to(target.device)
+        ids = planted_lines.text(max(prompts)).to(target.device)
         dense_times: dict[int, float] = {}
-        for n in prompts:
-            for alpha in alphas:
-                work = partial(prompt, target, ids[:, :n], alpha, device, min(3, rounds), dense_times)
-                do(f"prompt of {n}, alpha {alpha}", work)
-        del target
+        for n, alpha in product(prompts, alphas):
+            work = partial(prompt, target, ids[:, :n], alpha, device, min(3, rounds), dense_times)
+            planned[f"prompt of {n}, alpha {alpha}"] = work
+    quarter = max(1, heads // 4)
     for n in lengths:
-        do(f"choice at {n}", partial(choice, device, heads, quarter, n, rounds, dtype))
+        planned[f"choice at {n}"] = partial(choice, device, heads, quarter, n, rounds, dtype)
         fewer = max(3, rounds * lengths[0] // max(lengths[0], n))
-        do(f"layer at {n}", partial(layer, device, heads, quarter, n, fewer, dtype))
-    for share in (0.1, 0.3):
-        for n in lengths:
-            do(f"flex at {n}, {share}", partial(flex, device, heads, quarter, n, share, max(3, rounds // 2), dtype))
+        planned[f"layer at {n}"] = partial(layer, device, heads, quarter, n, fewer, dtype)
+    for share, n in product((0.1, 0.3), lengths):
+        planned[f"flex at {n}, {share}"] = partial(flex, device, heads, quarter, n, share, max(3, rounds // 2), dtype)
+    for name, work in planned.items():
+        if not only or name.split()[0] in only:
+            steps.do(name, work)
     steps.end()
 
 

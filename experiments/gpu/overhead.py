@@ -6,15 +6,15 @@ Without `--model`, random weights of 7B shape. Each method decodes the same toke
 model, in rounds whose order rotates; the ratio is the median over rounds with a 95 % bootstrap interval, of all tokens
 and of the median token behind the first, in which a policy cuts the prompt's cache. Full, an untriggered LoopGuard,
 StreamingLLM, SnapKV, TOVA, H2O and LoopServe's decoding. A step is a context and a batch, with half as many rounds
-where a prompt is longer than 4,096 tokens in all; a method for which memory does not suffice says so. Behind the first
-step a token of each method is profiled (`experiments.gpu.profiled`). No step begins after `--seconds`.
+where a prompt is longer than 4,096 tokens in all; a method for which memory does not suffice says so. No step begins
+after `--seconds`.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from experiments.gpu.profiled import TOKENS, profiled
 from experiments.gpu.steps import Steps, model_of
 from experiments.loopserve.latency import turn
 from experiments.planted_lines import text
@@ -111,19 +110,15 @@ def main(
     settings = {"model": model, "shape": shape, "new": new, "rounds": rounds, "budget": budget, "dtype": dtype}
     steps = Steps("gpu-overhead", out, settings, device, dtype, seconds)
     target = model_of(model, shape, device, dtype)
-    ids = text(max(contexts) + max(new, 2 * TOKENS), 0.1).remainder(int(target.config.vocab_size))
+    ids = text(max(contexts) + new).remainder(int(target.config.vocab_size))
     ids = ids.to(torch.device(device))
-    planned: dict[str, Callable[[], Row]] = {}
     for context, batch in itertools.product(contexts, batches):
         if context * batch > tokens:
             continue
         few = rounds if context * batch <= min(contexts) else max(2, rounds // 2)
         given = ids[:, : context + new].expand(batch, -1)
-        planned[f"{context} tokens, batch {batch}"] = partial(overhead, target, given, context, budget, few)
-        for name, edit in {"stock": None, **methods(budget)}.items():  # behind the first of all
-            planned.setdefault(f"profile of {name}", partial(profiled, target, edit, ids, context))
-    for name, step in planned.items():
-        steps.do(name, step)
+        work = partial(overhead, target, given, context, budget, few)
+        steps.do(f"{context} tokens, batch {batch}", work)
     steps.end()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.planted_lines import SMALL, made
+from experiments.planted_lines import made
 from experiments.record import Row, write_record
 from experiments.timing import clock
 from sinkscope.models.target import Target
@@ -43,29 +43,20 @@ class Steps:
         self._out = out
         self._device = torch.device(device)
         self._dtype = dtype
-        self._settings = {**settings, "hardware": self._hardware()}
-        self._started = time.perf_counter()
-        self._seconds = seconds
+        hardware = str(device) if self._device.type != "cuda" else torch.cuda.get_device_name(self._device)
+        self._settings = {**settings, "hardware": hardware}
+        self._end = time.perf_counter() + seconds
         self.rows: Row = {}
         if out.is_file():
             earlier = json.loads(out.read_text())
             if earlier.get("settings") == json.loads(json.dumps(self._settings)):
                 self.rows = {name: row for name, row in earlier["result"].items() if "error" not in row}
 
-    def _hardware(self) -> str:
-        if self._device.type == "cuda":
-            return torch.cuda.get_device_name(self._device)
-        return str(self._device)
-
-    def left(self) -> float:
-        """Seconds until no step begins any more."""
-        return self._started + self._seconds - time.perf_counter()
-
     def do(self, name: str, work: Callable[[], Row]) -> None:
         """Do a step, and write what came out with its seconds and its peak of memory on the device."""
         if name in self.rows:
             return
-        if self.left() < 0:
+        if time.perf_counter() > self._end:
             note(f"{name}: no time left")
             return
         on_gpu = self._device.type == "cuda"
@@ -98,7 +89,7 @@ def model_of(model: str | None, shape: str, device: str, dtype: str) -> Target:
     if model is not None:
         return target_of(load(model, device=device, dtype=dtype))
     with torch.device(device):
-        target = made(shape, 0, SMALL)
+        target = made(shape)
     for parameter in target.hf.parameters():  # buffers stay as they are: positions need float32
         parameter.data = parameter.data.to(getattr(torch, dtype))
     return target

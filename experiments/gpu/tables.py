@@ -63,7 +63,7 @@ def layers(file: Path) -> str:
 
 
 def tokens(file: Path) -> str:
-    """A token over stock, all of them and behind the first; launches and milliseconds of one."""
+    """A token over stock, all of them and behind the first."""
     over: list[list[str]] = []
     for step, row in rows_of(file).items():
         for name, one in row.items():
@@ -71,15 +71,7 @@ def tokens(file: Path) -> str:
                 low, high = one["interval"]
                 later = f"{one['later']['median']:.2f}"
                 over.append([step, name, f"{one['median']:.2f} ({low:.2f} to {high:.2f})", later])
-    spent: list[list[str]] = []
-    for step, row in rows_of(file, "profile").items():
-        times = [f"{row['device_ms']:.2f}", f"{row['host_ms']:.2f}"]
-        slowest = ", ".join(list(row["kernels"] or row["calls"])[:3])
-        spent.append(
-            [step.removeprefix("profile of "), f"{row['launches']:.0f}", f"{row['waits']:.0f}", *times, slowest]
-        )
-    head = ("a token of", "launches", "waits", "device (ms)", "host, profiled (ms)", "slowest")
-    return markdown(("after", "method", "over stock", "behind the first"), over) + markdown(head, spent)
+    return markdown(("after", "method", "over stock", "behind the first"), over)
 
 
 def checks(out: Path) -> str:

@@ -112,12 +112,8 @@ def dirty(text: str, rng: random.Random) -> str:
         words = part.split()
         for start in range(0, len(words), _LONGEST_SENTENCE):
             sentences.append(" ".join(words[start : start + _LONGEST_SENTENCE]))
-    sizes = []
-    for each in sentences:
-        sizes.append(len(each.split()))
-    copies: list[list[str]] = []
-    for _ in sentences:
-        copies.append([])
+    sizes = [len(each.split()) for each in sentences]
+    copies: list[list[str]] = [[] for _ in sentences]
     left = REDUNDANCY * sum(sizes)
     while left > 0:
         length = rng.randint(1, min(4, len(sentences)))
@@ -143,11 +139,9 @@ def seed_history(narrative: str, rng: random.Random) -> str:
     corrections = rng.sample(_CORRECTIONS, iterations)
     lines: list[str] = []
     for number, texts in enumerate(zip(drafts, corrections, strict=True), 1):
-        filled: list[str] = []
-        for text in texts:
-            sentence = text.format(who=who, other=other, part=rng.choice(_PARTS))
-            filled.append(sentence[:1].upper() + sentence[1:])
-        lines += [f"Iteration {number}", DRAFT, filled[0], CORRECTION, filled[1], ""]
+        filled = [text.format(who=who, other=other, part=rng.choice(_PARTS)) for text in texts]
+        draft, correction = (sentence[:1].upper() + sentence[1:] for sentence in filled)
+        lines += [f"Iteration {number}", DRAFT, draft, CORRECTION, correction, ""]
     return "\n".join([*lines, f"Iteration {iterations + 1}", DRAFT, ""])
 
 
@@ -195,10 +189,7 @@ def build(
         return len(tokenizer(text, verbose=False)["input_ids"])
 
     drafts = drafts_of(bench, records, count or COUNTS[bench], seed)
-    lengths = []
-    for each in drafts:
-        lengths.append(length(each.form(each.body)))
-    longest = longest_for_mean(lengths, target or TOKENS[bench])
+    longest = longest_for_mean([length(each.form(each.body)) for each in drafts], target or TOKENS[bench])
     rows: list[Row] = []
     for number, draft in enumerate(drafts):
         row: Row = {"id": f"{bench}-{number:04d}", "set": bench, "source_id": draft.record.id}
@@ -257,9 +248,7 @@ def main(
     records = read_longbench(LONGBENCH[bench], source)
     rows = build(bench, records, tokenizer, count, target_tokens, seed)
     write_rows(out, rows)
-    lengths = []
-    for row in rows:
-        lengths.append(len(tokenizer(row["prompt"], verbose=False)["input_ids"]))
+    lengths = [len(tokenizer(row["prompt"], verbose=False)["input_ids"]) for row in rows]
     counted_by = model or "the model in the package"
     print(f"{len(rows)} prompts, mean {sum(lengths) / len(lengths):,.0f} tokens of {counted_by}")
     print(f"the paper: {COUNTS[bench]} prompts, mean {TOKENS[bench]} tokens")

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import torch
 from experiments.loopguard.real_openings import openings_of
 from experiments.record import Row, write_record
 from experiments.script import run
-from experiments.timing import interleaved, ratio
+from experiments.timing import interleaved, ratio, token_seconds
 from sinkscope.loops.guard import LoopGuard
 from sinkscope.opening.load import load
 
@@ -35,12 +33,7 @@ def arm(model: Any, guard: LoopGuard | None) -> Callable[[], tuple[float, int]]:
     def continue_next() -> tuple[float, int]:
         inputs = model.tokenizer(next(texts)[1], return_tensors="pt")
         torch.manual_seed(0)
-        with nullcontext() if guard is None else guard.on(model) as entered:
-            start = time.thread_time()
-            output = model.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=True, pad_token_id=0)
-            seconds = time.thread_time() - start
-        alarms = 0 if entered is None else len(entered.events)
-        return seconds / (output.shape[1] - inputs["input_ids"].shape[1]), alarms
+        return token_seconds(model, guard, {**inputs, "min_new_tokens": NEW}, NEW)
 
     return continue_next
 

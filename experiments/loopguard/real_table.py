@@ -20,10 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from transformers import AutoTokenizer
 
 from experiments.loopguard.real import FULL, outputs_of
-from experiments.loopguard.real_openings import HALVES
 from experiments.record import Row, earlier, write_record
 from experiments.script import run
 from sinkscope.loops import tail_period
@@ -99,32 +99,25 @@ def judged(output: Row, stock: Row, tokenizer: Any) -> Row:
 def table(outputs: list[Row], tokenizer: Any) -> dict[str, dict[str, Row]]:
     """A row for each half and arm of one model, and what its healthy text is."""
     stock = {(one["half"], one["number"]): one for one in outputs if one["arm"] == FULL}
-    judgements: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    judgements: list[Row] = []
     for one in outputs:
         place = one["half"], one["number"]
         if place in stock:
-            judgements[one["half"], one["arm"]].append(judged(one, stock[place], tokenizer))
+            judgements.append({"half": one["half"], "arm": one["arm"], **judged(one, stock[place], tokenizer)})
+    judgement = pd.DataFrame(judgements)
     rows: dict[str, dict[str, Row]] = defaultdict(dict)
-    for (half, arm), each in judgements.items():
-        row: Row = {"outputs": len(each)}
-        for name in ("exact", "near", "ended", "acted", "same"):
-            row[name] = sum(one[name] for one in each)
-        row["near_acted"] = sum(one["near"] and one["acted"] for one in each)
-        row["exact_interval"] = interval(row["exact"], len(each))
-        row["near_interval"] = interval(row["near"], len(each))
+    for (half, arm), own in judgement.groupby(["half", "arm"], sort=False):
+        acted, quiet = own[own.acted], own[~own.acted & ~own.taken]
+        row: Row = {"outputs": len(own), **own[["exact", "near", "ended", "acted", "same", "taken"]].sum().to_dict()}
+        row |= {"near_acted": acted.near.sum(), "quiet": len(quiet), "quiet_unchanged": quiet.unchanged.sum()}
+        for name in ("exact", "near"):
+            row[f"{name}_interval"] = interval(int(row[name]), len(own))
         for name in ("behind", "distinct", "acts"):
-            row[name] = mean_known([one[name] for one in each])
-        stay = sum(one["stay"] for one in each if one["acted"])
-        if stay:
-            row["cost"] = (stay + sum(one["taken_back"] for one in each)) / stay
-        quiet = [one for one in each if not one["acted"] and not one["taken"]]
-        row["quiet"] = len(quiet)
-        row["quiet_unchanged"] = sum(one["unchanged"] for one in quiet)
-        row["taken"] = sum(one["taken"] for one in each)
-        rows[half][arm] = row
-    healthy: list[float | None] = []
-    for half in HALVES:
-        healthy += [one["distinct"] for one in judgements[half, FULL] if not one["exact"] and not one["near"]]
+            row[name] = mean_known(own[name])
+        if acted.stay.sum():
+            row["cost"] = 1 + acted.taken_back.sum() / acted.stay.sum()
+        rows[str(half)][str(arm)] = row
+    healthy = judgement[(judgement.arm == FULL) & ~judgement.exact & ~judgement.near].distinct
     rows["healthy"]["text"] = {"distinct": mean_known(healthy), "outputs": len(healthy)}
     return dict(rows)
 

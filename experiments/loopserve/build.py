@@ -121,10 +121,7 @@ def split_at_middle(text: str) -> tuple[str, str]:
     reach = max(len(text) // 10, 1)
     for gap, far in (("\n", reach), (" ", len(text))):
         places = [text.rfind(gap, 0, middle), text.find(gap, middle)]
-        near = []
-        for each in places:
-            if each >= 0 and abs(each - middle) <= far:
-                near.append(each)
+        near = [place for place in places if place >= 0 and abs(place - middle) <= far]
         if near:
             at = min(near, key=lambda place: abs(place - middle))
             return text[:at].rstrip(), text[at:].lstrip()
@@ -134,10 +131,7 @@ def split_at_middle(text: str) -> tuple[str, str]:
 def variants(question: str, halves: tuple[str, str], whole: str, glue: str, before: str = "") -> dict[str, str]:
     """The question before, between and after the halves of a context."""
     parts = {"begin": (question, whole), "middle": (halves[0], question, halves[1]), "end": (whole, question)}
-    prompts: dict[str, str] = {}
-    for position in POSITIONS:
-        prompts[position] = glue.join(part for part in (before, *parts[position]) if part)
-    return prompts
+    return {position: glue.join(part for part in (before, *parts[position]) if part) for position in POSITIONS}
 
 
 def question_answering(records: Sequence[LongBenchRecord], turns: int, rng: random.Random) -> tuple[BuiltTurn, ...]:
@@ -222,18 +216,13 @@ def classes_of(records: Sequence[LongBenchRecord]) -> list[str]:
 def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequence[str]) -> list[Row]:
     """Rows of the file of prompts: every dialogue at every position. Wrong classes follow the correct answer."""
     rows: list[Row] = []
-    metric = SETS[name].metric
     for number, dialogue in enumerate(dialogues):
         for position in POSITIONS:
             turns: list[Row] = []
             for turn in dialogue:
-                answers = list(turn.answers)
-                if metric == ACCURACY:
-                    for each in classes:
-                        if each not in turn.answers:
-                            answers.append(each)
+                answers = [*turn.answers, *(each for each in classes if each not in turn.answers)]
                 turns.append({"prompt": turn.prompts[position], "answers": answers})
-            row = {"id": f"{name}-{number} {position}", "set": name, "part": position, "metric": metric}
+            row = {"id": f"{name}-{number} {position}", "set": name, "part": position, "metric": SETS[name].metric}
             rows.append({**row, "turns": turns})
     return rows
 

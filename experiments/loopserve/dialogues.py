@@ -200,9 +200,7 @@ def finding(panel: Panel, rows: Sequence[Row]) -> str:
     """The best and the worst point of the first panel."""
     mine = [row for row in rows if row["panel"] == panel.title and row["at"] == ALL]
     mine.sort(key=lambda row: row[panel.key])
-    said = []
-    for row in (mine[0], mine[-1]):
-        said.append(f"{row[panel.key]:.0%} ({row['label']})")
+    said = [f"{row[panel.key]:.0%} ({row['label']})" for row in (mine[0], mine[-1])]
     return f"{panel.title}: from {said[0]} to {said[1]}"
 
 

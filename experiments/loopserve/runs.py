@@ -11,6 +11,7 @@ and a half of one core.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,15 +70,10 @@ class OneCache(Task):
         for prompt in batch.prompts:
             talk = Conversation(target, batch.methods[0].make(), tokenizer=target.tokenizer)
             for number, turn in enumerate(prompt.turns):
-                if number == 0:
-                    text = turn.text
-                else:
-                    text = f"\n\n{turn.text}"
+                text = f"\n\n{turn.text}" if number else turn.text
                 asked = talk.branch().ask(text, max_new_tokens=batch.new)
                 tokens = to_end(list(asked.ids), end_ids(target))
-                ended = "cap"
-                if tokens[-1] in end_ids(target):
-                    ended = "eos"
+                ended = "eos" if tokens[-1] in end_ids(target) else "cap"
                 costs = {
                     "prompt_tokens": asked.prompt_tokens,
                     "length": len(tokens),
@@ -132,13 +128,8 @@ class RandomKeep(SnapKV):
 
 def specs(names: Sequence[str]) -> list[str]:
     """Methods as their records are kept, at an eighth of the context; the name of the control is written out."""
-    written: list[str] = []
-    for text in names:
-        name, _, rest = text.partition(":")
-        if name == "random":
-            text = f"{__name__}:RandomKeep:{rest}"
-        written.append(str(read_method(text, SHARE)))
-    return written
+    own = f"{__name__}:RandomKeep:"
+    return [str(read_method(re.sub("^random:", own, name), SHARE)) for name in names]
 
 
 def answers(suite: Suite, methods: Sequence[str], work: Path) -> BenchRun:
@@ -156,18 +147,9 @@ def rows_of(records: Sequence[BenchRecord], method: str, by_turn: bool = False) 
     groups: dict[Any, list[BenchRecord]] = {ALL: []}
     for one in records:
         if str(one.method) == method:
-            at = one.settings.get("part")
-            if by_turn:
-                at = one.turn + 1
             groups[ALL].append(one)
-            groups.setdefault(at or ALL, [])
-            if at:
-                groups[at].append(one)
-    rows: list[Row] = []
-    for at, group in groups.items():
-        row: Row = {"at": at, "method": method, "answers": len(group), **_scores(group)}
-        rows.append(row)
-    return rows
+            groups.setdefault(one.turn + 1 if by_turn else one.settings["part"], []).append(one)
+    return [{"at": at, "method": method, "answers": len(group), **_scores(group)} for at, group in groups.items()]
 
 
 def _scores(records: Sequence[BenchRecord]) -> Row:
@@ -178,9 +160,7 @@ def _scores(records: Sequence[BenchRecord]) -> Row:
     left to the model).
     """
     kept = ("score", "prefix", "agree", "read", "cells", "prompt_tokens", "seconds")
-    found: Row = {}
-    for name in kept:
-        found[name] = mean_known(one.metrics.get(name) for one in records)
+    found: Row = {name: mean_known(one.metrics.get(name) for one in records) for name in kept}
     rate = interval_of(np.array([one.metrics["score"] for one in records]), SCORES)
     assert rate is not None, "an interval needs three answers"
     return found | {"low": rate.low, "high": rate.high}

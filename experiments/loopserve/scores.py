@@ -12,10 +12,7 @@ def accuracy(text: str, answers: Sequence[str]) -> float:
     does not count as named. (LongBench's code may miss such a part: it removes from the list that it walks.)
     """
     right = answers[0]
-    named = []
-    for each in answers:
-        if each in text and (each == right or each not in right):
-            named.append(each)
+    named = [each for each in answers if each in text and (each == right or each not in right)]
     if right in named:
         return 1 / len(named)
     return 0.0
@@ -26,7 +23,4 @@ def rouge_l(text: str, answers: Sequence[str]) -> float:
     from rouge_score.rouge_scorer import RougeScorer  # pyright: ignore[reportMissingImports]
 
     scorer = RougeScorer(["rougeL"])
-    values = []
-    for answer in answers:
-        values.append(float(scorer.score(answer, text)["rougeL"].fmeasure))
-    return max(values)
+    return max(float(scorer.score(answer, text)["rougeL"].fmeasure) for answer in answers)

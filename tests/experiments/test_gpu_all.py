@@ -109,7 +109,7 @@ def test_a_part_that_runs_alone_leaves_time_for_the_others(tmp_path, monkeypatch
 
 def test_every_script_of_the_folder_is_a_part():
     folder = Path(script.__file__).parent
-    helpers = {"__init__", "all", "steps", "flex", "profiled", "tables"}
+    helpers = {"__init__", "all", "steps", "flex", "tables"}
     alone = {"real", "last_token"}  # commands of their own
     assert {*script.SCRIPTS} == {file.stem for file in folder.glob("*.py")} - helpers - alone
     for room in script.ROOMS:
