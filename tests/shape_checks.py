@@ -3,16 +3,18 @@
 jaxtyping's own decorator makes two stubs of each function with beartype, and on every call it binds the arguments to
 the signature, calls one stub, the function, and the other stub. That was a third of the time of the tests. Here
 beartype checks the function itself, and only functions whose annotations name a shape; other types are basedpyright's.
-Each function is checked in its first `MANY` calls of a test: what a loop calls a thousand times is called alike.
+Each function is checked in its first `MANY` calls of a test: what a loop calls a thousand times is called alike. A
+function whose annotations certainly name no shape is left as it is: a wrapper that does nothing took a twentieth.
 """
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import functools
 import inspect
+import re
 import typing
-from collections import Counter
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -21,9 +23,12 @@ import jaxtyping
 from beartype import beartype
 
 MANY = 4  # the two layers of a small model, with a prompt and with a token
-_calls = Counter()  # of each function in this test, by the id of its code, whose hash takes long
+_left: dict[int, list[int]] = {}  # how often each function is still checked in this test, by the id of its code
+_started: list[list[int]] = []  # ... of those that it has called
 _context = functools.partial(jaxtyping.jaxtyped, "context")
 _SHAPED = {}  # does a function name shapes?
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_NOTHING = object()
 
 
 def install(package: str) -> None:
@@ -34,7 +39,9 @@ def install(package: str) -> None:
 
 def begin_test() -> None:
     """Check every function again from its first call on."""
-    _calls.clear()
+    for left in _started:
+        left[0] = MANY
+    _started.clear()
 
 
 def _checked(thing: Any = None, *, typechecker: Any = None) -> Any:
@@ -49,26 +56,42 @@ def _checked(thing: Any = None, *, typechecker: Any = None) -> Any:
 
 
 def _function(real: FunctionType) -> Callable[..., Any]:
-    if "<locals>" in real.__qualname__ and not _shaped(real):
+    if not _may_name_a_shape(real) or ("<locals>" in real.__qualname__ and not _shaped(real)):
         return real
     checks = []
-    code = id(real.__code__)
+    left = _left.setdefault(id(real.__code__), [MANY])  # one inside of another is made anew on each call of that
 
     @functools.wraps(real)
     def checked(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if _calls[code] >= MANY or jaxtyping.config.jaxtyping_disable:
+        if not left[0] or jaxtyping.config.jaxtyping_disable:
             return real(*args, **kwargs)
         if not _shaped(real):
-            _calls[code] = MANY
+            left[0] = 0
             return real(*args, **kwargs)
-        _calls[code] += 1
+        if left[0] == MANY:
+            _started.append(left)
+        left[0] -= 1
         if not checks:  # made by the first call: beartype takes long, and most files call few functions
             checks.append(_typed(real))
         with _context():
             return checks[0](*args, **kwargs)
 
     return checked
+
+
+def _may_name_a_shape(real: FunctionType) -> bool:
+    """Whether a word of an annotation is a shape, or nothing yet."""
+    for hint in real.__annotations__.values():
+        if not isinstance(hint, str):
+            if _names_a_shape(hint):
+                return True
+            continue
+        for word in _WORD.findall(hint):
+            value = real.__globals__.get(word, getattr(builtins, word, _NOTHING))
+            if value is _NOTHING or _names_a_shape(value) or getattr(value, "__module__", None) == "jaxtyping":
+                return True
+    return False
 
 
 def _shaped(real: FunctionType) -> bool:

@@ -42,6 +42,7 @@ def _dispatches(draw: Draw) -> bool:
     return FAMILIES[draw["family"]].dispatches
 
 
+HAS_NNSIGHT, HAS_PEFT = (find_spec(name) is not None for name in ("nnsight", "peft"))
 SEVERAL_LATER = ("second turn", "chunks", "turns", "prefix", "conversation", "conversation kept")
 """Ways in which a call reads several tokens behind others.
 
@@ -205,7 +206,7 @@ def _in_double(draw: Draw) -> bool:
 
 def _one_call(draw: Draw) -> bool:
     alone = draw["cache"] == "none" and draw["padding"] == "none" and draw["other"] == "nothing"
-    return alone and find_spec("nnsight") is not None
+    return alone and HAS_NNSIGHT
 
 
 WRAPPERS = {
@@ -213,7 +214,7 @@ WRAPPERS = {
     "module": Wrapper(Around, fits=lambda draw: draw["cache"] != "generate"),
     # Two threads cannot run one offloaded model: accelerate takes a layer's weights away under the other.
     "offloaded": Wrapper(_offloaded, fits=lambda draw: draw["cache"] != "gradients" and draw["other"] == "nothing"),
-    "lora": Wrapper(_lora, fits=lambda draw: find_spec("peft") is not None),
+    "lora": Wrapper(_lora, fits=lambda draw: HAS_PEFT),
     "compiled": Wrapper(_compiled, fits=lambda draw: draw["other"] == "nothing", same_bits=False),
     "compiled module": Wrapper(
         _compiled_module, fits=lambda draw: draw["other"] == "nothing" and draw["cache"] != "generate", same_bits=False
