@@ -160,7 +160,9 @@ def _same_start():
     """Every test starts from the same random numbers and unspent checks, whichever ran before it."""
     import torch
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` keeps the stack of each call for a GPU to come
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     begin_test()
 
 

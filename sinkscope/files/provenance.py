@@ -135,12 +135,16 @@ def commit_of(checkout: Path) -> str | None:
     return commit
 
 
+version_of = cache(metadata.version)
+"""Returns the version of an installed library, which is read once: its whole description is parsed for it."""
+
+
 def versions() -> dict[str, str]:
     """Return the versions of python, sinkscope, and the libraries that were used."""
     versions = {"python": platform.python_version(), "sinkscope": __version__}
     for name in LIBRARIES:
         if name in sys.modules:
-            versions[name] = metadata.version(name)
+            versions[name] = version_of(name)
     return versions
 
 

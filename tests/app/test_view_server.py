@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from served import LOCAL
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,9 @@ def server(model):
 def test_a_large_body_is_refused_before_it_is_read(server):
     address, process = server
     before = resident(process.pid)
-    answer = httpx.post(f"{address}view", content=(b"x" * (1 << 20) for _ in range(64)), trust_env=False, timeout=60)
+    answer = httpx.post(f"{address}view", content=(b"x" * (1 << 20) for _ in range(64)), timeout=60, **LOCAL)
     assert answer.status_code == 413 and "\n" not in answer.json()["error"]
-    declared = httpx.post(f"{address}view", content=b"x" * (1 << 21), trust_env=False, timeout=60)
+    declared = httpx.post(f"{address}view", content=b"x" * (1 << 21), timeout=60, **LOCAL)
     assert declared.status_code == 413
     assert resident(process.pid) - before < 30
 
@@ -61,7 +62,7 @@ def test_requests_that_never_end_hold_nobody_up_and_ctrl_c_ends_the_server(serve
             connection.sendall(head)
             waiting.append(connection)
     begin = time.monotonic()
-    assert httpx.get(address, trust_env=False, timeout=20).status_code == 200
+    assert httpx.get(address, timeout=20, **LOCAL).status_code == 200
     assert time.monotonic() - begin < 10
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(20) == 0

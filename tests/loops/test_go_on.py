@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from loop_texts import prose
-from served import served
+from served import LOCAL, served
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -152,7 +152,7 @@ def ask(
     """The events of an answer, and all its bytes."""
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "So?"}]} if "chat" in path else {"prompt": "So"}
     body = {"model": "m", "user": script, "stream": True, **asked, **more}
-    answer = httpx.post(f"{address}{path}", json=body, timeout=60, trust_env=False)
+    answer = httpx.post(f"{address}{path}", json=body, timeout=60, **LOCAL)
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
     return [json.loads(line) for line in lines], answer.content
 
@@ -271,7 +271,7 @@ def test_a_server_that_dies_while_it_continues_breaks_the_stream(plain):
 
 def test_a_client_that_leaves_ends_the_continuation(plain, model):
     body = {"model": "m", "user": "late", "stream": True, "pause": 0.004, "messages": []}
-    with httpx.stream("POST", f"{plain.address}/v1/chat/completions", json=body, trust_env=False) as answer:
+    with httpx.stream("POST", f"{plain.address}/v1/chat/completions", json=body, **LOCAL) as answer:
         for part in answer.iter_raw():
             if b": sinkscope: " in part:
                 break
@@ -296,7 +296,7 @@ def test_an_answer_that_is_not_streamed_is_watched_and_given_whole(path, plain, 
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "So?"}]} if "chat" in path else {"prompt": "So"}
     for script, expected in (("healthy", SCRIPTS["healthy"][0]), ("late", GOES_ON["late"])):
         body = {"model": "m", "user": script, **asked}
-        answer = httpx.post(f"{plain.address}{path}", json=body, timeout=60, trust_env=False)
+        answer = httpx.post(f"{plain.address}{path}", json=body, timeout=60, **LOCAL)
         assert answer.headers["content-type"] == "application/json"
         whole = answer.json()
         (only,) = whole["choices"]
@@ -304,14 +304,14 @@ def test_an_answer_that_is_not_streamed_is_watched_and_given_whole(path, plain, 
         assert said.split() == expected.split() and only["finish_reason"] == "stop" and whole["usage"]
         assert whole["object"] == ("chat.completion" if "chat" in path else "text_completion")
         assert model.bodies[-1]["stream"] is True
-    refused = httpx.post(f"{plain.address}{path}", json={"model": "m", "user": "late", **asked}, trust_env=False)
+    refused = httpx.post(f"{plain.address}{path}", json={"model": "m", "user": "late", **asked}, **LOCAL)
     assert refused.status_code == 500 and refused.json() == {"error": {"message": "no more"}}
 
 
 def test_metrics_count_what_went_on(plain):
     for script in ("late", "reasoning", "thrice"):
         ask(plain.address, script)
-    text = httpx.get(f"{plain.address}/metrics", trust_env=False).text
+    text = httpx.get(f"{plain.address}/metrics", **LOCAL).text
     counted = {}
     for line in text.splitlines():
         if line.startswith("sinkscope_") and "_created" not in line:
@@ -409,7 +409,7 @@ def test_lines_of_json_go_on_as_well():
                     "options": {"num_predict": 900},
                 }
                 for whole in ({}, {"stream": False}):
-                    got = httpx.post(f"{address}/api/chat", json={**body, **whole}, timeout=60, trust_env=False)
+                    got = httpx.post(f"{address}/api/chat", json={**body, **whole}, timeout=60, **LOCAL)
                     lines = [json.loads(line) for line in got.text.splitlines()]
                     said = "".join(line["message"].get(field) or "" for line in lines)
                     more = "".join(line["message"]["content"] for line in lines) if field == "thinking" else ""

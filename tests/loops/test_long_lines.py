@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import served
+from served import LOCAL, served
 from server_streams import chat_chunk
 
 from sinkscope.files.events import LONGEST
@@ -104,8 +104,9 @@ def test_time_grows_as_the_length(make, chunk):
     """Eight times as many bytes take at most twelve times as long; the processor's time, and the best of five tries."""
     short, long = make(BASE), make(8 * BASE)
     at_once(StreamWatch(MonitorSettings()).feeding(short))
+    one = many = float("inf")
     for _ in range(5):
-        one, many = (min(seconds(body, chunk)[0] for _ in range(2)) for body in (short, long))
+        one, many = (min(best, seconds(body, chunk)[0]) for best, body in ((one, short), (many, long)))
         if many <= 1.5 * len(long) / len(short) * max(one, 0.001):
             return
     pytest.fail(f"{len(short)} bytes take {one:.3f} s, {len(long)} take {many:.3f} s")
@@ -115,7 +116,10 @@ def test_time_grows_as_the_length(make, chunk):
 def test_up_to_the_bound_no_slice_of_work_is_long(make):
     """Of the processor's time, and the best of three tries."""
     body = make(LONGEST // TO_THE_BOUND[make] - 1000)
-    longest = min(seconds(body, 1 << 16)[1] for _ in range(3))
+    for _ in range(3):
+        longest = seconds(body, 1 << 16)[1]
+        if longest < WAIT:
+            break
     assert longest < WAIT, f"{len(body)} bytes: {longest:.3f} s in one slice"
 
 
@@ -211,19 +215,19 @@ def proxy() -> Iterator[SimpleNamespace]:
 @pytest.mark.parametrize("make", [no_end, one_event, log_probabilities, many_events], ids=lambda make: make.__name__)
 def test_no_client_waits_for_the_answer_of_another(make, proxy):
     """While a long answer passes, others are answered."""
-    body = make(1 << 19)
+    body = make(1 << 17)
     proxy.upstream.body = body
     done = threading.Event()
     got: list[bytes] = []
 
     def read() -> None:
-        got.append(httpx.post(f"{proxy.address}/long", json={}, timeout=300, trust_env=False).content)
+        got.append(httpx.post(f"{proxy.address}/long", json={}, timeout=300, **LOCAL).content)
         done.set()
 
     thread = threading.Thread(target=read)
     thread.start()
     answered = 0
-    with httpx.Client(trust_env=False, timeout=60) as client:
+    with httpx.Client(timeout=60, **LOCAL) as client:
         while not done.is_set():
             assert client.get(f"{proxy.address}/x").status_code == 200
             answered += 1
@@ -261,7 +265,7 @@ def test_work_gives_others_their_turn():
 def test_a_request_of_any_length_is_passed_on_and_not_held(proxy):
     size = 24 << 20
     parts = (b"x" * (1 << 20) for _ in range(size >> 20))
-    answer = httpx.post(f"{proxy.address}/x", content=parts, timeout=60, trust_env=False)
+    answer = httpx.post(f"{proxy.address}/x", content=parts, timeout=60, **LOCAL)
     assert answer.content == b"data: [DONE]\n\n" and proxy.upstream.received == size
-    answer = httpx.post(f"{proxy.address}/x", content=b"y" * size, timeout=60, trust_env=False)
+    answer = httpx.post(f"{proxy.address}/x", content=b"y" * size, timeout=60, **LOCAL)
     assert answer.status_code == 200 and proxy.upstream.received == size

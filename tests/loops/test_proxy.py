@@ -24,7 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_texts import prose, rows_of
-from served import served
+from served import LOCAL, served
 from server_streams import SERVERS, chat_chunk, choices_of, events
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -102,7 +102,7 @@ def plain() -> Iterator[SimpleNamespace]:
 def ask(plain: SimpleNamespace, server: str, text: str, **more: Any) -> bytes:
     """All bytes of the answer to a request of the proxy."""
     body = {"server": server, "text": text, **more}
-    return httpx.post(plain.address + PATHS.get(server, "/x"), json=body, timeout=60, trust_env=False).content
+    return httpx.post(plain.address + PATHS.get(server, "/x"), json=body, timeout=60, **LOCAL).content
 
 
 def _objects(server: str, data: bytes) -> list[Any]:
@@ -154,7 +154,7 @@ def test_the_upstream_call_ends_when_the_answer_is_cut_and_when_the_client_leave
     _wait(lambda: upstream.broken == before + 1)
     assert upstream.written - written < len(_sent("openai-chat", SECRET * 1_000)) / 10
     body = {"server": "openai-chat", "text": prose(3000), "pause": 0.01}
-    with httpx.stream("POST", f"{plain.address}/x", json=body, trust_env=False) as answer:
+    with httpx.stream("POST", f"{plain.address}/x", json=body, **LOCAL) as answer:
         next(answer.iter_raw())
     _wait(lambda: upstream.broken == before + 2)
 
@@ -171,27 +171,27 @@ def test_a_connection_that_breaks_is_broken_for_the_client_too(plain):
     body = {"server": "openai-chat", "text": HONEST, "breaks": 5000, "size": 700}
     got = b""
     with pytest.raises(httpx.RemoteProtocolError):
-        with httpx.stream("POST", f"{plain.address}/x", json=body, trust_env=False) as answer:
+        with httpx.stream("POST", f"{plain.address}/x", json=body, **LOCAL) as answer:
             for part in answer.iter_raw():
                 got += part
     assert len(got) > 3000 and _sent("openai-chat", HONEST).startswith(got)
 
 
 def test_a_request_that_is_no_stream_passes_unchanged(plain):
-    answer = httpx.get(f"{plain.address}/v1/models?a=1&b=%20", trust_env=False)
+    answer = httpx.get(f"{plain.address}/v1/models?a=1&b=%20", **LOCAL)
     assert answer.json() == {"path": "/v1/models", "query": "a=1&b=%20"}
-    answer = httpx.get(f"{plain.address}/error", trust_env=False)
-    direct = httpx.get(f"{plain.direct}/error", trust_env=False)
+    answer = httpx.get(f"{plain.address}/error", **LOCAL)
+    direct = httpx.get(f"{plain.direct}/error", **LOCAL)
     assert (answer.status_code, answer.content) == (404, direct.content) and answer.headers["x-reason"] == "no model"
-    httpx.delete(f"{plain.address}/api/delete", headers={"Authorization": "Bearer key"}, trust_env=False)
+    httpx.delete(f"{plain.address}/api/delete", headers={"Authorization": "Bearer key"}, **LOCAL)
     sent = plain.upstream.headers[-1]
     assert sent["authorization"] == "Bearer key" and sent["accept-encoding"] == "identity"
     assert plain.address.removeprefix("http://") not in sent["host"]
     seen = len(plain.lines)
-    whole = httpx.post(f"{plain.address}/v1/embeddings", trust_env=False)
+    whole = httpx.post(f"{plain.address}/v1/embeddings", **LOCAL)
     assert whole.json()["path"] == "/v1/embeddings"
     assert plain.lines[seen:] == ["POST /v1/embeddings: passed on unwatched: not streamed"]
-    strange = httpx.get(f"{plain.address}/v1/models", headers={"Host": "evil.example"}, trust_env=False)
+    strange = httpx.get(f"{plain.address}/v1/models", headers={"Host": "evil.example"}, **LOCAL)
     assert strange.status_code == 400
 
 
@@ -200,13 +200,13 @@ def test_a_server_that_is_not_there_is_an_error_in_json():
         closed.bind(("127.0.0.1", 0))
         upstream = f"http://127.0.0.1:{closed.getsockname()[1]}"
         with served(application(upstream, MonitorSettings(), print)) as address:
-            answer = httpx.post(f"{address}/v1/chat/completions", json={}, trust_env=False)
+            answer = httpx.post(f"{address}/v1/chat/completions", json={}, **LOCAL)
             assert health(address) == 503
     assert answer.status_code == 502 and "does not answer" in answer.json()["error"]["message"]
 
 
 def health(address: str) -> int:
-    return httpx.get(f"{address}/health", trust_env=False).status_code
+    return httpx.get(f"{address}/health", **LOCAL).status_code
 
 
 def test_health_is_that_of_the_server(plain):
@@ -323,7 +323,7 @@ def test_the_usage_that_a_server_says_in_each_chunk_is_passed_on():
 
 def counted(address: str) -> dict[str, float]:
     """The counts at /metrics, without those of the library."""
-    answer = httpx.get(f"{address}/metrics", trust_env=False)
+    answer = httpx.get(f"{address}/metrics", **LOCAL)
     assert answer.headers["content-type"].startswith("text/plain; version=")
     rows = [line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#")]
     return {name.removeprefix("sinkscope_"): float(value) for name, value in rows if "_created" not in name}
@@ -395,7 +395,7 @@ def test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content():
         try:
             address = process.stdout.readline().split()[0]
             body = {"server": "ollama-chat", "text": LOOPING}
-            data = httpx.post(f"{address}/api/chat", json=body, timeout=60, trust_env=False).content
+            data = httpx.post(f"{address}/api/chat", json=body, timeout=60, **LOCAL).content
             assert _objects("ollama-chat", data)[-1]["done_reason"] == "length"
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import zstandard
 from loop_texts import prose
-from served import served
+from served import LOCAL, served
 from server_streams import chat_chunk, events
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -81,7 +81,7 @@ def plain() -> Iterator[SimpleNamespace]:
 def ask(plain: SimpleNamespace, body: bytes, **given: Any) -> httpx.Response:
     plain.upstream.body = body
     plain.log.clear()
-    return httpx.post(f"{plain.address}/v1/x", params=given, json={}, timeout=60, trust_env=False)
+    return httpx.post(f"{plain.address}/v1/x", params=given, json={}, timeout=60, **LOCAL)
 
 
 @pytest.mark.parametrize("packing", PACKED)
@@ -138,7 +138,7 @@ UNWATCHED = {
 def test_what_cannot_be_read_is_passed_on_logged_and_counted(reason, plain):
     about, body = UNWATCHED[reason]
     before = count(plain.address, "unwatched_total", reason)
-    with httpx.Client(trust_env=False) as client:
+    with httpx.Client(**LOCAL) as client:
         plain.upstream.body = body
         plain.log.clear()
         with client.stream("POST", f"{plain.address}/v1/x", params=about, json={}) as answer:
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_is_passed_on_logged_and_counted(reason, plain):
 
 
 def count(address: str, name: str, label: str) -> float:
-    for line in httpx.get(f"{address}/metrics", trust_env=False).text.splitlines():
+    for line in httpx.get(f"{address}/metrics", **LOCAL).text.splitlines():
         if line.startswith(f"sinkscope_{name}{{") and f'"{label}"' in line:
             return float(line.rsplit(" ", 1)[1])
     return 0.0
@@ -161,7 +161,7 @@ def test_a_server_that_dies_ends_the_stream_in_the_same_way_and_is_counted(packi
     before = count(plain.address, "broken_answers_total", "unknown")
     plain.log.clear()
     with pytest.raises(httpx.RemoteProtocolError):
-        httpx.post(f"{plain.address}/v1/x", params={"dies": "1", **about}, json={}, trust_env=False)
+        httpx.post(f"{plain.address}/v1/x", params={"dies": "1", **about}, json={}, **LOCAL)
     assert any("the server broke off" in line for line in plain.log)
     assert count(plain.address, "broken_answers_total", "unknown") == before + 1
 

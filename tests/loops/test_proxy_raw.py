@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from served import served
+from served import LOCAL, served
 
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.servers.proxy import application
@@ -101,7 +101,7 @@ def test_a_strange_request_has_an_answer_or_a_closed_connection(attack, proxy):
     got = sent(proxy.address, head + b"Connection: close\r\n\r\n", wait=2.0)
     assert status(got) in ((expected,) if isinstance(expected, int) else expected), got[:200]
     assert b"Traceback" not in got
-    assert httpx.get(f"{proxy.address}/fine", trust_env=False).content == b"/fine"
+    assert httpx.get(f"{proxy.address}/fine", **LOCAL).content == b"/fine"
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def test_half_a_request_holds_nobody_up(proxy):
             connection = socket.create_connection((place.hostname, place.port))
             connection.sendall(head)
             open_ones.append(connection)
-    assert httpx.get(f"{proxy.address}/fine", trust_env=False, timeout=5).content == b"/fine"
+    assert httpx.get(f"{proxy.address}/fine", timeout=5, **LOCAL).content == b"/fine"
     for connection in open_ones:
         connection.close()
-    assert httpx.get(f"{proxy.address}/fine", trust_env=False, timeout=5).content == b"/fine"
+    assert httpx.get(f"{proxy.address}/fine", timeout=5, **LOCAL).content == b"/fine"
 
 
 def test_bytes_at_random_change_nothing(proxy):
@@ -166,4 +166,4 @@ def test_bytes_at_random_change_nothing(proxy):
             at = generator.randrange(len(data))
             data[at : at + generator.choice((0, 1, 3))] = generator.randbytes(generator.choice((0, 1, 2)))
         sent(proxy.address, bytes(data), wait=0.05)
-    assert httpx.get(f"{proxy.address}/fine", trust_env=False).content == b"/fine"
+    assert httpx.get(f"{proxy.address}/fine", **LOCAL).content == b"/fine"

@@ -6,9 +6,11 @@ import random
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
+from model_copies import Original
 from torch import Tensor
 
 from .noise import Space, fill, make_body, make_space
@@ -209,6 +211,14 @@ def organism(
     bos: bool = True,
 ) -> Organism:
     """Build the organism of `family` and `kind` that `seed` stands for: the same call gives the same weights."""
+    built, original = _built(family, seed, kind, n_layers, bos)
+    tokenizer = tokenizer_for(built.model.config.model_type, built.model.config.vocab_size, bos=bos)
+    return replace(built, model=original.copy(), tokenizer=tokenizer)
+
+
+@cache
+def _built(family: str, seed: int, kind: str, n_layers: int | None, bos: bool) -> tuple[Organism, Original]:
+    """An organism that nobody changes, and what copies its model."""
     plan = make_plan(family, seed, kind, n_layers, bos)
     b = Build(plan, f"{family} {kind} {seed} {bos}", seed)
     spike, reading = torch.zeros(plan.d_model), ()
@@ -233,7 +243,7 @@ def organism(
         reading_heads=reading,
         repeats_expected=plan.repeats_expected(),
     )
-    return Organism(b.model, tokenizer, truth, family, kind, seed, bos)
+    return Organism(b.model, tokenizer, truth, family, kind, seed, bos), Original(b.model)
 
 
 class HardBuild(Build):

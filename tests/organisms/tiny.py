@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from model_copies import Original
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -79,6 +82,17 @@ def as_trained(model_type: str) -> dict[str, str]:
 
 def tiny_model(model_type: str, seed: int = 0, **overrides) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Random causal LM of `model_type` (3 layers, d_model 32, 4 heads, float32, eval) and its tokenizer."""
+    key = model_type, seed, repr(sorted(overrides.items()))
+    if key not in _MADE:
+        _MADE[key] = Original(_made(model_type, seed, overrides))
+    model = _MADE[key].copy()
+    return model, tokenizer_for(model_type, model.config.vocab_size)
+
+
+_MADE: dict[tuple[str, int, str], Original] = {}
+
+
+def _made(model_type: str, seed: int, overrides: dict[str, Any]) -> PreTrainedModel:
     own = _OWN.get(model_type, {})
     settings = {**_SIZES, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD} | own | overrides
     config = AutoConfig.for_model(model_type, **settings)
@@ -91,7 +105,7 @@ def tiny_model(model_type: str, seed: int = 0, **overrides) -> tuple[PreTrainedM
                 parameter += 0.1 * torch.randn_like(parameter)
     torch.set_rng_state(generator_state)
     model.config.architectures = [type(model).__name__]
-    return model, tokenizer_for(model_type, config.vocab_size)
+    return model
 
 
 def tiny_multimodal(seed: int = 0) -> PreTrainedModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+from model_copies import Original
 from torch import nn
 
 VOCAB, LAYERS, HIDDEN, HEADS = 160, 3, 64, 4
@@ -298,9 +298,9 @@ def add_real(folder: Path) -> list[str]:
 
 
 @cache
-def _made(name: str, dtype: str) -> nn.Module:
+def _made(name: str, dtype: str) -> Original:
     if FAMILIES[name].loaded is not None:
-        return FAMILIES[name].loaded().requires_grad_(False).to(getattr(torch, dtype))
+        return Original(FAMILIES[name].loaded().requires_grad_(False).to(getattr(torch, dtype)))
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(FAMILIES[name].config()).eval()
     with torch.no_grad():
@@ -308,12 +308,12 @@ def _made(name: str, dtype: str) -> nn.Module:
             if weight.dim() == 1:  # biases of 0 and scales of 1 would hide what forgets them
                 weight.add_(torch.randn_like(weight) * 0.1)
     model.requires_grad_(False)
-    return model.to(getattr(torch, dtype))
+    return Original(model.to(getattr(torch, dtype)))
 
 
 def model_of(name: str, dtype: str = "float32", ends: str = "usual", device: str = "cpu") -> nn.Module:
     """A model of one's own, always the same."""
-    model = copy.deepcopy(_made(name, dtype))
+    model = _made(name, dtype).copy()
     for settings in (model.config, model.generation_config):
         settings.eos_token_id, settings.pad_token_id = ENDS[ends]
     return model.to(device)
