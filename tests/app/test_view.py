@@ -199,7 +199,7 @@ def test_a_body_that_is_no_json_is_refused_in_one_line(client, body):
 
 
 def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp_path):
-    monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
+    monkeypatch.setattr(Explorer, "showing", lambda text, *_, **__: replace(bundled, text=text))
     shown = ss.view(text="a block is a piece of text")
     sent = []
     monkeypatch.setattr(shown, "send", sent.append)

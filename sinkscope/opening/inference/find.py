@@ -46,6 +46,8 @@ _KNOWN: dict[ModelKey, Found] = {}
 _LOCK = threading.RLock()
 _MODES = threading.Lock()
 _EVALUATED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many hold a module that was training
+_APART = ("_name_or_path", "transformers_version", "dtype", "architectures", "eos_token_id", "pad_token_id")
+"""What two models may have of their own in a configuration, and keep their parts in the same places."""
 _TOKENS = 64  # in the vocabulary of a small model
 _LENGTH = 9  # tokens of a text
 _AHEAD = 1e-4  # share of the largest logit by which an unread token may change logits
@@ -193,7 +195,7 @@ def reads_ahead(target: Target) -> bool:
 def _key(hf: Any) -> ModelKey:
     """The key of a model's adapter; names, types and versions in its configuration do not count."""
     config = hf.config.to_dict()
-    for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
+    for name in _APART:
         config.pop(name, None)
     return ModelKey(type(hf), row_of(hf.config.model_type), str(sorted(config.items(), key=str)))
 
