@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from contextlib import redirect_stdout
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -71,17 +74,26 @@ ORDERS[
 ] = "[]"
 for module in ("sparse.lines", "loops.generate"):
     ORDERS[f"import sinkscope.{module} as other; print(other.__name__)"] = f"sinkscope.{module}"
-FORKS = """import multiprocessing, sys, transformers.modeling_utils
-for code in sys.argv[1:]:
-    fork = multiprocessing.get_context("fork").Process(target=exec, args=(code, {}))
-    fork.start()
-    fork.join()
-"""
 
 
-def test_modules_and_functions_of_one_name_can_be_imported_in_every_order():
-    """Each program is a fork of one that has loaded the libraries, and nothing of the package."""
-    assert python(FORKS, *ORDERS).stdout.splitlines() == list(ORDERS.values())
+def anew(code: str, out: Path) -> None:
+    """Run a program in a process that has loaded the libraries, as if nothing of the package were loaded."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sinkscope"]:
+        del sys.modules[name]
+    os.chdir(ROOT)
+    with out.open("w") as file, redirect_stdout(file):
+        exec(code, {})
+
+
+def test_modules_and_functions_of_one_name_can_be_imported_in_every_order(tmp_path):
+    said: list[str] = []
+    for number, code in enumerate(ORDERS):
+        out = tmp_path / str(number)
+        fork = multiprocessing.get_context("fork").Process(target=anew, args=(code, out))
+        fork.start()
+        fork.join()
+        said.append(out.read_text().strip())
+    assert said == list(ORDERS.values())
 
 
 def _module(file: Path) -> str:

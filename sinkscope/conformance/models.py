@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -167,13 +167,18 @@ def kit_tokens(name: str, earlier: Sequence[int], count: int, seed: int, draw: i
     """
     if name == "recall":
         return _question(earlier, count, seed)
-    order = random.Random(1000 * seed + draw).sample(range(5, VOCABULARY), VOCABULARY - 5)
     last = {token: place for place, token in enumerate(earlier)}
-    order.sort(key=lambda token: last.get(token, -1))
+    order = sorted(_shuffled(1000 * seed + draw), key=lambda token: last.get(token, -1))
     ids = list(islice(cycle(order), count))
     if not earlier:
         ids[0] = BOS
     return ids
+
+
+@lru_cache(1 << 10)
+def _shuffled(seed: int) -> tuple[int, ...]:
+    """The ordinary tokens of a tiny model in a drawn order."""
+    return tuple(random.Random(seed).sample(range(5, VOCABULARY), VOCABULARY - 5))
 
 
 def _question(earlier: Sequence[int], count: int, seed: int) -> list[int]:

@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from served import LOCAL
 
+from sinkscope.app.cli import main
+
+
+def command(folder: Path, words: list[str]) -> None:
+    """The command in a process of its own, whose output goes to files."""
+    sys.stdout, sys.stderr = ((folder / name).open("w", buffering=1) for name in ("out", "err"))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main(words))
+
 
 @pytest.fixture(scope="module")
-def server(model):
-    """The command in a process of its own, its address, and how it ended."""
-    words = [sys.executable, "-m", "sinkscope", "view", str(model), "--port", "0"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    address = ""
-    for line in process.stdout:
-        found = re.search(r"http://127\.0\.0\.1:\d+/\S+/", line)
-        if found:
-            address = found[0]
-            break
-    yield address, process
+def server(model, tmp_path_factory):
+    """The command in a fork of this process, which need not import torch again; its address, and what it says."""
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "out").touch()
+    words = ["view", str(model), "--port", "0"]
+    process = multiprocessing.get_context("fork").Process(target=command, args=(folder, words))
+    process.start()
+    found = None
+    while found is None and process.is_alive():
+        time.sleep(0.05)
+        found = re.search(r"http://127\.0\.0\.1:\d+/\S+/", (folder / "out").read_text())
+    assert found is not None, (folder / "err").read_text()
+    yield found[0], process, folder / "err"
     process.kill()
-    process.wait()
+    process.join()
 
 
 def test_a_large_body_is_refused_before_it_is_read(server):
-    address, process = server
+    address, process, _ = server
     before = resident(process.pid)
     answer = httpx.post(f"{address}view", content=(b"x" * (1 << 20) for _ in range(64)), timeout=60, **LOCAL)
     assert answer.status_code == 413 and "\n" not in answer.json()["error"]
@@ -49,7 +61,7 @@ def resident(process: int) -> float:
 
 
 def test_requests_that_never_end_hold_nobody_up_and_ctrl_c_ends_the_server(server):
-    address, process = server
+    address, process, errors = server
     place = urlsplit(address)
     waiting = []
     for head in (
@@ -65,7 +77,8 @@ def test_requests_that_never_end_hold_nobody_up_and_ctrl_c_ends_the_server(serve
     assert httpx.get(address, timeout=20, **LOCAL).status_code == 200
     assert time.monotonic() - begin < 10
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(20) == 0
-    assert "Traceback" not in process.stderr.read()
+    process.join(20)
+    assert process.exitcode == 0
+    assert "Traceback" not in errors.read_text()
     for connection in waiting:
         connection.close()
