@@ -15,9 +15,9 @@ from sinkscope.kv.registry import policies
 
 IDS = torch.tensor([[1] + [4 + (7 * i * i + 3 * i) % 60 for i in range(27)]])
 MEASURED: dict[str, Callable[..., Any]] = {
-    "find_sinks": partial(ss.find_sinks, max_repeats=64),
+    "find_sinks": partial(ss.find_sinks, max_repeats=16),
     "heads": partial(ss.heads, n_tokens=2),
-    "circuit": partial(ss.circuit, max_repeats=64),
+    "circuit": partial(ss.circuit, max_repeats=16),
     "repeat": partial(ss.repeat, max_repeats=24),
     "probability": partial(ss.repeat, max_repeats=24, quantity="probability"),
     "attack": partial(ss.attack, length=4, n_tokens=16, sequences=4),
@@ -77,7 +77,7 @@ def barcode(model: Any, tokenizer: Any) -> list[Any]:
 
 def generate(model: Any, tokenizer: Any, **settings: Any) -> list[Any]:
     """Tokens and events."""
-    made = ss.generate(model, [IDS[0].tolist()], tokenizer=tokenizer, max_new_tokens=60, **settings)
+    made = ss.generate(model, [IDS[0].tolist()], tokenizer=tokenizer, max_new_tokens=40, **settings)
     return [[one.tokens, [event.kind for event in one.events]] for one in made]
 
 

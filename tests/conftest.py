@@ -65,10 +65,10 @@ def skipping_what_is_missing() -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, None, None]:
-    """Fewer texts are surveyed where a test says so."""
+    """One text of each kind is surveyed where a test says so."""
     with pytest.MonkeyPatch.context() as patch:
         if item.get_closest_marker("few_texts"):
-            patch.setattr("sinkscope.sinks.spikes.survey.SURVEYED", 8)
+            patch.setattr("sinkscope.sinks.spikes.survey.SURVEYED", 4)
         return (yield)
 
 

@@ -37,6 +37,7 @@ def read(one: Explorer, o: Organism, ids: list[int]) -> ViewedText:
     return one.view(o.tokenizer.decode(ids)).texts[0]
 
 
+@pytest.mark.few_texts
 @pytest.mark.parametrize("family", ["llama", *(slow(other) for other in ("mixtral", "gpt2"))])
 def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_path):
     o = organism(family, 1)
@@ -120,6 +121,7 @@ def test_the_page_of_the_docs_quotes_what_the_view_says(bundled):
     assert {variant.sentence for variant in view.texts[0].variants[1:]} <= {*lines}
 
 
+@pytest.mark.few_texts
 def test_attention_is_that_of_the_models_own_weights(tmp_path):
     o = organism("mistral", 2)
     ids = o.natural(1, 300)[0].tolist()  # more than one chunk of queries

@@ -27,7 +27,10 @@ STRANGER = ROOT / "tests/fixtures/attention_entropy.py"
 BUNDLED = ROOT / "sinkscope/models/bundled/model.safetensors"
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
-pytestmark = pytest.mark.skipif(not BUNDLED.is_file(), reason="needs the model in the package")
+pytestmark = [
+    pytest.mark.skipif(not BUNDLED.is_file(), reason="needs the model in the package"),
+    pytest.mark.few_texts,
+]
 
 
 def blocks(page: str) -> list[str]:
@@ -149,7 +152,6 @@ def test_the_page_of_the_cache_names_functions_and_its_policy_halves_later_layer
     assert names["held"] == [41, 21, 21, 21, 21, 21] and len(names["to_first"]) == 4
 
 
-@pytest.mark.few_texts
 def test_the_callback_of_the_page_logs_beside_the_losses_of_the_trainer(run):
     names = run("docs/measure/training.md")
     assert [row["step"] for row in names["logged"]] == [0, 2, 4]

@@ -40,7 +40,7 @@ QUICK = {  # arguments with which a measurement takes about a second
     "attack": {"length": 4, "sequences": 4, "tokens": WORDS},
     "barcode": {"max_new_tokens": 8, "heads": ["L0.H0"]},
     "circuit": {"max_repeats": 16, "texts": 1},
-    "find_sinks": {"max_repeats": 64},
+    "find_sinks": {"max_repeats": 16},
     "heads": {"n_tokens": 2},
     "lines": {"count": 2, "length": 48, "layers": [1]},
     "lines_loss": {"count": 2, "length": 256, "alphas": [0.9]},

@@ -41,6 +41,7 @@ PLACED = [
 ]
 
 
+@pytest.mark.few_texts
 @pytest.mark.parametrize(("name", "family"), [*CASES, *PLACED])
 def test_the_planted_spikes_their_neurons_places_and_heads_are_found_and_no_others(name, family):
     h, setup, found = measured_spikes(find_sinks, name, family)
@@ -65,6 +66,7 @@ def test_the_planted_spikes_their_neurons_places_and_heads_are_found_and_no_othe
     plain.check_heads(h.model, sinks_of(setup).report.ids, found.heads)
 
 
+@pytest.mark.few_texts
 @pytest.mark.parametrize(("name", "family"), [("plain", "llama"), ("both", "gemma2"), ("redundant_pair", "gpt2")])
 def test_shares_and_what_is_left_are_those_of_plain_hooks(name, family):
     h, setup, found = measured_spikes(find_sinks, name, family)
@@ -81,7 +83,10 @@ def test_shares_and_what_is_left_are_those_of_plain_hooks(name, family):
                 assert writer.share == pytest.approx(shares[int(writer.part[4:])], abs=1e-3)
         assert spike.needed is not None
         neurons = [(one.layer, one.neuron) for one in spike.needed.neurons]
-        for outcome, at, texts in ((spike.effect.at_place, 0, len(ids)), (spike.effect.everywhere, None, 8)):
+        for outcome, at, texts in (
+            (spike.effect.at_place, 0, len(ids)),
+            (spike.effect.everywhere, None, min(8, len(ids))),
+        ):
             left = plain.without(model, ids[:texts], own, neurons, at)
             assert outcome.left == pytest.approx(left.left, abs=1e-3)
             assert outcome.heads == (plain.readers(plain.received(seen.attention)[..., :texts], own), left.heads)
