@@ -62,7 +62,9 @@ def measured(tmp_path_factory):
     def run(name, backend=None):
         return getattr(ss, name)(bundled(backend), text=text, **QUICK.get(name, {}))
 
-    return run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sinkscope.loops.why.CONTINUED", 24)
+        yield run
 
 
 @cache
