@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
-from experiments.real.models import MODELS, check, loaded, save
+from experiments.real.models import MODELS, check, opened, saved
 from sinkscope.errors import SinkscopeError
 
 GET = "python -m experiments.real.models FOLDER fetches it; then set SINKSCOPE_REAL=FOLDER"
@@ -27,11 +26,13 @@ class RealModel:
     Attributes:
         path: The GGUF file.
         model: The Hugging Face model, in eval mode.
+        folder: The same model as a folder of safetensors, which loads in a second.
         n_layers, n_heads: Its sizes.
     """
 
     path: Path
     model: Any
+    folder: Path
 
     @property
     def tokenizer(self) -> Any:
@@ -44,17 +45,6 @@ class RealModel:
     @property
     def n_heads(self) -> int:
         return self.model.config.num_attention_heads
-
-    @cached_property
-    def _saved(self) -> TemporaryDirectory[str]:
-        saved = TemporaryDirectory(prefix="sinkscope-real-")
-        save(self.model, Path(saved.name, self.path.stem))
-        return saved
-
-    @property
-    def folder(self) -> Path:
-        """The same model as a folder of safetensors, which loads in a second."""
-        return Path(self._saved.name, self.path.stem)
 
 
 def real(name: str) -> RealModel:
@@ -70,7 +60,9 @@ def real(name: str) -> RealModel:
     except SinkscopeError as error:
         pytest.skip(str(error))
     pytest.importorskip("gguf")
-    return RealModel(path, loaded(path))
+    with FileLock(path.with_suffix(".lock")):  # one process reads the file, and others what it wrote
+        model = opened(name, path.parent)
+    return RealModel(path, model, saved(name, path.parent))
 
 
 @pytest.fixture(scope="session")
