@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import multiprocessing
 import os
 import re
@@ -81,6 +82,7 @@ def anew(code: str, out: Path) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "sinkscope"]:
         del sys.modules[name]
     os.chdir(ROOT)
+    gc.disable()  # it would look through all that the process holds
     with out.open("w") as file, redirect_stdout(file):
         exec(code, {})
 

@@ -91,7 +91,7 @@ def test_samplers_do_what_transformers_does(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text("".join(json.dumps({"prompt": text, "answers": ["x"]}) + "\n" for text in prompts))
     methods = ["full", "temperature:0.7", "dry:1.5", "repetition-penalty:1.3"]
-    run = run_bench(model, f"loops:source={file}", methods, max_new_tokens=12)
+    run = run_bench(model, f"loops:source={file}", methods, max_new_tokens=16)
     found = {str(method): [one.tokens for one in run if str(one.method) == str(method)] for method in methods}
     assert len({str(tokens) for tokens in found.values()}) == len(methods), "each changes something"
     processors = {"full": [], "dry:1.5": [DRY(1.5)], "repetition-penalty:1.3": [RepetitionPenaltyLogitsProcessor(1.3)]}
@@ -99,11 +99,11 @@ def test_samplers_do_what_transformers_does(tmp_path):
         for text, tokens in zip(prompts, found[method], strict=True):
             ids = model.tokenizer(text, return_tensors="pt")
             written = model.generate(
-                **ids, max_new_tokens=12, do_sample=False, logits_processor=LogitsProcessorList(used)
+                **ids, max_new_tokens=16, do_sample=False, logits_processor=LogitsProcessorList(used)
             )
             assert list(tokens) == written[0, ids["input_ids"].shape[1] :].tolist()[: len(tokens)], method
-    again = run_bench(model, f"loops:source={file}", ["temperature:0.7"], max_new_tokens=12)
-    other = run_bench(model, f"loops:source={file}", ["temperature:0.7"], max_new_tokens=12, seed=1)
+    again = run_bench(model, f"loops:source={file}", ["temperature:0.7"], max_new_tokens=16)
+    other = run_bench(model, f"loops:source={file}", ["temperature:0.7"], max_new_tokens=16, seed=1)
     assert [one.tokens for one in again] == found["temperature:0.7"] != [one.tokens for one in other]
     said = tabulate_records([run]).conclusion()
     assert said.startswith("3 prompts are too few to rank methods: ") and "±" not in said

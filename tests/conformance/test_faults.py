@@ -71,12 +71,12 @@ def test_every_check_has_a_fault_that_it_names_and_a_place_in_the_order():
 
 def test_one_error_in_use_fails_one_check_and_is_said_with_its_line():
     """Scores of query heads failed 15 of 17 checks."""
-    result = ss.check_cache(MISTAKES["queries_are_not_watched"].factory, only=list(CHECKS)[:8])
+    result = ss.check_cache(MISTAKES["queries_are_not_watched"].factory)
     (failed,) = [one for one in result.checks if one.verdict == "fails"]
     assert failed.check == "no call raises an error"
     assert "Attended.scores (mistaken_policies.py:" in failed.seen and "the latest queries were not seen" in failed.seen
     stuck = [one for one in result.checks if one.verdict == "not judged"]
-    assert len(stuck) > 3 and {one.seen for one in stuck} == {"the error of the check 'no call raises an error'"}
+    assert len(stuck) > 10 and {one.seen for one in stuck} == {"the error of the check 'no call raises an error'"}
 
 
 def test_bytes_count_at_every_call_and_not_at_the_last_alone():
