@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,3 +54,15 @@ class Original:
     def copy(self) -> Any:
         """A model of one's own."""
         return _Reader(self._written, self._tensors).load()
+
+
+def bundled() -> Any:
+    """The model in the package, which is opened and proved once, in a copy of one's own."""
+    return _opened().copy()
+
+
+@cache
+def _opened() -> Original:
+    from sinkscope.opening.load import load  # not before shapes are checked
+
+    return Original(load())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from intervention_kit import loud_model
+from model_copies import bundled
 from organisms import tiny_model
 from refusals import refused
 from tokenizers.processors import TemplateProcessing
@@ -119,7 +120,7 @@ END_OF_REASONING = "\n</think>\n\n"
 @pytest.mark.parametrize("act", [None, "cut", "stop"])
 def test_a_loop_in_a_reasoning_ends_the_reasoning_once(act):
     """The other row, which is in no reasoning, is that of a guard that closes none."""
-    model = ss.load("bundled")
+    model = bundled()
     prompts = [f"<think> {LOOPING}", f"<think> well </think> {LOOPING}"]
     closing, plain = LoopGuard(act=act, reasoning="</think>"), LoopGuard(act=act)
     found = ss.generate(model, prompts, guard=closing, max_new_tokens=96, batch_size=2)
@@ -133,7 +134,7 @@ def test_a_loop_in_a_reasoning_ends_the_reasoning_once(act):
 
 
 def test_a_reasoning_has_an_end_that_is_known():
-    model = ss.load("bundled")
+    model = bundled()
     with refused(words=["LoopGuard(reasoning='end')", "give the mark"]):
         ss.generate(model, "The dog", guard=LoopGuard(reasoning="end"), max_new_tokens=5)
     for prompt, text, holds in (

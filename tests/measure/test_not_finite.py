@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import spoiled
+from model_copies import bundled
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -39,7 +39,7 @@ TENSORS = ("model.norm.weight", "lm_head.weight", "model.layers.2.mlp.down_proj.
 
 def broken(tensor: str, value: float) -> nn.Module:
     """The bundled model with one wrong number."""
-    model = copy.deepcopy(ss.load())
+    model = bundled()
     if tensor == "lm_head.weight":  # else it is the embedding
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     with torch.no_grad():

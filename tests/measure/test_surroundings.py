@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from calls_kit import calls, edits, measured
 from covering import covering
+from model_copies import bundled
 from same_kit import differences, plain
 from surroundings import SURROUNDINGS, state_of
 from transformers import AutoConfig
@@ -86,13 +87,13 @@ def said(name: str, model: Any, tokenizer: Any) -> Any:
 @cache
 def alone(name: str) -> Any:
     """What a measurement says of a model that nothing surrounds."""
-    model = ss.load()
+    model = bundled()
     return said(name, model, model.tokenizer)
 
 
 @pytest.mark.parametrize(("name", "surrounding"), CASES)
 def test_a_measurement_says_the_same_whatever_surrounds_it(name, surrounding):
-    model = ss.load()
+    model = bundled()
     tokenizer = model.tokenizer
     with SURROUNDINGS[surrounding](model) as surrounded:
         before = state_of(model)
