@@ -119,12 +119,13 @@ def test_the_model_in_the_package_has_the_planted_neuron_and_the_file_returns_it
 def test_the_circuit_says_what_marks_the_place_beside_other_components_as_plain_hooks_do(bundled):
     """The mark is measured in texts that did not choose it, the others in those that did."""
     model, sinks, found = bundled.target.model, sinks_of(bundled), ss.circuit.on(bundled, max_repeats=4)
-    outcomes: list[list[tuple[float, tuple[int, int]]]] = []
-    for ids in (sinks.report.ids, sinks.survey.ids):
+    outcomes: list[tuple[float, tuple[int, int]]] = []
+    chose, report = sinks.survey.ids, sinks.report.ids
+    for ids, parts in ((report, ("attention 0",)), (chose, ("embedding", "mlp 0", "attention 1"))):
         seen = plain.run(model, ids)
-        (own,), parts = plain.spikes(seen), ("attention 0", "embedding", "mlp 0", "attention 1")
-        outcomes.append([plain.without_part(model, ids, seen, own, part) for part in parts])
-    mark, others = outcomes[0][0], outcomes[1][1:]
+        (own,) = plain.spikes(seen)
+        outcomes += [plain.without_part(model, ids, seen, own, part) for part in parts]
+    mark, *others = outcomes
     left = found.spikes[0].marks[0]
     assert (left.part, left.heads) == ("attention 0", mark[1])
     assert left.left == pytest.approx(mark[0], abs=1e-3)
