@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -73,9 +72,7 @@ def test_requests_that_never_end_hold_nobody_up_and_ctrl_c_ends_the_server(serve
             connection = socket.create_connection((place.hostname, place.port))
             connection.sendall(head)
             waiting.append(connection)
-    begin = time.monotonic()
-    assert httpx.get(address, timeout=20, **LOCAL).status_code == 200
-    assert time.monotonic() - begin < 10
+    assert httpx.get(address, timeout=20, **LOCAL).status_code == 200  # or it raises
     os.kill(process.pid, signal.SIGINT)
     process.join(20)
     assert process.exitcode == 0

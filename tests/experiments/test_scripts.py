@@ -78,6 +78,20 @@ def dearer_in_later_turns(made: Any) -> bool:
     return max(every) < 1e-6 and random[2] > random[0]
 
 
+def costs_on_every_kind(made: Any) -> bool:
+    """A random part of the cache costs something on texts of all kinds."""
+    costs = [row["experiments.loopserve.runs:RandomKeep:16:window=4"]["kl"][0] for row in made.values()]
+    kinds = {f"bundled, {kind}, 0" for kind in ("prose", "code", "tables", "dialogue")}
+    return made.keys() == kinds and min(costs) > 0
+
+
+def finds_loops_and_no_honest_text(made: Any) -> bool:
+    """Ours, the first, has no false alarm on these texts, and none of the others finds more loops without one."""
+    ours, *others = made["detectors"]
+    rivals = [one["recall"] for one in others if one["false_alarms"] == 0]
+    return len(rivals) == 6 and ours["false_alarms"] == 0 and ours["recall"] >= max(rivals) > 0
+
+
 FILES = {  # prompts of LongEval's form, and dialogues of MT-bench's
     "t.jsonl": json.dumps({"prompt": "We talked about rivers. Now the record ends. What was the first topic?"}),
     "q.jsonl": json.dumps({"question_id": 1, "turns": ["Where do rivers begin?", "And where do they end? " * 9]}),
@@ -122,13 +136,6 @@ CASES = {
         right_behind_the_proxy,
         "x.json",
     ),
-    "bundled.stories": Case(
-        "--teacher sinkscope/models/bundled --out {out}/s.txt --tokens 50",
-        lambda text: text.count("Once there was a dog.\n<|end|>") >= 2,
-        "s.txt",
-        {"sample": lambda *_, **__: ["Once there was a dog."]},
-        quick=True,
-    ),
     "model_types": Case(
         "llama",
         lambda page: "In full, in all layers: `llama`." in page,
@@ -166,7 +173,7 @@ CASES = {
     ),
     "loopserve.decoding,settings": Case(
         "settings bundled --dialogue-files {out}/q.jsonl {out}/a.jsonl --pieces 0 --length 60 --out {out}",
-        lambda made: set(made) == {f"bundled, {kind}, 0" for kind in ("prose", "code", "tables", "dialogue")},
+        costs_on_every_kind,
         "loopserve_decoding.json",
         {"PANELS": {"budget": {"random part": ("random:window=4:{}", (16,))}}},
     ),
@@ -200,7 +207,7 @@ CASES = {
     ),
     "loopset.compare": Case(
         "--count 24 --out {out}/loops_compare.json",
-        lambda made: len(made["detectors"]) == 8,
+        finds_loops_and_no_honest_text,
         "loops_compare.json",
         quick=True,
     ),

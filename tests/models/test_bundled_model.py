@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from organisms import tiny_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from experiments import train_bundled
-from experiments.bundled import card, facts
+from experiments.bundled import card, facts, stories
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "sinkscope" / "models" / "bundled"
@@ -53,6 +54,26 @@ def test_the_shipped_model_has_the_numbers_of_the_record(shipped):
     for name, values in RECORD["planted"]["norms"].items():
         assert found[name] == pytest.approx(values, rel=1e-3), name
     assert facts.sink_heads(survey).sum(-1).tolist() == RECORD["planted"]["heads_per_layer"]
+
+
+def test_stories_end_by_themselves_and_a_second_call_goes_on(tmp_path):
+    """The teacher has random weights, so that it ends about one story in a hundred tokens."""
+    model, tokenizer = tiny_model("llama")
+    model.save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    told = tmp_path / "told.txt"
+
+    def size(count: int) -> int:
+        stories.main(teacher=str(tmp_path / "teacher"), out=told, tokens=count, rows=16)
+        texts = stories.read_stories(told)
+        assert texts and all(tokenizer.eos_token not in text for text in texts)
+        return sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+
+    assert size(20) >= 20
+    first = told.read_text()
+    told.write_text(first + "A story that was never")
+    assert size(20) >= 20 and told.read_text() == first
+    assert size(len(first) * 2) >= len(first) * 2 and told.read_text().startswith(first)
 
 
 @pytest.mark.slow
