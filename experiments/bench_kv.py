@@ -110,7 +110,6 @@ def overhead(rounds: int) -> Row:
     from sinkscope.loops.guard import LoopGuard
 
     logging.set_verbosity_error()
-    events: list[int] = []
 
     def arms(model: Any, new: int, prompt: int, **policies: Any) -> dict[str, Arm]:
         import torch
@@ -122,9 +121,7 @@ def overhead(rounds: int) -> Row:
 
             def run() -> Row:
                 torch.manual_seed(next(seeds))
-                seconds, acts = token_seconds(model, policy, {"input_ids": ids}, new)
-                events.append(acts)
-                return {"token": seconds}
+                return {"token": token_seconds(model, policy, {"input_ids": ids}, new)[0]}
 
             return run
 
@@ -144,7 +141,6 @@ def overhead(rounds: int) -> Row:
     return {
         "milliseconds_per_token": median_token(big["plain"]) * 1e3,
         "ratio": ratios(big),
-        "guard_events": sum(events),
         "bundled_microseconds_per_token": {name: median_token(rounds) * 1e6 for name, rounds in small.items()},
         "bundled_ratio": ratios(small),
     }

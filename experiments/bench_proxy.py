@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -104,27 +103,19 @@ def milliseconds(client: httpx.Client, asked: Row, requests: int) -> float:
     return 1000 * statistics.median(seconds_of(ask, time.perf_counter)[0] for _ in range(requests))
 
 
-def processor_seconds(process: int) -> float:
-    """The time of processors that a process has taken."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def overhead(direct: str, proxied: str, process: int, rounds: int, requests: int) -> list[Row]:
-    """What the proxy adds to a whole answer and to a stream, in milliseconds, and what its own process takes for it."""
+def overhead(direct: str, proxied: str, rounds: int, requests: int) -> list[Row]:
+    """What the proxy adds to a whole answer and to a stream, in milliseconds."""
     rows: list[Row] = []
     for kind in ("whole", "streamed"):
         asked = {"stream": kind == "streamed", "number": 3, "words": EVENTS}
         arms = {name: partial(milliseconds, client_of(address), asked, requests)
                 for name, address in (("direct", direct), ("proxied", proxied))}  # fmt: skip
-        begin = processor_seconds(process)
         times = interleaved(arms, rounds)
-        processor = 1000 * (processor_seconds(process) - begin) / ((rounds + 1) * requests)
         added = [after - before for before, after in zip(times["direct"], times["proxied"], strict=True)]
         medians = {name: statistics.median(values) for name, values in times.items()}
         row: Row = {"answer": kind, **medians, "added": statistics.median(added), "interval": interval(added)}
         row["least"] = min(added)  # of a machine that does other work, too
-        rows.append({**row, "processor": processor})
+        rows.append(row)
     return rows
 
 
@@ -226,7 +217,7 @@ def main(
         proxied, process = stack.enter_context(started(["sinkscope", "loops", "--proxy", direct, "--port", "0"]))
         made = earlier(out)
         if only in ("all", "overhead"):
-            made["rows"] = overhead(direct, proxied, process, rounds, per_round)
+            made["rows"] = overhead(direct, proxied, rounds, per_round)
         if only in ("all", "load"):
             made["load"] = {
                 "in_sequence": in_sequence(proxied, requests, process),

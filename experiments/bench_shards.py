@@ -80,15 +80,7 @@ def marked(wire: Wire) -> None:
 
 def generated(model: Any) -> Any:
     with torch.no_grad():
-        made = model.generate(
-            IDS,
-            max_new_tokens=NEW,
-            do_sample=False,
-            eos_token_id=None,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-    return torch.stack(made.logits)
+        return model.generate(IDS, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
 
 
 def under(edit: Any, model: Any) -> Any:

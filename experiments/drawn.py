@@ -49,11 +49,5 @@ def error_bars(rows: Sequence[Row], name: str, **style: Any) -> Row:
     return {"array": above, "arrayminus": below, "thickness": 1, **style}
 
 
-def at_place(position: str) -> str:
-    """The position of a question in words."""
-    return {"begin": "at the beginning", "middle": "in the middle", "end": "at the end"}.get(position, position)
-
-
-def powers(title: str | None = None) -> Row:
-    """Options of a logarithmic axis with a label at every power of ten."""
-    return {"title_text": title, "type": "log", "dtick": 1, "exponentformat": "power"}
+PLACES = {"begin": "at the beginning", "middle": "in the middle", "end": "at the end"}
+"""The positions of a question in words."""

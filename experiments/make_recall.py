@@ -1,6 +1,6 @@
 """Makes the recall model, whose weights are written by hand and answer questions about facts of earlier turns.
 
-    python -m experiments.make_recall [--out FOLDER] [--seed 0]
+    python -m experiments.make_recall [--out FOLDER]
 
 `docs/recall_model.md` explains the circuit. The residual stream is divided into named groups of dimensions; each head
 of the circuit reads some and writes others. The attention of all other heads falls with distance, has a share on the
@@ -410,8 +410,8 @@ def save(model: Any, folder: Path) -> None:
     (folder / "circuit.json").write_text(json.dumps(circuit) + "\n", encoding="utf-8")
 
 
-def main(*, out: Path = Path(__file__).parents[1] / "sinkscope/models/recall", seed: int = 0) -> None:
-    save(build(seed), out)
+def main(*, out: Path = Path(__file__).parents[1] / "sinkscope/models/recall") -> None:
+    save(build(), out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A checkpoint of full published shape with a planted attention sink; it takes as much memory and disk as the real one.
 
-    python -m experiments.make_shape --shape llama-2-7b --out DIR [--seed 0] [--dtype float16]
+    python -m experiments.make_shape --shape llama-2-7b --out DIR [--dtype float16]
 
 It shows what a measurement reads, how long it takes and whether it finds the sink, not what a trained model does.
 The circuit is that of the bundled model (`experiments.bundled.circuit`), untrained, and all heads of the layer after
@@ -28,6 +28,7 @@ SHAPES = {  # hidden size, MLP width, layers, query heads, kv heads, vocabulary,
     "tiny": (256, 512, 6, 8, 8, 320, 1024),
 }
 NOISE = 7.0  # norm of the rest of an embedding, beside the constant and the group
+SEED = 0
 READ = 2.0  # score of the first token in the layer after the sink layer, over what its key reads
 
 
@@ -64,7 +65,7 @@ def empty_model(shape: str, dtype: torch.dtype) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def planted(model: LlamaForCausalLM, seed: int) -> Plan:
+def planted(model: LlamaForCausalLM) -> Plan:
     """Write the circuit and the noise, and return what was planned."""
     config = model.config
     plan = make_plan(
@@ -73,10 +74,10 @@ def planted(model: LlamaForCausalLM, seed: int) -> Plan:
         d_model=config.hidden_size,
         d_mlp=config.intermediate_size,
         n_layers=config.num_hidden_layers,
-        seed=seed,
+        seed=SEED,
         siblings=config.num_attention_heads // config.num_key_value_heads,
     )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     model.model.embed_tokens.weight.normal_(0, NOISE / math.sqrt(config.hidden_size), generator=generator)
     plant(model, plan, Written(model))
     reading, slow = model.model.layers[plan.sink_layer + 1].self_attn, config.head_dim // 2 - 1
@@ -89,15 +90,14 @@ def main(
     *,
     shape: Literal[*SHAPES] = "llama-2-7b",
     out: Path,
-    seed: int = 0,
     dtype: Literal["float16", "bfloat16", "float32"] = "float16",
 ) -> None:
     """Make what the module describes."""
     model = empty_model(shape, getattr(torch, dtype))
-    plan = planted(model, seed)
+    plan = planted(model)
     model.save_pretrained(out, max_shard_size="4GB")
     export.save_tokenizer(corpus.train_tokenizer([], 0), out, model.config.max_position_embeddings)
-    export.save_circuit(plan, out, seed)
+    export.save_circuit(plan, out, SEED)
 
 
 if __name__ == "__main__":

@@ -51,24 +51,22 @@ def plant_two_hops(hf: Any) -> None:
     # Where layer 1 leaves the two values, at the last token of a fact: in dimensions that the recall model does not
     # use, and in those of keys that it says, which this model never does.
     places = list(range(CONST + 1, CONST + 1 + len(DIM["value"]))), DIM["out_key"]
+    middle, last_layer = (layer.self_attn for layer in hf.model.layers[1:3])
     for i, place in enumerate(places):
-        for layer, block in enumerate(hf.model.layers[1:3], 1):
-            if layer == 1:
-                rows = zip(DIM["prev_key"], DIM["key"], DIM["third_key"], strict=True)
-                terms: Terms = [
-                    ([bos], [(CONST, _SINK / CONST_SIZE), (last, -_LAST), (end, -_END)]),
-                    *((DIM[f"slot_{j + 1}"], [(CONST, _PLACE / CONST_SIZE * (i == j))]) for j in range(2)),
-                    *(([stated], [(link, _LINKED), (own, _OWN)]) for stated, link, own in rows),
-                ]
-                write_head(block.self_attn, 4 + i, terms, DIM["value"], place)
-            else:
-                rows = zip(DIM["prev_key"], DIM["third_key"], DIM["asked"], strict=True)
-                terms = [
-                    ([bos], [(CONST, _REST / CONST_SIZE), (one(f"want_{i + 1}"), -_WANTED)]),
-                    ([last], [(CONST, _AT / CONST_SIZE)]),
-                    *(([*stated], [(asked, _KEY)]) for *stated, asked in rows),
-                ]
-                write_head(block.self_attn, i, terms, place, DIM["out_value"], i * len(place))
+        rows = zip(DIM["prev_key"], DIM["key"], DIM["third_key"], strict=True)
+        terms: Terms = [
+            ([bos], [(CONST, _SINK / CONST_SIZE), (last, -_LAST), (end, -_END)]),
+            *((DIM[f"slot_{j + 1}"], [(CONST, _PLACE / CONST_SIZE * (i == j))]) for j in range(2)),
+            *(([stated], [(link, _LINKED), (own, _OWN)]) for stated, link, own in rows),
+        ]
+        write_head(middle, 4 + i, terms, DIM["value"], place)
+        rows = zip(DIM["prev_key"], DIM["third_key"], DIM["asked"], strict=True)
+        terms = [
+            ([bos], [(CONST, _REST / CONST_SIZE), (one(f"want_{i + 1}"), -_WANTED)]),
+            ([last], [(CONST, _AT / CONST_SIZE)]),
+            *(([*stated], [(asked, _KEY)]) for *stated, asked in rows),
+        ]
+        write_head(last_layer, i, terms, place, DIM["out_value"], i * len(place))
     hf.lm_head.weight[:, DIM["out_key"]] = 0.0
     hf.lm_head.weight[hf.config.eos_token_id, DIM["want_3"]] = _SAID
 

@@ -20,7 +20,8 @@ SHAPES = {  # hidden size, MLP, layers, query heads, kv heads
     "lines-7b": (4096, 11008, 32, 32, 32),
 }
 SMALL = 3e-4  # of what layers write: at 1 the first layer's writes drown the lines of the second
-VOCAB, MARKED, THETA, WIDTH, FAST = 512, 8, 1e8, 64, 12
+SHARE = 0.1  # of the tokens of a text are marked
+VOCAB, MARKED, THETA, FAST = 512, 8, 1e8, 12
 
 
 def made(shape: str) -> Target:
@@ -72,9 +73,9 @@ def made(shape: str) -> Target:
     return replace(target_of(model), name=shape)
 
 
-def text(length: int, marked: float = 0.1) -> Tensor:
+def text(length: int) -> Tensor:
     """Random tokens, a share of them marked: `[1 pos]`."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(MARKED, VOCAB, (1, length), generator=generator)
-    ids[:, torch.rand(length, generator=generator) < marked] = MARKED - 1
+    ids[:, torch.rand(length, generator=generator) < SHARE] = MARKED - 1
     return ids

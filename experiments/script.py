@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args, get_origin
-
-import click
+from functools import partial
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from experiments.record import Row
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.arguments import Parameter, parameters_of
+from sinkscope.files.arguments import parameters_of
 
 
 def run(main: Callable[..., None], argv: Sequence[str] | None = None) -> None:
@@ -24,56 +24,46 @@ def run(main: Callable[..., None], argv: Sequence[str] | None = None) -> None:
         main: the function.
         argv: the words after the name of the script. By default those of this process.
     """
-    command, words = command_of(main, sys.argv[1:] if argv is None else argv)
     try:
-        command.main(words, prog_name=f"python -m {command.name}", standalone_mode=False)
-    except (SinkscopeError, click.ClickException) as error:
-        said = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        print(f"error: {said}", file=sys.stderr)
+        main(**arguments_of(main, sys.argv[1:] if argv is None else argv))
+    except SinkscopeError as error:
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def command_of(main: Callable[..., None], argv: Sequence[str]) -> tuple[click.Command, list[str]]:
-    """The command of a function, and the words of its command line as click reads them."""
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of the package."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error."""
+        raise SinkscopeError(message)
+
+
+def arguments_of(main: Callable[..., None], argv: Sequence[str]) -> Row:
+    """Read the arguments of a function; those that are not given are left to it, which has the default."""
     module = inspect.getmodule(main)
-    name = main.__module__
-    if name == "__main__" and module is not None and module.__spec__ is not None:
-        name = module.__spec__.name
-    kinds = inspect.signature(main).parameters
-    every = parameters_of(main)
-    params = [_param(one, kinds[one.name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in every]
-    about = (inspect.getdoc(module) or "").partition("\n")[0]
-    command = click.Command(name, params=params, help=about, callback=lambda **given: _call(main, given))
-    lists = [f"--{one.name.replace('_', '-')}" for one in every if one.many]
-    return command, _repeated(argv, lists)
+    parser = Parser(description=(inspect.getdoc(module) or "").partition("\n")[0], allow_abbrev=False)
+    signature = inspect.signature(main).parameters
+    for one in parameters_of(main):
+        required = one.default is inspect.Parameter.empty
+        settings: Row = {"help": one.help.replace("%", "%%"), "default": argparse.SUPPRESS}
+        if one.type is bool:
+            settings["action"] = "store_true"
+        else:
+            settings["type"] = partial(value_of, one.type)
+        if one.many:
+            settings |= {"action": "extend", "nargs": "+" if required else "*"}
+        if signature[one.name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            parser.add_argument(one.name, **({"nargs": None if required else "?"} | settings))
+        else:
+            parser.add_argument(f"--{one.name.replace('_', '-')}", required=required, **settings)
+    return vars(parser.parse_args(argv))
 
 
-def _call(main: Callable[..., None], given: Row) -> None:
-    """Call the function; what was not given is left to it, which has the default."""
-    main(**{name: value for name, value in given.items() if value not in (None, ())})
-
-
-def _param(one: Parameter, positional: bool) -> click.Parameter:
-    """The argument or the option of a parameter."""
-    required = one.default is inspect.Parameter.empty
-    settings: Row = {"required": required, "help": one.help, "type": one.type}
-    if get_origin(one.type) is Literal:
-        settings["type"] = click.Choice(get_args(one.type))
-    if positional:
-        return click.Argument([one.name], nargs=-1 if one.many else 1, **settings)
-    shown = not required and one.default not in (None, False, (), "") and str(one.default)
-    flag = f"--{one.name.replace('_', '-')}"
-    return click.Option([flag, one.name], is_flag=one.type is bool, multiple=one.many, show_default=shown, **settings)
-
-
-def _repeated(words: Sequence[str], lists: Sequence[str]) -> list[str]:
-    """Write an option before each of its values: `--only a b` is `--only a --only b`."""
-    written: list[str] = []
-    last = ""
-    for word in words:
-        if word.startswith("--"):
-            last = word
-        elif last in lists and written[-1] != last:
-            written.append(last)
-        written.append(word)
-    return written
+def value_of(kind: Any, word: str) -> Any:
+    """Read a word; of a Literal it is one of its words."""
+    if get_origin(kind) is not Literal:
+        return kind(word)
+    if word not in get_args(kind):
+        raise argparse.ArgumentTypeError(f"{word!r}: expected one of {', '.join(get_args(kind))}")
+    return word

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import sys
 import time
 from pathlib import Path
 from statistics import fmean
@@ -41,13 +40,13 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
     told = read_stories(stories) if stories else []
     if len(told) < 100:
         raise SystemExit("error: give --stories FILE with 100 stories or more: python -m experiments.bundled.stories")
-    library = corpus.read_corpus()
+    python, valid_python, sha256 = corpus.read_corpus()
     held = max(20, len(told) // 50)
     texts = {
-        "python": library.train,
+        "python": python,
         "stories": told[held:],
         "passages": passages(settings.seed, PASSAGES, told[held:]),
-        "valid_python": library.valid,
+        "valid_python": valid_python,
         "valid_stories": told[:held],
     }
     learned = [text for kind, part in texts.items() if not kind.startswith("valid") for text in part]
@@ -55,11 +54,10 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
     export.save_tokenizer(tokenizer, out, settings.context)
     tokens = {kind: corpus.encode(tokenizer, part) for kind, part in texts.items()}
     about: dict[str, object] = {
-        "sha256": library.sha256,
+        "sha256": sha256,
         "stories_sha256": hashlib.sha256("\0".join(told).encode()).hexdigest(),
         "python": platform.python_version(),
         "files": {kind: len(part) for kind, part in texts.items()},
-        "characters": {kind: sum(map(len, part)) for kind, part in texts.items()},
         "tokens": {kind: len(ids) for kind, ids in tokens.items()},
     }
     (out / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
@@ -129,7 +127,6 @@ def main(
     export.save_model(trainer.model.cpu(), out)
     done = {"settings": vars(settings), "step": trainer.step}
     (out / "training.json").write_text(json.dumps(done, indent=1) + "\n")
-    print(f"step {trainer.step} of {steps}, {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -63,15 +63,11 @@ def norms(planted: Row, unplanted: Row) -> str:
 
 
 def sinks(planted: Row, unplanted: Row) -> str:
-    share, layers, rate = [], [], []
-    for one in (planted, unplanted):
-        share.append(f"{one['head_share']:.0%}")
-        layers.append(str(one["heads_per_layer"]))
-        rate.append(f"{one['sink_rate']['value']:.0%}")
+    both = planted, unplanted
     rows = [
-        ["heads after layer 1 with mean first-token attention > 0.3", *share],
-        ["such heads per layer", *layers],
-        ["sink rate (eps 0.3, 64 tokens, all layers)", *rate],
+        ["heads after layer 1 with mean first-token attention > 0.3", *(f"{one['head_share']:.0%}" for one in both)],
+        ["such heads per layer", *(str(one["heads_per_layer"]) for one in both)],
+        ["sink rate (eps 0.3, 64 tokens, all layers)", *(f"{one['sink_rate']['value']:.0%}" for one in both)],
     ]
     return markdown(["measurement", *BOTH], rows)
 

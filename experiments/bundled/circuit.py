@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-NO_GROUP = -1
+NO_GROUP, N_GROUPS = -1, 4
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ def make_plan(
     n_layers: int,
     seed: int,
     siblings: int = 2,
-    n_groups: int = 4,
 ) -> Plan:
     """Draw dimensions, neuron and token groups. `counts` are the corpus frequencies of all tokens.
 
@@ -73,12 +72,12 @@ def make_plan(
     mass is in no group: those tokens never become sinks, however often they are repeated.
     """
     rng = np.random.default_rng([seed, 1])
-    dims = rng.choice(d_model, size=n_groups + 4, replace=False).tolist()
+    dims = rng.choice(d_model, size=N_GROUPS + 4, replace=False).tolist()
     group_of = np.full(len(counts), NO_GROUP)
     ordinary = [token for token in range(len(counts)) if not bos_id <= token <= bos_id + 2]
     rare = sorted(ordinary, key=lambda i: (counts[i], i))[:64]
     group_of[[bos_id, *rng.choice(rare, size=8, replace=False)]] = 0
-    target = {NO_GROUP: 0.1} | dict.fromkeys(range(1, n_groups), 0.9 / (n_groups - 1))
+    target = {NO_GROUP: 0.1} | dict.fromkeys(range(1, N_GROUPS), 0.9 / (N_GROUPS - 1))
     mass = dict.fromkeys(target, 0.0)
     for token in rng.permutation([i for i in ordinary if group_of[i] != 0]):
         group = min(target, key=lambda g: mass[g] / target[g])
@@ -87,13 +86,13 @@ def make_plan(
     neuron = int(rng.integers(d_mlp))
     readers: list[tuple[int, ...]] = []
     for layer in range(n_layers):
-        half = sorted(rng.choice(n_groups, n_groups // 2, replace=False).tolist())
+        half = sorted(rng.choice(N_GROUPS, N_GROUPS // 2, replace=False).tolist())
         readers.append(tuple(half) if layer > Plan.sink_layer else ())
     return Plan(
         const=dims[0],
-        groups=tuple(dims[1 : 1 + n_groups]),
-        mark=dims[1 + n_groups],
-        sink=(dims[2 + n_groups], dims[3 + n_groups]),
+        groups=tuple(dims[1 : 1 + N_GROUPS]),
+        mark=dims[1 + N_GROUPS],
+        sink=(dims[2 + N_GROUPS], dims[3 + N_GROUPS]),
         neuron=neuron,
         group_of_token=tuple(group_of.tolist()),
         readers=tuple(readers),
@@ -179,11 +178,10 @@ def _plant_norms(model: LlamaForCausalLM, frozen: Frozen, plan: Plan, reserved: 
         if not name.endswith("norm.weight"):
             continue
         frozen.fix(name, reserved)
-        if name == "model.norm.weight":
-            parameter.fill_(plan.free_norm_weight)
-            continue
         # The constant makes every rms larger; the free dimensions start with the factor that undoes it.
         parameter.fill_(plan.free_norm_weight)
+        if name == "model.norm.weight":
+            continue
         frozen.fix(name, plan.const, rms / plan.const_size)
         layer = int(name.split(".")[2])
         attention = "input_layernorm" in name

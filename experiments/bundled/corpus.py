@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +16,6 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 EXCLUDED_DIRS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__"}
 )
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Training and validation files, in order, and the hash of all of them."""
-
-    train: list[str]
-    valid: list[str]
-    sha256: str
 
 
 def library_files(root: Path) -> list[Path]:
@@ -43,7 +33,8 @@ def is_validation(path: Path) -> bool:
     return hashlib.sha256(path.as_posix().encode()).digest()[0] < 8
 
 
-def read_corpus() -> Corpus:
+def read_corpus() -> tuple[list[str], list[str], str]:
+    """Training and validation files, in order, and the hash of all of them."""
     root = Path(sysconfig.get_paths()["stdlib"])
     train: list[str] = []
     valid: list[str] = []
@@ -55,7 +46,7 @@ def read_corpus() -> Corpus:
             continue
         digest.update(path.as_posix().encode() + b"\0" + text.encode() + b"\0")
         (valid if is_validation(path) else train).append(text)
-    return Corpus(train, valid, digest.hexdigest())
+    return train, valid, digest.hexdigest()
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:

@@ -29,11 +29,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
 
 
 def save_circuit(plan: Plan, folder: Path, seed: int) -> None:
-    text = json.dumps(truth(plan, seed), indent=1)
-    # One line for the long list of groups, so that the file stays readable.
-    head, _, tail = text.partition('"group_of_token": [')
-    numbers, _, rest = tail.partition("]")
-    (folder / "circuit.json").write_text(f'{head}"group_of_token": [{"".join(numbers.split())}]{rest}\n')
+    (folder / "circuit.json").write_text(json.dumps(truth(plan, seed)) + "\n")
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:

@@ -170,14 +170,12 @@ class Mixture:
         drawn = (rng.random() + np.arange(rows)) / rows * self.edges[-1]
         for row, known, kind in zip(ids, scored, np.searchsorted(self.edges, drawn, side="right"), strict=True):
             name = self.kinds[min(int(kind), len(self.kinds) - 1)]
+            about = {"length": length, "vocab_size": self.vocab_size, "bos_id": self.bos_id}
             if name == "cycles":
-                made, seen = cycles(
-                    rng, rows=1, length=length, vocab_size=self.vocab_size, bos_id=self.bos_id, twins=1 / 3
-                )
-                row[:], known[:] = made[0], seen[0]
+                row[None], known[None] = cycles(rng, rows=1, twins=1 / 3, **about)
                 continue
             if name == "facts":
-                row[:], known[:] = facts(rng, length=length, vocab_size=self.vocab_size, bos_id=self.bos_id)
+                row[:], known[:] = facts(rng, **about)
                 continue
             row[:] = self.crop(rng, name, length)
             if rng.random() < self.bos_share:

@@ -72,14 +72,13 @@ OF_REAL = {  # on models that have an unembedding
 }
 SCRIPTS = {  # of this folder: what is measured, and what makes it small
     "bands": (
-        "--only prompt choice flex --layers 8 --dtype {dtype} --seconds {seconds}",
+        "--only prompt choice flex --layers 8 --seconds {seconds}",
         "--only prompt flex --shape lines-128 --heads 2 --layers 1 --lengths 128 --prompts 130 --alphas .9 --rounds 1",
     ),
     "overhead": (
-        "--dtype {dtype} --seconds {seconds}",
+        "--seconds {seconds}",
         "--shape lines-128 --contexts 96 --batches 1 2 --new 4 --rounds 2 --budget 72",
     ),
-    "adapters": ("--dtype {dtype}", "--types gpt2 opt --layers 2"),
 }
 PYTEST = "python -m pytest -q -p no:cacheprovider -o addopts="
 KERNELS = "tests/sparse/test_loopserve_triton.py"
@@ -117,35 +116,15 @@ class Part:
         return ["sh", "-c", line.replace("python -m", f"{sys.executable} -m")]
 
 
-def scripts_of(out: Path, dry: bool) -> dict[str, Part]:
-    """The parts that are scripts of this folder."""
-    dtype, device = ("float32", "cpu") if dry else ("bfloat16", "cuda")
-    parts: dict[str, Part] = {}
-    for name, (words, small) in SCRIPTS.items():
-        filled = f"{words} {small if dry else ''}".replace("{dtype}", dtype)
-        script = f"python -m experiments.gpu.{name} --out {out / name}.json --device {device} {filled}"
-        parts[name] = Part(script, name in AT_MOST, name == "adapters")
-    return parts
-
-
-def family_of(out: Path, teacher: Path, dry: bool) -> dict[str, Part]:
-    """The parts that train members of the family."""
-    parts: dict[str, Part] = {}
-    for size in ("tiny", "small") if dry else ("48m", "120m"):
-        name = f"family-{size}"
-        sizes = {"steps": 70, "tokens": 1024, "new": 40} if dry else {"steps": 1250, "tokens": 16384, "new": 1000}
-        about = {"size": size, "name": name, "out": out, "teacher": teacher, "device": "cpu" if dry else "cuda"}
-        stories = out / ("stories.txt" if dry else f"{name}.txt")
-        words = FAMILY if dry else STORIES + FAMILY
-        parts[name] = Part(words.format(stories=stories, **about, **sizes))
-    return parts
-
-
 def parts_of(out: Path, models: Sequence[Path], teacher: Path, dry: bool) -> dict[str, Part]:
     """Each part by its name, in order of value."""
     shape, dtype, device = ("tiny", "float32", "cpu") if dry else ("llama-2-7b", "bfloat16", "cuda")
-    parts = scripts_of(out, dry)
+    parts: dict[str, Part] = {}
+    for name, (words, small) in SCRIPTS.items():
+        script = f"python -m experiments.gpu.{name} --out {out / name}.json --device {device} --dtype {dtype}"
+        parts[name] = Part(f"{script} {small if dry else words}", alone=True)
     parts["fault"] = Part(f"{PYTEST} tests/opening/test_device_attention.py")
+    parts["adapters"] = Part(f"{PYTEST} tests/opening/test_true_widths.py", by_name=True)
     for drawn in ("float32", "bfloat16"):
         seconds = "60" if dry else "{seconds}"
         parts[f"net-{drawn}"] = Part(f"python -m tests.ways --seconds {seconds} --only device={device} dtype={drawn}")
@@ -153,7 +132,12 @@ def parts_of(out: Path, models: Sequence[Path], teacher: Path, dry: bool) -> dic
     suite = "tests/engine/test_tokens.py" if dry else f"-n 6 --dist loadfile -m 'not slow' {rooms}"
     parts["suite-kernels"] = Part(f"{PYTEST} {KERNELS}", by_name=dry)
     parts["suite"] = Part(f"{PYTEST} {suite}")
-    parts |= family_of(out, teacher, dry)
+    for size in ("tiny", "small") if dry else ("48m", "120m"):
+        name = f"family-{size}"
+        sizes = {"steps": 70, "tokens": 1024, "new": 40} if dry else {"steps": 1250, "tokens": 16384, "new": 1000}
+        about = {"size": size, "name": name, "out": out, "teacher": teacher, "device": device, **sizes}
+        stories = out / ("stories.txt" if dry else f"{name}.txt")
+        parts[name] = Part((FAMILY if dry else STORIES + FAMILY).format(stories=stories, **about))
     planted = out / "shape"
     make = f"python -m experiments.make_shape --shape {shape} --dtype {dtype} --out {planted}"
     parts["shape"] = Part(make, alone=True, by_name=True)
@@ -167,72 +151,54 @@ def parts_of(out: Path, models: Sequence[Path], teacher: Path, dry: bool) -> dic
     return parts
 
 
-class Running:
-    """A part that runs in a process of its own; what it says goes into a file."""
-
-    def __init__(self, command: Sequence[str], log: Path, dry: bool) -> None:
-        self._log = log
-        environment = {**os.environ, "TRITON_INTERPRET": "1"} if dry else None
-        with log.open("ab") as said:
-            self._process = subprocess.Popen(
-                command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True, env=environment
-            )
-
-    def problem(self, seconds: float) -> str:
-        """Wait at most so long, and end it with everything that it started; why it is not done, or nothing."""
-        try:
-            code = self._process.wait(max(0.0, seconds))
-        except subprocess.TimeoutExpired:
-            return "not done in time; give the command again to go on"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        if code == 0:
-            return ""
-        lines = self._log.read_text(errors="replace").split("\n")
-        return f"exit code {code}: {next(filter(None, reversed(lines)), 'it said nothing')}"
+def started(command: Sequence[str], log: Path, dry: bool) -> subprocess.Popen[bytes]:
+    """Start a part in a process of its own; what it says goes into a file."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"} if dry else None
+    with log.open("ab") as said:
+        return subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True, env=environment
+        )
 
 
-class Calls:
-    """The parts of one call.
+def problem_of(process: subprocess.Popen[bytes], log: Path, seconds: float) -> str:
+    """Wait at most so long, and end a part with all that it started; why it is not done, or nothing."""
+    try:
+        code = process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        return "not done in time; give the command again to go on"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if code == 0:
+        return ""
+    lines = log.read_text(errors="replace").split("\n")
+    return f"exit code {code}: {next(filter(None, reversed(lines)), 'it said nothing')}"
 
-    Args:
-        out: Folder of results and logs.
-        parts: All parts.
-        end: When everything is ended, on the monotonic clock.
-        dry: Whether this is a rehearsal.
-    """
 
-    def __init__(self, out: Path, parts: dict[str, Part], end: float, dry: bool) -> None:
-        self._out, self._parts, self._end, self._dry = out, parts, end, dry
-        self.problems: list[str] = []
-
-    def make(self, names: Sequence[str]) -> None:
-        """Make these parts at the same time."""
-        began = time.monotonic()
-        left = self._end - began
-        if len(names) == 1:
-            left = min(left, AT_MOST.get(names[0], left))
-        running: dict[str, Running] = {}
-        for name in names:
-            done = self._out / f"{name}.done"
-            if done.is_file() and done.read_text() == self._parts[name].words:
-                print(f"{name}: done before", flush=True)
-            elif left <= 0:
-                self._tell(name, "no time left; give the command again")
-            else:
-                command = self._parts[name].command(max(1.0, left - LATE))
-                running[name] = Running(command, self._out / f"{name}.log", self._dry)
-        for name, one in running.items():
-            self._tell(name, one.problem(began + left - time.monotonic()))
-
-    def _tell(self, name: str, problem: str) -> None:
-        print(f"{name}: {problem or 'done'}", flush=True)
-        if problem:
-            self.problems.append(problem)
+def make(parts: dict[str, Part], out: Path, end: float, dry: bool) -> list[str]:
+    """Make parts at the same time, until the end on the monotonic clock; returns the problems."""
+    began = time.monotonic()
+    left = end - began
+    if len(parts) == 1:
+        left = min(left, *(AT_MOST.get(name, left) for name in parts))
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    problems: dict[str, str] = {}
+    for name, part in parts.items():
+        done = out / f"{name}.done"
+        if done.is_file() and done.read_text() == part.words:
+            print(f"{name}: done before", flush=True)
+        elif left <= 0:
+            problems[name] = "no time left; give the command again"
         else:
-            (self._out / f"{name}.done").write_text(self._parts[name].words)
+            running[name] = started(part.command(max(1.0, left - LATE)), out / f"{name}.log", dry)
+    for name, process in running.items():
+        problems[name] = problem_of(process, out / f"{name}.log", began + left - time.monotonic())
+    for name, problem in problems.items():
+        print(f"{name}: {problem or 'done'}", flush=True)
+        if not problem:
+            (out / f"{name}.done").write_text(parts[name].words)
+    return list(filter(None, problems.values()))
 
 
 def main(
@@ -272,13 +238,13 @@ def main(
         if "bands" in names and find_spec("triton") is None:
             names.remove("bands")
             print("bands: not rehearsed, because triton is not installed", flush=True)
-    calls = Calls(out, parts, time.monotonic() + 60 * total, dry)
-    for name in names:
-        if parts[name].alone or dry:
-            calls.make([name])
-    if not dry:
-        calls.make([name for name in names if not parts[name].alone])
-    if calls.problems:
+    end = time.monotonic() + 60 * total
+    alone = [name for name in names if parts[name].alone or dry]
+    together = {name: parts[name] for name in names if name not in alone}
+    problems: list[str] = []
+    for each in [*({name: parts[name]} for name in alone), together]:
+        problems += make(each, out, end, dry)
+    if problems:
         raise SystemExit(1)
 
 

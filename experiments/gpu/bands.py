@@ -10,7 +10,7 @@ timed is right.
 
 - `prompt`: a whole prompt of a model of a 7B shape with random weights and planted lines, with `--layers` layers.
 - `choice`: the choice of columns and bands, launched step by step and as it is recorded for a prompt.
-- `layer`: attention on given shares, the choice and both together, beside FlashAttention and cuDNN's attention.
+- `layer`: attention on given shares, beside FlashAttention and cuDNN's attention.
 - `flex`: FlexAttention on the same columns and bands (`experiments.gpu.flex`) beside our kernel.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments import planted_lines
-from experiments.gpu.flex import FlexBands
+from experiments.gpu.flex import flex_bands
 from experiments.gpu.steps import Steps, model_of
 from experiments.record import Row
 from experiments.script import run
@@ -41,20 +40,12 @@ from sinkscope.sparse.bands import NEAR, TILE, Bands, BlockGrid
 from sinkscope.sparse.choice import bands_from, recorded_bands, sampled_rows
 from sinkscope.sparse.serve import LoopServe
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-
-def kernels() -> tuple[Any, Any]:
-    """The modules that need triton."""
-    from sinkscope.sparse import triton, triton_sums
-
-    return triton, triton_sums
-
-
-def drawn(heads: int, kv: int, queries: int, keys: int, width: int, dtype: torch.dtype, device: str) -> Any:
+def drawn(heads: int, kv: int, queries: int, keys: int, width: int, dtype: str, device: str) -> Any:
     """Random scores and values, keys as a model gives them, not contiguous."""
-    query = torch.randn(queries, heads, width, device=device, dtype=dtype).transpose(0, 1)
-    key, value = (torch.randn(keys, kv, width, device=device, dtype=dtype).transpose(0, 1) for _ in range(2))
+    draw = partial(torch.randn, device=device, dtype=getattr(torch, dtype))
+    query = draw(queries, heads, width).transpose(0, 1)
+    key, value = (draw(keys, kv, width).transpose(0, 1) for _ in range(2))
     return Scores(query, key, 1.5 * width**-0.5), value
 
 
@@ -112,10 +103,10 @@ def chooser(scores: Scores, alpha: float, replayed: bool = False) -> Callable[[]
 @torch.no_grad()
 def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) -> Row:
     """The choice alone, launched step by step and replayed, and its parts."""
-    triton, sums = kernels()
-    scores, _ = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
-    grid = BlockGrid(n, n)
-    rows = sampled_rows(grid, 64, 0, 16).to(device)
+    from sinkscope.sparse import triton_sums
+
+    scores, _ = drawn(heads, kv, n, n, 128, dtype, device)
+    rows = sampled_rows(BlockGrid(n, n), 64, 0, 16).to(device)
     found: Row = {"n": n, "kv_heads": kv}
     time_of = partial(milliseconds, device=device, rounds=rounds)
     step_by_step, replayed = chooser(scores, 0.95), chooser(scores, 0.95, replayed=True)
@@ -128,71 +119,53 @@ def choice(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) ->
         began = time.perf_counter()
         work()
         found[f"host_{name}"] = 1e3 * (time.perf_counter() - began)
-    computed = sums.ComputedRows(scores, rows)
-    found["normalisers_ms"] = time_of(lambda: sums.ComputedRows(scores, rows))
+    computed = triton_sums.ComputedRows(scores, rows)
+    found["normalisers_ms"] = time_of(lambda: triton_sums.ComputedRows(scores, rows))
     found["sums_ms"] = time_of(lambda: computed.sums(chosen))
-    density = torch.rand(heads, n, device=device), torch.rand(heads, grid.blocks, device=device)
-    least = torch.rand(heads, 32, device=device)
-    found["held_ms"] = time_of(lambda: computed.held(*density, least))
-    found["index_ms"] = time_of(partial(triton.lists_of, chosen))
     return found
 
 
 @torch.no_grad()
 def layer(device: str, heads: int, kv: int, n: int, rounds: int, dtype: str) -> Row:
-    """Attention on given shares, with the choice and without, beside dense attention."""
-    triton, _ = kernels()
-    scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
+    """Attention on given shares, beside dense attention."""
+    from sinkscope.sparse import triton
+
+    scores, value = drawn(heads, kv, n, n, 128, dtype, device)
     found: Row = {"n": n, "kv_heads": kv}
     time_of = partial(milliseconds, device=device, rounds=rounds)
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         try:
-            found[f"{name}_ms"] = time_of(lambda backend=backend: dense(scores, value, backend))
+            found[f"{name}_ms"] = time_of(partial(dense, scores, value, backend))
         except RuntimeError as error:
             found[f"{name}_error"] = str(error).partition("\n")[0]
-    choose, replay = chooser(scores, 0.95), chooser(scores, 0.95, replayed=True)
-    for share in (0.05, 0.1, 0.2, 0.35, 0.5, 1.0):
+    for share in (0.05, 0.1, 0.2, 0.35, 1.0):
         chosen = bands_of(heads, n, n, share, device)
-
-        def both(choose: Callable[[], Any] = choose, chosen: Bands = chosen) -> None:
-            choose()
-            triton.attention_on(scores, value, chosen)
-
-        row: Row = {"cells": float(chosen.attended().mean())}
-        row["attention_ms"] = time_of(lambda chosen=chosen: triton.attention_on(scores, value, chosen))
-        row["layer_ms"] = time_of(both)
-        row["layer_replayed_ms"] = time_of(partial(both, replay))
-        found[f"share {share}"] = row
+        attention_ms = time_of(partial(triton.attention_on, scores, value, chosen))
+        found[f"share {share}"] = {"cells": float(chosen.attended().mean()), "attention_ms": attention_ms}
     return found
 
 
 @torch.no_grad()
 def flex(device: str, heads: int, kv: int, n: int, share: float, rounds: int, dtype: str) -> Row:
-    """FlexAttention on the same columns and bands, and its parts, beside the Triton kernel."""
+    """FlexAttention on columns and bands beside the Triton kernel, both with the lists that they need."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    triton, _ = kernels()
-    scores, value = drawn(heads, kv, n, n, 128, DTYPES[dtype], device)
+    from sinkscope.sparse import triton
+
+    scores, value = drawn(heads, kv, n, n, 128, dtype, device)
     chosen = bands_of(heads, n, n, share, device)
     torch.compiler.reset()  # after eight sizes it would not compile any more
     compiled = torch.compile(flex_attention, dynamic=False) if device != "cpu" else flex_attention
     options: Row = {} if device == "cpu" else {"kernel_options": {"BLOCK_M": TILE, "BLOCK_N": TILE}}
-    form = FlexBands.of(chosen)
-    blocks, query = form.block_mask(), scores.query[None]
-    gathered = form.gathered(scores.key)[None], form.gathered(value)[None]
-    attend = partial(compiled, query, *gathered, block_mask=blocks, scale=scores.scaling, **options)
-    ours = partial(triton.attention_on, scores, value, replace(chosen, lists=triton.lists_of(chosen)))
+    attend = partial(flex_bands, scores, value, chosen, compiled, **options)
+    ours = partial(triton.attention_on, scores, value, chosen)
     plain = ours().transpose(0, 1).float()
-    time_of = partial(milliseconds, device=device, rounds=rounds)
     return {
         "n": n,
         "cells": float(chosen.attended().mean()),
-        "difference": float((attend()[0].float() - plain).norm() / plain.norm()),
-        "ms": time_of(attend),
-        "lists_ms": time_of(lambda: FlexBands.of(chosen).block_mask()),
-        "gather_ms": time_of(lambda: (form.gathered(scores.key), form.gathered(value))),
-        "ours_ms": time_of(ours),
-        "our_lists_ms": time_of(partial(triton.lists_of, chosen)),
+        "difference": float((attend().float() - plain).norm() / plain.norm()),
+        "ms": milliseconds(attend, device, rounds),
+        "ours_ms": milliseconds(ours, device, rounds),
     }
 
 

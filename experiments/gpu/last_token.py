@@ -47,11 +47,7 @@ def faulty_attention() -> Iterator[None]:
 
 def shares(text: str) -> list[float]:
     """What the last copy of each token has of each spike, from the JSON of a circuit."""
-    found: list[float] = []
-    for spike in json.loads(text)["result"]["spikes"]:
-        for copies in spike["copies"]:
-            found.append(copies["last"])
-    return found
+    return [copies["last"] for spike in json.loads(text)["result"]["spikes"] for copies in spike["copies"]]
 
 
 def main(gemma: Path, gpu: Path, *, out: Path = Path("experiments/gpu/measured/h100/last_token.json")) -> None:

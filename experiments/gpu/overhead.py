@@ -17,7 +17,6 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -50,7 +49,7 @@ def methods(budget: int) -> dict[str, Intervention]:
 
 
 def overhead(target: Target, ids: Int[Tensor, "batch pos"], context: int, budget: int, rounds: int) -> Row:
-    """Each method over stock: milliseconds of a token, their ratio, and what the cache holds."""
+    """Each method over stock: milliseconds of a token, and their ratio."""
 
     def read(edit: Intervention | None) -> Row | str:
         try:
@@ -76,9 +75,7 @@ def overhead(target: Target, ids: Int[Tensor, "batch pos"], context: int, budget
     stock = seconds.pop("stock")
     rows["stock_ms_per_token"] = 1000 * statistics.median(stock) / (ids.shape[1] - context)
     for name, spent in seconds.items():
-        last: Any = runs[name][-1]
-        kept = {key: last[key] for key in ("tokens", "logical", "physical", "read")}
-        rows[name] = {**ratio(spent, stock), "later": ratio(later[name], later["stock"]), **kept}
+        rows[name] = {**ratio(spent, stock), "later": ratio(later[name], later["stock"])}
     return rows
 
 

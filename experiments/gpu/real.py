@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
 from typing import Any
+
+import pandas as pd
 
 from experiments.record import Row, write_record
 from experiments.script import run
@@ -57,14 +58,10 @@ def compared(cpu: Path, gpu: Path) -> Row:
 
 def answers(folder: Path) -> dict[str, Row]:
     """Means over the answers of each method."""
-    methods: dict[str, list[Row]] = {}
-    for answer in read_run(folder):
-        methods.setdefault(str(answer.method), []).append(answer.metrics)
+    rows = [{"method": str(one.method)} | {name: one.metrics[name] or 0 for name in SHOWN} for one in read_run(folder)]
     means: dict[str, Row] = {}
-    for method, rows in methods.items():
-        means[method] = {"answers": len(rows)}
-        for name in SHOWN:
-            means[method][name] = fmean(row[name] or 0 for row in rows)
+    for method, own in pd.DataFrame(rows).groupby("method", sort=False):
+        means[str(method)] = {"answers": len(own), **own[list(SHOWN)].mean().to_dict()}
     return means
 
 

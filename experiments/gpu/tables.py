@@ -15,7 +15,6 @@ from experiments import drawn
 from experiments.gpu.real import SHOWN, answers
 from experiments.record import Row
 from experiments.script import run
-from sinkscope.sparse.serve import LoopServe
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -32,19 +31,13 @@ def rows_of(file: Path, begin: str = "") -> dict[str, Row]:
 
 
 def prompts(file: Path) -> str:
-    """How many times as fast whole prompts are along bands, and from which length on that pays."""
+    """How many times as fast whole prompts are along bands."""
     rows = sorted(rows_of(file, "prompt").values(), key=lambda row: (-row["alpha"], row["n"]))
     lines: list[list[str]] = []
     for row in rows:
         times = f"{row['times_faster']:.2f}"
         lines.append([f"{row['n']:,}", f"{row['alpha']:g}", times, f"{row['attended']:.0%}", f"{row['ms']:.0f}"])
-    pays: int | None = None
-    for row in reversed([row for row in rows if row["alpha"] == LoopServe.alpha]):
-        if row["times_faster"] <= 1:
-            break
-        pays = row["n"]
-    table = markdown(("tokens", "alpha", "times as fast", "cells", "ms"), lines)
-    return table + (f"With the default alpha, {LoopServe.alpha}, bands pay from {pays:,} tokens on.\n" if pays else "")
+    return markdown(("tokens", "alpha", "times as fast", "cells", "ms"), lines)
 
 
 def layers(file: Path) -> str:
@@ -55,10 +48,10 @@ def layers(file: Path) -> str:
         chosen.append([f"{row['n']:,}", *times, str(row.get("same", ""))])
     beside: list[list[str]] = []
     for row in rows_of(file, "flex").values():
-        times = [f"{row[name]:.2f}" for name in ("ms", "lists_ms", "gather_ms", "ours_ms", "our_lists_ms")]
+        times = [f"{row[name]:.2f}" for name in ("ms", "ours_ms")]
         beside.append([f"{row['n']:,}", f"{row['cells']:.0%}", *times, f"{row['difference']:.1e}"])
     head = ("tokens", "choice, launched (ms)", "replayed", "launched, host", "replayed, host", "the same")
-    flex = ("tokens", "cells", "FlexAttention (ms)", "its lists", "its gathering", "ours", "our lists", "difference")
+    flex = ("tokens", "cells", "FlexAttention (ms)", "ours", "difference")
     return markdown(head, chosen) + markdown(flex, beside)
 
 

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from transformers import AutoTokenizer
+
 from experiments.longbench import LongBenchRecord, read_longbench
 from experiments.record import Row, write_rows
 from experiments.script import run
-from experiments.tokenizer import open_tokenizer
+from sinkscope.models.checkpoints.locate import locate
 
 LONGBENCH = {"dc": "multi_news", "ri": "narrativeqa"}
 COUNTS = {"dc": 300, "ri": 200}
@@ -235,7 +237,6 @@ def main(
     model: str | None = None,
     count: int | None = None,
     target_tokens: int | None = None,
-    seed: int = 0,
     out: Path,
 ) -> None:
     """Make what the module describes.
@@ -244,14 +245,13 @@ def main(
         source: LongBench's .jsonl of the task, or its data.zip.
         model: Count tokens with the tokenizer of this model.
     """
-    tokenizer = open_tokenizer(model)
+    tokenizer = AutoTokenizer.from_pretrained(str(locate(model).where))
     records = read_longbench(LONGBENCH[bench], source)
-    rows = build(bench, records, tokenizer, count, target_tokens, seed)
+    rows = build(bench, records, tokenizer, count, target_tokens, 0)
     write_rows(out, rows)
     lengths = [len(tokenizer(row["prompt"], verbose=False)["input_ids"]) for row in rows]
     counted_by = model or "the model in the package"
     print(f"{len(rows)} prompts, mean {sum(lengths) / len(lengths):,.0f} tokens of {counted_by}")
-    print(f"the paper: {COUNTS[bench]} prompts, mean {TOKENS[bench]} tokens")
 
 
 if __name__ == "__main__":

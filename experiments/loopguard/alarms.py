@@ -13,7 +13,6 @@ both halves, of which one threshold at a time is changed (appendix B).
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,18 +22,18 @@ import numpy as np
 import torch
 
 from experiments.loopguard.honest_answers import honest_answers
-from experiments.loopguard.real import FULL, outputs_of
+from experiments.loopguard.real import FULL, first_alarm, outputs_of
 from experiments.loopguard.real_openings import HALVES
 from experiments.loopguard.real_table import interval, judged
 from experiments.loopguard.variants import Ungated
 from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.loops import MonitorSettings, PaperSettings, Tail, tail_period
-from sinkscope.loops.guard.detect import largest_probability, monitors
+from sinkscope.loops.guard.detect import largest_probability
 from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.near_copies import Echoes
 from sinkscope.loops.text.outputs import split
-from sinkscope.loops.text.repetition import TailRepetition, asked_copies
+from sinkscope.loops.text.repetition import TailRepetition
 from sinkscope.opening.load import load
 
 BEHIND = 64  # tokens behind the third copy within which an alarm should come
@@ -64,19 +63,6 @@ Text = tuple[list[int], list[float]]
 """The tokens of an answer, and the largest probability at each step."""
 
 
-def first_alarm(
-    settings: Settings, tokenizer: Any, ids: Sequence[int], prompt: str, largest: Sequence[float] = ()
-) -> tuple[int, Tail | None] | None:
-    """Return the number of the token at which the monitor fires, and the repetition; None if it does not."""
-    monitor = monitors(settings, tokenizer)(asked=asked_copies(prompt))
-    following = [*largest[1:], *largest[-1:]]  # the last one is not known
-    for number, (token, p_max) in enumerate(itertools.zip_longest(ids, following), 1):
-        step = monitor.update(token, p_max)
-        if step.trigger:
-            return number, step.tail
-    return None
-
-
 def loop_of(tokens: Sequence[int]) -> Tail | None:
     """The exact loop in which an output ends, if it had gone on for 64 tokens behind its third copy."""
     tail = tail_period(tokens, repeats=3, shortest=24)
@@ -93,26 +79,20 @@ def measured(settings: MonitorSettings, tokenizer: Any, half: str, outputs: Sequ
         if first_alarm(settings, tokenizer, tokenizer(answer.answer)["input_ids"], answer.prompt) is not None:
             fired.append(answer.form)
     leads: list[int] = []
-    missed = found = counters = 0
+    missed = found = 0
     for output in outputs:
         alarm = first_alarm(settings, tokenizer, output["tokens"], "")
         exact = loop_of(output["tokens"]) is not None
         missed += exact and alarm is None
         found += exact and alarm is not None
-        if alarm is None or alarm[1] is None:
-            continue
-        if alarm[1].exact:
+        if alarm is not None and alarm[1] is not None and alarm[1].exact:
             leads.append(alarm[0] - alarm[1].start - 3 * alarm[1].period)
-        else:
-            counters += 1
     return {
         "honest": len(answers),
         "honest_fired": fired,
-        "honest_interval": interval(len(fired), len(answers)),
         "loops": found + missed,
         "found": found,
         "found_interval": interval(found, found + missed),
-        "counters": counters,
         "lead_median": statistics.median(leads) if leads else None,
         "lead_most": max(leads, default=None),
     }
@@ -224,9 +204,8 @@ def main(works: Sequence[Path], *, models: Sequence[Path], out: Path = Path("fig
     """
     result: Row = {}
     for file in models:
-        made = alarms_of(load(str(file), dtype="float32"), outputs_of(works, model=file.stem, arm=FULL))
-        result[file.stem.split("-")[0]] = made
-        print(file.stem, json.dumps(made))
+        outputs = outputs_of(works, model=file.stem, arm=FULL)
+        result[file.stem.split("-")[0]] = alarms_of(load(str(file), dtype="float32"), outputs)
     write_record(out, "loopguard-alarms", result, {})
 
 

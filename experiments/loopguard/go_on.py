@@ -20,7 +20,6 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -111,15 +110,8 @@ def measure(
             if (label, prompt) in done:
                 continue
             data, seconds = ask(url, model, prompt, new)
-            alone, loop = read(data), loop_in(data)
-            row: Row = {
-                "label": label,
-                "kind": kind,
-                "prompt": prompt,
-                "alone": alone,
-                "seconds": seconds,
-                "loop": loop,
-            }
+            row: Row = {"label": label, "kind": kind, "prompt": prompt, "alone": read(data), "seconds": seconds}
+            row["loop"] = loop = loop_in(data)
             if loop is not None:
                 data, row["proxy_seconds"] = ask(proxy, model, prompt, new)
                 row["goes_on"] = read(data)
@@ -129,8 +121,7 @@ def measure(
                 row["equal"] = CHANGING.sub("", same.decode()) == CHANGING.sub("", data.decode())
             with file.open("a") as out:
                 out.write(json.dumps(row) + "\n")
-            said = row.get("goes_on", {}).get("about"), row.get("equal")
-            print(label, kind, f"{seconds:.0f} s", loop, *said, flush=True)
+            print(label, kind, f"{seconds:.0f} s", loop, flush=True)
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
@@ -170,7 +161,7 @@ def mean_distinct(texts: Iterable[str]) -> float | None:
 def main(
     work: Path,
     *,
-    server: str = "auto",
+    server: ServerName = "auto",
     url: str = "",
     model: str = "",
     label: str = "",
@@ -200,12 +191,10 @@ def main(
     """
     settings: Row = {"template": template, "reasoning_end": reasoning_end, "thinking": thinking}
     if url:
-        named: Any = server
-        measure(work, url, named, model, label or f"{server}, {model}", new, equal, count, settings)
+        measure(work, url, server, model, label or f"{server}, {model}", new, equal, count, settings)
     rows = read_rows(work / "answers.jsonl")
     result = table(rows)
-    for row in result:
-        print(row)
+    print(json.dumps(result, indent=1))
     if out is not None:
         seams: list[Row] = []
         for row in rows:

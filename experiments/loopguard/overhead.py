@@ -8,7 +8,6 @@ order rotates; plain over plain shows the noise. Time is the processor time of t
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +62,7 @@ def main(*, real: Path, rounds: int = 24, out: Path = Path("figures/loopguard_ov
     torch.set_num_threads(1)
     result: Row = {}
     for file in sorted(real.glob("*.gguf")):
-        result[file.stem.split("-")[0]] = made = overhead(load(str(file)), rounds)
-        print(file.stem, json.dumps({name: made[name] for name in ("milliseconds", "alarms", "plain again", "guard")}))
+        result[file.stem.split("-")[0]] = overhead(load(str(file)), rounds)
     write_record(out, "loopguard-overhead", result, {"new": NEW, "rounds": rounds})
 
 

@@ -12,14 +12,13 @@ healthy text.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -83,14 +82,8 @@ def reading(outputs: Sequence[tuple[Row, int]], tokenizer: Any, reader: Reader) 
         here, all_here = unknown_words(text)
         unknown += here
         words += all_here
-    share = unknown / words if words else math.nan
-    return {
-        "excerpts": len(bits),
-        "bits": sum(bits) / len(bits) if bits else math.nan,
-        "margin": margin_of(np.array(bits)),
-        "words": words,
-        "unknown": share,
-    }
+    about = {"words": words, "unknown": unknown / words}
+    return {"excerpts": len(bits), "bits": fmean(bits), "margin": margin_of(np.array(bits)), **about}
 
 
 def main(work: Path, *, real: Path, out: Path = Path("figures/loopguard_reading.json")) -> None:
@@ -114,9 +107,8 @@ def main(work: Path, *, real: Path, out: Path = Path("figures/loopguard_reading.
         for arm, of_arm in outputs.items():
             excerpts[arm] = [(of_arm[number], place) for number, place in places.items() if number in of_arm]
         reader = partial(bits_per_byte, models[other])
-        rows = {arm: reading(texts, models[name].tokenizer, reader) for arm, texts in excerpts.items()}
-        result[name.split("-")[0]] = rows
-        print(json.dumps({name: rows}))
+        tokenizer = models[name].tokenizer
+        result[name.split("-")[0]] = {arm: reading(texts, tokenizer, reader) for arm, texts in excerpts.items()}
     write_record(out, "loopguard-reading", result, {"shown": SHOWN, "half": HALF})
 
 

@@ -10,8 +10,8 @@ an alarm: before it a guard changes nothing, so the others equal "full" and are 
 
 from __future__ import annotations
 
+import itertools
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +28,12 @@ from experiments.script import run
 from sinkscope.generation.decode import decoding, to_end
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import under
+from sinkscope.loops import Tail
 from sinkscope.loops.dry import DRY
 from sinkscope.loops.generate import padded
 from sinkscope.loops.guard import LoopGuard, Steer
 from sinkscope.loops.guard.detect import monitors
+from sinkscope.loops.text.monitor import Settings
 from sinkscope.loops.text.repetition import asked_copies
 from sinkscope.models.inputs import end_ids
 from sinkscope.opening.live import target_of
@@ -124,10 +126,17 @@ class Largest(LogitsProcessor):
         return scores
 
 
-def raises_alarm(live: Any, guard: LoopGuard, tokens: Sequence[int], prompt: str) -> bool:
-    """Whether a guard would act on an output, by its monitor alone."""
-    monitor = monitors(guard.settings, live.tokenizer)(asked=asked_copies(prompt))
-    return any(monitor.update(token).trigger for token in tokens)
+def first_alarm(
+    settings: Settings, tokenizer: Any, ids: Sequence[int], prompt: str, largest: Sequence[float] = ()
+) -> tuple[int, Tail | None] | None:
+    """Return the number of the token at which the monitor fires, and the repetition; None if it does not."""
+    monitor = monitors(settings, tokenizer)(asked=asked_copies(prompt))
+    following = [*largest[1:], *largest[-1:]]  # the last one is not known
+    for number, (token, p_max) in enumerate(itertools.zip_longest(ids, following), 1):
+        step = monitor.update(token, p_max)
+        if step.trigger:
+            return number, step.tail
+    return None
 
 
 @torch.no_grad()
@@ -171,9 +180,7 @@ def main(
     model: str,
     halves: Sequence[Literal["choose", "report"]] = ("choose", "report"),
     new: int = 400,
-    batch: int = 96,
     count: int = 12,
-    device: str = "cpu",
     only: Sequence[str] = (FULL,),
     alarmed: bool = False,
 ) -> None:
@@ -184,13 +191,11 @@ def main(
         model: A name, hub id, folder or file.
         halves: Openings for choosing, and those that are reported.
         new: Number of new tokens.
-        batch: Prompts at once.
         count: Openings of each kind in each half.
-        device: Where the model runs.
         only: Arms.
         alarmed: Whether a guard that exact copies alarm continues only the prompts whose output "full" raises an alarm.
     """
-    live: Any = load(model, device=device)
+    live: Any = load(model, device="cpu")
     work.mkdir(parents=True, exist_ok=True)
     file = work / "runs.jsonl"
     setting: Row = {"model": Path(model).stem, "new": new}
@@ -213,17 +218,15 @@ def main(
                 continue
             if alarmed and guard is not None:
                 stock = made[FULL, half, number]
-                if not raises_alarm(live, guard(), stock["tokens"], text):
+                if first_alarm(guard().settings, live.tokenizer, stock["tokens"], text) is None:
                     keep({**stock, "arm": name, "largest": [], "taken": True})
                     continue
             missing.append((half, number, kind, text))
-        for begin in range(0, len(missing), batch):
-            part = missing[begin : begin + batch]
-            rows = [live.tokenizer(text, verbose=False)["input_ids"] for *_, text in part]
-            started = time.perf_counter()
-            for (half, number, kind, _), output in zip(part, continued(live, rows, ARMS[name], new), strict=True):
-                keep({**setting, "arm": name, "half": half, "number": number, "kind": kind, **output})
-            print(f"{setting['model']} {name}: {time.perf_counter() - started:.0f} s", flush=True)
+        rows = [live.tokenizer(text, verbose=False)["input_ids"] for *_, text in missing]
+        outputs = continued(live, rows, ARMS[name], new) if missing else []
+        for (half, number, kind, _), output in zip(missing, outputs, strict=True):
+            keep({**setting, "arm": name, "half": half, "number": number, "kind": kind, **output})
+        print(f"{setting['model']} {name}: {len(outputs)} outputs", flush=True)
 
 
 if __name__ == "__main__":

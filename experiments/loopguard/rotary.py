@@ -23,7 +23,7 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from experiments.drawn import draw, powers
+from experiments.drawn import draw
 from experiments.record import Row, write_record
 from experiments.script import run
 from sinkscope.engine.attention import Attention
@@ -162,9 +162,7 @@ def measure(setup: Setup, prompt: list[int], new: int, layers: list[int]) -> Row
         "perturbed": perturbed,
         "tokens": length,
         "period": period,
-        "onset": loop.start,
         "repeated": setup.tokenizer.decode(ids[-period:].tolist()),
-        "tail": tail,
         "heads": heads,
     }
 
@@ -194,7 +192,7 @@ def figure(data: Row) -> Any:
             )
     for (state, curve), (_, _, colour) in zip(result["perturbed"].items(), SHIFTS, strict=True):
         fig.add_scatter(y=curve, mode="lines", name=state, line_color=colour, row=1, col=3)
-    fig.update_yaxes(**powers())
+    fig.update_yaxes(type="log", dtick=1, exponentformat="power")
     fig.update_xaxes(title_text="layer", dtick=max(1, layers // 6))
     fig.update_xaxes(title_text="new tokens", dtick=16, row=1, col=3)
     return figure_of(fig, None, summary(result), width=1400, height=560, legend=-0.2)

@@ -32,10 +32,9 @@ were not used for choosing anything. Each excerpt begins {before} tokens before 
 and has {shown} tokens.
 
 ```bash
-{command}
+python -m experiments.loopguard.side_by_side work --model smollm2-135m
 ```
 """
-COMMAND = "python -m experiments.loopguard.side_by_side work --model smollm2-135m"
 
 
 def excerpt(output: Row, place: int, tokenizer: Any) -> str:
@@ -61,7 +60,7 @@ def main(works: Sequence[Path], *, model: Path, out: Path = Path("outputs.md")) 
     made = outputs_of(works, model=model.name, half="report")
     outputs = {(one["arm"], one["number"]): one for one in made}
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    page = [HEAD.format(model=model.name, each=EACH, before=BEFORE, shown=SHOWN, command=COMMAND)]
+    page = [HEAD.format(model=model.name, each=EACH, before=BEFORE, shown=SHOWN)]
     left = dict.fromkeys(KINDS, EACH)
     for number, (kind, opening) in enumerate(openings_of("report")):
         acts = outputs.get(("rewind", number), {"acts": []})["acts"]

@@ -12,7 +12,6 @@ folders stay as they are.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from experiments.loopguard.alarms import loop_of
 from experiments.loopguard.honest_answers import HonestAnswer, honest_answers
 from experiments.loopguard.real import FULL, outputs_of
 from experiments.loopguard.real_openings import HALVES
-from experiments.loopguard.real_table import interval
 from experiments.record import Row, earlier, write_record
 from experiments.script import run
 from sinkscope.files.records import read_records
@@ -74,14 +72,13 @@ def of_honest(settings: MonitorSettings, tokenizers: dict[str, Any], half: str) 
             alarm, _ = guard_says(settings, tokenizer, ids, text.prompt)
             row.setdefault(name, []).extend([text.form] * (alarm is not None))
             row["disagree"] += [f"{name}: {text.form}"] * (loops != (alarm is not None))
-    row["checker_interval"] = interval(len(row["checker"]), len(texts))
     return row
 
 
 def of_loops(settings: MonitorSettings, tokenizer: Any, outputs: Sequence[Row]) -> Row:
     """What is said of a model's own outputs, beside a rule without exceptions."""
-    row: Row = {"outputs": len(outputs), "exact": 0, "cut": 0, "other_cut": 0, "reported": 0, "later": 0, "no_more": 0}
-    row["checker_disagrees"] = 0
+    counted = "exact", "cut", "reported", "later", "no_more", "checker_disagrees"
+    row: Row = {"outputs": len(outputs), **dict.fromkeys(counted, 0)}
     delays: list[int] = []
     for output in outputs:
         ids = output["tokens"]
@@ -90,7 +87,6 @@ def of_loops(settings: MonitorSettings, tokenizer: Any, outputs: Sequence[Row]) 
         exact = loop_of(ids) is not None
         row["exact"] += exact
         row["cut"] += exact and alarm is not None
-        row["other_cut"] += not exact and alarm is not None
         row["reported"] += alarm is None and reported
         row["no_more"] += eager is not None and alarm is None
         if eager is not None and alarm is not None:
@@ -98,9 +94,7 @@ def of_loops(settings: MonitorSettings, tokenizer: Any, outputs: Sequence[Row]) 
             delays.append(alarm - eager)
         verdict = check(tokenizer.decode(ids, skip_special_tokens=True), settings=settings).records[0].verdict
         row["checker_disagrees"] += (verdict in ("loops", "looped")) != (alarm is not None)
-    row["delay_mean"] = round(statistics.fmean(delays), 1) if delays else None
     row["delay_most"] = max(delays, default=None)
-    row["cut_interval"] = interval(row["cut"], row["exact"])
     return row
 
 

@@ -33,10 +33,9 @@ UNDECIDED, NO_LOOP = "undecided", "no loop"
 def loops_of(work: Path, model: str, half: str) -> list[Row]:
     """The outputs of a real model that end in a loop, with their openings: as many as are asked for, evenly spread."""
     openings = openings_of(half)
-    looping: list[Row] = []
-    for row in outputs_of([work], model=model, arm=FULL, half=half):
-        if end_loop(row["tokens"]) is not None:
-            looping.append({**row, "opening": openings[row["number"]][1]})
+    outputs = outputs_of([work], model=model, arm=FULL, half=half)
+    ended = [row for row in outputs if end_loop(row["tokens"]) is not None]
+    looping = [{**row, "opening": openings[row["number"]][1]} for row in ended]
     count = min(COUNTS[half], len(looping))
     return [looping[(2 * number + 1) * len(looping) // (2 * count)] for number in range(count)]
 
@@ -54,14 +53,8 @@ def row_of(found: Why) -> Row:
     said = NO_LOOP
     if found.period is not None:
         said = " and ".join(sorted(found.kept_by)) or UNDECIDED
-    tried = {}
-    for each in found.tried:
-        tried[each.without] = {
-            "goes_on": each.goes_on,
-            "control": each.control,
-            "other_loop": each.other_loop,
-            "from_start": each.from_start,
-        }
+    fields = "goes_on", "control", "other_loop", "from_start"
+    tried = {each.without: {name: getattr(each, name) for name in fields} for each in found.tried}
     return {"found": said, "period": found.period, "added": found.added, "goes_on": found.goes_on, "tried": tried}
 
 

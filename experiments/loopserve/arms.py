@@ -3,7 +3,7 @@
     python -m experiments.loopserve.arms MODEL [--dialogue-files FILE ...] [--page PAGE]
 
 For each prompt: what columns and bands hold of the attention of queries that did not choose them, by head, where
-`--alpha` is asked: of 64 drawn queries, as in LoopServe, and of the last 64, as in MInference. Also (Fig. 9 b) the
+alpha is 0.955: of 64 drawn queries, as in LoopServe, and of the last 64, as in MInference. Also (Fig. 9 b) the
 processor time of the parts of LoopServe's attention with its default alpha in every third layer, that of dense
 attention there, and that of the whole prompt with the model's own attention.
 
@@ -38,6 +38,7 @@ from sinkscope.sparse.lines import scores_of
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.sparse import band_attention, recovered
 
+ALPHA = 0.955  # of both samples: the paper's
 LAST = 16  # dense rows
 EVERY = 3
 HEAD = (
@@ -55,7 +56,7 @@ HEAD = (
 
 
 @torch.no_grad()
-def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
+def prompt(target: Target, ids: Tensor) -> Row:
     """What both samples hold, by layer and head; and in some layers the cells and seconds of stages at the default."""
     held: dict[str, list[float]] = {"drawn": [], "last": [], "drawn_cells": [], "last_cells": []}
     spent: dict[str, list[float]] = {"dense": [], "rows": [], "checked": [], "search": [], "attention": []}
@@ -88,7 +89,7 @@ def prompt(target: Target, ids: Tensor, alpha: float) -> Row:
         others = held_out(sparse - 64, rows["drawn"][rows["drawn"] < sparse - 64], seed)
         for name, own in rows.items():
             chosen = choose_bands(
-                StoredRows(scores, own), alpha, kept_columns(scores, sparse, 4, 0), float("inf"), LAST
+                StoredRows(scores, own), ALPHA, kept_columns(scores, sparse, 4, 0), float("inf"), LAST
             )
             held[name] += recovered(scores, chosen, others).tolist()
             held[f"{name}_cells"] += chosen.attended().tolist()
@@ -113,15 +114,10 @@ def over_dense(row: Row) -> tuple[float, float]:
     return median(ratios), 1 + EVERY * more / row["prompt"]
 
 
-def prompts(rows: Row) -> Row:
-    """The steps that read prompts."""
-    return {name: row for name, row in rows.items() if name.startswith("prompt")}
-
-
 def table(rows: Row) -> str:
     """Milliseconds of a layer, and what they come to in a prompt."""
     lines: list[list[str]] = []
-    for name, row in prompts(rows).items():
+    for name, row in rows.items():
         _, kind, length = name.split(", ")
         times = [f"{1e3 * median(seconds):.0f}" for seconds in row["stages"].values()]
         ratios = [f"{ratio:.2f}" for ratio in over_dense(row)]
@@ -132,7 +128,6 @@ def table(rows: Row) -> str:
 def main(
     model: str,
     *,
-    alpha: float = 0.955,
     lengths: Sequence[int] = (2048, 4096, 8192),
     kinds: Sequence[str] = tuple(TEXTS),
     dialogue_files: Sequence[Path] = (),
@@ -143,18 +138,17 @@ def main(
 
     Args:
         model: Name, folder or file.
-        alpha: What is asked of both samples.
         lengths: Lengths of the prompts.
         kinds: Kinds of text.
         dialogue_files: JSON lines of dialogues.
         page: Page whose table of stages is replaced.
     """
     torch.set_num_threads(1)
-    steps = Steps("loopserve-arms", out, {"alpha": alpha}, "cpu", "float32")
+    steps = Steps("loopserve-arms", out, {"alpha": ALPHA}, "cpu", "float32")
     target = target_of(load(model))
     for length, kind in product(lengths, kinds):
         ids = piece(target, TEXTS[kind](dialogue_files), length, 1)
-        steps.do(f"prompt, {kind}, {length}", partial(prompt, target, ids, alpha))
+        steps.do(f"prompt, {kind}, {length}", partial(prompt, target, ids))
     if page is not None:
         put_table(page, "loopserve.arms", table(steps.rows))
     steps.end()

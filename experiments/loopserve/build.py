@@ -28,39 +28,24 @@ from experiments.script import run
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.errors import SinkscopeError
 
-
-@dataclass(frozen=True)
-class LoopServeSet:
-    """A LongBench set from which the algorithms build dialogues.
-
-    Attributes:
-        family: Which of Algorithms 1 to 3 builds it.
-        turns: Turns per dialogue in the paper.
-        dialogues: Number of dialogues in the paper.
-        metric: The score, after LongBench's.
-    """
-
-    family: Literal["qa", "summary", "few-shot"]
-    turns: int
-    dialogues: int
-    metric: str
-
-
 ROUGE, ACCURACY = "experiments.loopserve.scores:rouge_l", "experiments.loopserve.scores:accuracy"
+SIZES = {"qa": (3, 500), "summary": (2, 500), "few-shot": (2, 199)}
+"""By algorithm, 1 to 3: turns of a dialogue, and dialogues of a set, in the paper."""
 SETS = {
-    "narrativeqa": LoopServeSet("qa", 3, 500, "f1"),
-    "qasper": LoopServeSet("qa", 3, 500, "f1"),
-    "multifieldqa_en": LoopServeSet("qa", 3, 500, "f1"),
-    "hotpotqa": LoopServeSet("qa", 3, 500, "f1"),
-    "2wikimqa": LoopServeSet("qa", 3, 500, "f1"),
-    "musique": LoopServeSet("qa", 3, 500, "f1"),
-    "multi_news": LoopServeSet("summary", 2, 500, ROUGE),
-    "gov_report": LoopServeSet("summary", 2, 500, ROUGE),
-    "qmsum": LoopServeSet("summary", 2, 500, ROUGE),
-    "trec": LoopServeSet("few-shot", 2, 199, ACCURACY),
+    "narrativeqa": ("qa", "f1"),
+    "qasper": ("qa", "f1"),
+    "multifieldqa_en": ("qa", "f1"),
+    "hotpotqa": ("qa", "f1"),
+    "2wikimqa": ("qa", "f1"),
+    "musique": ("qa", "f1"),
+    "multi_news": ("summary", ROUGE),
+    "gov_report": ("summary", ROUGE),
+    "qmsum": ("summary", ROUGE),
+    "trec": ("few-shot", ACCURACY),
     # LoopServe names accuracy, which summaries do not have; LongBench uses Rouge-L.
-    "samsum": LoopServeSet("few-shot", 2, 199, ROUGE),
+    "samsum": ("few-shot", ROUGE),
 }
+"""The LongBench sets from which dialogues are built: the algorithm, and the score after LongBench's."""
 HISTORY = "Use examples from previous turns with new examples."
 _EXAMPLE = re.compile(r"^(?=(?:Question|Dialogue): )", re.M)
 _LABEL = re.compile(r"^((?:Type|Summary):) ?(.*)\Z", re.M | re.S)
@@ -100,18 +85,18 @@ def build(
     Raises:
         SinkscopeError: There are too few records.
     """
-    known = SETS[name]
-    turns = turns or known.turns
-    count = count or known.dialogues
+    family = SETS[name][0]
+    turns = turns or SIZES[family][0]
+    count = count or SIZES[family][1]
     rng = random.Random(f"{name} repaired {seed}")
-    if known.family == "few-shot":
+    if family == "few-shot":
         dialogues = [dialogue for record in records if (dialogue := few_shot(record, turns, rng))]
         if not dialogues:
             raise SinkscopeError(f"no record of {name} has the {2 * turns} examples that {turns} turns need")
         return dialogues[:count]
     if len(records) < 2 * turns:
         raise SinkscopeError(f"{len(records)} records: {turns} turns need {2 * turns}; give the whole file")
-    make = question_answering if known.family == "qa" else summaries
+    make = question_answering if family == "qa" else summaries
     return [make(records, turns, rng) for _ in range(count)]
 
 
@@ -222,7 +207,7 @@ def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequ
             for turn in dialogue:
                 answers = [*turn.answers, *(each for each in classes if each not in turn.answers)]
                 turns.append({"prompt": turn.prompts[position], "answers": answers})
-            row = {"id": f"{name}-{number} {position}", "set": name, "part": position, "metric": SETS[name].metric}
+            row = {"id": f"{name}-{number} {position}", "set": name, "part": position, "metric": SETS[name][1]}
             rows.append({**row, "turns": turns})
     return rows
 
@@ -233,7 +218,6 @@ def main(
     *,
     turns: int | None = None,
     count: int | None = None,
-    seed: int = 0,
     out: Path,
 ) -> None:
     """Make what the module describes.
@@ -242,8 +226,8 @@ def main(
         source: LongBench's .jsonl of the set, or its data.zip.
     """
     records = read_longbench(set, source)
-    dialogues = build(set, records, turns=turns, count=count, seed=seed)
-    rows = rows_of(set, dialogues, classes_of(records) if SETS[set].metric == ACCURACY else ())
+    dialogues = build(set, records, turns=turns, count=count)
+    rows = rows_of(set, dialogues, classes_of(records) if SETS[set][1] == ACCURACY else ())
     write_rows(out, rows)
 
 

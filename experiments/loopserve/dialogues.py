@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from plotly.subplots import make_subplots
 
-from experiments.drawn import at_place, draw, error_bars
+from experiments.drawn import PLACES, draw, error_bars
 from experiments.loopserve.runs import (
     ALL,
     CHAIN,
@@ -143,16 +144,6 @@ def measured(panels: Sequence[Panel], work: Path, only: str) -> list[Row]:
     return rows
 
 
-def place_of(row: Row) -> tuple[str, str, str]:
-    """Panel, label and method of a row."""
-    return row["panel"], row["label"], row["method"]
-
-
-def drawn_rows(panel: Panel, rows: Sequence[Row]) -> list[Row]:
-    """What a panel draws: rows by position or by turn."""
-    return [row for row in rows if row["panel"] == panel.title and row["at"] != ALL]
-
-
 def figure(data: Row) -> Any:
     """A panel for each measurement: bars by position of the question, or curves over turns."""
     panels = FIGURES[data["settings"]["figure"]]
@@ -162,8 +153,9 @@ def figure(data: Row) -> Any:
     fig: Any = make_subplots(1, len(panels), subplot_titles=[panel.title for panel in panels], **shape)
     share: Row = {"range": [-0.03, 1.06], "tickformat": ".0%"}
     for column, panel in enumerate(panels, 1):
-        draw = curves if by_turn else bars
-        draw(fig, panel, drawn_rows(panel, rows), showlegend=column == 1, row=1, col=column)
+        add = curves if by_turn else bars
+        own = [row for row in rows if row["panel"] == panel.title and row["at"] != ALL]
+        add(fig, panel, own, showlegend=column == 1, row=1, col=column)
     style: Row = {"barmode": "group", "font": {"size": 13}}
     if by_turn:
         fig.update_xaxes(type="category", title_text="turn").update_yaxes(share)
@@ -182,7 +174,7 @@ def bars(fig: Any, panel: Panel, rows: Sequence[Row], **at: Any) -> None:
         if panel.key == "score":
             error = error_bars(mine, panel.key, width=2, color="#888")
         labels = [{"full": "whole cache"}.get(label, label) for label in value_of_each(mine, "label")]
-        style: Row = {"name": f"question {at_place(place)}", "marker_color": colour, "orientation": "h"}
+        style: Row = {"name": f"question {PLACES[place]}", "marker_color": colour, "orientation": "h"}
         fig.add_bar(y=labels, x=value_of_each(mine, panel.key), error_x=error, **style, **at)
 
 
@@ -215,10 +207,10 @@ def main(name: Literal[*FIGURES], *, only: str = "", work: Path = Path("runs"), 
     rows = measured(panels, work, only)
     file = f"loopserve_{name}"
     places = [(panel.title, *place) for panel in panels for place in panel.specs.items()]
+    place_of = itemgetter("panel", "label", "method")
     if only:
-        for row in earlier(out / f"{file}.json")["rows"]:
-            if place_of(row) in places and only not in row["method"]:
-                rows.append(row)
+        kept = earlier(out / f"{file}.json")["rows"]
+        rows += [row for row in kept if place_of(row) in places and only not in row["method"]]
     rows.sort(key=lambda row: places.index(place_of(row)))
     settings = {"figure": name, "suites": [panel.suite for panel in panels], "only": only}
     draw(write_record(out / f"{file}.json", f"loopserve-{name}", {"rows": rows}, settings), figure)

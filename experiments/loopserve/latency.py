@@ -35,23 +35,20 @@ from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.sparse.serve import LoopServe
-from sinkscope.sparse.shapes import MInference
 
 OUTPUTS = (40, 80, 120)  # the paper's (section A.13)
-ARMS = ("full", "loopserve", "loopserve-p", "loopserve-d", "snapkv", "adakv")
 HEAD = ("context", "method", "prompt", "a token", f"prompt and {OUTPUTS[-1]} tokens", "ms a token", "MiB of the cache")
 
 
-def arms(budget: int, shortest: int) -> dict[str, Intervention | None]:
+def arms(budget: int) -> dict[str, Intervention | None]:
     """At the settings of the paper's table 7 where `budget` is 1,024."""
     return {
         "full": None,
-        "loopserve": LoopServe(budget=budget, shortest=shortest),
-        "loopserve-p": LoopServe(budget=budget, shortest=shortest, decode=False),
-        "loopserve-d": LoopServe(budget=budget, shortest=shortest, prefill=False),
+        "loopserve": LoopServe(budget=budget, shortest=0),
+        "loopserve-p": LoopServe(budget=budget, shortest=0, decode=False),
+        "loopserve-d": LoopServe(budget=budget, shortest=0, prefill=False),
         "snapkv": SnapKV(budget=budget),
         "adakv": AdaKV(budget=budget),
-        "minference": MInference(),
     }
 
 
@@ -62,9 +59,8 @@ def turn(
     """Read `context` tokens at once and the others one by one.
 
     Returns:
-        "seconds" of every call, the prompt first; the most cached "tokens" there were after a call, their "logical" and
-        "physical" bytes; "read" tokens per decoding step; and of the prompt "cells", share attended to, and "kernel"
-        (None: plain attention).
+        "seconds" of every call, the prompt first; the "bytes" of the cache; "read" tokens per decoding step; and of the
+        prompt "cells", share attended to (None: plain attention).
     """
     cache = DynamicCache(config=target.hf.config)
     seconds = list[float]()
@@ -73,25 +69,24 @@ def turn(
             call = partial(target.hf, input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True)
             seconds.append(round(seconds_of(partial(call, logits_to_keep=1), clock)[0], 7))
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if isinstance(layer.keys, Tensor))
-        found: Row = {"tokens": ids.shape[1], "logical": held, "physical": held, "read": None}
-        found |= {"cells": None, "kernel": None}
+        found: Row = {"bytes": held, "read": None, "cells": None}
         if run is not None:
             for used in run.usage[:1]:
-                found |= {"tokens": used.peak_tokens[0], "logical": used.logical_bytes, "physical": used.physical_bytes}
+                found["bytes"] = used.physical_bytes
             for read in tokens_read(run)[:1]:
                 found["read"] = read[0]
             events = [event.data for event in run.events if event.kind == "prefill" and "attended" in event.data]
             if events:
-                found |= {"cells": fmean(value_of_each(events, "attended")), "kernel": events[0]["kernel"]}
+                found["cells"] = fmean(value_of_each(events, "attended"))
     return {"seconds": seconds, **found}
 
 
 def measured(target: Target, edits: dict[str, Intervention | None], ids: Tensor, context: int, rounds: int) -> Row:
     """All arms at one context: times and how many times faster than full in the same round, medians over rounds."""
-    told = interleaved({name: partial(turn, target, edits[name], ids, context) for name in ARMS}, rounds)
+    told = interleaved({name: partial(turn, target, edits[name], ids, context) for name in edits}, rounds)
     rows: Row = {}
     for name, runs in told.items():
-        row: Row = {"bytes": runs[-1]["physical"], "cells": runs[-1]["cells"], "read": runs[-1]["read"]}
+        row: Row = {name: runs[-1][name] for name in ("bytes", "cells", "read")}
         parts = {"prompt": slice(1), "token": slice(1, None)} | {str(n): slice(1 + n) for n in OUTPUTS}
         for part, calls in parts.items():
             own = [sum(each["seconds"][calls]) for each in runs]
@@ -136,7 +131,7 @@ def main(
     target = target_of(load(model))
     for context in contexts:
         ids = piece(target, prose(()), context, 1)
-        own = partial(measured, target, arms(budget, 0), ids, context - OUTPUTS[-1], rounds)
+        own = partial(measured, target, arms(budget), ids, context - OUTPUTS[-1], rounds)
         steps.do(f"{Path(model).stem}, {context}", own)
     if page is not None:
         put_table(page, "loopserve.latency", table(steps.rows))

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from experiments.drawn import at_place, draw, markdown, put_table
+from experiments.drawn import PLACES, draw, markdown, put_table
 from experiments.record import Row, value_of_each, write_record
 from experiments.script import run
 from sinkscope.errors import SinkscopeError
@@ -186,7 +186,7 @@ def figure(data: Row) -> Any:
         name = html.escape(source["name"])
         curves = ((1, "positions", "solid"), (2, "blocks", "solid"), (2, "apart", "dash"), (3, "distances", "solid"))
         for column, part, dash in curves:
-            x = [at_place(at) if part == "positions" else int(at) for at in source[part]]
+            x = [PLACES[at] if part == "positions" else int(at) for at in source[part]]
             style: Row = {"name": name, "legendgroup": name, "line": {"color": colour, "dash": dash}}
             fig.add_scatter(x=x, y=list(source[part].values()), showlegend=column == 1, row=1, col=column, **style)
         found = source["positions"]

@@ -81,11 +81,14 @@ def tables(_: Sequence[Path]) -> str:
     return file.getvalue()
 
 
+def rows_in(files: Sequence[Path]) -> list[Row]:
+    """The rows of all files."""
+    return [row for file in files for row in read_rows(file)]
+
+
 def talks(files: Sequence[Path]) -> list[list[tuple[str, str | None]]]:
     """Dialogues of MT-bench: what users say, and the answers where files give them; None without any."""
-    rows: list[Row] = []
-    for file in files:
-        rows += read_rows(file)
+    rows = rows_in(files)
     answers: dict[Any, list[str]] = {}
     for row in rows:
         if "choices" in row:
@@ -106,12 +109,8 @@ def dialogue(files: Sequence[Path]) -> str:
             said.append(f"User: {turn}")
             if answer is not None:
                 said.append(f"Assistant: {answer}")
-    recorded: list[Row] = []
-    for file in files:
-        recorded += [row for row in read_rows(file) if "prompt" in row]
-    for number, row in enumerate(recorded):
-        if number not in CHOSE_TALKS:
-            said.append(row["prompt"])
+    recorded = [row["prompt"] for row in rows_in(files) if "prompt" in row]
+    said += [prompt for number, prompt in enumerate(recorded) if number not in CHOSE_TALKS]
     return "\n\n".join(said)
 
 
@@ -153,7 +152,7 @@ def compared(target: Target, ids: Tensor, alpha: float, at: Tensor, dense: Tenso
         parts.append(torch.stack([kl, nll, dense_nll, (wanted.argmax(1) == found.argmax(1)).float()]))
     tokens = torch.cat(parts, 1)
     means = dict(zip(("kl", "nll", "dense_nll", "same"), tokens.double().mean(1).tolist(), strict=True))
-    return {**means, "worst_token": float((tokens[1] - tokens[2]).max()), "attended": fmean(shares or [1.0])}
+    return {**means, "attended": fmean(shares or [1.0])}
 
 
 def measured(target: Target, ids: Tensor, alphas: Sequence[float], randoms: Sequence[float], positions: int) -> Row:

@@ -28,6 +28,7 @@ from tests.server_streams import filled
 TEXT, CALL, OTHER = "text", "call 0", "call 1"
 LOOP = "I will now check the file again and report what I see there. " * 14
 WORDS = "river stone lamp window garden letter morning soldier bridge engine flour violin pocket winter corner".split()
+SEEDS = 5  # drawn sizes of pieces
 Event = dict[str, Any]
 Said = list[tuple[str, str]]
 """Pieces of text, each with its channel."""
@@ -164,24 +165,18 @@ def proxied_right(case: Case) -> bool:
     return watch.alarm is None and passed + watch.end() == case.data
 
 
-def main(*, out: Path = Path("figures/loops_formats.json"), seeds: int = 5) -> None:
-    """Make what the module describes.
-
-    Args:
-        out: The JSON.
-        seeds: Number of drawn sizes of pieces.
-    """
+def main(*, out: Path = Path("figures/loops_formats.json")) -> None:
+    """Make what the module describes."""
     rows: list[Row] = []
     for name, form in FORMATS.items():
         row: Row = {"format": name, "channels": list(form.channels)}
-        for seed in range(seeds):
+        for seed in range(SEEDS):
             for case in cases(name, seed):
                 both = checked_right(case, form.lines), proxied_right(case)
                 checker, proxy = row.setdefault(case.name, [0, 0])
                 row[case.name] = [checker + both[0], proxy + both[1]]
         rows.append(row)
-        print(row)
-    write_record(out, "loops-formats", {"seeds": seeds, "formats": rows}, {}, dtype="text")
+    write_record(out, "loops-formats", {"seeds": SEEDS, "formats": rows}, {}, dtype="text")
 
 
 if __name__ == "__main__":

@@ -136,8 +136,7 @@ def measured(command: Command, folder: Path) -> Row:
         return {"not_run": f"{command.needs} is missing, because the command that writes it was cut or failed"}
     words = command.words.format(model=folder.name).split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    for threads in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
-        environment[threads] = "1"
+    environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     bound = command.bound
     if "--out" in words:  # a command resumes in a folder that it finds
         shutil.rmtree(folder / words[words.index("--out") + 1], ignore_errors=True)

@@ -131,8 +131,7 @@ def measured(file: Path) -> Row:
             "vector": float(vector.norm()),
             "vector_in_dims": float(vector[dims].norm() / vector.norm()),
         }
-        print(file.stem, name, fitted[name], flush=True)
-    at_sinks, norms = rows[sinks].unique(), resid.norm(dim=-1)
+    norms = resid.norm(dim=-1)
     is_ordinary = norms < 3 * norms[:, 1:].median(1, keepdim=True).values
     return {
         "layer": layer,
@@ -144,8 +143,6 @@ def measured(file: Path) -> Row:
         "anywhere": int(anywhere.sum()),
         "ordinary_of_anywhere": int((anywhere & is_ordinary).sum()),
         "beyond_first": int(sinks[:, 1:].sum()),
-        "tokens_of_sinks": len(at_sinks),
-        "excluded_by_tokens": float(torch.isin(rows, at_sinks)[~sinks].float().mean()),
         "fitted": fitted,
     }
 

@@ -100,7 +100,8 @@ def tables(table: Row, readings: Row) -> str:
         rows: list[list[str]] = []
         for name in COMMANDS:
             if name in table:
-                rows.append(row_of(name, table[name][model][COLUMN], plain_of(name, readings[model])))
+                plain = PLAIN[name](readings[model]) if name in PLAIN else ""
+                rows.append(row_of(name, table[name][model][COLUMN], plain))
         parts.append(f"### {title}\n\n{markdown(HEAD, rows)}")
     return "\n\n".join(parts)
 
@@ -115,14 +116,6 @@ def row_of(name: str, measured: Row, plain: str) -> list[str]:
     elif measured["exit_code"]:
         said = f"exit code {measured['exit_code']}: {said}"
     return [f"`{name}`", f"{measured['cpu_seconds']:.0f}", f"{measured['peak_bytes'] / 1e9:.1f}", said, plain]
-
-
-def plain_of(name: str, readings: Row) -> str:
-    """What plain hooks read that a command should agree with, in the row of the first such command."""
-    for first, part, text in PLAIN:
-        if name == first and part in readings:
-            return text(readings)
-    return ""
 
 
 def sizes(readings: Row) -> str:
@@ -163,10 +156,8 @@ def mark(readings: Row) -> str:
 
 def copies(readings: Row) -> str:
     """The last copies of the words that the command repeats."""
-    parts: list[str] = []
-    for word in ("the", "company", "cat"):
-        if word in readings["copies"]:
-            parts.append(f"'{word}' {readings['copies'][word]['last_512']:.0%}")
+    read = readings["copies"]
+    parts = [f"'{word}' {read[word]['last_512']:.0%}" for word in ("the", "company", "cat") if word in read]
     return f"the 512th copy has of the first token's norm: {', '.join(parts)}"
 
 
@@ -195,17 +186,17 @@ def loops(readings: Row) -> str:
     return f"160 greedy tokens end in copies of {period} tokens"
 
 
-PLAIN = (
-    ("models", "spike", sizes),
-    ("find-sinks", "attention", spike),
-    ("circuit", "ablation", ablation),
-    ("heads", "mark", mark),
-    ("repeat", "copies", copies),
-    ("patch make", "patch", patch),
-    ("lines", "lines", lines),
-    ("generate", "loops", loops),
-)
-"""The first command of a kind, the part of the readings, and its sentence."""
+PLAIN = {
+    "models": sizes,
+    "find-sinks": spike,
+    "circuit": ablation,
+    "heads": mark,
+    "repeat": copies,
+    "patch make": patch,
+    "lines": lines,
+    "generate": loops,
+}
+"""What plain hooks read that a command should agree with, by the first command of a kind."""
 
 
 NUMBERS = (

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,19 +32,16 @@ OPENINGS = (PROMPT, "Once upon a time,", "The list of items:", "The company said
 """Prompts that are continued greedily."""
 
 
-def main(
-    *, real: Path, out: Path, models: Sequence[Literal[*MODELS]] = tuple(MODELS), parts: Sequence[str] = ()
-) -> None:
+def main(*, real: Path, out: Path, parts: Sequence[str] = ()) -> None:
     """Read the models, and write what was read after each part.
 
     Args:
         real: The folder with the GGUF files.
         out: The file of the readings.
-        models: The models. By default both.
         parts: What is read again; by default what the file does not have.
     """
     torch.set_num_threads(1)
-    for name in models:
+    for name in MODELS:
         model = opened(name, real)
         for part, read in PARTS.items():
             readings = earlier(out).get(name, {})
@@ -59,11 +57,6 @@ def main(
 def rows_of(model: Any, length: int, *, bos: bool = True) -> list[Tensor]:
     """The beginning of a text of each kind."""
     return [plain.ids_of(model.tokenizer, text(), length, bos=bos) for text in texts.KINDS.values()]
-
-
-def mean(values: list[float]) -> float:
-    """The mean."""
-    return sum(values) / len(values)
 
 
 def spike(model: Any, _: Row) -> Row:
@@ -143,7 +136,7 @@ def state(model: Any, layer: int) -> Row:
         "ratio": float(norms[:, 0].mean() / norms[:, 1:].median()),
         "heads": int((received > SINK).sum()),
         "later_heads": int((received[layer + 1 :] > SINK).sum()),
-        "nll": mean([float(plain.nll(model, row).mean()) for row in rows]),
+        "nll": fmean([float(plain.nll(model, row).mean()) for row in rows]),
     }
 
 
@@ -311,7 +304,7 @@ def lines(model: Any, _: Row) -> Row:
         for other in chosen[one + 1 :]:
             for here, there in zip(text, other, strict=True):
                 inputs.append(len(here & there) / len(here | there))
-    return {"mass": mean(mass), "cells": mean(cells), "inputs": mean(inputs), "halves": mean(halves)}
+    return {"mass": fmean(mass), "cells": fmean(cells), "inputs": fmean(inputs), "halves": fmean(halves)}
 
 
 def loops(model: Any, _: Row) -> Row:
@@ -331,18 +324,19 @@ def loops(model: Any, _: Row) -> Row:
     return {"prompts": len(periods), "loops": len(looping), "periods": periods}
 
 
-PARTS = {
-    "spike": spike,
-    "attention": attention,
-    "ablation": ablation,
-    "mark": mark,
-    "copies": copies,
-    "patch": patch,
-    "repetition_attention": repetition_attention,
-    "repetition_output": repetition_output,
-    "lines": lines,
-    "loops": loops,
-}
+READS = (
+    spike,
+    attention,
+    ablation,
+    mark,
+    copies,
+    patch,
+    repetition_attention,
+    repetition_output,
+    lines,
+    loops,
+)
+PARTS = {read.__name__: read for read in READS}
 
 
 if __name__ == "__main__":

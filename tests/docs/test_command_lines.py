@@ -15,8 +15,10 @@ import pytest
 from repository import FIGURES, ROOT
 
 from experiments import script
+from experiments.script import value_of
 from sinkscope.app.commands import COMMANDS
 from sinkscope.app.commands.options import TextFile
+from sinkscope.errors import SinkscopeError
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *FIGURES.glob("*.md")]
 _COMMAND = r"sinkscope [a-z]|python -m experiments\."
@@ -54,14 +56,12 @@ def parsed(words: Sequence[str]) -> str:
     """The name of a command whose words are read as by the command itself, which does not run."""
     if "-m" in words:
         at = words.index("-m") + 1
-        command, rest = script.command_of(import_module(words[at]).main, words[at + 1 :])
-        name = words[at]
-    else:
-        name = " ".join(words[1:3])
-        if name not in COMMANDS:
-            name = words[1]
-        command, rest = COMMANDS[name], words[1 + len(name.split()) :]
-    command.make_context(name, [*rest])
+        script.arguments_of(import_module(words[at]).main, words[at + 1 :])
+        return words[at]
+    name = " ".join(words[1:3])
+    if name not in COMMANDS:
+        name = words[1]
+    COMMANDS[name].make_context(name, [*words[1 + len(name.split()) :]])
     return name
 
 
@@ -79,8 +79,17 @@ def partly(monkeypatch):
         stands_for = isinstance(value, str) and (value.isupper() or "|" in value)
         return value if stands_for else kind.convert(value, param, ctx)
 
+    def read(kind: Any, word: str) -> Any:
+        return word if word.isupper() or "|" in word else value_of(kind, word)
+
+    def error(parser: Any, message: str) -> None:
+        if not message.startswith("the following arguments are required"):
+            raise SinkscopeError(message)
+
     monkeypatch.setattr(click.ParamType, "__call__", converted)
     monkeypatch.setattr(click.Parameter, "value_is_missing", lambda *_: False)
+    monkeypatch.setattr(script, "value_of", read)
+    monkeypatch.setattr(script.Parser, "error", error)
 
 
 def test_commands_of_pages_and_docstrings_are_read_and_every_command_is_shown(partly):
@@ -90,9 +99,9 @@ def test_commands_of_pages_and_docstrings_are_read_and_every_command_is_shown(pa
     for file, line in lines:
         try:
             shown.add(parsed(shlex.split(line, comments=True)))
-        except click.exceptions.Exit:  # of --help
+        except (click.exceptions.Exit, SystemExit):  # of --help
             pass
-        except (click.UsageError, KeyError, ImportError) as error:
+        except (click.UsageError, SinkscopeError, KeyError, ImportError) as error:
             wrong.append(f"{file.name}: {line}: {error}")
     assert wrong == []
     assert set(COMMANDS) <= shown and len(shown) > 60
@@ -108,5 +117,5 @@ def test_the_command_beside_a_figure_is_read(file):
     "line", ["sinkscope lines --alphas 1", "python -m experiments.bench_kv --only speed", "sinkscope tables"]
 )
 def test_a_wrong_option_a_wrong_choice_and_an_unknown_command_are_not_read(line, partly):
-    with pytest.raises((click.UsageError, KeyError)):
+    with pytest.raises((click.UsageError, SinkscopeError, KeyError)):
         parsed(line.split())

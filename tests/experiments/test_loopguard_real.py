@@ -8,7 +8,8 @@ import pytest
 from repository import ROOT
 
 from experiments.loopguard import real, real_table, why
-from experiments.loopguard.alarms import behind, first_alarm
+from experiments.loopguard.alarms import behind
+from experiments.loopguard.real import first_alarm
 from experiments.loopguard.real_openings import KINDS, openings_of
 from experiments.loopguard.real_table import different, interval, judged, nearly_loops
 from experiments.loopguard.side_by_side import excerpt

@@ -52,7 +52,7 @@ def test_the_page_shows_the_committed_numbers(place, name, table, tmp_path):
 def test_on_a_cpu_prompts_are_read_along_bands_from_the_length_on_at_which_that_was_measured_to_be_faster():
     cpu = torch.device("cpu")
     rows = json.loads((ROOT / "figures/loopserve_arms.json").read_text())["result"]
-    for name, row in arms.prompts(rows).items():
+    for name, row in rows.items():
         length = int(name.rpartition(", ")[2])
         assert (LoopServe().too_short(length, length, cpu) is not None) == (arms.over_dense(row)[1] > 1), name
     assert LoopServe().too_short(SHORTEST["cpu"], SHORTEST["cpu"], cpu) is None

@@ -27,9 +27,9 @@ def test_words_become_parameters_and_what_is_not_given_keeps_its_default():
         seen.update(files=files, size=size, kind=kind, rate=rate, heads=heads, no_loops=no_loops)
 
     run(main, ["x", "y", "--size", "4"])
-    assert [*seen.values()] == [(Path("x"), Path("y")), 4, "a", None, (3,), False]
+    assert [*seen.values()] == [[Path("x"), Path("y")], 4, "a", None, (3,), False]
     run(main, ["x", "--size", "4", "--kind", "b", "--rate", "0.5", "--heads", "1", "2", "--heads", "7", "--no-loops"])
-    assert (seen["kind"], seen["rate"], seen["heads"], seen["no_loops"]) == ("b", 0.5, (1, 2, 7), True)
+    assert (seen["kind"], seen["rate"], seen["heads"], seen["no_loops"]) == ("b", 0.5, [1, 2, 7], True)
     for bad in (["x"], ["--size", "4"], ["x", "--size", "four"], ["x", "--size", "4", "--kind", "c"]):
         with pytest.raises(SystemExit) as left:
             run(main, bad)
