@@ -10,7 +10,6 @@ training at an interval follows from it. Times are processor times, and the shor
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -98,7 +97,6 @@ def main(
     torch.set_num_threads(1)
     rows: list[Row] = []
     for size in sizes:
-        print(f"{size} ...", file=sys.stderr, flush=True)
         rows.append(compared(size, steps, every, rounds))
     settings = {"rounds": rounds, "steps": steps, "every": every, "interval": INTERVAL}
     write_record(out, "bench-callback", {"rows": rows}, settings)

@@ -41,9 +41,7 @@ def excerpt(output: Row, place: int, tokenizer: Any) -> str:
     """The text of an output around a token, as a block of code; a line says whether it ends or goes on."""
     tokens = output["tokens"][max(0, place - BEFORE) : place + SHOWN]
     text = tokenizer.decode(tokens, skip_special_tokens=True).replace("```", "'''")
-    lines: list[str] = []
-    for line in text.split("\n"):
-        lines += textwrap.wrap(line, 110, drop_whitespace=False) or [""]
+    lines = [part for line in text.split("\n") for part in textwrap.wrap(line, 110, drop_whitespace=False) or [""]]
     if output["ended"] and place + SHOWN >= len(output["tokens"]):
         lines.append("(the end)")
     return "```text\n" + "\n".join(line.rstrip() for line in lines).strip("\n") + "\n```\n"

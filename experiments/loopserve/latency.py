@@ -102,7 +102,7 @@ def table(rows: Row) -> str:
     lines: list[list[str]] = []
     for name, arms in rows.items():
         for arm, row in arms.items():
-            if isinstance(row, dict):
+            if isinstance(row, dict):  # not the seconds of the step
                 times = [f"{row[part]['times']:.2f}" for part in ("prompt", "token", str(OUTPUTS[-1]))]
                 token = f"{1e3 * row['token']['seconds']:.0f}"
                 lines.append([name.rpartition(", ")[2], f"`{arm}`", *times, token, f"{row['bytes'] / 2**20:.0f}"])

@@ -168,16 +168,11 @@ def measured(command: Command, folder: Path) -> Row:
 
 def first_said(said: str, notes: str) -> str:
     """The conclusion that a command printed, or else the first line of its output, or of its notes."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in f"{said}\n{notes}".splitlines() if line.strip()]
     for line in lines:
         if line.startswith("Conclusion: "):
             return line.removeprefix("Conclusion: ")
-    if lines:
-        return lines[0]
-    for line in notes.splitlines():
-        if line.strip():
-            return line.strip()
-    return ""
+    return lines[0] if lines else ""
 
 
 if __name__ == "__main__":

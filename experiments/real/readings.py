@@ -51,7 +51,6 @@ def main(*, real: Path, out: Path, parts: Sequence[str] = ()) -> None:
             everything = earlier(out)  # which may have grown meanwhile
             everything.setdefault(name, {})[part] = made
             write_record(out, "real-readings", everything, {"seed": 0})
-            print(name, part, made, flush=True)
 
 
 def rows_of(model: Any, length: int, *, bos: bool = True) -> list[Tensor]:
