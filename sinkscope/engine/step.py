@@ -56,6 +56,7 @@ class Step:
         jumps: Where position ids do not count on, if texts may be packed in this call.
         is_over: Whether the caller ends this piece of the text, because tokens were taken back.
         notes: What actors note for their later moments in the call, by their keys.
+        unsure: Column of a token that may be padding or not; None if there is none.
     """
 
     number: int
@@ -79,6 +80,7 @@ class Step:
     is_over: bool = False
     notes: dict[Hashable, Any] = field(default_factory=dict)
     jumps: Bool[Tensor, "batch pos"] | None = None
+    unsure: int | None = None
     _tokens: TokenPositions | None = None
     _by_device: dict[torch.device, Int[Tensor, "batch pos"]] = field(default_factory=dict)
 
@@ -147,6 +149,18 @@ class Step:
         if device not in self._by_device:
             self._by_device[device] = self.index.to(device)
         return self._by_device[device]
+
+    def check_sure(self) -> None:
+        """Refuse a call of which it is not known which tokens are padding.
+
+        Raises:
+            UnsupportedError: There may be some between tokens that were read before the block was entered.
+        """
+        if self.unsure is not None:
+            raise UnsupportedError(
+                f"the token in column {self.unsure} was read before this run was entered, and no query sees it, so "
+                "that it is not known whether it is padding: enter the run first, or pass a 2-D mask"
+            )
 
     def check_read(self, what: str, remedy: str, enough: int = 0) -> None:
         """Refuse a call that continues tokens which an edit had to see and did not.
@@ -222,26 +236,44 @@ def begin_step(run: int, number: int, arguments: Mapping[str, Any], cache: Any) 
             real = torch.ones(batch, past + new - earlier.seen, dtype=torch.bool, device=tokens.device)
             step.set_tokens(earlier.read(real))
         return step
-    step.set_tokens(_read(earlier, mask, batch, past, new, tokens.device))
+    step.set_tokens(_read(step, mask, tokens.device))
     return step
 
 
-def _read(earlier: TokenPositions, mask: Any, batch: int, past: int, new: int, device: torch.device) -> TokenPositions:
+def _read(step: Step, mask: Any, device: torch.device) -> TokenPositions:
     """The tokens before a call and the new ones, by a mask; earlier ones are not checked again."""
-    total = past + new
+    earlier, new, total = step.earlier, step.new, step.past + step.new
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
         return earlier.read(mask[:, earlier.seen : total].bool().to(device))
     if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] >= new and mask.shape[-2] in (1, new):
-        if earlier.seen < past:  # read in calls on which the block did not act
-            earlier = earlier.read(torch.ones(batch, past - earlier.seen, dtype=torch.bool, device=device))
-        sees = shown(mask).any(1).expand(batch, new, -1).to(device)[:, :, :total]
-        missing = total - sees.shape[2]  # a window may show the latest columns alone
-        return earlier.read_under(torch.nn.functional.pad(sees, (missing, 0)))
+        sees = shown(mask).any(1).expand(step.rows, new, -1).to(device)[:, :, :total]
+        sees = torch.nn.functional.pad(sees, (total - sees.shape[2], 0))  # a window may show the latest columns alone
+        if earlier.seen < step.past:
+            earlier = _read_elsewhere(step, sees.any(1))
+        return earlier.read_under(sees)
     raise UnsupportedError(
         f"attention mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}: the true "
         f"positions of {total} tokens cannot be read from it; pass a mask of shape (batch, tokens) with 1 at real "
         "tokens, one of shape (batch, heads, queries, keys), or none"
     )
+
+
+def _read_elsewhere(step: Step, is_seen: Bool[Tensor, "batch seen"]) -> TokenPositions:
+    """The tokens before a call, some of which were read in calls on which the block did not act.
+
+    A layer of ours knows its tokens, also if it was saved and loaded. Of others, the first ones of a row are padding if
+    no query of the call sees them; of one behind these that none sees, it is not known (`Step.unsure`).
+    """
+    for layer in getattr(step.cache, "layers", None) or []:
+        tokens = getattr(layer, "columns", None)
+        if isinstance(tokens, TokenPositions) and tokens.pos.shape == (step.rows, step.past):
+            return tokens
+    start = step.earlier.seen
+    real = (is_seen.cumsum(1) > 0)[:, start : step.past]
+    unsure = (real & ~is_seen[:, start : step.past]).any(0).nonzero()
+    if len(unsure):
+        step.unsure = start + int(unsure[0])
+    return step.earlier.read(real)
 
 
 def _jumps(position_ids: Any, batch: int, new: int) -> Bool[Tensor, "batch pos"] | None:

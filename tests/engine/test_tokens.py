@@ -6,6 +6,7 @@ import pytest
 import torch
 from organisms import tiny_model
 from refusals import refused
+from transformers import DynamicCache
 
 import sinkscope as ss
 from sinkscope.engine.tokens import TokenPositions
@@ -96,3 +97,18 @@ def test_an_edit_finds_the_first_tokens_behind_padding_that_sees_itself(position
             seen.append([event.position for event in run.events])
     torch.testing.assert_close(*logits)
     assert seen[0] == seen[1] != []
+
+
+def test_of_a_token_between_others_that_no_query_sees_it_is_not_known_whether_it_is_padding():
+    """In a cache that was filled before: a policy is refused, an edit of all positions acts."""
+    model, ids = tiny_model("llama")[0], torch.arange(3, 13)[None]
+    mask = torch.ones(1, 1, 10, 10).tril().bool()
+    mask[..., 8:, 5] = False
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(ids[:, :8], past_key_values=cache)
+        with ss.kv.Full().on(model), refused("the token in column 5 was read before this run.*enter the run first"):
+            model(ids[:, 8:9], attention_mask=mask[:, :, 8:9, :9], past_key_values=cache)
+        with ss.Ablate(layer=1, neurons=0).on(model) as run:
+            model(ids[:, 8:9], attention_mask=mask[:, :, 8:9, :9], past_key_values=cache)
+    assert run.events

@@ -89,7 +89,14 @@ REFUSED = [
     Refusal(lambda draw: draw["cache"] == "gradients" and draw["edit"] in SHAPES, "has no gradients"),
     Refusal(lambda draw: draw["edit"] == "half snapkv", "is below the 6 tokens that are always kept"),
     Refusal(lambda draw: draw["cache"] == "pickled", "the latest queries were not seen"),
-    Refusal(lambda draw: draw["cache"] == "outside", "in a DynamicSlidingWindowLayer, which may have dropped some"),
+    Refusal(
+        lambda draw: draw["cache"] in ("outside", "outside steps"),
+        "in a DynamicSlidingWindowLayer, which may have dropped some",
+    ),
+    Refusal(
+        lambda draw: draw["cache"] in ("outside", "outside steps") and draw["mask"] == "tree",
+        "it is not known whether it is padding",
+    ),
     Refusal(lambda draw: draw["family"] == "gemma4", "whose positions are not known"),
     Refusal(lambda draw: draw["family"] == "gemma4" and _attends(draw), "attend to the keys of earlier layers"),
     Refusal(
@@ -170,6 +177,12 @@ MENDED = {
     "rounded keys of a model whose layers share them": draw_of(edit="keys 8 bits", family="gemma4"),
     "a block ends while another thread makes its mask": draw_of(
         attention="own without mask", edit="observe", other="plain thread"
+    ),
+    "padding under a whole mask in a cache that was saved": draw_of(
+        cache="pickled", mask="tree", rows=3, padding="left", edit="streaming 12"
+    ),
+    "padding under a whole mask in a cache that was filled before": draw_of(
+        cache="outside steps", mask="4-D additive", rows=3, padding="left", edit="streaming 12"
     ),
     "memory of rows that change places": draw_of(cache="reordered", edit="mean", rows=2),
     "a block on what is inside a wrapper": draw_of(other="thread that waits", wrapper="module", edit="head"),

@@ -315,8 +315,8 @@ def layout_of(draw: Draw, ids: Tensor, real: Tensor, dtype: torch.dtype) -> Layo
     if mask.bare and of is None:
         of = _packed
     places = None if of is None else of(real)
-    if places is not None and mask.sees is _tree:  # siblings stand at one place
-        places = places - in_second(real).long()
+    if places is not None and mask.sees is _tree:  # siblings stand at one place, but no text begins before 0
+        places = (places - in_second(real).long()).clamp(min=0)
     whole = None if mask.sees is None else mask.form(mask.sees(real)[:, None], dtype)
     document = torch.where(real.bool(), 0, -1)
     if mask.sees is _block or reads_documents(draw):
