@@ -260,10 +260,11 @@ class BlockCalls:
         for attend in self._attend_in:
             attend(step, attention)
 
-    def _note_mask(self, step: Step, _module: nn.Module, _args: Args, kwargs: Kwargs) -> None:
+    def _note_mask(self, step: Step, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Read from the mask that the first layer gets whether texts are packed into a row."""
         kind = stock_of(self.target.config).kind
-        step.note_mask(kwargs.get("attention_mask"), packs_in_kernel="flash" in kind)
+        mask = by_name(module, args, kwargs).get("attention_mask")  # GPT-2 passes it without a name
+        step.note_mask(mask, packs_in_kernel="flash" in kind)
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
         """End the record of a call with the decoder's output, or, after an error, without."""

@@ -184,6 +184,7 @@ MENDED = {
     "padding under a whole mask in a cache that was filled before": draw_of(
         cache="outside steps", mask="4-D additive", rows=3, padding="left", edit="streaming 12"
     ),
+    "a block that takes its mask without a name": draw_of(family="gpt2", mask="packed", edit="mean"),
     "memory of rows that change places": draw_of(cache="reordered", edit="mean", rows=2),
     "a block on what is inside a wrapper": draw_of(other="thread that waits", wrapper="module", edit="head"),
     "memory of rows that are repeated": draw_of(cache="repeated", edit="mean"),

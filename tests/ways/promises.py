@@ -63,8 +63,9 @@ def _is_a_tie(draw: Draw, said: str, seed: int) -> bool:
     quiet = {**draw, "other": "nothing"}
     if draw["options"] in BY_TOKENS and _precision(draw) != "float32":
         return _is_right_beside(draw, seed)
-    if FAMILIES[draw["family"]].experts is not None:  # which do not run in float64
-        return False
+    if FAMILIES[draw["family"]].experts is not None:  # which do not run in float64, and are chosen by ranks
+        whole = {**draw, "dtype": "float32", "mode": "usual"}
+        return _precision(draw) != "float32" and said.startswith("right: o") and _broken(whole, seed) is None
     if draw["wrapper"] == "recast":  # it goes back to float32
         quiet["wrapper"] = "bare"
     if not EDITS[draw["edit"]].alone or draw["dtype"] != "float32" or not said.startswith("right: o"):
@@ -306,13 +307,14 @@ def _differs(draw: Draw, got: Tensor, right: Tensor, mask: Tensor) -> str | None
     got, right = got.float(), right.float()
     counts = ~right.isnan() & (got != SILENT)
     precision = _precision(draw)
-    if precision != "float32" and WAYS[draw["cache"]].tokens:  # a draw of two equal logits: the texts part there
+    writes = WAYS[draw["cache"]].tokens and EDITS[draw["edit"]].site in (None, ROWS_SEEN)  # a trace reads one call
+    if precision != "float32" and writes:  # a draw of two equal logits: the texts part there
         same = (got.argmax(-1) == right.argmax(-1)).long().cumprod(1).roll(1, 1)
         same[:, 0] = 1
         counts &= same.bool()[..., None]
     if EDITS[draw["edit"]].site in (PATTERN, ROWS_SEEN) and got.dim() == 4:  # attention: at padding it means nothing
         counts &= (mask[:, None, :, None] * mask[:, None, None, :]).bool()
-    elif got.shape[1:2] == mask.shape[1:] and not WAYS[draw["cache"]].tokens and draw["call"] != "no mask":
+    elif got.shape[1:2] == mask.shape[1:] and not writes and draw["call"] != "no mask":
         counts &= mask.bool().reshape(*mask.shape, *[1] * (got.dim() - 2))
     spread, off = right[counts].std(), (got - right).abs().where(counts, 0.0)
     exact = draw["edit"] in EXACT and draw["dtype"] in ("bfloat16", "float16") and draw["device"] == "cpu"
