@@ -79,10 +79,10 @@ def test_a_guard_acts_exactly_where_the_stock_model_loops(smollm2):
     """The model goes on with the copies, until they cover the 64 tokens beyond two copies that the default asks for."""
     sentence = smollm2.tokenizer(" The committee met on Monday and agreed to meet again on the next Monday.").input_ids
     ids = torch.tensor([[1, *(3 * sentence)]])
-    stock = smollm2.model.generate(ids, max_new_tokens=6 * len(sentence), do_sample=False, pad_token_id=0)
+    stock = smollm2.model.generate(ids, max_new_tokens=8 * len(sentence), do_sample=False, pad_token_id=0)
     looping = plain.covered_at_end(stock[0].tolist())
     assert looping >= 2 * len(sentence) + 64
-    (guarded,) = ss.generate(smollm2.model, ids, guard=True, max_new_tokens=6 * len(sentence))
+    (guarded,) = ss.generate(smollm2.model, ids, guard=True, max_new_tokens=8 * len(sentence))
     assert guarded.events and plain.covered_at_end([*ids[0].tolist(), *guarded.tokens]) < looping
 
 
