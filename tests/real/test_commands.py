@@ -13,7 +13,8 @@ from sinkscope.app.report import read_card
 
 def test_models_check_says_what_is_served(typed, smollm2):
     said = typed(["models", "--check", str(smollm2.folder)]).out
-    assert f"{smollm2.folder.name} (llama) is served: sink neurons and patches in all layers; attention in all layers" in said
+    served = "(llama) is served: sink neurons and patches in all layers; attention in all layers"
+    assert f"{smollm2.folder.name} {served}" in said
 
 
 def test_a_half_download_is_refused_in_one_line(refusal, smollm2, tmp_path, monkeypatch):
