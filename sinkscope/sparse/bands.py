@@ -214,8 +214,9 @@ def copies_in(ids: Int[Tensor, " pos"]) -> tuple[Int[Tensor, " copy"], Int[Tenso
     for back in (1, 2):
         before = ids[2 - back : len(ids) - back]
         phrase, known = phrase + (before << back * _ID_BITS), known & (before >= 0)
-    order = phrase.argsort(stable=True)  # equal phrases are beside each other, in the order of the text
-    is_copy = (phrase[order].diff() == 0) & (order.diff() >= FAR) & known[order[1:]]
+    places = known.nonzero()[:, 0]
+    order = places[phrase[places].argsort(stable=True)]  # equal phrases side by side, in the order of the text
+    is_copy = (phrase[order].diff() == 0) & (order.diff() >= FAR)
     place = order[1:][is_copy].sort()
     return place.values + 2, order[:-1][is_copy][place.indices] + 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kv_kit import model_of
 from lines_kit import drawn_scores
@@ -42,6 +42,7 @@ def repeated(length: int, back: int) -> Tensor:
 
 
 @given(ids=st.lists(st.integers(-1, 3) | st.sampled_from([2**21 - 1]), max_size=80), far=st.integers(1, 30))
+@example(ids=[0, 2, -1, 0, 1, 2**21 - 1], far=1)  # an unknown id, and one that has the same bits
 def test_copies_are_those_that_a_loop_over_the_text_finds(ids, far):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rule, "FAR", far)
