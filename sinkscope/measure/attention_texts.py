@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -22,15 +22,20 @@ ORDINARY_TOKENS = 512  # tokens of a piece of ordinary text
 SHORTEST_TEXT = 16  # tokens; with fewer, a tenth of the lines is almost none
 
 
-def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
+def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None, *, any_length: bool = False) -> list[int]:
     """Return ids of a prompt: a text, ids, or by default the beginning of the typical text.
+
+    Args:
+        setup: The model and typical text.
+        prompt: The prompt.
+        any_length: Whether it may be longer than the context, because it is shortened.
 
     Raises:
         SinkscopeError: It is empty, or contains an id unknown to the model.
     """
     if prompt is None:
         return setup.ids[0].tolist()
-    ids = read_row(setup.target, prompt, special=False)
+    ids = read_row(setup.target, prompt, special=False, any_length=any_length)
     if isinstance(prompt, str) and setup.bos is not None:
         ids = [*beginning(setup.tokenizer, setup.bos), *ids]
         note_second_bos(ids, setup.bos, "the prompt")
@@ -51,6 +56,8 @@ def texts_of(
     data: PathName | None,
     count: int,
     length: int | None,
+    *,
+    cut: Literal["middle", "end"] = "middle",
 ) -> list[Int[Tensor, " pos"]]:
     """Return ids of each text, beginning with BOS if the model has one.
 
@@ -59,8 +66,8 @@ def texts_of(
         texts: One text, or several texts or rows of ids; all are used.
         data: A file of JSON lines with a "text" to use instead; the first `count` are used.
         count: Number of pieces of ordinary text, or of lines of the file.
-        length: Maximum tokens per text; longer texts are shortened in the middle. None uses the context, or 512 for
-            ordinary text.
+        length: Maximum tokens per text; longer texts are shortened. None uses the context, or 512 for ordinary text.
+        cut: Where they are shortened.
 
     Raises:
         SinkscopeError: There are too few texts, a text is too short, or a number is invalid.
@@ -74,7 +81,7 @@ def texts_of(
         texts = [texts]
     if texts is not None:
         check_values(Iterable[Any], texts=texts)
-        rows = [_row(setup, text, length or context) for text in texts]
+        rows = [_row(setup, text, length or context, cut) for text in texts]
     else:
         size = length or min(ORDINARY_TOKENS, context)
         rows = list(text_rows(setup.tokenizer, setup.text, count, size, setup.bos))
@@ -94,10 +101,12 @@ def check_data(*, data: PathName | None, **_: Any) -> None:
         records_of(data)
 
 
-def _row(setup: Setup, text: str | Sequence[int], most: int) -> Int[Tensor, " pos"]:
-    """The ids of a text; long texts are cut in the middle, as in LongBench."""
-    ids = prompt_ids(setup, text)
-    if len(ids) > most:
+def _row(setup: Setup, text: str | Sequence[int], most: int, cut: str) -> Int[Tensor, " pos"]:
+    """The ids of a text; long texts are cut in the middle, as in LongBench, or at the end."""
+    ids = prompt_ids(setup, text, any_length=True)
+    if cut == "end":
+        ids = ids[:most]
+    elif len(ids) > most:
         half = (most - (setup.bos is not None)) // 2
         ids = [*ids[: most - half], *ids[len(ids) - half :]]
     if len(ids) < SHORTEST_TEXT:

@@ -193,7 +193,9 @@ def read_inputs(
     return Inputs(ids, None if bool(padding.all()) else padding.long())
 
 
-def read_row(target: Target, inputs: Any, what: str = "the input", *, special: bool = True) -> list[int]:
+def read_row(
+    target: Target, inputs: Any, what: str = "the input", *, special: bool = True, any_length: bool = False
+) -> list[int]:
     """Return the ids of one text, or of one row of ids.
 
     Args:
@@ -201,6 +203,7 @@ def read_row(target: Target, inputs: Any, what: str = "the input", *, special: b
         inputs: A text; or ids as a list, an array or a tensor.
         what: What it is, as errors name it.
         special: Whether the tokenizer adds its special tokens to a text.
+        any_length: Whether it may be longer than the context, because it is shortened.
 
     Raises:
         SinkscopeError: As for `read_inputs`; or there are several rows, or more tokens than the context holds.
@@ -213,7 +216,8 @@ def read_row(target: Target, inputs: Any, what: str = "the input", *, special: b
         raise SinkscopeError(f"{what}: {error}") from None
     if len(rows) > 1:
         raise SinkscopeError(f"{what} has {len(rows)} rows: expected one text, or one row of token ids")
-    check_length(target, what, len(rows[0]))
+    if not any_length:
+        check_length(target, what, len(rows[0]))
     return rows[0]
 
 

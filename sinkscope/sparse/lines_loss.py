@@ -292,14 +292,13 @@ def equal_rows(setup: Setup, texts: Any, data: Any, count: int, length: int) -> 
     least = 4 * NEAR * 8
     if length < least:
         raise SinkscopeError(f"--length {length}: expected at least {least}, or near keys are nearly all")
-    is_given = texts is not None or data is not None
-    rows = texts_of(setup, texts, data, count, None if is_given else length)
+    rows = texts_of(setup, texts, data, count, length, cut="end")
     shortest = min(map(len, rows))
     if shortest < length or len(rows) < 2:
         raise SinkscopeError(
             f"{count_of(len(rows), 'text')} of at least {shortest} tokens: expected two or more of --length {length}"
         )
-    return torch.stack([row[:length] for row in rows])
+    return torch.stack(rows)
 
 
 def partners(kinds: Sequence[str]) -> list[int]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from intervention_kit import loud_model
-from model_copies import bundled
 from organisms import tiny_model
 from refusals import refused
 from tokenizers.processors import TemplateProcessing
+from ways.model_copies import bundled
 
 import sinkscope as ss
 from experiments.loopguard.variants import Timed

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import spoiled
-from model_copies import bundled
 from safetensors.torch import load_file, save_file
 from torch import nn
+from ways.model_copies import bundled
 
 import sinkscope as ss
 from sinkscope.measure.setup import Setup

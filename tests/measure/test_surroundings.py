@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from calls_kit import calls, edits, measured
 from covering import covering
-from model_copies import bundled
 from same_kit import differences, plain
 from surroundings import SURROUNDINGS, state_of
 from transformers import AutoConfig
+from ways.model_copies import bundled
 
 import sinkscope as ss
 from sinkscope.hooks.edit import SinkPatch

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from model_copies import Original
 from torch import Tensor
+from ways.model_copies import Original
 
 from .noise import Space, fill, make_body, make_space
 from .organism import Heads, Organism, Site, Truth, mixed

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from model_copies import Original
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from ways.model_copies import Original
 
 from .tokens import BOS, EOS, PAD, tokenizer_for
 

@@ -13,6 +13,7 @@ from refusals import refused
 from torch import Tensor
 
 from sinkscope.files.store import json_lines
+from sinkscope.measure import Setup
 from sinkscope.measure.margin import interval_of
 from sinkscope.models.inputs import read_row
 from sinkscope.opening.live import target_of
@@ -20,6 +21,7 @@ from sinkscope.sparse.bands import Bands, BlockGrid, Copies
 from sinkscope.sparse.lines_loss import (
     LinesLoss,
     bands_of_cells,
+    equal_rows,
     lines_loss,
     near_bands,
     pair_distances,
@@ -132,3 +134,13 @@ def test_a_file_names_kinds_and_short_texts_are_refused(tmp_path, typed):
             lines_loss(model, texts, length=256, tokenizer=tokenizer)
     with refused("a single text was given"):
         lines_loss(model, "one text", tokenizer=tokenizer)
+
+
+def test_texts_that_are_longer_than_the_context_are_read_from_their_beginning():
+    model, tokenizer = tiny_model("llama")
+    context = model.config.max_position_embeddings
+    texts = [ids_of(number, context + 100) for number in range(2)]
+    for length in (LENGTH, context):
+        rows = equal_rows(Setup.open(model, tokenizer=tokenizer), texts, None, 2, length)
+        for row, text in zip(rows.tolist(), texts, strict=True):
+            assert row in (text[:length], [tokenizer.bos_token_id, *text[: length - 1]])

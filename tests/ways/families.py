@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import transformers as tf
-from model_copies import Original
 from torch import nn
+
+from .model_copies import Original
 
 VOCAB, LAYERS, HIDDEN, HEADS = 160, 3, 64, 4
 BOS, EOS, PAD = 0, 1, 2
