@@ -33,7 +33,7 @@ from sinkscope.opening.live import target_of
 from sinkscope.opening.load import load
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import BlockGrid, Copies
-from sinkscope.sparse.choice import StoredRows, choose_bands, draw_of, held_out, kept_columns, sampled_rows
+from sinkscope.sparse.choice import StoredRows, choose_bands, draw_of, kept_columns, sampled_rows, unsampled_queries
 from sinkscope.sparse.lines import scores_of
 from sinkscope.sparse.serve import LoopServe
 from sinkscope.sparse.sparse import band_attention, recovered
@@ -86,7 +86,7 @@ def prompt(target: Target, ids: Tensor) -> Row:
         grid, seed = BlockGrid(scores.queries, scores.keys), draw_of(0, layer, scores.queries, scores.keys)
         sparse = grid.sparse_queries(LAST)
         rows = {"drawn": sampled_rows(grid, 64, seed, LAST), "last": torch.arange(sparse - 64, sparse)}
-        others = held_out(sparse - 64, rows["drawn"][rows["drawn"] < sparse - 64], seed)
+        others = unsampled_queries(sparse - 64, rows["drawn"][rows["drawn"] < sparse - 64], seed)
         for name, own in rows.items():
             chosen = choose_bands(
                 StoredRows(scores, own), ALPHA, kept_columns(scores, sparse, 4, 0), float("inf"), LAST

@@ -178,7 +178,7 @@ def scan(
     Raises:
         SinkscopeError: A part is unknown, the model cannot be opened, or the folder holds something else.
     """
-    parts = parts_of(quick, only)
+    parts = parts_to_run(quick, only)
     seconds = None if within is None else read_duration(within)
     other = None if against is None else read_card(against)
     setup = Setup.open(model, **settings)
@@ -225,7 +225,7 @@ class Plan:
     seconds: float | None
 
 
-def parts_of(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
+def parts_to_run(quick: bool, only: Sequence[str] | None) -> list[ScanPart]:
     """Return the parts that are run; without --only, --quick leaves some out.
 
     Raises:

@@ -146,7 +146,7 @@ def finding(groups: Sequence[BenchGroup]) -> str:
             f"Nothing can be told of methods in {best.title} ({task.unit}): the best, {best.method}, has {shown}, like "
             f"chance; {control_score}; give larger budgets or easier prompts."
         )
-    notes = costs(best, groups)
+    notes = cost_words(best, groups)
     if task.main in PERCENT and best.margin is not None:
         notes.insert(0, f"{task.shown.format(best.low)}-{task.shown.format(best.high)}")
     elif best.margin is not None:
@@ -165,7 +165,7 @@ def finding(groups: Sequence[BenchGroup]) -> str:
     if end and len(best.scores) < FEWEST:
         return too_few(groups)
     sentences: list[str] = []
-    for of_rival in (costs(rival, groups), []):
+    for of_rival in (cost_words(rival, groups), []):
         sentences.append(f"{best_score}, {lead_in_words(best, rival, bool(end), of_rival)}{end}; {control_score}.")
     return short_sentence(sentences)
 
@@ -199,7 +199,7 @@ def at_floor(best: BenchGroup, control: BenchGroup | None) -> bool:
     return best.low <= (best.metrics.get("chance") or 0.0) and control.score > best.high
 
 
-def costs(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
+def cost_words(group: BenchGroup, groups: Sequence[BenchGroup]) -> list[str]:
     """Return what a method reads in a step and computes of prompts, in words, as shares of the full cache."""
     parts: list[str] = []
     read, cells = group.metrics.get("read"), group.metrics.get("cells")

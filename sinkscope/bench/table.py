@@ -143,12 +143,12 @@ class BenchTable(Result):
 
     def reference(self, group: BenchGroup) -> BenchGroup | None:
         """Return the method with which a method of the same place is compared."""
-        beside = [candidate for candidate in self.groups if candidate.place == group.place]
+        references = [candidate for candidate in self.groups if candidate.place == group.place]
         if self.beside is None:
-            beside = ranked(beside)
+            references = ranked(references)
         else:
-            beside = [candidate for candidate in beside if str(candidate.method) == self.beside]
-        return next(iter(beside), None)
+            references = [candidate for candidate in references if str(candidate.method) == self.beside]
+        return next(iter(references), None)
 
     def lead(self, group: BenchGroup) -> Interval | None:
         """Return how far a score is above that of the method it is compared with; None: not known."""

@@ -45,9 +45,9 @@ class Effect:
         Shares have as many digits as it takes to tell them apart, two at most.
         """
         name, control = self.control
-        value, beside = percent(self.value), percent(control)
+        value, control_value = percent(self.value), percent(control)
         for digits in (1, 2):
-            if value == beside and abs(self.value - control) >= 1e-3:
-                value, beside = percent(self.value, digits), percent(control, digits)
+            if value == control_value and abs(self.value - control) >= 1e-3:
+                value, control_value = percent(self.value, digits), percent(control, digits)
         margin = f"± {percent(self.margin)}; " if self.margin else ""
-        return template.format(value=value, control=f"{margin}{name}: {beside}", **words)
+        return template.format(value=value, control=f"{margin}{name}: {control_value}", **words)

@@ -28,7 +28,7 @@ from sinkscope.results.parts import Head
 from sinkscope.results.result import Number
 from sinkscope.results.style import figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.first_tokens import along_first, heads_up_to, share_of, spike_of
+from sinkscope.sinks.first_tokens import along_first, heads_up_to, percent_with_margin, spike_of
 from sinkscope.sinks.spikes.copies import along_spikes
 from sinkscope.sinks.spikes.edited import means_of
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
@@ -39,7 +39,7 @@ from sinkscope.sinks.tokens import (
     PerToken,
     TokenRows,
     hold_layers,
-    refuse_unused,
+    refuse_n_tokens,
     sample_tokens,
     token_texts,
     vocabulary,
@@ -189,10 +189,10 @@ class ClusterAttack(Result):
         count = count_of(len(clusters.heads), "head")
         is_enough = f"One of {count}" if len(clusters.heads) > 1 else str(Head(0, clusters.heads[0]))
         share = f"{_share(clusters.served)} of {tried}"
-        beside = "layer 0 has no other head to compare with"
+        comparison = "layer 0 has no other head to compare with"
         if clusters.another is not None:
-            beside = f"another head: {clusters.another:.0%}"
-        lines = [*self._of_sequences(), f"{is_enough} of layer 0 alone gives {share} {what} ({beside})."]
+            comparison = f"another head: {clusters.another:.0%}"
+        lines = [*self._of_sequences(), f"{is_enough} of layer 0 alone gives {share} {what} ({comparison})."]
         unneeded = f"{without} of {tried} have {what} without any head of layer 0 (with them: {intact})."
         if clusters.unneeded.mean() > clusters.served.mean():
             return [unneeded, *reversed(lines)]
@@ -208,7 +208,7 @@ class ClusterAttack(Result):
             chance += f"; patched: {made['cluster', True].positions:.0%}"
         return [
             f"Sequences of {self.length} different tokens of one cluster have the spike of {self.spike} at "
-            f"{share_of(cluster.positions, cluster.margin)} of their positions without BOS ({chance})."
+            f"{percent_with_margin(cluster.positions, cluster.margin)} of their positions without BOS ({chance})."
         ]
 
     def numbers(self) -> list[Number]:
@@ -226,8 +226,8 @@ class ClusterAttack(Result):
             if attempt.source == "cluster":
                 key, patched = ("patched", ", patched") if attempt.patch else ("positions", "")
                 label = f"of the positions of sequences of one cluster have the spike{patched}"
-                beside = random.get(attempt.patch)
-                numbers.append(Number(key, label, attempt.positions, beside, attempt.margin, True, "random tokens"))
+                control = random.get(attempt.patch)
+                numbers.append(Number(key, label, attempt.positions, control, attempt.margin, True, "random tokens"))
         return numbers
 
     def rows(self) -> Table:
@@ -241,7 +241,7 @@ class ClusterAttack(Result):
 
 def _share(has: Bool[np.ndarray, " token"]) -> str:
     """Write the share of tokens that have something, with its margin."""
-    return share_of(has.mean(), margin_of(has.astype(float), SCORES))
+    return percent_with_margin(has.mean(), margin_of(has.astype(float), SCORES))
 
 
 def draw(result: ClusterAttack) -> go.Figure:
@@ -256,7 +256,7 @@ def draw(result: ClusterAttack) -> go.Figure:
 
 
 def _refuse_unused(*, length: int, sequences: int, **options: Any) -> None:
-    refuse_unused(**options)
+    refuse_n_tokens(**options)
     if not sequences and length != LENGTH:
         raise SinkscopeError(f"--length {length} has no effect without sequences: leave it out, or --sequences 0")
 

@@ -16,7 +16,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.results.notation import percent
 from sinkscope.results.parts import Head
-from sinkscope.sinks.spikes.edited import Batch, Edit, Written, read_rows
+from sinkscope.sinks.spikes.edited import Batch, Edit, Written, read_batch
 from sinkscope.sinks.spikes.find import sinks_of
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
@@ -43,10 +43,10 @@ def along_first(
     edit_of = torch.arange(len(every)).repeat_interleave(len(tokens))
     ids = tokens.repeat(len(every))[:, None]
     batch = Batch((spike,), ids, (torch.ones_like(ids, dtype=torch.bool),), tuple(every), edit_of, means)
-    return read_rows(batch).along[0].reshape(len(every), -1)
+    return read_batch(batch).along[0].reshape(len(every), -1)
 
 
-def share_of(value: float, margin: float | None) -> str:
+def percent_with_margin(value: float, margin: float | None) -> str:
     """Write a share, with its margin over tokens or sequences if known."""
     return percent(value) if margin is None else f"{percent(value)} (± {margin:.0%})"
 

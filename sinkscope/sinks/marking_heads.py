@@ -21,14 +21,14 @@ from sinkscope.results.parts import Head, Neuron
 from sinkscope.results.result import Number
 from sinkscope.results.style import BLUE, figure_of
 from sinkscope.results.tables import Table
-from sinkscope.sinks.first_tokens import along_first, heads_up_to, share_of, spike_of
+from sinkscope.sinks.first_tokens import along_first, heads_up_to, percent_with_margin, spike_of
 from sinkscope.sinks.spikes.controls import random_heads
 from sinkscope.sinks.spikes.edited import Written, left_of, means_of
 from sinkscope.sinks.spikes.find import NO_FIRST_SPIKE
 from sinkscope.sinks.spikes.marks import Judge, Without, marking_heads
 from sinkscope.sinks.spikes.spike import Parts, Spike
 from sinkscope.sinks.thresholds import ENOUGH, HALF, RAISED
-from sinkscope.sinks.tokens import refuse_unused, sample_tokens, token_texts, tokens_of_text, vocabulary
+from sinkscope.sinks.tokens import refuse_n_tokens, sample_tokens, token_texts, tokens_of_text, vocabulary
 
 NAMED = 6  # heads that a sentence names
 SIZES = 16  # sets of the first heads from which the margin of their number is computed
@@ -80,8 +80,8 @@ class MarkingHeads(Result):
     @property
     def control(self) -> tuple[str, float] | None:
         """The other heads without which least is left, in words, and how much. None: there are too few."""
-        beside = {"random heads": self.random, "others of equal attention": self.alike}
-        known = {name: left for name, left in beside.items() if left is not None}
+        controls = {"random heads": self.random, "others of equal attention": self.alike}
+        known = {name: left for name, left in controls.items() if left is not None}
         return min(known.items(), key=lambda item: item[1]) if known else None
 
     def conclusion(self) -> str:
@@ -90,9 +90,10 @@ class MarkingHeads(Result):
             return self.instead or f"{NO_FIRST_SPIKE}."
         tokens = count_of(len(self.tokens), "token")
         if self.marking is None:
-            left = f"{share_of(self.every.left, self.every.margin)} of the spike of {self.spike} remains at {tokens}"
-            return f"No head marks the first token: without all {len(self.heads)}, {left} (with them: 100%)."
-        left, heads = share_of(self.marking.left, self.marking.margin), self.marking.heads
+            left = percent_with_margin(self.every.left, self.every.margin)
+            remains = f"{left} of the spike of {self.spike} remains at {tokens}"
+            return f"No head marks the first token: without all {len(self.heads)}, {remains} (with them: 100%)."
+        left, heads = percent_with_margin(self.marking.left, self.marking.margin), self.marking.heads
         names = word_list(heads)
         if len(heads) > NAMED:
             within = "" if self.count_margin is None else f" (± {self.count_margin:.0f})"
@@ -100,11 +101,11 @@ class MarkingHeads(Result):
         remains = f"{left} of the spike of {self.spike} remains at {tokens}"
         if self.control is None:
             return f"Without {names}, {remains}; too few others are left to compare with."
-        control, beside = self.control
-        if beside <= self.marking.left + (self.marking.margin or 0.0):
-            return f"Without {names}, {remains}, but as little without others ({control}: {beside:.0%})."
+        control, control_left = self.control
+        if control_left <= self.marking.left + (self.marking.margin or 0.0):
+            return f"Without {names}, {remains}, but as little without others ({control}: {control_left:.0%})."
         mark = "marks" if len(heads) == 1 else "mark"
-        return f"{names} {mark} the first token: without them, {remains} ({control}: {beside:.0%})."
+        return f"{names} {mark} the first token: without them, {remains} ({control}: {control_left:.0%})."
 
     def details(self) -> list[str]:
         """Say how many tokens were tried, what is left without all heads, and which heads work against the spike.
@@ -118,13 +119,13 @@ class MarkingHeads(Result):
         lines = [f"{len(self.tokens)} of {tried}, each alone in first place, have the spike of {self.spike}."]
         if self.every is None or self.marking is None or self.left is None:
             return lines
-        left = share_of(self.every.left, self.every.margin)
+        left = percent_with_margin(self.every.left, self.every.margin)
         lines.append(f"Without all {len(self.heads)} heads up to layer {self.heads[-1].layer}, {left} remains.")
         if self.count_margin is not None:
             lines.append(f"Over tokens the set has {len(self.marking.heads)} heads ± {self.count_margin:.0f}.")
         own = self.heads[int(self.left[0].argmin())]
         if self.left[0].min() < HALF and own not in self.marking.heads:
-            without = f"without {own}, {share_of(float(self.left[0].min()), None)} of its spike remains"
+            without = f"without {own}, {percent_with_margin(float(self.left[0].min()), None)} of its spike remains"
             lines.append(f"{self.tokens[0]!r} has a head of its own: {without}.")
         if self.random is not None and self.random >= RAISED:
             mean = self.left.mean(0)
@@ -138,7 +139,7 @@ class MarkingHeads(Result):
         """Return how many heads mark, and what is left of the spike without them."""
         if self.marking is None or self.control is None:
             return []
-        marking, whole, (control, beside) = self.marking, len(self.heads), self.control
+        marking, whole, (control, control_left) = self.marking, len(self.heads), self.control
         count = Number(
             "heads",
             "heads that mark the first token",
@@ -148,7 +149,9 @@ class MarkingHeads(Result):
             items=tuple(str(head) for head in marking.heads),
             whole=whole,
         )
-        left = Number("left", "of the spike left without them", marking.left, beside, marking.margin, True, control)
+        left = Number(
+            "left", "of the spike left without them", marking.left, control_left, marking.margin, True, control
+        )
         return [count, left]
 
     def rows(self) -> Table:
@@ -176,7 +179,7 @@ def draw(result: MarkingHeads) -> go.Figure:
 
 
 @measurement(
-    check=refuse_unused,
+    check=refuse_n_tokens,
     figure=draw,
 )
 def heads(

@@ -255,7 +255,7 @@ def proof_of(
     slowest = max((half for half in halves if half is not None), default=limit)
     count = max(2, min(limit, 2 * slowest))  # twice as many as the slowest word and spike need, and no more
     rows = repeated(before, ids, count)
-    cases, reading = list[Tensor](), [(spike, readers_of(spike)) for spike in spikes]
+    cases, reading = list[Tensor](), [(spike, reader_mask(spike)) for spike in spikes]
     for edit in edits:
         setup.progress("patches", len(cases), len(edits))
         cases.append(read_copies(setup, reading, edit, rows, len(before)))
@@ -317,7 +317,7 @@ def read_copies(
     return torch.stack([*map(torch.cat, along), *attention, one_more])
 
 
-def readers_of(spike: Spike) -> Bool[Tensor, "layer head"]:
+def reader_mask(spike: Spike) -> Bool[Tensor, "layer head"]:
     """Mark the heads of a model that read a spike in ordinary text."""
     reading = spike.survey.received(spike.place.mask).nanmean(-1) > READS
     layers = torch.zeros(len(reading), 1, dtype=torch.bool)

@@ -248,8 +248,8 @@ def random_places(setup: Setup, places: Sequence[Place], ids: TokenRows) -> Exac
     generator = draws(setup.seed, "places beside those of the sink")
     others = torch.rand(RANDOM_SETS, *ids.shape, generator=generator).masked_fill(there, 2.0)
     random = others.argsort(-1).argsort(-1) < there.sum(1, keepdim=True)
-    beside = [mask for mask in random if not bool((mask & there).any())]  # else there are too few other places
-    values = [mask.nonzero().tolist() for mask in (there, *beside)]
+    drawn = [mask for mask in random if not bool((mask & there).any())]  # else there are too few other places
+    values = [mask.nonzero().tolist() for mask in (there, *drawn)]
     return ExactParts("sink places", ("the sink places",), "places", values)
 
 

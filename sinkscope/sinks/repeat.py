@@ -388,7 +388,7 @@ EVERY_TOKEN = ["all"]
 NO_SPIKE = "No norm spike was found at the first token, so repetitions are compared with nothing; see `circuit`."
 
 
-def refuse_unused(*, quantity: str, tokens: Sequence[str] | None, **options: Any) -> None:
+def refuse_unused_options(*, quantity: str, tokens: Sequence[str] | None, **options: Any) -> None:
     """Refuse options that the reading has no use for, before a model is opened.
 
     Raises:
@@ -402,7 +402,7 @@ def refuse_unused(*, quantity: str, tokens: Sequence[str] | None, **options: Any
 
 
 @measurement(
-    check=refuse_unused,
+    check=refuse_unused_options,
 )
 def repeat(
     setup: Setup,

@@ -74,7 +74,7 @@ def sample_tokens(ids: list[int], count: int, seed: int) -> list[int]:
     return some_of(ids, count, torch.Generator().manual_seed(seed))
 
 
-def refuse_unused(*, tokens: Sequence[str] | None, n_tokens: int | None, **_: Any) -> None:
+def refuse_n_tokens(*, tokens: Sequence[str] | None, n_tokens: int | None, **_: Any) -> None:
     """Refuse a number of tokens beside tokens that are named.
 
     Raises:

@@ -100,10 +100,10 @@ def bands_from(
         bands = torch.ones(scores.heads, grid.blocks, dtype=torch.bool, device=device)
         return Bands(columns, bands, grid, dense_rows)
     always = kept_columns(scores, grid.sparse_queries(dense_rows), begin, checked)
-    return choose_bands(rows_of(scores, rows), alpha, always, dense_above, dense_rows, copies)
+    return choose_bands(query_rows(scores, rows), alpha, always, dense_above, dense_rows, copies)
 
 
-def rows_of(scores: Scores, rows: Int[Tensor, " row"]) -> StoredRows:
+def query_rows(scores: Scores, rows: Int[Tensor, " row"]) -> StoredRows:
     """Return the attention of queries with these indices: stored, or computed anew for each sum on a GPU."""
     module = triton_module(scores.key.device, "triton_sums")
     kind = StoredRows if module is None else module.ComputedRows
@@ -153,7 +153,7 @@ def draw_of(seed: int, layer: int, queries: int, keys: int) -> int:
     return random.Random(f"{seed} {layer} {queries} {keys}").getrandbits(62)
 
 
-def held_out(queries: int, sampled: Int[Tensor, " sampled"], seed: int) -> Int[Tensor, " row"]:
+def unsampled_queries(queries: int, sampled: Int[Tensor, " sampled"], seed: int) -> Int[Tensor, " row"]:
     """Draw indices of some queries outside a sample; if the sample has all queries, indices from the sample."""
     outside = torch.ones(queries, dtype=torch.bool).index_fill_(0, sampled, False).nonzero().flatten()
     if not len(outside):

@@ -33,7 +33,7 @@ from sinkscope.results.notation import count_of, word_list
 from sinkscope.results.style import BLUE, GREEN, ORANGE, figure_of, panels
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import NEAR, Bands, BlockGrid, Copies
-from sinkscope.sparse.choice import densities, draw_of, kept_columns, rows_of, sampled_rows
+from sinkscope.sparse.choice import densities, draw_of, kept_columns, query_rows, sampled_rows
 from sinkscope.sparse.head_lines import HeadLines
 from sinkscope.sparse.lines import scores_of
 from sinkscope.sparse.serve import LoopServe
@@ -391,7 +391,7 @@ def bands_of_cells(
     grid = BlockGrid(scores.queries, scores.keys)
     drawn = draw_of(served.seed, layer, scores.queries, scores.keys)
     rows = sampled_rows(grid, served.sample, drawn, served.dense_rows, copies)
-    sample = rows_of(scores, rows)
+    sample = query_rows(scores, rows)
     always = kept_columns(scores, grid.sparse_queries(served.dense_rows), served.begin, served.checked)
     chosen: Bands | None = None
     for _ in range(2):  # at first by all of a line's cells, then by those that the other kind leaves to it

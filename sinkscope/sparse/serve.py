@@ -28,7 +28,7 @@ from sinkscope.generation.progressive import Progressive, steps_summary
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.sparse.attention import Scores
 from sinkscope.sparse.bands import Bands, BlockGrid, Copies
-from sinkscope.sparse.choice import bands_from, draw_of, held_out, recorded_bands, sampled_rows
+from sinkscope.sparse.choice import bands_from, draw_of, recorded_bands, sampled_rows, unsampled_queries
 from sinkscope.sparse.head_lines import HeadLines, select_lines
 from sinkscope.sparse.replay import Replayed
 from sinkscope.sparse.sparse_prompts import SparsePrompts
@@ -244,7 +244,7 @@ class LoopServe(SparsePrompts):
             copies = None
         queries = BlockGrid(scores.queries, scores.keys).sparse_queries(self.dense_rows)
         seed = draw_of(self.seed, layer, scores.queries, scores.keys)
-        return held_out(queries, self._sampled(scores, layer, copies), seed)
+        return unsampled_queries(queries, self._sampled(scores, layer, copies), seed)
 
     def summary(self, run: Run) -> str:
         """Return the share of attention that prompts computed, and the tokens that a decoding step read."""

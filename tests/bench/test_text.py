@@ -15,7 +15,7 @@ from refusals import refused
 from sinkscope.bench.answer import Answer
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
-from sinkscope.bench.tasks.text import TextFidelity, metrics_of
+from sinkscope.bench.tasks.text import TextFidelity, mean_metrics
 from sinkscope.files.store import json_lines
 
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
@@ -81,4 +81,4 @@ def test_prompts_without_an_answer_are_refused(tmp_path: Path):
 def test_steps_that_read_everything_are_not_averaged(first_lossy: int | None, cells: float | None, expected: float):
     steps = {"kl": (1.0, 2.0, 3.0, 4.0)}
     answer = Answer([1, 2, 3, 4], "", "cap", {"cells": cells}, steps=steps, first_lossy=first_lossy)
-    assert metrics_of(answer) == {"kl": expected, "first": 1.0}
+    assert mean_metrics(answer) == {"kl": expected, "first": 1.0}

@@ -13,7 +13,7 @@ from sample_results import CONTROL, CONTROLS, EFFECTS, FIRST, OUTCOME, sample_fi
 
 from sinkscope.results.cards import Card
 from sinkscope.results.result import Result
-from sinkscope.sinks.spikes.cards import readers, spike_card, suffices
+from sinkscope.sinks.spikes.cards import needed_sentence, readers_sentence, spike_card
 from sinkscope.sinks.spikes.records import (
     Alone,
     Candidate,
@@ -119,7 +119,7 @@ def test_no_number_makes_a_card_that_is_wrong_or_too_long(drawn):
 
 @given(st.integers(0, 9999), st.integers(1, 9999), MARGINS)
 def test_readers_are_a_count_with_its_margin(heads, total, margin):
-    said = readers(Readers("the first token", heads, total, margin, 12))
+    said = readers_sentence(Readers("the first token", heads, total, margin, 12))
     assert said.startswith(f"{heads:,} of {total:,} heads give the first token more than 0.3 of their attention")
     assert ("±" in said) == (margin is not None and margin >= 0.5) and len(said.split()) <= 30
 
@@ -137,7 +137,7 @@ def test_the_conclusion_names_the_fewest_neurons_and_says_whether_the_strongest_
         effect=replace(EFFECTS, at_place=outcome),
         controls=replace(CONTROLS, busiest=weak if random else control, random=control if random else weak),
     )
-    said = suffices(one)
+    said = needed_sentence(one)
     assert said.startswith("L0.E7.N50000 ") and ("more" in said.partition(" for ")[0]) == (count > 2)
     assert len(said.split()) <= 30 and not re.search(r"nan|None|-0\.00\b|-0%", said)
     if loss is not None and beside is not None:

@@ -16,8 +16,8 @@ from raw_kit import blocks, part
 import sinkscope as ss
 from sinkscope.measure import Setup
 from sinkscope.results.parts import Neuron
-from sinkscope.sinks.spikes.edited import Edit, SpikeTexts, read_rows
-from sinkscope.sinks.spikes.effects import Measurement
+from sinkscope.sinks.spikes.edited import Edit, SpikeTexts, read_batch
+from sinkscope.sinks.spikes.effects import OutcomeReader
 from sinkscope.sinks.spikes.find import find_sinks, sinks_of
 from sinkscope.sinks.spikes.result import FindSinks
 
@@ -155,14 +155,14 @@ def test_layers_before_an_edit_are_not_run_even_for_a_spike_that_ends_before_it(
         for number, block in enumerate(blocks(target.hf))
     ]
     texts = SpikeTexts.of(spike, [earlier])
-    (outcome,) = Measurement(texts, (7,)).outcomes([Edit(one.needs.needed)], losses=False)
+    (outcome,) = OutcomeReader(texts, (7,)).outcomes([Edit(one.needs.needed)], losses=False)
     for handle in handles:
         handle.remove()
     assert min(run) == first
     assert [other.spike for other in outcome.outcome.others] == [7]
     assert outcome.outcome.others[0].left == pytest.approx(1, abs=1e-5)
     batch = texts.batch([Edit(one.needs.needed)], texts.rows, torch.zeros(len(texts.rows), dtype=torch.long))
-    whole = read_rows(replace(batch, texts=None), whole=True)  # from the first layer on
-    late = read_rows(batch, whole=True)
+    whole = read_batch(replace(batch, texts=None), whole=True)  # from the first layer on
+    late = read_batch(batch, whole=True)
     torch.testing.assert_close(late.along, whole.along, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(late.attention, whole.attention, atol=1e-5, rtol=1e-5)

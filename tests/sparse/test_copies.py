@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from sinkscope.sparse import bands as rule
 from sinkscope.sparse.attention import sample_queries
 from sinkscope.sparse.bands import BAND, TILE, BlockGrid, Copies, copies_in
-from sinkscope.sparse.choice import held_out, select_bands
+from sinkscope.sparse.choice import select_bands, unsampled_queries
 from sinkscope.sparse.serve import LoopServe
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_half_of_the_sample_is_drawn_among_copies_and_the_rest_among_all_others(
     assert len(few) == 64 and {5, 999} <= set(few.tolist())
     assert torch.equal(sample_queries(1000, 64, 3, torch.tensor([], dtype=torch.int64)), sample_queries(1000, 64, 3))
     assert len(sample_queries(10, 64, 3, torch.arange(10))) == 10
-    assert not set(held_out(1000, rows, 3).tolist()) & set(rows.tolist())
+    assert not set(unsampled_queries(1000, rows, 3).tolist()) & set(rows.tolist())
 
 
 @pytest.fixture

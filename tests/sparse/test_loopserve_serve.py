@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from sinkscope.conformance.masked import plain_logits
 from sinkscope.opening.live import target_of
 from sinkscope.sparse.attention import Scores, sample_queries
-from sinkscope.sparse.choice import draw_of, held_out
+from sinkscope.sparse.choice import draw_of, unsampled_queries
 from sinkscope.sparse.serve import SHORTEST, LoopServe
 from sinkscope.sparse.shapes import AShape, MInference, TriShape
 
@@ -110,7 +110,7 @@ def test_a_prompt_says_what_its_lines_lost(dense_rows):
     query, key, _, scaling = attended(model, ids, mask, sees)[0]
     draw = draw_of(3, 0, 330, 330)
     sampled = sample_queries(sparse, 1, draw)
-    rows = held_out(sparse, sampled, draw)
+    rows = unsampled_queries(sparse, sampled, draw)
     assert len(rows) == 16 and not set(rows.tolist()) & set(sampled.tolist())
     kept = (dense(Scores(query[0], key[0], scaling)) * sees[0][0]).sum(-1)[:, rows].mean(1).float()
     assert_close(torch.tensor(first.data["recovered"]), kept, atol=1e-5, rtol=1e-5)

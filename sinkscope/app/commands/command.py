@@ -137,7 +137,7 @@ class Command(click.Command):
             if any(parameter.name == "model" for parameter in self.params):
                 progress(f"Loading {options.get('model', 'bundled')} ...", 0, 0)
             outputs = [parameter for parameter in self.params if parameter.name in WRITTEN]
-            check_files(files, self.kinds, outputs, options)
+            check_outputs(files, self.kinds, outputs, options)
             result = self.run(options, files, progress)
         if self.kinds and result is not None:
             deliver(result, files if is_first() else {}, explain)
@@ -224,7 +224,7 @@ def out_of_memory(command: click.Command) -> str:
     return f"out of memory: try {', '.join(remedies) or 'a smaller file'}"
 
 
-def check_files(
+def check_outputs(
     files: Mapping[str, str], kinds: Sequence[str], others: Sequence[click.Parameter], options: Mapping[str, Any]
 ) -> None:
     """Refuse, before any work begins, outputs that cannot be written or would replace other files.

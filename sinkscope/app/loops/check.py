@@ -66,7 +66,7 @@ def check_files(
     watch = Watch(monitor_of(settings, variant, cut), prompt)
     if not files:
         raise SinkscopeError("give the file to check, or - for standard input")
-    started, every, missing = time.perf_counter(), listed(files), list[str]()
+    started, every, missing = time.perf_counter(), files_by_name(files), list[str]()
     for name, file in every.items():
         label, skipped = f"{name} " if len(every) > 1 else "", watch.skipped
         try:
@@ -87,7 +87,7 @@ def check_files(
     return replace(check_of(watch, name, started, fail_on), missing=tuple(missing), by=by or "")
 
 
-def listed(files: Sequence[str]) -> dict[str, str]:
+def files_by_name(files: Sequence[str]) -> dict[str, str]:
     """Return the files by their names, with those in folders whose endings are known; a note names each other file.
 
     Raises:

@@ -70,7 +70,7 @@ def open_bytes(file: str) -> Any:
 
 
 @contextmanager
-def json_lines(path: str | None) -> Iterator[Callable[[Mapping[str, Any]], None] | None]:
+def json_writer(path: str | None) -> Iterator[Callable[[Mapping[str, Any]], None] | None]:
     """Give what writes a line of JSON at once, to a file or, for "-", to standard output; None without a path."""
     if path is None:
         yield None

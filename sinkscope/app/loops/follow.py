@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from sinkscope.app.loops.common import Variant, json_lines, monitor_of, name_of, open_bytes
+from sinkscope.app.loops.common import Variant, json_writer, monitor_of, name_of, open_bytes
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.plain import visible
@@ -56,7 +56,7 @@ def follow_stream(
     (file,) = files or ["-"]
     watch, failed = Watch(monitor_of(settings, variant, cut), prompt), False
     alarms = watch.follow(open_bytes(file), form=form, name=name_of(file), field=field)
-    with json_lines(json_file) as told:
+    with json_writer(json_file) as told:
         for alarm in alarms:
             failed = failed or alarm.cut or fail_on == "suspicious"
             if told is not None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sinkscope.app.loops.common import Variant, json_lines, monitor_of
+from sinkscope.app.loops.common import Variant, json_writer, monitor_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.listen import listen
@@ -76,7 +76,7 @@ def serve_proxy(
             note(f"note: everyone who can reach {host} can use that server now")
 
     names = LOOPBACK if host in LOOPBACK else ()
-    with json_lines(json_file) as told:
+    with json_writer(json_file) as told:
         listen(application(upstream, monitor, note, names, told, going), host, port, ready)
 
 

@@ -18,7 +18,7 @@ from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.cards import spike_card, writing
 from sinkscope.sinks.spikes.controls import ordered, random_neurons
 from sinkscope.sinks.spikes.edited import Edit, SpikeTexts
-from sinkscope.sinks.spikes.effects import ALONE_TEXTS, Measurement
+from sinkscope.sinks.spikes.effects import ALONE_TEXTS, OutcomeReader
 from sinkscope.sinks.spikes.records import SpikeResult
 from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
 
@@ -31,14 +31,14 @@ def circuit_of(sink: ModelSink) -> tuple[CircuitSpike, ...]:
     circuit: list[CircuitSpike] = []
     for spike, measured in zip(sink.circuit.spikes, sink.sinks.spikes, strict=True):
         texts = SpikeTexts.of(measured.reported)
-        one = CircuitSpike(
+        circuit_spike = CircuitSpike(
             found=spike,
             card=spike_card(spike),
             first_reader=measured.spike.reading_layers.start,
             attention=tuple(tuple(round(share, 5) for share in layer) for layer in texts.attention.mean(-1).tolist()),
             random=random_alone(sink.setup, spike, measured, texts),
         )
-        circuit.append(one)
+        circuit.append(circuit_spike)
     return tuple(circuit)
 
 
@@ -63,7 +63,7 @@ def random_alone(
             drawn[neuron.layer, neuron.expert] = other
     left: list[RemovedNeuron] = []
     if drawn:
-        outcomes = Measurement(texts, ()).first(ALONE_TEXTS).outcomes([Edit((neuron,)) for neuron in drawn.values()])
+        outcomes = OutcomeReader(texts, ()).first(ALONE_TEXTS).outcomes([Edit((neuron,)) for neuron in drawn.values()])
         for neuron, by_text in zip(drawn.values(), outcomes, strict=True):
             record = by_text.outcome.left, by_text.outcome.heads[1], by_text.outcome.loss
             left.append(RemovedNeuron(neuron.layer, neuron.expert, neuron.neuron, *record))

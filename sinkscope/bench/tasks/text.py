@@ -102,11 +102,11 @@ class TextFidelity(Task):
             edit = method.make() or Full()
             answers = answer_rows(target, rows, batch.new, edit, measure=comparison(full), along=along)
             for prompt, answer in zip(batch.prompts, answers, strict=True):
-                records.append(batch.record(method, prompt, 0, answer, metrics_of(answer)))
+                records.append(batch.record(method, prompt, 0, answer, mean_metrics(answer)))
         return records
 
 
-def metrics_of(answer: Answer) -> Metrics:
+def mean_metrics(answer: Answer) -> Metrics:
     """Return means over the steps from the first on that left something out; over all, if none did.
 
     The first token comes from the prompt, and some policies then read everything for a while. Those steps lose nothing,

@@ -126,7 +126,7 @@ def find_repetition(row: WatchedRow, retention: Retention) -> tuple[int, int | N
     return begin, None if tail is None else tail.period
 
 
-def copies_of(row: WatchedRow) -> int:
+def copied_tokens(row: WatchedRow) -> int:
     """Return the number of tokens at the end of a row's text that repeat what stands before them."""
     tail = row.monitor.last.tail
     if tail is None:
@@ -150,7 +150,7 @@ def event_data(
         "level": level,
         "cached_before": len(cached),
         "taken_back": taken_back,
-        "left_in_text": 0 if taken_back else copies_of(row),
+        "left_in_text": 0 if taken_back else copied_tokens(row),
         "kept": ranges_of(kept_positions),
         "kept_count": len(kept_positions),
         "generated": row.written,

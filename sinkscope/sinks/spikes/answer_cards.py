@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sinkscope.results.cards import Card
 from sinkscope.results.notation import percent, word_list
 from sinkscope.sinks.spikes.answer_records import Cause, Cell, ConstantName, Taken
-from sinkscope.sinks.spikes.cards import heads_of, nats, run, share_left
+from sinkscope.sinks.spikes.cards import head_count, nats, percent_left, run
 from sinkscope.sinks.spikes.records import SpikeResult
 from sinkscope.sinks.thresholds import HALF
 
@@ -21,7 +21,7 @@ MAKES_NOTHING = (
 COSTS = "Hiding {place} from later tokens {where} costs {loss} nats a token{margin} (another token: {control})."
 
 
-def makes(spike: SpikeResult) -> str | None:
+def cause_sentence(spike: SpikeResult) -> str | None:
     """Return what makes a position such a place; None if it was not asked."""
     conditions = spike.conditions
     if conditions is None:
@@ -44,7 +44,7 @@ def makes(spike: SpikeResult) -> str | None:
     return MAKES.format(causes=joined, share=percent(strongest.share), margin=margin, control=control)
 
 
-def costs(spike: SpikeResult) -> str | None:
+def purpose_sentence(spike: SpikeResult) -> str | None:
     """Return what hiding a place costs; None if it was not asked."""
     purpose = spike.purpose
     if purpose is None:
@@ -70,7 +70,7 @@ def conditions_card(spike: SpikeResult) -> Card | None:
     for taken in conditions.taken:
         rows.append((f"place, {TAKEN[taken.cause]}", _cell(taken)))
     rows.append(("random token, alone", percent(conditions.random_token)))
-    rows.append(("sees 1 other, drawn", share_left(conditions.one_other, conditions.one_other_margin)))
+    rows.append(("sees 1 other, drawn", percent_left(conditions.one_other, conditions.one_other_margin)))
     rows.append(("sees nearest", ", ".join(f"{count}: {percent(share)}" for count, share in conditions.borne)))
     if conditions.held:
         rows.append(("place sees more", ", ".join(f"{count}: {percent(share)}" for count, share, _ in conditions.held)))
@@ -84,7 +84,7 @@ def conditions_card(spike: SpikeResult) -> Card | None:
 
 
 def _cell(cell: Cell | Taken) -> str:
-    return f"{share_left(cell.share, cell.margin)} of the spike, {heads_of(cell.heads, None)}"
+    return f"{percent_left(cell.share, cell.margin)} of the spike, {head_count(cell.heads, None)}"
 
 
 def _causes(causes: Sequence[Cause], spike: SpikeResult) -> str:
@@ -96,17 +96,17 @@ def purpose_card(spike: SpikeResult) -> Card | None:
     purpose = spike.purpose
     if purpose is None:
         return None
-    spread = share_left(purpose.spread, purpose.spread_margin)
-    rows = [("intact", f"{heads_of(purpose.heads, None)} at the place; a changed token spreads {spread}")]
+    spread = percent_left(purpose.spread, purpose.spread_margin)
+    rows = [("intact", f"{head_count(purpose.heads, None)} at the place; a changed token spreads {spread}")]
     for change in purpose.changes:
         text = f"{nats(change.loss)} nats"
         if change.interval is not None:
             text += f" ({nats(change.interval[0])} to {nats(change.interval[1])})"
-        text += f", {heads_of(change.heads, None)} at the place"
+        text += f", {head_count(change.heads, None)} at the place"
         if change.taker_heads:
             text += f", {change.taker_heads:,} at position {change.taker}"
         if change.spread is not None:
-            text += f"; spreads {share_left(change.spread, change.spread_margin)}"
+            text += f"; spreads {percent_left(change.spread, change.spread_margin)}"
         rows.append((change.name, text))
     layers = f"{run(*purpose.layers)}, {purpose.texts} texts, {purpose.tokens:,} tokens"
     return Card(f"What attention to {spike.place.words} is for ({layers})", tuple(rows))
@@ -137,7 +137,7 @@ def constancy_card(spike: SpikeResult) -> Card | None:
         shown = {"state": "{:.3f}", "value": "{:.2f}", "score": "{:.0%}"}[constant.name]
         formatted = {name: shown.format(number) for name, number in numbers.items()}
         if constant.name == "score":
-            formatted["after"] = share_left(constant.after, constant.margin)
+            formatted["after"] = percent_left(constant.after, constant.margin)
         rows.append((constant.name, NUMBERS[constant.name].format(**formatted)))
-    where = f"{heads_of(constancy.heads, None)} from layer {constancy.after} on, beside layer {constancy.before}"
+    where = f"{head_count(constancy.heads, None)} from layer {constancy.after} on, beside layer {constancy.before}"
     return Card(f"Why heads read {spike.place.words}, spike of {run(*spike.layers)} ({where})", tuple(rows))

@@ -42,13 +42,13 @@ PLACES = 2  # places that a row names
 GAP = "   "  # between the items of a row
 
 
-def readers(readers: Readers) -> str:
+def readers_sentence(readers: Readers) -> str:
     """Return how many heads attend to a place."""
     margin = "" if readers.margin is None or readers.margin < 0.5 else f" (± {readers.margin:,.0f})"
     return READERS.format(heads=f"{readers.heads:,}", total=f"{readers.total:,}", place=readers.place, margin=margin)
 
 
-def suffices(spike: SpikeResult) -> str | None:
+def needed_sentence(spike: SpikeResult) -> str | None:
     """Return what the needed set of a spike costs at the place, beside the strongest control; None: not read."""
     if spike.needed is None or spike.effect is None or spike.controls is None:
         return None
@@ -64,15 +64,15 @@ def suffices(spike: SpikeResult) -> str | None:
         "place": spike.place.words,
         "loss": nats(outcome.loss),
         "margin": "" if outcome.margin is None else f" (± {outcome.margin:.2f})",
-        "left": share_left(outcome.left, outcome.left_margin),
-        "control": beside(spike, outcome),
+        "left": percent_left(outcome.left, outcome.left_margin),
+        "control": strongest_control(spike, outcome),
     }
     if not spike.needed.neurons:
         return (REPLACED if outcome.loss is not None else LEAVE).format(**words)
     return (SUFFICE if outcome.loss is not None else LEAVE).format(**words)
 
 
-def beside(spike: SpikeResult, outcome: Outcome) -> str:
+def strongest_control(spike: SpikeResult, outcome: Outcome) -> str:
     """Return what the strongest control does; the words say so if it does as much as the needed set."""
     strongest = None if spike.controls is None else spike.controls.strongest
     if strongest is None:
@@ -98,7 +98,7 @@ def spike_card(spike: SpikeResult, others: Sequence[SpikeResult] = ()) -> Card:
         others: The same spike at other places.
     """
     ordered = sorted(others, key=lambda other: -other.heads)
-    elsewhere = [f"{other.place.words} ({heads_of(other.heads, None)})" for other in ordered[:PLACES]]
+    elsewhere = [f"{other.place.words} ({head_count(other.heads, None)})" for other in ordered[:PLACES]]
     if len(ordered) > PLACES:
         elsewhere.append(count_of(len(ordered) - PLACES, "further place"))
     rows = {
@@ -133,18 +133,18 @@ def attention_card(
     if readers.heads:
         kinds = [f"{of_kind.kind} {with_margin_of(of_kind.heads, of_kind.margin)}" for of_kind in readers.kinds]
         by_kind = f"; {', '.join(kinds)}" if kinds else ""
-        rows.append((readers.place, f"{heads_of(readers.heads, readers.margin)} of {total:,}{by_kind}"))
+        rows.append((readers.place, f"{head_count(readers.heads, readers.margin)} of {total:,}{by_kind}"))
     if other is not None:
         spikes = "no spike"
         for spike in other.spikes[:1]:
             more = f" and {len(other.spikes) - 1} more" if len(other.spikes) > 1 else ""
             spikes = f"spike at {spike.place.words}, {run(*spike.layers)}{more}"
         label = f"{'with' if other.bos else 'without'} {other.token}"
-        rows.append((label, f"{heads_of(other.heads, other.margin)} at the first token; {spikes}"))
+        rows.append((label, f"{head_count(other.heads, other.margin)} at the first token; {spikes}"))
     for sink in attended:
-        rows.append((sink.place.words, f"{heads_of(sink.heads, None)}, no spike"))
+        rows.append((sink.place.words, f"{head_count(sink.heads, None)}, no spike"))
     if learned:
-        rows.append(("learned sink logits", f"{heads_of(learned, None)} of {total:,}"))
+        rows.append(("learned sink logits", f"{head_count(learned, None)} of {total:,}"))
     return Card("Attention", tuple(rows)) if rows else None
 
 
@@ -223,7 +223,7 @@ def _needed(spike: SpikeResult) -> str:
     if needed is None:
         return "no neurons or pair of components that was tried"
     names = word_list([component(part) for part in needed.parts], SHOWN)
-    return f"{names}; {share_left(needed.left, needed.left_margin)} left without {_them(needed.parts)} at the place"
+    return f"{names}; {percent_left(needed.left, needed.left_margin)} left without {_them(needed.parts)} at the place"
 
 
 def _them(parts: Sequence[str]) -> str:
@@ -261,10 +261,10 @@ def _effects(spike: SpikeResult) -> dict[str, str]:
 
 def _outcome(outcome: Outcome) -> str:
     """What is left of the spike and of the heads, and how the loss rises."""
-    parts = [f"{share_left(outcome.left, outcome.left_margin)} of the spike"]
+    parts = [f"{percent_left(outcome.left, outcome.left_margin)} of the spike"]
     if any(outcome.heads):
         (before, after), (margin, margin_after) = outcome.heads, outcome.heads_margin
-        parts.append(f"{with_margin_of(after, margin_after)} of {heads_of(before, margin)}")
+        parts.append(f"{with_margin_of(after, margin_after)} of {head_count(before, margin)}")
     if outcome.loss is not None:
         parts.append(f"{nats(outcome.loss)} nats{_margin(outcome)} over {outcome.tokens:,} tokens")
     return ", ".join(parts)
@@ -285,20 +285,19 @@ def _alone(spike: SpikeResult) -> str:
         return ""
     items: list[str] = []
     for neuron in spike.alone[:SHOWN]:
-        heads = f", {heads_of(neuron.heads, None)}" if spike.heads else ""
+        heads = f", {head_count(neuron.heads, None)}" if spike.heads else ""
         loss = "" if neuron.loss is None else f", {nats(neuron.loss)} nats"
-        items.append(f"without {neuron.address} {share_left(neuron.left, None)}{heads}{loss}")
+        items.append(f"without {neuron.address} {percent_left(neuron.left, None)}{heads}{loss}")
     return GAP.join(items)
 
 
 def _marks(marks: Sequence[MarkLeft]) -> str:
     items: list[str] = []
     for mark in marks[:SHOWN]:
-        left = (
-            f"without {word_list([component(name) for name in mark.names], SHOWN)} {share_left(mark.left, mark.margin)}"
-        )
+        names = word_list([component(name) for name in mark.names], SHOWN)
+        left = f"without {names} {percent_left(mark.left, mark.margin)}"
         if any(mark.heads):
-            left += f", {heads_of(mark.heads[1], None)}"
+            left += f", {head_count(mark.heads[1], None)}"
         items.append(left)
     return GAP.join(items)
 
@@ -306,7 +305,7 @@ def _marks(marks: Sequence[MarkLeft]) -> str:
 # --- the conclusion of a circuit ---
 
 
-def marks(spike: SpikeResult) -> str:
+def marks_sentence(spike: SpikeResult) -> str:
     """Return what marks the place of a spike, and how many heads attend there before and after its removal."""
     place = spike.place.words
     if spike.needed is not None and "embedding" in spike.needed.parts:
@@ -323,8 +322,8 @@ def marks(spike: SpikeResult) -> str:
         mark="mark" if len(parts) > 1 else "marks",
         place=place,
         them="both" if len(parts) > 1 else "it",
-        left=share_left(mark.left, mark.margin),
-        others="" if mark.others is None else f" (without others: {share_left(mark.others, None)})",
+        left=percent_left(mark.left, mark.margin),
+        others="" if mark.others is None else f" (without others: {percent_left(mark.others, None)})",
         heads=heads,
     )
 
@@ -355,13 +354,13 @@ def span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def share_left(share: float, margin: float | None) -> str:
+def percent_left(share: float, margin: float | None) -> str:
     """Return a share that is left, in per cent; below zero the direction has turned."""
     left = percent(share)
     return left if margin is None or margin < 0.005 else f"{left} (± {percent(margin)})"
 
 
-def heads_of(heads: int, margin: float | None) -> str:
+def head_count(heads: int, margin: float | None) -> str:
     """Return a number of heads with its margin over texts, if that shows."""
     return f"{with_margin_of(heads, margin)} head{'' if heads == 1 else 's'}"
 

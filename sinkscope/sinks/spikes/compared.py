@@ -47,7 +47,7 @@ def matched(first: Sequence[SpikeResult], second: Sequence[SpikeResult]) -> tupl
     for number, spike in enumerate(first):
         for place, candidate in enumerate(second):
             common = min(spike.layers[1], candidate.layers[1]) - max(spike.layers[0], candidate.layers[0]) + 1
-            if common > 0 and place_of(spike) == place_of(candidate):
+            if common > 0 and place_without_numbers(spike) == place_without_numbers(candidate):
                 pairs.append((-common, number, place))
     taken = set[int]()
     for _, number, place in sorted(pairs):
@@ -57,7 +57,7 @@ def matched(first: Sequence[SpikeResult], second: Sequence[SpikeResult]) -> tupl
     return names, [own.get(place, title_of(spike)) for place, spike in enumerate(second)]
 
 
-def place_of(spike: SpikeResult) -> str:
+def place_without_numbers(spike: SpikeResult) -> str:
     """Return the words for a spike's place without numbers: how many positions no words mean differs by model."""
     return re.sub(r"\d+", "", spike.place.words)
 

@@ -128,7 +128,7 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class PositionReading:
     """What is read at the position of each row.
 
     Attributes:
@@ -148,7 +148,7 @@ class Seen:
 
 
 @torch.no_grad()
-def read_layout(spikes: Sequence[Spike], layout: Layout, *, heads: bool = False) -> Seen:
+def read_layout(spikes: Sequence[Spike], layout: Layout, *, heads: bool = False) -> PositionReading:
     """Read the position of each row.
 
     Args:
@@ -156,7 +156,7 @@ def read_layout(spikes: Sequence[Spike], layout: Layout, *, heads: bool = False)
         layout: The rows.
         heads: Whether attention is read; else the pass ends at the last peak.
     """
-    target, seen, size = spikes[0].survey.target, list[Seen](), len(layout.ids)
+    target, seen, size = spikes[0].survey.target, list[PositionReading](), len(layout.ids)
     if not heads:
         layout = layout.until(int(layout.at.max()) + 1)
     if target.resident:
@@ -165,10 +165,10 @@ def read_layout(spikes: Sequence[Spike], layout: Layout, *, heads: bool = False)
         of_row = {"positions": layout.positions[rows], "at": layout.at[rows], "unseen": layout.unseen[rows]}
         seen.append(_read(spikes, replace(layout, ids=layout.ids[rows], **of_row), heads))
     attention = [chunk.attention for chunk in seen if chunk.attention is not None]
-    return Seen(torch.cat([chunk.share for chunk in seen], 1), torch.cat(attention) if attention else None)
+    return PositionReading(torch.cat([chunk.share for chunk in seen], 1), torch.cat(attention) if attention else None)
 
 
-def _read(spikes: Sequence[Spike], layout: Layout, heads: bool) -> Seen:
+def _read(spikes: Sequence[Spike], layout: Layout, heads: bool) -> PositionReading:
     """Read rows in one pass."""
     target = spikes[0].survey.target
     share = torch.zeros(len(spikes), len(layout.ids))
@@ -194,7 +194,7 @@ def _read(spikes: Sequence[Spike], layout: Layout, heads: bool) -> Seen:
         hooks.append((target.layers[spike.peak], "post", on_hidden(partial(at_peak, number))))
     with layout.hiding(target), listening, target.hooks(*hooks):
         target.forward(layout.ids, last_layer=last, **masked(target, layout.positions))
-    return Seen(share, attention if heads else None)
+    return PositionReading(share, attention if heads else None)
 
 
 def windows_of(target: Target) -> dict[int, list[int]]:
@@ -254,7 +254,7 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[Conditions]:
     generator = draws(seed, "other tokens of conditions")
     ordinary, others = ordinary_positions(ids, seed), tokens_from(ids, generator)
     at = ordinary.at
-    cells: dict[tuple[bool, bool, bool], Seen] = {}
+    cells: dict[tuple[bool, bool, bool], PositionReading] = {}
     for token, alone, start in product((False, True), repeat=3):
         if not start or takes_positions(target):
             layout = changed(ordinary, ids[:, 0], token, alone, start)
@@ -266,9 +266,9 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[Conditions]:
     taken = taken_away(spikes, ids, others)
     by_spike: list[Conditions] = []
     for number, spike in enumerate(spikes):
-        own = [Cell(*key, *outcome_of(seen, number, spike)) for key, seen in cells.items()]
+        own = [Cell(*key, *position_outcome(seen, number, spike)) for key, seen in cells.items()]
         enough = float(cells[False, True, False].share[number].mean()) >= HALF
-        away = [Taken(cause, *outcome_of(seen, number, spike)) for cause, seen in taken.items()]
+        away = [Taken(cause, *position_outcome(seen, number, spike)) for cause, seen in taken.items()]
         conditions = Conditions(
             cells=tuple(own),
             taken=tuple(away),
@@ -277,7 +277,7 @@ def conditions_of(spikes: Sequence[Spike], seed: int) -> list[Conditions]:
             one_other_margin=margin_of(other[number].numpy()),
             layers=first_layers(spike, ordinary) if enough else None,
             borne=tuple((count, float(seen.share[number].mean())) for count, seen in borne.items()),
-            held=tuple((count, *outcome_of(seen, number, spike)[:2]) for count, seen in held.items()),
+            held=tuple((count, *position_outcome(seen, number, spike)[:2]) for count, seen in held.items()),
             sufficient=sufficient_of(own),
             necessary=tuple(cause.cause for cause in away if cause.share + (cause.margin or 0.0) < REMOVED),
             texts=len(ids),
@@ -294,7 +294,7 @@ class PositionOutcome(NamedTuple):
     heads: int
 
 
-def outcome_of(seen: Seen, number: int, spike: Spike) -> PositionOutcome:
+def position_outcome(seen: PositionReading, number: int, spike: Spike) -> PositionOutcome:
     """Return what the positions have of one spike, by its number, mean over texts."""
     share = seen.share[number]
     return PositionOutcome(float(share.mean()), margin_of(share.numpy()), seen.heads(spike))
@@ -321,7 +321,7 @@ def sufficient_of(cells: Sequence[Cell]) -> tuple[Cause, ...]:
     return next((causes for causes in enough if len(causes) == fewest), ())
 
 
-def taken_away(spikes: Sequence[Spike], ids: TokenRows, others: Int[Tensor, " row"]) -> dict[Cause, Seen]:
+def taken_away(spikes: Sequence[Spike], ids: TokenRows, others: Int[Tensor, " row"]) -> dict[Cause, PositionReading]:
     """Take each cause away at the place itself."""
     whole = Layout.of(ids, torch.zeros(len(ids), dtype=torch.long))
     layouts: dict[Cause, Layout] = {"token": whole.with_token(others), "sight": before_place(ids, BEFORE)}

@@ -134,8 +134,8 @@ def constancy_of(spike: Spike, begins: int, sufficient: Sequence[Cause], seed: i
     became = spike.along(states[spike.peak + 1]) >= HALF
     if int(became.sum()) < 2:
         return None
-    place, beside = cosines(states[:, became]), cosines(states_of(spike, ordinary, depth)[:, became])
-    numbers = [constant_of("state", torch.stack([place, beside], 1)[[first, after]])]
+    place, ordinary_place = cosines(states[:, became]), cosines(states_of(spike, ordinary, depth)[:, became])
+    numbers = [constant_of("state", torch.stack([place, ordinary_place], 1)[[first, after]])]
     # 2 and 3. values and scores, in heads that read; before the spike in all heads of a layer
     keys = Keys(torch.stack([torch.zeros_like(ordinary.at), ordinary.at]), [first, *reading])
     with under(keys, target):
@@ -150,7 +150,7 @@ def constancy_of(spike: Spike, begins: int, sufficient: Sequence[Cause], seed: i
         heads=sum(int(heads.sum()) for heads in reading.values()),
         numbers=tuple(numbers),
         by_layer=tuple(place.mean(1).tolist()),
-        ordinary_by_layer=tuple(beside.mean(1).tolist()),
+        ordinary_by_layer=tuple(ordinary_place.mean(1).tolist()),
         texts=int(became.sum()),
     )
 

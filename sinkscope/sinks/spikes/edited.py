@@ -135,7 +135,7 @@ def _expanded(new: Float[Tensor, " d"], values: Float[Tensor, "row pos d"]) -> F
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowReading:
     """What is read of each row.
 
     Attributes:
@@ -152,7 +152,7 @@ class Reading:
 
 
 @torch.no_grad()
-def read_rows(batch: Batch, *, whole: bool = False, losses: bool = False, peaks: int | None = None) -> Reading:
+def read_batch(batch: Batch, *, whole: bool = False, losses: bool = False, peaks: int | None = None) -> RowReading:
     """Read rows under their edits, in a single pass if the model is streamed: it is then read from disk once.
 
     Args:
@@ -161,7 +161,7 @@ def read_rows(batch: Batch, *, whole: bool = False, losses: bool = False, peaks:
         losses: Whether the loss is read, of a model in memory.
         peaks: Number of spikes, from the first on, whose projections are read. None: all.
     """
-    target, size, passes = batch.target, len(batch.ids), list[Reading]()
+    target, size, passes = batch.target, len(batch.ids), list[RowReading]()
     if target.resident:
         size = rows_at_once(batch.ids.shape[1], max(target.d_mlp, target.d_model))
         if losses:
@@ -174,14 +174,14 @@ def read_rows(batch: Batch, *, whole: bool = False, losses: bool = False, peaks:
             passes.append(_read_rows(some, whole, losses, peaks))
         if len(starts) > 1:
             report_progress("removals", number, len(starts))
-    return Reading(
+    return RowReading(
         torch.cat([reading.along for reading in passes], 1),
         torch.cat([reading.attention for reading in passes]),
         torch.cat([reading.loss for reading in passes]),
     )
 
 
-def _read_rows(batch: Batch, whole: bool, losses: bool, peaks: int | None) -> Reading:
+def _read_rows(batch: Batch, whole: bool, losses: bool, peaks: int | None) -> RowReading:
     """Read rows in one pass. Before the layer at which it starts, no edit acts and nothing is read."""
     target, ids, spikes = batch.target, batch.ids, batch.spikes[:peaks]
     reading, place = spikes[0].reading_layers, batch.places[0]
@@ -217,7 +217,7 @@ def _read_rows(batch: Batch, whole: bool, losses: bool, peaks: int | None) -> Re
             loss[:, positions] = losses_at(target, ids, positions, start)
         else:
             target.forward(ids, last_layer=max([*layers, *(spike.peak for spike in spikes)]), start=start)
-    return Reading(along, attention, loss)
+    return RowReading(along, attention, loss)
 
 
 def mean_by_row(cases: Float[Tensor, " case"], place: Mask) -> Float[Tensor, " row"]:
@@ -322,12 +322,12 @@ class SpikeTexts:
         places = tuple(spike.place.mask[texts, :end] for spike in spikes)
         return Batch(spikes, survey.ids[texts, :end], places, tuple(edits), edit_of, self.values, texts)
 
-    def at_place(self, edits: Sequence[Edit], *, beside: bool = False) -> Float[Tensor, "edit spike text"]:
+    def at_place(self, edits: Sequence[Edit], *, read_others: bool = False) -> Float[Tensor, "edit spike text"]:
         """Measure what is left of spikes in each text, in passes that end at their peaks and at the place.
 
         Args:
             edits: The edits.
-            beside: Whether other spikes are read beside, where their places are not behind this.
+            read_others: Whether other spikes are read beside, where their places are not behind this.
         """
         mask, rows = self.spike.place.mask, self.rows
         end = int(mask[rows].any(0).nonzero().max()) + 1
@@ -336,7 +336,7 @@ class SpikeTexts:
             rows = rows[:1]
         edit_of = torch.arange(len(edits)).repeat_interleave(len(rows))
         batch = self.batch(edits, rows.repeat(len(edits)), edit_of, end)
-        along = read_rows(batch, peaks=None if beside else 1).along
+        along = read_batch(batch, peaks=None if read_others else 1).along
         return self.left_of(along.reshape(len(along), len(edits), -1).transpose(0, 1), rows)
 
     def along(self, sets: Sequence[Parts]) -> Float[Tensor, "edit text"]:

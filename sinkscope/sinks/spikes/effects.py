@@ -22,7 +22,7 @@ from torch.nn.functional import one_hot
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure.margin import interval_of, margin_of, resampled_margin
 from sinkscope.sinks.spikes.controls import EqualSets, equal_sets, other_components
-from sinkscope.sinks.spikes.edited import Edit, Reading, SpikeTexts, intact_losses, read_rows
+from sinkscope.sinks.spikes.edited import Edit, RowReading, SpikeTexts, intact_losses, read_batch
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.records import Alone, Control, Controls, Effects, OtherLeft, Outcome
 from sinkscope.sinks.spikes.spike import Spike
@@ -35,7 +35,7 @@ ALONE_UNITS = 8  # needed units that are removed one by one
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class SpikeEffects:
     """The effects of a spike's needed set."""
 
     effects: Effects
@@ -44,7 +44,9 @@ class Measured:
 
 
 @torch.no_grad()
-def effects_of(spike: Spike, needs: Needs, chosen: Survey, numbered: Mapping[int, Spike], seed: int) -> Measured | None:
+def effects_of(
+    spike: Spike, needs: Needs, chosen: Survey, numbered: Mapping[int, Spike], seed: int
+) -> SpikeEffects | None:
     """Measure what the needed set of a spike does; None if nothing is needed.
 
     Args:
@@ -57,12 +59,12 @@ def effects_of(spike: Spike, needs: Needs, chosen: Survey, numbered: Mapping[int
     if not needs.needed:
         return None
     texts = SpikeTexts.of(spike, tuple(numbered.values()))
-    measure = Measurement(texts, tuple(numbered))
+    measure = OutcomeReader(texts, tuple(numbered))
     at_place = kept_by_text(measure.outcomes([Edit(needs.needed)])[0])
     if not needs.units:
         sets = other_components([(part,) for part in needs.order], needs.needed)
         random = measure.control([Edit(parts) for parts in sets], at_place, None) if sets else None
-        return Measured(Effects(at_place.outcome, None, None, None, None), Controls(None, random), ())
+        return SpikeEffects(Effects(at_place.outcome, None, None, None, None), Controls(None, random), ())
     few = measure.first(BESIDE_TEXTS)
     (everywhere,) = few.outcomes([Edit(needs.needed, everywhere=True)])
     after = range(min(unit[0].layer for unit in needs.units) + 1, spike.survey.target.n_layers)
@@ -77,10 +79,10 @@ def effects_of(spike: Spike, needs: Needs, chosen: Survey, numbered: Mapping[int
     if whole > 0:
         elsewhere = 1 - float(at_place.rise[: len(everywhere.rise)].nanmean()) / whole
     effects = Effects(at_place.outcome, everywhere.outcome, hidden, both, elsewhere)
-    return Measured(effects, controls, alone_of(measure, needs, at_place))
+    return SpikeEffects(effects, controls, alone_of(measure, needs, at_place))
 
 
-def controls_of(measure: Measurement, equal: EqualSets, effect: OutcomeByText) -> Controls:
+def controls_of(measure: OutcomeReader, equal: EqualSets, effect: OutcomeByText) -> Controls:
     """Measure what other neurons do that write as much."""
     busiest = measure.control([Edit(equal.busiest, everywhere=True)], effect, equal.norms[0])
     random = None
@@ -90,7 +92,7 @@ def controls_of(measure: Measurement, equal: EqualSets, effect: OutcomeByText) -
     return Controls(busiest, random)
 
 
-def alone_of(measure: Measurement, needs: Needs, effect: OutcomeByText) -> tuple[Alone, ...]:
+def alone_of(measure: OutcomeReader, needs: Needs, effect: OutcomeByText) -> tuple[Alone, ...]:
     """Measure what single needed units do, strongest effect on the spike first."""
     units, records = [unit for unit in needs.alone if unit in needs.units][:ALONE_UNITS], list[Alone]()
     outcomes = [effect]
@@ -122,7 +124,7 @@ def kept_by_text(measured: OutcomeByText) -> OutcomeByText:
 
 
 @dataclass(frozen=True, eq=False)
-class Measurement:
+class OutcomeReader:
     """What reads outcomes in the texts of a spike.
 
     Attributes:
@@ -138,7 +140,7 @@ class Measurement:
         """Whether heads and loss are read: at the first token, or where heads attend to the place."""
         return self.texts.spike.place.is_first or bool(self.texts.readers.any())
 
-    def first(self, count: int) -> Measurement:
+    def first(self, count: int) -> OutcomeReader:
         """Return the same in the first texts."""
         return replace(self, texts=replace(self.texts, rows=self.texts.rows[:count]))
 
@@ -152,7 +154,7 @@ class Measurement:
         outcomes: list[OutcomeByText] = []
         rows = torch.arange(len(self.texts.rows))
         if not self.whole and not any(edit.everywhere for edit in edits):
-            for left in self.texts.at_place(edits, beside=True):
+            for left in self.texts.at_place(edits, read_others=True):
                 nothing = torch.full_like(left[0], torch.nan)
                 outcomes.append(OutcomeByText(self._outcome(left, None, nothing, 0, len(rows)), nothing, left[0]))
             return outcomes
@@ -226,12 +228,12 @@ class Measurement:
         hidden: range | None = None,
         *,
         losses: bool = True,
-    ) -> Reading:
+    ) -> RowReading:
         """Read texts, by their numbers among those of the spike, each under an edit."""
         batch = self.texts.batch(edits, self.texts.rows[rows], edit_of)
-        return read_rows(replace(batch, hidden=hidden), whole=True, losses=losses)
+        return read_batch(replace(batch, hidden=hidden), whole=True, losses=losses)
 
-    def _by_text(self, reading: Reading, rows: Int[Tensor, " row"]) -> OutcomeByText:
+    def _by_text(self, reading: RowReading, rows: Int[Tensor, " row"]) -> OutcomeByText:
         """Return the outcome of rows, each of which reads a text."""
         texts, numbers = self.texts, self.texts.rows[rows]
         left = texts.left_of(reading.along[None], numbers)[0]
@@ -276,8 +278,8 @@ class Measurement:
         )
 
 
-def _part(reading: Reading, rows: Bool[Tensor, " row"]) -> Reading:
-    return Reading(reading.along[:, rows], reading.attention[rows], reading.loss[rows])
+def _part(reading: RowReading, rows: Bool[Tensor, " row"]) -> RowReading:
+    return RowReading(reading.along[:, rows], reading.attention[rows], reading.loss[rows])
 
 
 def count_readers(received: Float[Tensor, "layer head text"]) -> tuple[int, float | None]:

@@ -31,7 +31,7 @@ from sinkscope.sinks.spikes.answer_records import Answers, Conditions, Constancy
 from sinkscope.sinks.spikes.conditions import conditions_of
 from sinkscope.sinks.spikes.constancy import constancy_of
 from sinkscope.sinks.spikes.copies import copies_of
-from sinkscope.sinks.spikes.effects import Measured, count_readers, effects_of
+from sinkscope.sinks.spikes.effects import SpikeEffects, count_readers, effects_of
 from sinkscope.sinks.spikes.marks import marks_of
 from sinkscope.sinks.spikes.needs import like_needs, needs_of
 from sinkscope.sinks.spikes.places import at_position, split_by_label
@@ -155,7 +155,7 @@ def _sinks_of(setup: Setup) -> Sinks:
     return Sinks(survey, report, tuple(ordered))
 
 
-def measured_of(setup: Setup, number: int) -> Measured | None:
+def measured_of(setup: Setup, number: int) -> SpikeEffects | None:
     """Take step 5 for a spike, once for each setup; None for a spike that is like an earlier one or needs nothing.
 
     Args:
@@ -165,14 +165,14 @@ def measured_of(setup: Setup, number: int) -> Measured | None:
     return setup.once((measured_of, setup.seed, number), partial(_measured_of, setup, number))
 
 
-def _measured_of(setup: Setup, number: int) -> Measured | None:
+def _measured_of(setup: Setup, number: int) -> SpikeEffects | None:
     sinks = sinks_of(setup)
     circuit, numbered = sinks.spikes[number], dict[int, Spike]()
     if circuit.like is not None:
         return None
-    for other, beside in enumerate(sinks.spikes):
-        if other != number and beside.like is None and beside.reported.survey is circuit.reported.survey:
-            numbered[other] = beside.reported
+    for other, other_circuit in enumerate(sinks.spikes):
+        if other != number and other_circuit.like is None and other_circuit.reported.survey is circuit.reported.survey:
+            numbered[other] = other_circuit.reported
     return effects_of(circuit.reported, circuit.needs, sinks.survey, numbered, setup.seed)
 
 
@@ -232,7 +232,7 @@ def fields_of(setup: Setup, tokens: Sequence[str] | None, limit: int, parts: Set
         if "marks" in parts:
             marked = setup.finished(f"marks of spike {number}", partial(marks_of, circuit, setup.seed), marked)
         # Step 5: effects
-        measured: Measured | None = None
+        measured: SpikeEffects | None = None
         if "effects" in parts:
             measured = setup.finished(f"effects of spike {number}", partial(measured_of, setup, number), measured)
         results.append(record_of(circuit, measured, marked, own, answers.get(number, Answers())))

@@ -15,7 +15,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Component, Head
 from sinkscope.sinks.spikes.controls import random_heads
 from sinkscope.sinks.spikes.edited import Edit, SpikeTexts
-from sinkscope.sinks.spikes.effects import Measurement
+from sinkscope.sinks.spikes.effects import OutcomeReader
 from sinkscope.sinks.spikes.records import MarkLeft
 from sinkscope.sinks.spikes.spike import Parts
 from sinkscope.sinks.spikes.spike_circuit import SpikeCircuit
@@ -70,7 +70,7 @@ def before_writers(circuit: SpikeCircuit) -> list[Component]:
 
 def _mark(texts: SpikeTexts, members: Parts, others: float | None, sets: int) -> MarkLeft:
     """Return the record of a set, in texts that did not choose it."""
-    (by_text,) = Measurement(texts, ()).outcomes([Edit(members)], losses=False)
+    (by_text,) = OutcomeReader(texts, ()).outcomes([Edit(members)], losses=False)
     outcome = by_text.outcome
     return MarkLeft(" and ".join(map(str, members)), outcome.left, outcome.left_margin, outcome.heads, others, sets)
 
@@ -86,8 +86,8 @@ def _heads(texts: SpikeTexts, reported: SpikeTexts, parts: Parts, seed: int) -> 
     if marking is None:
         return []
     random = random_heads(marking.heads, every.heads, seed)
-    beside = float(reported.along(random).mean()) if random else None
-    marks = [_mark(reported, marking.heads, beside, len(random))]
+    left_by_random = float(reported.along(random).mean()) if random else None
+    marks = [_mark(reported, marking.heads, left_by_random, len(random))]
     if len(marking.heads) > 1:
         for head in every.heads[:MOST]:
             if abs(float(without[heads.index(head)].mean())) <= REMAINS:

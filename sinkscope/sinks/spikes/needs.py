@@ -98,7 +98,7 @@ def without_each(texts: SpikeTexts, units: Sequence[Unit]) -> dict[Unit, Float[T
     """Return what is left of the spike and of the others at the place without each unit; strongest effect first."""
     if not units:
         return {}
-    left = texts.at_place([Edit(unit) for unit in units], beside=True).nanmean(-1).nan_to_num(1.0)
+    left = texts.at_place([Edit(unit) for unit in units], read_others=True).nanmean(-1).nan_to_num(1.0)
     order = left[:, 0].abs().argsort(stable=True).tolist()
     return {units[number]: left[number] for number in order}
 
@@ -144,16 +144,16 @@ def search(texts: SpikeTexts, writers: Writers) -> tuple[tuple[Neuron, ...], tup
     for _ in range(BACKUPS + 1):
         members = [*writing, *backups]
         needed = smallest_set(few, members, shares)
-        fresh = [] if needed or not members else taking_over(texts, joined([*shares, *backups]))
+        fresh = [] if needed or not members else taking_over(texts, neurons_of([*shares, *backups]))
         if not fresh:
             break
         backups += [(neuron,) for neuron in fresh]
     if not needed and len(writing) < len(shares):
         needed = smallest_set(few, [*shares, *backups], shares)
-    return joined(needed), joined(backups)
+    return neurons_of(needed), neurons_of(backups)
 
 
-def joined(units: Sequence[Unit]) -> tuple[Neuron, ...]:
+def neurons_of(units: Sequence[Unit]) -> tuple[Neuron, ...]:
     """Return the neurons of some units."""
     return tuple(chain.from_iterable(units))
 
@@ -182,7 +182,7 @@ def smallest_set(texts: SpikeTexts, members: Sequence[Unit], shares: Mapping[Uni
     smallest: list[SmallSet] = []
     for order in (alone, sorted(members, key=lambda unit: -shares.get(unit, 0.0))):
         lengths = [*range(1, min(PREFIXES, len(order)) + 1), *range(2 * PREFIXES, len(order), PREFIXES), len(order)]
-        sets = {joined(order[:length]): tuple(order[:length]) for length in dict.fromkeys(lengths) if length}
+        sets = {neurons_of(order[:length]): tuple(order[:length]) for length in dict.fromkeys(lengths) if length}
         left = texts.left(list(sets))
         enough = next((neurons for neurons in sets if abs(left[neurons]) < REMOVED), None)
         if enough is not None:
@@ -201,7 +201,7 @@ class SmallSet(NamedTuple):
 def pruned(texts: SpikeTexts, small: SmallSet) -> SmallSet:
     """Drop the unit that adds least, again and again, as long as less than a quarter of the spike is left."""
     while len(small.units) > 1:
-        sets = {joined(fewer): fewer for fewer in combinations(small.units, len(small.units) - 1)}
+        sets = {neurons_of(fewer): fewer for fewer in combinations(small.units, len(small.units) - 1)}
         best, left = next(iter(texts.left(list(sets)).items()))
         if abs(left) >= REMOVED:
             break

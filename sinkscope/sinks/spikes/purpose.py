@@ -53,7 +53,7 @@ Way = Callable[[int], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, eq=False)
-class Values(Intervention):
+class ReplaceValue(Intervention):
     """Later queries keep their attention to a position, and read another value from it.
 
     Attributes:
@@ -86,7 +86,7 @@ class _ValuesActor(Actor):
         change: The new value less its own, by layer.
     """
 
-    of: Values
+    of: ReplaceValue
     attention: dict[int, Float[Tensor, "row head query"]] = field(default_factory=dict)
     change: dict[int, Float[Tensor, "row head d_value"]] = field(default_factory=dict)
 
@@ -122,7 +122,7 @@ class _ValuesActor(Actor):
 
 
 @dataclass(frozen=True, eq=False)
-class Lost:
+class WayReading:
     """What is read of texts in one way.
 
     Attributes:
@@ -167,7 +167,7 @@ def read_way(
     kept_layers: Sequence[int] = (),
     begin: Begin | None = None,
     only_states: bool = False,
-) -> Lost:
+) -> WayReading:
     """Read texts in one way.
 
     Args:
@@ -212,7 +212,7 @@ def read_way(
             else:
                 stack.enter_context(visible_rows(target, attend, rows_per_chunk=ids.shape[1]))
                 loss[rows[:, None], read] = losses_at(target, ids[rows], read, start)
-    return Lost(loss, attention, torch.cat(states), entered)
+    return WayReading(loss, attention, torch.cat(states), entered)
 
 
 def hidden(target: Target, position: int, layers: range | None, length: int) -> Way:
@@ -228,7 +228,7 @@ def hidden(target: Target, position: int, layers: range | None, length: int) -> 
 
 def valued(target: Target, position: int, layers: range, mean: bool) -> Way:
     """Return the way in which later queries read another value from a position in some layers."""
-    return lambda _rows: under(Values(position, layers, mean), target)
+    return lambda _rows: under(ReplaceValue(position, layers, mean), target)
 
 
 def intact(_rows: int) -> AbstractContextManager[object]:
@@ -281,7 +281,7 @@ def purposes_of(survey: Survey, first_writers: Sequence[int], seed: int) -> list
             read = read_way(target, ids, way, TAKERS, begin=begin)
             if not purposes and "key" not in name:
                 spread = spread_of(read, read_way(target, changed, way, 1, begin=begin_other, only_states=True))
-            changes.append(change_of(name, plain, read, spread))
+            changes.append(record_of_way(name, plain, read, spread))
         everywhere = changes[0]
         purpose = Purpose(
             layers=(late.start, late.stop - 1),
@@ -304,12 +304,14 @@ def most_attended(survey: Survey) -> int:
     return KEYS[int(attention[KEYS.start : KEYS.stop].argmax())]
 
 
-def spread_of(read: Lost, changed: Lost) -> Float[Tensor, " text"]:
+def spread_of(read: WayReading, changed: WayReading) -> Float[Tensor, " text"]:
     """Return by how much the last states of later tokens change, relative to their norm, when a token is another."""
     return ((read.states - changed.states).norm(dim=-1) / read.states.norm(dim=-1)).mean(1)
 
 
-def change_of(name: ChangeName, plain: Lost, read: Lost, spread: Float[Tensor, " text"] | None) -> Change:
+def record_of_way(
+    name: ChangeName, plain: WayReading, read: WayReading, spread: Float[Tensor, " text"] | None
+) -> Change:
     """Return the record of a way."""
     rise = (read.loss - plain.loss).nanmean(1)
     interval = interval_of(rise.numpy())

@@ -101,11 +101,11 @@ class FindSinks(Result):
 
     def conclusion(self) -> str:
         """Return the fewest neurons that suffice and what they do at the place; or how many heads attend where."""
-        sentence = None if self.spike is None else cards.suffices(self.spike)
+        sentence = None if self.spike is None else cards.needed_sentence(self.spike)
         if sentence is not None:
             return sentence
         if self.readers.heads or self.spikes:
-            return cards.readers(self.readers)
+            return cards.readers_sentence(self.readers)
         if self.learned_heads:
             return cards.LEARNED.format(heads=self.learned_heads, total=self.readers.total)
         return self._no_spike
@@ -195,12 +195,12 @@ def effect_numbers(spike: SpikeResult) -> list[Number]:
     names = word_list(spike.needed.parts, 2)
     if outcome.loss is not None:
         label = f"rise of the loss without {names} at the place, in nats a token"
-        beside = None if control is None else control.loss
-        numbers.append(Number("loss", label, outcome.loss, beside, outcome.margin, contrast=contrast))
+        control_value = None if control is None else control.loss
+        numbers.append(Number("loss", label, outcome.loss, control_value, outcome.margin, contrast=contrast))
     label = f"share of the spike that remains without {names} at the place"
-    beside = None if control is None else control.left
+    control_value = None if control is None else control.left
     numbers.append(
-        Number("left.needed", label, outcome.left, beside, outcome.left_margin, share=True, contrast=contrast)
+        Number("left.needed", label, outcome.left, control_value, outcome.left_margin, share=True, contrast=contrast)
     )
     return numbers
 
@@ -238,9 +238,9 @@ class Circuit(FindSinks):
     def conclusion(self) -> str:
         """Return what makes a position the sink and what it is for; where this was not asked, what marks the place."""
         if self.answered is not None:
-            sentences = (answer_cards.makes(self.answered), answer_cards.costs(self.answered))
+            sentences = (answer_cards.cause_sentence(self.answered), answer_cards.purpose_sentence(self.answered))
             return " ".join(sentence for sentence in sentences if sentence is not None)
-        return super().conclusion() if self.spike is None else cards.marks(self.spike)
+        return super().conclusion() if self.spike is None else cards.marks_sentence(self.spike)
 
     def cards(self) -> list[Card]:
         """Return the answers first: what makes the place, why heads read it, what attention to it is for."""
@@ -260,7 +260,7 @@ class Circuit(FindSinks):
         lines = [super().conclusion(), *super().details()]
         marks = self.spike.marks
         if self.answered is not None and marks:
-            lines.insert(0, cards.marks(self.spike))
+            lines.insert(0, cards.marks_sentence(self.spike))
         if marks and not any(isinstance(part_of(mark.names[0]), Head) for mark in marks):
             lines.append(HEADS_OF_MARKS)
         return lines

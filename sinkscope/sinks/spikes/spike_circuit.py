@@ -9,7 +9,7 @@ from sinkscope.measure.margin import margin_of
 from sinkscope.results.parts import Neuron
 from sinkscope.sinks.spikes.answer_records import Answers
 from sinkscope.sinks.spikes.edited import SpikeTexts
-from sinkscope.sinks.spikes.effects import Measured, count_readers
+from sinkscope.sinks.spikes.effects import SpikeEffects, count_readers
 from sinkscope.sinks.spikes.needs import Needs
 from sinkscope.sinks.spikes.places import Place, per_text
 from sinkscope.sinks.spikes.records import Candidate, Copies, MarkLeft, Needed, NeuronShare, SpikeResult
@@ -80,7 +80,7 @@ class SpikeCircuit:
 
 def record_of(
     circuit: SpikeCircuit,
-    measured: Measured | None,
+    measured: SpikeEffects | None,
     marks: tuple[MarkLeft, ...],
     copies: tuple[Copies, ...],
     answers: Answers,
