@@ -155,7 +155,6 @@ def main(
         rows.sort(key=lambda row: row["set"])
     settings = {"measure": chosen.measure, "task": chosen.task, "model": chosen.model or "bundled"}
     draw(write_record(out / f"{name}.json", "bench-figure", {"rows": rows}, settings), figure)
-    print(table)
 
 
 if __name__ == "__main__":

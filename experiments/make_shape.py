@@ -4,8 +4,8 @@
 
 It shows what a measurement reads, how long it takes and whether it finds the sink, not what a trained model does.
 The circuit is that of the bundled model (`experiments.bundled.circuit`), untrained, and all heads of the layer after
-the sink layer attend to the sink; embeddings have noise, and all other weights are zero, so the layers above change
-nothing. DIR/circuit.json holds the answer.
+the sink layer attend to the sink. Embeddings and the layers up to there have noise; those above are zero, so they
+change nothing. DIR/circuit.json holds the answer.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ def planted(model: LlamaForCausalLM) -> Plan:
     )
     generator = torch.Generator().manual_seed(SEED)
     model.model.embed_tokens.weight.normal_(0, NOISE / math.sqrt(config.hidden_size), generator=generator)
+    for name, weight in model.model.layers[: plan.sink_layer + 2].named_parameters():
+        if "norm" not in name:
+            weight.normal_(0, 0.1 / math.sqrt(config.hidden_size), generator=generator)
     plant(model, plan, Written(model))
     reading, slow = model.model.layers[plan.sink_layer + 1].self_attn, config.head_dim // 2 - 1
     reading.q_proj.weight[slow :: config.head_dim, plan.const] = READ * math.sqrt(config.head_dim)

@@ -102,6 +102,9 @@ _CLASS = re.compile(r" of \w+ForCausalLM")
 _TYPE = re.compile(r"a model of type '[\w-]+'")
 
 
+sys.path.append(str(ROOT / "tests"))  # where the small models are
+
+
 def types() -> list[str]:
     """Decoder types of the installed version of transformers."""
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in NO_DECODERS]
@@ -109,13 +112,13 @@ def types() -> list[str]:
 
 def entry(model_type: str) -> Row | None:
     """What was found of a type; None if it cannot be built small."""
-    from tests.organisms.decoders import decoder
-    from tests.organisms.examine import examine
+    from organisms.decoders import decoder
+    from organisms.examine import examine
 
     try:
         model = decoder(model_type)
     except Exception as error:
-        print(f"{model_type} cannot be built: {type(error).__name__}: {error}"[:160], file=sys.stderr)
+        print(f"{model_type} cannot be built: {error}", file=sys.stderr)
         return None
     if sum(parameter.numel() for parameter in model.parameters()) > 30_000_000:
         return None
@@ -196,7 +199,7 @@ def main(names: Sequence[str] = ()) -> None:
         data: Row = {"types": {}} | earlier(DATA)  # read again, because several processes may share the types
         data["transformers"] = transformers.__version__
         data["types"][model_type] = found
-        print(f"{model_type}: {found['status']} {'; '.join(found['wrong'])}", flush=True)
+        print(f"{model_type}: {found['status']} {'; '.join(found['wrong'])}")
         data["types"] = dict(sorted(data["types"].items()))
         write_record(DATA, "model-types", data, {})
     PAGE.write_text(page(earlier(DATA)))

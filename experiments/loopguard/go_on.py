@@ -103,7 +103,7 @@ def measure(
     done = {(row["label"], row["prompt"]) for row in read_rows(file)} if file.is_file() else set()
     template = None if settings["template"] is None else Template.read(settings["template"])
     found = found_server(url, server, template, settings["reasoning_end"])
-    print(found.note(), flush=True)
+    print(found.note())
     left = equal
     with served(application(url, MonitorSettings(), print, go_on=GoOn(found))) as proxy:
         for kind, prompt in prompts_of(settings["thinking"])[:count]:
@@ -121,7 +121,6 @@ def measure(
                 row["equal"] = CHANGING.sub("", same.decode()) == CHANGING.sub("", data.decode())
             with file.open("a") as out:
                 out.write(json.dumps(row) + "\n")
-            print(label, kind, f"{seconds:.0f} s", loop, flush=True)
 
 
 def table(rows: Sequence[Row]) -> list[Row]:

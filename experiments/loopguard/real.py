@@ -226,7 +226,7 @@ def main(
         outputs = continued(live, rows, ARMS[name], new) if missing else []
         for (half, number, kind, _), output in zip(missing, outputs, strict=True):
             keep({**setting, "arm": name, "half": half, "number": number, "kind": kind, **output})
-        print(f"{setting['model']} {name}: {len(outputs)} outputs", flush=True)
+        print(f"{setting['model']} {name}: {len(outputs)} outputs")
 
 
 if __name__ == "__main__":

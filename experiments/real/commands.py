@@ -107,7 +107,6 @@ def main(
             row["command"] = "sinkscope " + COMMANDS[name].words.format(model=model)
             row[COLUMN] = {"code": version, **measured(COMMANDS[name], folder)}
             write_record(out, "real-models", table, {"seed": 0, "threads": 1})
-            print(model, name, json.dumps(row[COLUMN]), flush=True)
 
 
 def git(*words: str) -> str:
