@@ -6,8 +6,9 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, NoReturn, get_args
 
 from experiments.record import Row
 from sinkscope.errors import SinkscopeError
@@ -43,7 +44,6 @@ def arguments_of(main: Callable[..., None], argv: Sequence[str]) -> Row:
     """Read the arguments of a function; those that are not given are left to it, which has the default."""
     module = inspect.getmodule(main)
     parser = Parser(description=(inspect.getdoc(module) or "").partition("\n")[0], allow_abbrev=False)
-    signature = inspect.signature(main).parameters
     for one in parameters_of(main):
         required = one.default is inspect.Parameter.empty
         settings: Row = {"help": one.help.replace("%", "%%"), "default": argparse.SUPPRESS}
@@ -53,7 +53,7 @@ def arguments_of(main: Callable[..., None], argv: Sequence[str]) -> Row:
             settings["type"] = partial(value_of, one.type)
         if one.many:
             settings |= {"action": "extend", "nargs": "+" if required else "*"}
-        if signature[one.name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        if inspect.signature(main).parameters[one.name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
             parser.add_argument(one.name, **({"nargs": None if required else "?"} | settings))
         else:
             parser.add_argument(f"--{one.name.replace('_', '-')}", required=required, **settings)
@@ -62,8 +62,7 @@ def arguments_of(main: Callable[..., None], argv: Sequence[str]) -> Row:
 
 def value_of(kind: Any, word: str) -> Any:
     """Read a word; of a Literal it is one of its words."""
-    if get_origin(kind) is not Literal:
-        return kind(word)
-    if word not in get_args(kind):
-        raise argparse.ArgumentTypeError(f"{word!r}: expected one of {', '.join(get_args(kind))}")
-    return word
+    words = get_args(kind)  # of a Literal alone
+    with suppress(ValueError):
+        return words[words.index(word)] if words else kind(word)
+    raise argparse.ArgumentTypeError(f"{word!r}: expected {' or '.join(words) or kind.__name__}")

@@ -82,8 +82,13 @@ def reading(outputs: Sequence[tuple[Row, int]], tokenizer: Any, reader: Reader) 
         here, all_here = unknown_words(text)
         unknown += here
         words += all_here
-    about = {"words": words, "unknown": unknown / words}
-    return {"excerpts": len(bits), "bits": fmean(bits), "margin": margin_of(np.array(bits)), **about}
+    return {
+        "excerpts": len(bits),
+        "bits": fmean(bits),
+        "margin": margin_of(np.array(bits)),
+        "words": words,
+        "unknown": unknown / words,
+    }
 
 
 def main(work: Path, *, real: Path, out: Path = Path("figures/loopguard_reading.json")) -> None:
