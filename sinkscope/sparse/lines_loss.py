@@ -194,7 +194,8 @@ def draw(result: LinesLoss) -> go.Figure:
         fig.add_scatter(x=cells, y=added, error_y=bars, name=ARMS[arm], marker={"color": color}, row=1, col=1)
         kinds = list(dict.fromkeys(kind or "all" for kind in result.kinds))
         named = ["" if kind == "all" else kind for kind in kinds]
-        bars = {"array": [_interval(result, 0, arm, kind) for kind in named], "thickness": 1}
+        margins = [_interval(result, 0, arm, kind) for kind in named]
+        bars = None if np.isnan(margins).all() else {"array": margins, "thickness": 1}
         added = [result.row(0, arm, kind)["added"] for kind in named]
         fig.add_bar(
             x=list(map(html.escape, kinds)),
@@ -205,16 +206,16 @@ def draw(result: LinesLoss) -> go.Figure:
             row=1,
             col=2,
         )
-    fig.update_xaxes(title_text="share of the cells", tickformat=".0%", row=1, col=1)
+    fig.update_xaxes(title_text="share of the cells", tickformat=".0%", rangemode="tozero", row=1, col=1)
     fig.update_yaxes(title_text="nats a token beyond full attention", row=1, col=1)
     return figure_of(fig, result, width=1000, height=520, legend=-0.2, bottom=110)
 
 
 def _interval(result: LinesLoss, alpha: int, arm: int, kind: str = "") -> float:
-    """Half of the interval of what texts lose; 0 of fewer than three."""
+    """Half of the interval of what texts lose; not a number where there is none."""
     own = np.array([not kind or each == kind for each in result.kinds])
     interval = interval_of((result.loss[alpha, arm] - result.full)[own])
-    return 0.0 if interval is None else interval.margin
+    return float("nan") if interval is None else interval.margin
 
 
 @measurement(figure=draw, loading="whole", check=check_data)
