@@ -47,6 +47,11 @@ def why_missing(error: Exception) -> str:
     return f"it failed ({type(error).__name__}: {message:.200})"
 
 
+def not_measured(why: str) -> str:
+    """Return the clause that stands in place of a conclusion, of what `why_missing` says."""
+    return f"not measured, because {why.rstrip('.')}."
+
+
 def sections_of(results: Mapping[str, Result | str], opened: Collection[str] = ()) -> tuple[list[Section], list[str]]:
     """Return the sections of a page, grouped by model, and a line for each result that is missing.
 

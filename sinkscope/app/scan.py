@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkscope import __version__
 from sinkscope.app.card import CARD, CardPart, SinkCard
-from sinkscope.app.report import read_card, sections_of, why_missing
+from sinkscope.app.report import not_measured, read_card, sections_of, why_missing
 from sinkscope.bench.record import read_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import BenchTable, tabulate_records
@@ -375,8 +375,7 @@ def _measured(part: ScanPart, plan: Plan, setup: Setup, limit: Limit) -> Result 
 def card_part(part: ScanPart, outcome: Result | str) -> CardPart:
     """Return a part of the card: its conclusion and numbers, or why it has no result."""
     if isinstance(outcome, str):
-        missing = f"not measured, because {outcome.rstrip('.')}."
-        return CardPart(part.name, part.alone, missing, measured=False, topic=part.topic)
+        return CardPart(part.name, part.alone, not_measured(outcome), measured=False, topic=part.topic)
     numbers = tuple(number for number in outcome.numbers() if number.value is not None)
     return CardPart(part.name, part.alone, outcome.conclusion(), numbers, tuple(outcome.cards()), topic=part.topic)
 

@@ -238,7 +238,8 @@ class BlockCalls:
     def _act_before(self, step: Step) -> None:
         """Let every actor act, and listen to the attention of the layers if one of them has something to do there."""
         here = self.here
-        step.check_sure()
+        if step.unsure is not None:
+            step.refuse_unsure(step.unsure)
         step.settings, step.prompting = here.settings, here.prompting
         if here.writer is not None:
             step.may_take_back, step.room = here.writer.allowance, here.writer.room

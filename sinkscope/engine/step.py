@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Bool, Int
@@ -150,17 +150,16 @@ class Step:
             self._by_device[device] = self.index.to(device)
         return self._by_device[device]
 
-    def check_sure(self) -> None:
-        """Refuse a call of which it is not known which tokens are padding.
+    def refuse_unsure(self, column: int) -> NoReturn:
+        """Refuse a call of which it is not known whether the token in a column is padding.
 
         Raises:
-            UnsupportedError: There may be some between tokens that were read before the block was entered.
+            UnsupportedError: In any case.
         """
-        if self.unsure is not None:
-            raise UnsupportedError(
-                f"the token in column {self.unsure} was read before this run was entered, and no query sees it, so "
-                "that it is not known whether it is padding: enter the run first, or pass a 2-D mask"
-            )
+        raise UnsupportedError(
+            f"the token in column {column} was read before this run was entered, and no query sees it, so that it is "
+            "not known whether it is padding: enter the run first, or pass a 2-D mask"
+        )
 
     def check_read(self, what: str, remedy: str, enough: int = 0) -> None:
         """Refuse a call that continues tokens which an edit had to see and did not.

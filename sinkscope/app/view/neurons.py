@@ -116,19 +116,19 @@ def activations(
 
 def largest(setup: Setup, ids: Int[Tensor, "text pos"], values: Float[Tensor, "text pos"]) -> tuple[Activation, ...]:
     """Return the activations of largest magnitude, with the text around them; texts that begin alike count once."""
-    activations: dict[tuple[int, ...], Activation] = {}
+    by_beginning: dict[tuple[int, ...], Activation] = {}
     for number in values.abs().flatten().argsort(descending=True, stable=True).tolist():
         text, position = divmod(number, ids.shape[1])
         beginning = tuple(ids[text, : position + 1].tolist())
-        if beginning not in activations:
+        if beginning not in by_beginning:
             tokens = [setup.tokenizer.decode([token]) for token in ids[text, : position + 1 + TOKENS_AFTER].tolist()]
-            activations[beginning] = Activation(
+            by_beginning[beginning] = Activation(
                 value=four_digits(float(values[text, position])),
                 before="".join(tokens[max(0, position - TOKENS_BEFORE) : position]),
                 token=tokens[position],
                 after="".join(tokens[position + 1 :]),
                 texts=int((ids[:, : position + 1] == ids[text, : position + 1]).all(1).sum()),
             )
-        if len(activations) == SHOWN_ACTIVATIONS:
+        if len(by_beginning) == SHOWN_ACTIVATIONS:
             break
-    return tuple(activations.values())
+    return tuple(by_beginning.values())

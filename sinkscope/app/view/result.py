@@ -11,10 +11,11 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from sinkscope.app.report import not_measured
 from sinkscope.measure import Result
 from sinkscope.results.cards import Card
 from sinkscope.results.parts import Neuron
-from sinkscope.results.tables import Table
+from sinkscope.results.tables import MOST_ROWS, Table
 from sinkscope.sinks.spikes.cards import span
 from sinkscope.sinks.spikes.records import SpikeResult
 
@@ -187,11 +188,11 @@ class OtherMeasurement:
     def of(cls, name: str, outcome: Result | str) -> OtherMeasurement:
         """Return what a result says, or why there is none."""
         if isinstance(outcome, str):
-            return cls(name, f"Not measured, because {outcome.rstrip('.')}.", {})
+            clause = not_measured(outcome)
+            return cls(name, f"{clause[:1].upper()}{clause[1:]}", {})
         columns: dict[str, tuple[str, ...]] = {}
         for grid in outcome.grids()[:1]:
-            rows = grid.rows()
-            columns = {column: tuple(row[place] for row in rows) for place, column in enumerate(grid.columns)}
+            columns = {column: tuple(cells[:MOST_ROWS]) for column, cells in grid.columns.items()}
         return cls(name, outcome.conclusion(), columns)
 
 
