@@ -5,8 +5,8 @@
 Honest texts are the answers in `honest_answers` and the longer ones in `honest_data.jsonl` (data, code, markup, logs,
 and what was asked for); loops are the outputs "full" of `experiments.loopguard.real` in the folders. Half of both is
 for choosing. For each half and setting: honest texts that are cut, and that are only reported; texts of which checker
-and guard say different things; loops that are cut, and how many come later, or no more, than if data never waited and
-all counters were cut. The proxy and `--follow` feed the checker's streams. Rows of loops whose outputs are not in the
+and guard say different things; loops that are cut, and how many come later, or no more, than if data never waited.
+Rows of loops whose outputs are not in the
 folders stay as they are.
 """
 
@@ -29,12 +29,10 @@ from sinkscope.loops.text.repetition import asked_copies
 from sinkscope.models.checkpoints.config import read_tokenizer
 
 DATA = Path(__file__).with_name("honest_data.jsonl")
-EAGER = "data never waits, all counters are cut"
+EAGER = "data never waits"
 SETTINGS = {
-    EAGER: MonitorSettings(data_tokens=1, cut="all"),
+    EAGER: MonitorSettings(data_tokens=1),
     **{f"data waits for {tokens} tokens": MonitorSettings(data_tokens=tokens) for tokens in (256, 384, 512, 768)},
-    "512, equal copies alone": MonitorSettings(cut="exact"),
-    "512, all counters": MonitorSettings(cut="all"),
 }
 
 

@@ -1,6 +1,6 @@
 """Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts. Loads no torch."""
 
-from sinkscope.loops.text.channels import Alarm, CheckedOutput
+from sinkscope.loops.text.answers import Piece
 from sinkscope.loops.text.check import LoopCheck, check, check_file
 from sinkscope.loops.text.monitor import Monitor, MonitorSettings, PaperSettings
 from sinkscope.loops.text.signals import (
@@ -12,15 +12,15 @@ from sinkscope.loops.text.signals import (
     tail_period,
     type_token_ratio,
 )
-from sinkscope.loops.text.streams import Watch
+from sinkscope.loops.text.watch import CheckedOutput, Watch
 
 __all__ = [
-    "Alarm",
     "CheckedOutput",
     "LoopCheck",
     "Monitor",
     "MonitorSettings",
     "PaperSettings",
+    "Piece",
     "Step",
     "Tail",
     "Watch",

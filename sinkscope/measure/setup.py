@@ -128,7 +128,7 @@ class Setup:
             dtype: float32, bfloat16 or float16, for a model given by name. By default the checkpoint's; a model that
                 is read layer by layer on a CPU is float32.
             bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
-            text: File of typical text, or of texts or chats: JSON, JSON lines, CSV or parquet. Chats are read in the
+            text: File of typical text, or of texts or chats as JSON or JSON lines. Chats are read in the
                 model's own template. By default the neutral text in the package.
             field: The field of `text` that holds the text or the messages. By default under one of the usual names.
             seed: Seed of every random choice; without effect where nothing is drawn.

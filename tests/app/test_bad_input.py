@@ -45,10 +45,8 @@ CONTENT = {
     "list.json": '[{"schema": 1, "kind": "sink-patch"}]',
     "mine": '{"mine": 1}',
     "none.gguf": "hello world",
-    "no-gzip.gz": "nothing",
     "blank.jsonl": " \n\n",
     "third.jsonl": '\ufeff\n\n{"text": \n',  # some editors begin a file with a mark: it is no part of a line
-    "list.jsonl": "[1, 2]\n",
     "answer.jsonl": '{"text": "b"}\n',
     "number.jsonl": '{"text": 5}\n',
     "tokens.jsonl": '{"tokens": [1, -2]}\n',

@@ -37,11 +37,6 @@ def parameters(words: str) -> dict[str, Any]:
             more = import_module("sinkscope.bench.run").run_bench
         if words == "compare":
             more = import_module("sinkscope.app.compare").compare
-        if words == "loops":  # three tasks, whose parameters are those of the first that has them
-            found = {}
-            for task in import_module("sinkscope.app.loops").TASKS.values():
-                found = {one.name: one for one in parameters_of(inspect.unwrap(task))} | found
-            return found
         found = {one.name: one for one in parameters_of(more)} | found
     return found
 
@@ -95,7 +90,7 @@ def test_an_option_has_one_name_everywhere():
             if isinstance(one, click.Option):
                 flags.setdefault(str(one.name), set()).add(one.opts[0])
     other = {name: found for name, found in flags.items() if found != {"--" + name.replace("_", "-")}}
-    assert other == {"form": {"--format"}, "prompt": {"--prompt", "--prompt-file"}, "answer": {"--answer-file"}}
+    assert other == {"prompt": {"--prompt", "--prompt-file"}, "answer": {"--answer-file"}}
 
 
 def test_earlier_names_of_options_are_still_read(capsys):

@@ -20,7 +20,6 @@ COMMANDS = (
     "patch eval --patch {}",
     "loops {}",
     "loops --follow {}",
-    "loops words.txt --settings {}",
     "why --prompt-file {}",
     "why hello --answer-file {}",
     "lines --data {}",

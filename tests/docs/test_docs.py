@@ -118,7 +118,6 @@ HOLDS = {
     "docs/policies.md": lambda usage, **_: usage.mean_tokens[0] < 0.6 * usage.peak_tokens[0],
     "docs/check_cache.md": lambda result, **_: result.exit_code == 1 and "1 of 2 checks" in result.conclusion(),
     "docs/recall_model.md": lambda **_: True,
-    "docs/measure/loops.md": lambda **_: True,
     "docs/measure/masks.md": lambda variance, norms, in_dims, **_: (
         variance[0] > 0.9 > 0.3 > variance[1] and norms[0] > 10 * norms[1] and in_dims[0] > 0.99 > 0.1 > in_dims[1]
     ),

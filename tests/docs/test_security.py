@@ -52,7 +52,6 @@ PROMISES = {
         "app/test_openers.py::test_a_device_is_named_as_one",
         "files/test_output.py::test_a_folder_without_permission_is_refused_before_the_work",
     ],
-    "The time to read a text or a stream": ["loops/test_long_lines.py::test_time_grows_as_the_length"],
     "Control characters": [
         "app/test_steering.py::test_control_characters_are_written_out",
         "app/test_steering.py::test_control_characters_of_generated_text_are_written_out",
@@ -66,11 +65,6 @@ PROMISES = {
         "app/test_view.py::test_the_live_page_answers_only_under_its_address",
         "app/test_view_server.py::test_a_large_body_is_refused_before_it_is_read",
     ],
-    "`loops --proxy` listens": [
-        "loops/test_proxy.py::test_a_request_that_is_no_stream_passes_unchanged",
-        "loops/test_proxy.py::test_the_command_serves_until_ctrl_c_without_torch_and_logs_no_content",
-    ],
-    "Work on one answer": ["loops/test_long_lines.py::test_no_client_waits_for_the_answer_of_another"],
     "After Ctrl-C": ["app/test_view_server.py::test_requests_that_never_end_hold_nobody_up_and_ctrl_c_ends_the_server"],
     "An intervention acts on every forward call": [
         "hooks/test_ways.py::test_an_edit_acts_as_on_the_plain_model_or_is_refused",

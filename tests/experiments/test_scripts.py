@@ -109,13 +109,6 @@ def cheap_at_the_interval(made: Any) -> bool:
     return row["with"] > row["without"] and row["share"] == row["steps_per_measurement"] / 500
 
 
-def right_behind_the_proxy(made: Any) -> bool:
-    """No answer is wrong, every loop is cut, and the proxy costs something."""
-    load = made["load"]
-    wrong = [part["wrong"] for part in (load["in_sequence"], load["at_once"], load["left"])]
-    return wrong == [0, 0, 0] and load["at_once"]["cut"] == 2 and min(row["added"] for row in made["rows"]) > 0
-
-
 def packaged_recall() -> Any:
     """The configuration of the recall model in the package, which the script makes."""
     return json.loads((ROOT / "sinkscope/models/recall/config.json").read_text())
@@ -130,11 +123,6 @@ CASES = {
         lambda made: {row["set"] for row in made["rows"]} == {"begin", "middle", "end"} and right_everywhere(made),
         "tiny.json",
         {"RUNS": {"tiny": BenchFigure("score", "recall:samples=1:turns=1:lengths=200:hops=1", "full", "recall")}},
-    ),
-    "bench_proxy": Case(
-        "--rounds 1 --per-round 3 --requests 6 --streams 4 --words 200 --kills 2 --out {out}/x.json",
-        right_behind_the_proxy,
-        "x.json",
     ),
     "model_types": Case(
         "llama",

@@ -90,15 +90,13 @@ def test_a_counter_is_found_at_64_tokens_if_its_items_are_short_at_256_else_and_
     assert not any(blind.update(token).trigger for token in ids)
 
 
-@pytest.mark.parametrize(
-    ("words", "cut"), [(words_of, "auto"), (words_of, "exact"), (code_of, "auto"), (code_of, "all")]
-)
-def test_counters_are_cut_in_prose_and_reported_elsewhere(words, cut):
+@pytest.mark.parametrize("words", [words_of, code_of])
+def test_counters_are_a_loop_in_prose_and_reported_elsewhere(words):
     ids = list(range(1000, 1300)) + numbered(80)
-    monitor = Monitor(MonitorSettings(cut=cut), words)
+    monitor = Monitor(words_of=words)
     steps = [*map(monitor.update, ids)]
-    cuts = cut == "all" or (cut == "auto" and words is words_of)
-    assert any(step.trigger for step in steps) == cuts and any(step.suspect for step in steps) == (not cuts)
+    is_prose = words is words_of
+    assert any(step.trigger for step in steps) == is_prose and any(step.suspect for step in steps) == (not is_prose)
 
 
 def test_fewer_than_12_copies_are_no_counter():

@@ -11,15 +11,12 @@ from intervention_kit import loud_model
 from organisms import tiny_model
 from refusals import refused
 from tokenizers.processors import TemplateProcessing
-from ways.model_copies import bundled
 
-import sinkscope as ss
 from experiments.loopguard.variants import Timed
 from sinkscope.hooks.edit import Event, SinkPatch
 from sinkscope.kv import StreamingLLM
 from sinkscope.loops.generate import generate
 from sinkscope.loops.guard import LoopGuard
-from sinkscope.loops.text.reasoning import is_reasoning
 
 SITES = loud_model()[2]
 PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
@@ -111,37 +108,3 @@ def test_a_model_with_nan_weights_is_refused_by_the_name_of_the_tensor(guard):
             generate(model, **prompt)
         with refused(r"the logits of .* are NaN after \d+ tokens: load it with dtype=bfloat16 or dtype=float32"):
             generate(model.half(), **prompt)
-
-
-LOOPING = "The dog saw the cat and ran. " * 6
-END_OF_REASONING = "\n</think>\n\n"
-
-
-@pytest.mark.parametrize("act", [None, "cut", "stop"])
-def test_a_loop_in_a_reasoning_ends_the_reasoning_once(act):
-    """The other row, which is in no reasoning, is that of a guard that closes none."""
-    model = bundled()
-    prompts = [f"<think> {LOOPING}", f"<think> well </think> {LOOPING}"]
-    closing, plain = LoopGuard(act=act, reasoning="</think>"), LoopGuard(act=act)
-    found = ss.generate(model, prompts, guard=closing, max_new_tokens=96, batch_size=2)
-    without = ss.generate(model, prompts, guard=plain, max_new_tokens=96, batch_size=2)
-    text, other = (model.tokenizer.decode(one.tokens) for one in found)
-    assert text.count(END_OF_REASONING) == 1 and not text.endswith(END_OF_REASONING)
-    before = text[: text.index(END_OF_REASONING)]
-    assert model.tokenizer.decode(without[0].tokens).startswith(before)
-    assert "</think>" not in other and found[1].tokens == without[1].tokens
-    assert (before.count("happy") == 1) == (act is None), "a rewind leaves one copy"
-
-
-def test_a_reasoning_has_an_end_that_is_known():
-    model = bundled()
-    with refused(words=["LoopGuard(reasoning='end')", "give the mark"]):
-        ss.generate(model, "The dog", guard=LoopGuard(reasoning="end"), max_new_tokens=5)
-    for prompt, text, holds in (
-        ("<think>\n", "so", True),
-        ("", "<think> so", True),
-        ("<think> a </think>", "so", False),
-        ("<think>", "so </think> yes", False),
-        ("", "so", False),
-    ):
-        assert is_reasoning(prompt, text, "</think>") == holds

@@ -6,8 +6,6 @@ import io
 import json
 import re
 import sys
-from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 from loop_texts import TABLES, prose, rows_of
 from refusals import refused
 from repository import python
-from server_streams import SERVERS, events
 
 from sinkscope.files.store import json_lines
 from sinkscope.loops import LoopCheck, check, check_file
@@ -56,67 +53,6 @@ def test_words_are_split_as_documented():
     assert split("ha" * 9 + " " * 40) == ["hahahahahaha", "hahaha", " ", " "]
 
 
-CALLS = {"tool_calls": [{"function": {"name": "look", "arguments": '{"at": "the lamp"}'}}] * 60}
-ANSWERS = {
-    "calls": {"choices": [{"index": 0, "message": CALLS}]},
-    "tool": {"type": "message", "content": [{"type": "tool_use", "input": {"x": "one more cup of tea, " * 40}}]},
-    "ids": {"text": "fine", "tokens": [*range(90), *[1, 2] * 90]},
-    "tokens": {"output": [f"w{i % 4}" for i in range(90)]},
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_calls_of_tools_and_tokens_are_read(name):
-    text = json_lines([{"text": prose(90)}, ANSWERS[name]])
-    verdicts = [one.verdict for one in check_file(io.BytesIO(text.encode()), form="jsonl").records]
-    assert verdicts == ["clean", "loops"]
-
-
-EMPTY = [
-    {"choices": [{"message": {"content": ""}}]},
-    {"choices": [{"message": {"content": None, "a_field_of_tomorrow": prose(90)}}]},
-    {"model": "m", "response": "", "done": True},
-    {"text": "", "tokens": []},
-]
-
-
-def test_an_answer_without_text_is_never_clean(tmp_path, typed, monkeypatch):
-    """Neither in a file nor in a stream, nor among others; the exit code is none of a check that was made."""
-    for answer in EMPTY:
-        found = check_file(io.BytesIO(json_lines([{"text": prose(90)}, answer]).encode()), form="jsonl")
-        assert [one.verdict for one in found.records] == ["clean", "empty"] and found.exit_code == 1
-    (tmp_path / "x.json").write_text(json.dumps(EMPTY[0]))
-    assert typed(f"loops {tmp_path / 'x.json'}", 1).out.endswith("x.json has no text.\n")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(EMPTY[0]).encode())))
-    assert "note: no text was found in " in typed("loops --follow", 1).err
-
-
-def test_reasoning_in_two_fields_is_read_once():
-    message = {"content": "Yes.", "reasoning": prose(90), "reasoning_content": prose(90)}
-    message["reasoning_details"] = [{"type": "reasoning.text", "text": prose(90)}]
-    (once,) = check_file(io.BytesIO(json_lines([{"choices": [{"message": message}]}]).encode())).records
-    assert once.tokens == check(f"{prose(90)} Yes.").records[0].tokens
-
-
-@pytest.mark.parametrize(("server", "name"), zip(SERVERS, cycle(["x.txt", "x.log", "x.json"]), strict=False))
-def test_a_saved_stream_is_judged_without_its_envelope(server, name):
-    """As the text in it, whatever the name of its file."""
-    for text in (prose(100), f"{prose(50)} {'one more cup of tea, ' * 20}"):
-        sent = SERVERS[server](text)
-        content = json_lines(sent) if server.startswith("ollama") else events(sent)
-        (found,) = check_file(io.BytesIO(content.encode()), name=name).records
-        assert replace(found, name="1", id="") == check(text).records[0]
-
-
-@pytest.mark.parametrize("text", ['{"name": "Ada"}\n', 'data: {"choices"\n', "data: seen since 1990\n", ": so\n"])
-def test_a_text_that_resembles_a_stream_stays_a_text(text, tmp_path, typed):
-    (tmp_path / "x.txt").write_text(f"{text}{prose(50)}")
-    if text.startswith("data: {"):  # no JSON follows
-        assert "line 1 is no output" in typed(f"loops {tmp_path / 'x.txt'}", 2).err
-    else:
-        assert "x.txt is clean" in typed(f"loops {tmp_path / 'x.txt'}").out
-
-
 def test_ids_are_shown_apart(tmp_path, typed):
     (tmp_path / "x.json").write_text(json.dumps({"tokens": [12, 345, 678] * 60}))
     assert "12 345 678" in typed(f"loops {tmp_path / 'x.json'}", 3).out
@@ -127,21 +63,61 @@ def test_tables_whose_rows_follow_a_rule_are_no_loops(name):
     assert check(TABLES[name]).exit_code == 0
 
 
-class Slow(io.BytesIO):
-    """A file that never gives more than 1 KiB."""
+def test_rules_and_images_do_not_count_and_letters_do():
+    end = "\nAll twelve checks passed, and nothing is left to do.\n"
+    for sign in "─═=-*#~_.·•■":
+        for title in ("Results\n", "Here it is.\n\n", "", "Two words "):
+            for length in (100, 192, 400):
+                assert check(f"{title}{sign * length}{end}").records[0].verdict in ("clean", "suspicious"), (
+                    sign,
+                    title,
+                )
+    image = f"![](data:image/png;base64,iVBORw0KGgo{'A' * 4000}=)"
+    (found,) = check(f"{image} and {image}{end}").records
+    assert found.verdict == "clean" and found.tokens < 60
+    for word in ("ha", "!", "😂", "the ", "A"):
+        assert check(word * 9000).records[0].verdict == "loops"
 
-    def read1(self, size: int | None = -1) -> bytes:
-        return super().read(min(1024, size or 1))
+
+def test_short_items_that_count_are_a_loop_from_64_tokens_on():
+    for items in (" ".join(f"{n}. Grapefruit" for n in range(9, 60)), "".join(f"{n}) plum\n" for n in range(40))):
+        (found,) = check(items).records
+        assert found.verdict == "loops" and found.detected <= 80
+    assert check("".join(f"Chapter {n} {'.' * 60} {7 * n}\n" for n in range(1, 30))).records[0].verdict == "suspicious"
 
 
-@pytest.mark.parametrize("form", ["text", "jsonl"])
-def test_a_file_is_told_of_while_it_is_read(form):
-    texts = [f"{prose(200)} {'one more cup of tea, ' * 20} ", *(prose(200, seed) for seed in range(1, 5))]
-    content = "".join(texts) if form == "text" else json_lines({"text": text} for text in texts)
-    source = Slow(content.encode())
-    places: list[int] = []
-    found = check_file(source, form=form, told=lambda _: places.append(source.tell()))
-    assert places[0] < len(content) / 2 and source.tell() == len(content) and found.exit_code == 3
+FAR = "".join(f"{prose(11, number)}.\n" for number in range(300)) * 3
+DOUBTFUL = {
+    "short lines in any order": "".join(f"{('OK.', 'Done.', 'Yes.', 'Sure.')[n * n % 7 % 4]}\n" for n in range(120)),
+    "a cycle of 3,300 words": FAR,
+    "few words in any order": " ".join(("the", "the the", "the,")[n * n % 7 % 3] for n in range(150)),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_short_lines_and_far_cycles_are_suspicious_at_least(name):
+    assert check(DOUBTFUL[name]).records[0].verdict in ("suspicious", "loops")
+    assert check(FAR[: len(FAR) // 3]).records[0].verdict == "clean"
+
+
+def test_an_excerpt_begins_where_the_loop_began():
+    for begin in ("Hello", "Hello there", "Hello, you"):
+        (one,) = check(f"{begin} " + "I am sorry, but no. " * 30).records
+        assert one.excerpt == "I am sorry , but no ." and one.onset == len(split(begin))
+
+
+LINE = "The lamp was opened again and the river went on to the sea.\n"
+
+
+def test_what_was_asked_for_is_no_loop_and_suspicious_may_fail(tmp_path, typed):
+    (tmp_path / "a.txt").write_text(LINE * 10)
+    for options in ("", "--follow"):
+        typed(f"loops {tmp_path}/a.txt {options}", 3)
+        typed(["loops", f"{tmp_path}/a.txt", "--prompt", "Write ten lines.", *options.split()], 0)
+    (tmp_path / "b.txt").write_text('  {"id": 1, "name": "item", "done": false},\n' * 20)
+    told = typed(f"loops {tmp_path}/b.txt --follow").out
+    assert told.startswith("b.txt suspicious: found at token ") and told.endswith("b.txt is suspicious.\n")
+    typed(f"loops {tmp_path}/b.txt --fail-on suspicious", 3)
 
 
 def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, typed):

@@ -8,7 +8,6 @@ from refusals import refused
 
 import sinkscope as ss
 from sinkscope.loops import Monitor, MonitorSettings, PaperSettings, check, compression_ratio, tail_period
-from sinkscope.loops.servers.proxy import application
 
 
 def generate(prompts, **settings):
@@ -20,7 +19,7 @@ CALLED = {
     one.__name__: one
     for one in (Monitor, MonitorSettings, PaperSettings, check, compression_ratio, tail_period, generate)
 }
-CALLED |= {"ss": ss, "proxy": application}
+CALLED["ss"] = ss
 TOKEN = "expected a whole number from 0 to 2**32 - 1"
 REFUSED = {
     "ss.DRY(multiplier=0.0)": ["multiplier"],
@@ -37,10 +36,6 @@ REFUSED = {
     "check([])": ["cannot be checked"],
     "check([[1], [2.5]])": ["cannot be checked"],
     "check([True, False])": ["cannot be checked"],
-    "proxy('127.0.0.1:11434', MonitorSettings(), print)": ["expected the address of a server"],
-    "proxy('http://', MonitorSettings(), print)": ["expected the address of a server"],
-    "proxy('http://user@host/', MonitorSettings(), print)": ["expected the address of a server"],
-    "proxy('http://a?b', MonitorSettings(), print)": ["expected the address of a server"],
     "generate(['the dog', ' \\n'])": ["prompt 2 is empty"],
     "generate('the ' * 1024)": ["1025 tokens", "1024", "shorten"],
     "generate('the ' * 1000, max_new_tokens=50)": ["1001 tokens and 50 more", "context", "1024", "at most 23"],

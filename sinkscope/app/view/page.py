@@ -10,8 +10,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+from sinkscope.app.view.listen import listen
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.listen import listen
 from sinkscope.files.plain import parse_json
 from sinkscope.files.provenance import install_command
 from sinkscope.results.pages import render, source

@@ -33,8 +33,6 @@ class WatchedRow:
         ids: Its latest ids, up to the newest that the monitor has seen.
         steering: How a guard steers it since it looped.
         stops: Whether a guard lets it end.
-        forced: Ids that a guard writes next, which end its reasoning.
-        closed: Whether a guard has ended its reasoning.
     """
 
     def __init__(self, monitor: Callable[[], Monitor], prompt: int = 0, prompt_ids: Sequence[int] = ()) -> None:
@@ -45,8 +43,6 @@ class WatchedRow:
         self._prompt_ids = len(self.ids)
         self.steering: Steering | None = None
         self.stops = False
-        self.forced: list[int] = []
-        self.closed = False
 
     @property
     def written(self) -> int:

@@ -14,7 +14,6 @@ What happens after each call of the model (`GuardActor.after`):
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -43,7 +42,6 @@ from sinkscope.loops.guard.detect import GuardedRows, WatchedRow, ids_of_setting
 from sinkscope.loops.guard.steer import LENIENT, Steer, Steering
 from sinkscope.loops.text.copies import CopyRule
 from sinkscope.loops.text.monitor import MonitorSettings, PaperSettings, Settings
-from sinkscope.loops.text.reasoning import is_reasoning, reasoning_end_in
 from sinkscope.loops.text.repetition import EarlierCopies, asked_copies
 from sinkscope.models.draws import draws, gumbel, in_order
 from sinkscope.results.notation import count_of, word_list
@@ -97,8 +95,6 @@ class LoopGuard(Intervention):
             it is "cut", which removes the loop from the cache and leaves the copies in the text. "stop" ends the row.
             "report" only adds the event, once in W tokens. None is "rewind", without the warning that "rewind" gives
             where nothing can be taken back.
-        reasoning: What a loop in a reasoning does beside: "end" writes the mark with which the chat template ends a
-            reasoning, once, and another text is that mark, such as "</think>". None treats it as any loop.
 
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "period" (of the repetition at the end, or None), "bad" (ranges to remove), "kept" (ranges [start, stop)),
@@ -123,7 +119,6 @@ class LoopGuard(Intervention):
     steer: Annotated[Steer | None, Wording("Steer(...) or None")] = DEFAULT_STEER
     local: Whole = 4
     act: Literal["rewind", "cut", "stop", "report"] | None = None
-    reasoning: str | None = None
     KIND: ClassVar[str] = "guard"
 
     def __new__(cls, *_args: Any, **fields: Any) -> Self:
@@ -261,21 +256,6 @@ class GuardActor(Actor):
     run: Run
     keeper: CacheKeeper
     has_warned: bool = False
-    reasoning_end: str = ""
-
-    def __post_init__(self) -> None:
-        mark = self.guard.reasoning
-        if mark is None:
-            return
-        tokenizer: Any = self.run.target.available_tokenizer
-        if mark == "end":
-            mark = reasoning_end_in(str(getattr(tokenizer, "chat_template", None) or ""))
-        if tokenizer is None or not mark:
-            raise UnsupportedError(
-                f"LoopGuard(reasoning='end'): {self.run.target.name} has no chat template with an end of a reasoning; "
-                "give the mark, as in LoopGuard(reasoning='</think>')"
-            )
-        self.reasoning_end = mark
 
     def after(self, step: Step) -> TakeBack | None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
@@ -291,36 +271,12 @@ class GuardActor(Actor):
         alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
         if step.room:  # a full row goes on as padding
             alarms = [number for number in alarms if rows.seen < step.room[number]]
-        if alarms and self.reasoning_end and self.guard.act != "report":
-            self._end_reasonings(rows, alarms)
         back = self._respond(step, rows, alarms) if alarms else None
         if self.guard.act == "stop":
-            self._stop(rows, [number for number in alarms if not rows.rows[number].forced], logits)
+            self._stop(rows, alarms, logits)
         if self.guard.steer is not None:
             self._steer(self.guard.steer, step, rows, logits)
-        self._write_ends(rows, logits, {} if back is None else back.reread)
         return back
-
-    def _end_reasonings(self, rows: GuardedRows, alarms: list[int]) -> None:
-        """Let rows that loop in a reasoning write its end, once."""
-        tokenizer: Any = self.run.target.available_tokenizer
-        for number in alarms:
-            row = rows.rows[number]
-            if row.closed or row.monitor.ended:
-                continue
-            written = len(row.ids) - row.written
-            prompt = tokenizer.decode(row.ids[max(0, written - ASKED_WITHIN) : written])
-            if is_reasoning(prompt, tokenizer.decode(row.ids[written:]), self.reasoning_end):
-                row.forced = list(tokenizer(f"\n{self.reasoning_end}\n\n", add_special_tokens=False)["input_ids"])
-                row.closed = True
-
-    def _write_ends(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"], reread: Collection[int]) -> None:
-        """Leave rows that end their reasoning one token each; a row of which a token is read again waits for that."""
-        for number, row in enumerate(rows.rows):
-            if row.forced and number not in reread and not row.monitor.ended:
-                token = row.forced.pop(0)
-                logits[number] = -torch.inf
-                logits[number, token] = 0.0
 
     def _stop(self, rows: GuardedRows, alarms: list[int], logits: Float[Tensor, "row vocab"]) -> None:
         """Let rows end from their alarm on: at once, or as soon as the caller's settings allow an end."""

@@ -31,7 +31,6 @@ _ENDS = frozenset(".!?,;:…'\"”’»)。！？，、；：")
 ITEM = 12  # tokens of a short item
 KIND_TOKENS = 48  # the kind of a short piece is judged on its last 48 tokens
 WordsOf = Callable[[Sequence[int]], Sequence[str]]
-Cut = Literal["auto", "exact", "all", "none"]
 CopyCount = Annotated[StrictInt | StrictFloat, Field(ge=2)]
 
 
@@ -53,9 +52,6 @@ class MonitorSettings:
         counter_copies: Number of copies of a repetition whose numbers change.
         counter_tokens: Minimum tokens of such a repetition.
         item_tokens: Minimum tokens of such a repetition in prose whose copies are short, up to 12 tokens.
-        cut: Which repetitions trigger; the others are only reported. "auto": equal copies, and in prose also copies
-            whose numbers change. "exact": equal copies alone. "all": numbers may change in code, markup and logs, too.
-            "none": nothing triggers.
     """
 
     rule: ClassVar[str] = "repeats"
@@ -71,7 +67,6 @@ class MonitorSettings:
     counter_copies: Annotated[int, Strict(), Field(ge=2)] = 12
     counter_tokens: Natural = 256
     item_tokens: Natural = 64
-    cut: Cut = "auto"
 
     def new_rule(self, words_of: WordsOf | None = None, asked: int = 0) -> CopyRule:
         """Return the rule for one row; the arguments are those of `Monitor`."""
@@ -142,7 +137,6 @@ class CopyRule:
         if covered < 2 * copy + s.tail_beyond and not self.looped:
             return Step()
         is_loop = covered >= max(s.data_tokens, 3 * copy) or self._kind_of(tail) == "prose"
-        is_loop = is_loop and s.cut != "none"
         return Step(tail=tail, trigger=is_loop, suspect=not is_loop)
 
     def _of_a_counter(self, tail: Tail) -> Step:
@@ -152,8 +146,7 @@ class CopyRule:
             return Step()
         if kind == "table":
             return Step()
-        is_loop = self.settings.cut == "all" or (self.settings.cut == "auto" and kind == "prose")
-        return Step(tail=tail, trigger=is_loop, suspect=not is_loop)
+        return Step(tail=tail, trigger=kind == "prose", suspect=kind != "prose")
 
     def _has_number(self, count: int) -> bool:
         """Whether one of the last tokens is a number."""

@@ -10,8 +10,10 @@ _ALONE = (
     r"\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
 RUN = 4  # equal signs in a row that are a token; they are no cell of a table
+IMAGE = "base64,"
 _WORDS = re.compile(
-    rf"[{_ALONE}]"  # a character each
+    r"base6(?:4(?:,[A-Za-z0-9+/=]*)?)?"  # an image, or what may become one as its text arrives
+    rf"|[{_ALONE}]"  # a character each
     rf"|(?:(?![{_ALONE}])[^\W\d]){{1,12}}"
     r"|\d{1,12}"
     rf"|([^\w\s])\1{{0,{RUN - 1}}}"
@@ -35,7 +37,7 @@ class Splitter:
             text = ""
         self._rest = text[len(text) - (len(text) - len(text.rstrip())) % _GAP :]  # white space that may go on
         if text and not text[-1].isspace():
-            self._rest = words.pop()
+            self._rest = words.pop()  # of an image its beginning, however long it becomes
         elif "\n" in self._rest:
             words.pop()
         return words
@@ -45,7 +47,8 @@ def split(text: str) -> list[str]:
     r"""Split into up to 12 letters, up to 12 digits (longer words in pieces), other characters, line breaks and gaps.
 
     No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Up to 4 equal signs in a
-    row form one token. Characters of scripts that are written without spaces stand alone.
+    row form one token. Characters of scripts that are written without spaces stand alone. An image in base64 is one
+    token.
     16 characters of white space in a row are a token " ". Other white space that has a line break is a token "\n".
     """
     return [word for word, _ in spans(text)]
@@ -58,5 +61,7 @@ def spans(text: str) -> list[tuple[str, int]]:
         word = match[0]
         if word.isspace():
             word = " " if len(word) == _GAP else "\n"
+        if word.startswith(IMAGE):
+            word = IMAGE
         words.append((word, match.end()))
     return words

@@ -49,7 +49,7 @@ def text_records(path: str | PathLike[str], field: str | None = None) -> list[Te
     """Read the texts of a file before a model is opened.
 
     Args:
-        path: A text, or a file of records: JSON, JSON lines, CSV or parquet, also packed by gzip.
+        path: A text, or a file of records: JSON, or JSON lines.
         field: The field of a record that holds the text or the messages. None: under one of the names of chats and
             data sets.
 

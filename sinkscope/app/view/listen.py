@@ -1,4 +1,4 @@
-"""Serves an application on this machine, for the proxy of `loops` and the live page of `view`."""
+"""Serves the live page of `view` on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def listen(application: Any, host: str, port: int, ready: Callable[[str], object
         listener.listen(256)
         ready(f"http://{host}:{listener.getsockname()[1]}")
         settings: dict[str, Any] = {"lifespan": "off", "timeout_graceful_shutdown": GRACE}
-        settings |= {"server_header": False, "date_header": False}  # a proxy passes on those of the server
+        settings |= {"server_header": False, "date_header": False}
         config = uvicorn.Config(application, log_level="critical", access_log=False, **settings)
         try:
             uvicorn.Server(config).run(sockets=[listener])

@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 from refusals import refused
 
-from sinkscope.files.listen import GRACE, listen
+from sinkscope.app.view.listen import GRACE, listen
 
 
 @pytest.fixture

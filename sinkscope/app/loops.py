@@ -1,0 +1,82 @@
+"""`sinkscope loops`: whether the answers in files, or in a stream, repeat themselves. Loads no torch."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.arguments import checks_arguments
+from sinkscope.files.opener import open_regular
+from sinkscope.files.output import path_of
+from sinkscope.files.plain import in_one_line, visible
+from sinkscope.loops import LoopCheck, Watch
+from sinkscope.loops.text.check import FailOn, check_of
+from sinkscope.results.notation import count_of
+
+REMEDY = "give another path, or - for standard input"
+
+
+@checks_arguments
+def loops(
+    files: Sequence[str] = (),
+    *,
+    field: str | None = None,
+    prompt: str = "",
+    fail_on: FailOn = "loops",
+    follow: bool = False,
+) -> LoopCheck:
+    """Check whether texts or a stream repeat themselves, and since when. Loads no model.
+
+    Each answer loops, looped, is suspicious, is clean, or has no text. The exit status is 3 if one loops or looped, and
+    else 1 if one has no text, or cannot be read.
+
+    Args:
+        files: Texts, JSON lines with an answer or a chat each, or what a server of OpenAI's form streamed. - is
+            standard input.
+        field: Where the answers of a line of JSON are, such as response.choices or turns.1. By default in the first of
+            tokens, choices, message, response, completion, output, answer, generated_text, text and messages.
+        prompt: What was asked; copies that it asks for, such as "ten lines", are no loop. By default what the record
+            of an answer says.
+        fail_on: From which verdict on the exit status is 3; "suspicious" counts repetitions that may be honest as well.
+        follow: Print each answer as soon as it loops, or is suspicious; of standard input if there is no file.
+
+    Raises:
+        SinkscopeError: Nothing can be read.
+    """
+    if not files and not follow:
+        raise SinkscopeError("give the file to check, or - for standard input")
+    watch, started = Watch(prompt=prompt), time.perf_counter()
+    files = files or ["-"]
+    for file in files:
+        name, before = _name_of(file), len(watch.checked)
+        with closing(_opened(file)) as source:
+            for output in watch.read(source, name, field):
+                if follow:
+                    print(visible(str(output)), flush=True)
+        if len(files) > 1:
+            watch.checked[before:] = [_named_with(name, output) for output in watch.checked[before:]]
+    return check_of(watch, _name_of(files[0]) if len(files) == 1 else count_of(len(files), "file"), started, fail_on)
+
+
+def _name_of(file: str) -> str:
+    """The name of a file, for the result and errors."""
+    return "standard input" if file == "-" else in_one_line(Path(file).name)
+
+
+def _named_with(file: str, output: Any) -> Any:
+    """An output under a name that says its file as well, unless the file is one text."""
+    return output if output.name == file else replace(output, name=f"{file} {output.name}")
+
+
+def _opened(file: str) -> Any:
+    """A file, or standard input for "-", to read bytes."""
+    if file == "-":
+        return getattr(sys.stdin, "buffer", io.BytesIO())  # there is none if it is closed
+    return open_regular(path_of(file, REMEDY), file, REMEDY)

@@ -1,0 +1,247 @@
+"""What a model wrote, as a source says it: one text, JSON lines with answers, or the stream of a server.
+
+1. The beginning decides: "data:" with JSON begins a stream, a line of JSON records, and anything else is one text,
+   unless its name is that of JSON.
+2. Of a record the field that is named counts, or the first of `FIELDS` that is filled; of a chat, what the assistant
+   wrote. Streams are those of OpenAI's completions, and of the servers that speak as it does.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sinkscope.files.plain import parse_json
+from sinkscope.files.texts import is_text_file, words_of
+
+FIELDS = ("tokens", "choices", "message", "response", "completion", "output", "answer", "generated_text", "text")
+"""Fields that hold answers, before "messages"; token ids are more exact than text."""
+PROMPTS = ("prompt", "instruction", "question", "request", "messages")
+"""Fields that hold what was asked for."""
+TEXT, REASONING, CALLS = "text", "reasoning", "calls"
+"""The channels of an answer."""
+BLOCK = 1 << 16
+_NO_DATA = re.compile(r"(?:\s+|(?::|event:|id:|retry:)[^\n]*(?:\n|$))*")
+"""What may stand before the first data of a stream: blank lines, comments and the other fields of events."""
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError)
+
+
+class Piece(NamedTuple):
+    """A piece of an answer, or its end.
+
+    Attributes:
+        answer: Name of the answer.
+        said: A text, or token ids.
+        channel: "text", "reasoning" or "calls", which are watched apart.
+        ends: Whether the answer ends here.
+        prompt: What was asked; copies that it asks for are no loop.
+    """
+
+    answer: str
+    said: Any = ""
+    channel: str = TEXT
+    ends: bool = False
+    prompt: str = ""
+
+
+class Answer(NamedTuple):
+    """A whole answer of a record: what is said in each of its channels, and what was asked for."""
+
+    channels: list[tuple[str, Any]]
+    prompt: str
+
+
+def pieces_in(source: Any, name: str, field: str | None, skip: Callable[[str], None]) -> Iterator[Piece]:
+    """Yield the pieces of a binary file, pipe or response with `read1`, as they arrive.
+
+    Args:
+        source: The source.
+        name: Its name.
+        field: Where the answers are in a record: names, or numbers in a list, with dots between.
+        skip: Called with what is wrong with a line that cannot be read.
+
+    Raises:
+        UnicodeError: It is not UTF-8.
+    """
+    rest, form, place = "", "", 0
+    for text in _text_of(source):
+        rest += text
+        form = form or _form_of(rest, name, is_whole=not text)
+        if form == "text":
+            yield Piece(name, rest)
+            rest = ""
+        elif form == "lines":
+            *lines, rest = rest.split("\n")
+            for line in lines:
+                place += 1
+                yield from _pieces_of_line(line, place, name, field, skip)
+    yield from _pieces_of_line(rest, place + 1, name, field, skip)
+
+
+def _text_of(source: Any) -> Iterator[str]:
+    """The text of a source as it arrives, and an empty one at its end."""
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+    while data := source.read1(BLOCK):
+        yield decode(data)
+    yield decode(b"", True)
+
+
+def _form_of(begin: str, name: str, is_whole: bool) -> str:
+    """What begins so: "text", "lines" of JSON or of a stream, or one "value" of JSON; empty if it may be any."""
+    data = _NO_DATA.sub("", begin, count=1)
+    if not data and not (is_whole and begin.strip()):
+        return ""
+    for mark in ("data: {", "data: [", "data:{"):
+        if data.startswith(mark):
+            return "lines"
+        if mark.startswith(data) and not is_whole:
+            return ""
+    if not data.startswith(("{", "[")):
+        return "text"
+    first, line_end, _ = data.partition("\n")
+    if line_end and _is_json(first):
+        return "lines"
+    has_records = is_text_file(name)
+    if not is_whole and (not line_end or has_records or first.strip() in ("{", "[")):
+        return ""
+    if _is_json(data):
+        return "value"
+    return "lines" if has_records else "text"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        parse_json(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _pieces_of_line(
+    line: str, place: int, name: str, field: str | None, skip: Callable[[str], None]
+) -> Iterator[Piece]:
+    """The pieces in a line of JSON, or in an event of a stream."""
+    data = line.removeprefix("data:").strip()
+    if not data or data == "[DONE]" or _NO_DATA.fullmatch(line):
+        return
+    try:
+        row = parse_json(data)
+        if line.startswith("data:") and field is None and "choices" in row:
+            pieces = [*_pieces_of_choices(row["choices"])]
+        else:
+            pieces = [*_pieces_of_record(row, field, f"line {place}")]
+    except _UNREADABLE as error:
+        skip(f"{name} line {place} is no output of a model: {error}; it is {line!r:.60}")
+        return
+    yield from pieces
+
+
+def _pieces_of_choices(choices: list[Mapping[str, Any]]) -> Iterator[Piece]:
+    """The pieces of answers in a chunk of a stream."""
+    for choice in choices:
+        name = f"choice {choice.get('index') or 0}"
+        message = choice.get("delta") or choice.get("message") or choice
+        for channel, said in said_in(message):
+            yield Piece(name, said, channel)
+        if choice.get("finish_reason"):
+            yield Piece(name, ends=True)
+
+
+def _pieces_of_record(row: Any, field: str | None, name: str) -> Iterator[Piece]:
+    """The whole answers in a record."""
+    answers = answers_in(at_field(row, field), asked_in(row))
+    for number, answer in enumerate(answers, 1):
+        own = name if len(answers) == 1 else f"{name} answer {number}"
+        for channel, said in answer.channels:
+            yield Piece(own, said, channel, prompt=answer.prompt)
+        yield Piece(own, ends=True)
+
+
+def answers_in(value: Any, prompt: str = "") -> list[Answer]:
+    """Return the answers in a value: a text, token ids, messages, or a record with one of these.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if isinstance(value, str) or is_ids(value):
+        return [Answer([(TEXT, value)], prompt)]
+    if isinstance(value, list):
+        return _answers_in_list(value, prompt)
+    if isinstance(value, dict):
+        if value.keys() & {"role", "content", "tool_calls"}:
+            return [Answer([*said_in(value)], prompt)]
+        fields = [value[name] for name in (*FIELDS, "messages") if name in value]
+        for field in fields:
+            if field not in (None, "", [], {}):
+                return answers_in(field, prompt)
+        if fields:
+            return [Answer([], prompt)]
+    there = ", ".join(value) if isinstance(value, dict) else repr(value)
+    raise ValueError(f"it holds no text and no token ids, but {there:.200}: name the field of the answer by --field")
+
+
+def _answers_in_list(items: list[Any], prompt: str) -> list[Answer]:
+    """The answers in a list of answers, or of messages, of which users and tools wrote some."""
+    answers: list[Answer] = []
+    for item in items:
+        role = item.get("role") if isinstance(item, dict) else None
+        if role == "user":
+            prompt = words_of(item["content"])
+        if role in (None, "assistant"):
+            answers += answers_in(item, prompt)
+    return answers
+
+
+def is_ids(value: Any) -> bool:
+    """Return whether a value is a list of token ids."""
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(type(one) is int and 0 <= one < 1 << 32 for one in value)
+    )
+
+
+def said_in(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is said in a message, or in a piece of one, by channel; one reasoning may stand in two fields."""
+    yield REASONING, words_of(message.get("reasoning_content") or message.get("reasoning"))
+    yield TEXT, words_of(message.get("content", message.get("text")))
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        if function.get("name"):
+            yield CALLS, f"\n{function['name']} "
+        yield CALLS, words_of(function.get("arguments"))
+
+
+def asked_in(row: Any) -> str:
+    """Return what a record, or a list of messages, asks for."""
+    if isinstance(row, str):
+        return row
+    if isinstance(row, list):
+        for message in reversed(row):
+            if isinstance(message, dict) and message.get("role") == "user":
+                return words_of(message.get("content"))
+    if isinstance(row, dict):
+        for name in PROMPTS:
+            asked = asked_in(row.get(name))
+            if asked:
+                return asked
+    return ""
+
+
+def at_field(row: Any, field: str | None) -> Any:
+    """Return what stands in a field of a record.
+
+    Raises:
+        ValueError: There is no such field.
+    """
+    for name in field.split(".") if field else ():
+        there = row
+        if isinstance(row, list):
+            there = {str(number): item for number, item in enumerate(row)}
+        if not isinstance(there, dict) or name not in there:
+            fields = ", ".join(there) if isinstance(there, dict) else "no fields"
+            raise ValueError(f"no field {field}: there are {fields:.200}")
+        row = there[name]
+    return row
