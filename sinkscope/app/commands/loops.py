@@ -18,7 +18,7 @@ loops = command(
     LOOPS,
     "sinkscope loops answers.jsonl",
     "sinkscope loops log.jsonl --field response.choices --fail-on suspicious",
-    "curl -sN http://127.0.0.1:8000/v1/chat/completions -d @request.json | sinkscope loops --follow",
+    "tail -f answer.txt | sinkscope loops --follow",
     params=[
         click.Argument(["files"], metavar="[FILE|-]...", nargs=-1),
         click.Option(["--field"]),

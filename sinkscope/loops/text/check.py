@@ -66,7 +66,7 @@ class LoopCheck(Result):
             counts = Counter(record.verdict for record in self.records)
             parts = [f"{counts[verdict]} {verdict}" for verdict in WORST if counts[verdict]]
             return f"Of {count_of(len(self.records), 'output')} in {name}: {word_list(parts)}."
-        record = self.records[0]
+        record = next(iter(self.records))
         if record.period is None or record.wasted is None:
             is_verb = record.verdict in ("loops", "looped")
             return f"{name} {record.verdict}." if is_verb else f"{name} is {record.verdict}."
