@@ -7,7 +7,7 @@ from .app.report import report as report
 from .app.scan import scan as scan
 from .app.view.command import view as view
 from .conformance.check_cache import check_cache as check_cache
-from .engine.block import Event as Event
+from .engine.run import Event as Event
 from .errors import SinkscopeError as SinkscopeError
 from .generation.conversation import Conversation as Conversation
 from .generation.progressive import Progressive as Progressive

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sinkscope.conformance.subject import Factory
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.kv import CacheKeeper, LayerMoment, Policy
 from sinkscope.models.grouped_heads import in_groups
 

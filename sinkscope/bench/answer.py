@@ -18,9 +18,9 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, EndReason, Metrics
 from sinkscope.bench.samplers import Sampler
 from sinkscope.conformance.subject import entered
-from sinkscope.engine.actor import Actor, TakeBack
-from sinkscope.engine.block import Event
-from sinkscope.engine.step import Step
+from sinkscope.engine.actor import Actor
+from sinkscope.engine.run import Event
+from sinkscope.engine.step import Step, TakeBack
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import plain
 from sinkscope.generation.decode import ForcedAnswer, decoding, noted_decoding, to_end

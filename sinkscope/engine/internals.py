@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-_BATCHING = "init_continuous_batching"
+from sinkscope.errors import UnsupportedError
 
 
 def without_hooks(model: nn.Module) -> nn.Module:
@@ -38,33 +38,43 @@ def is_checkpointing(layer: nn.Module) -> bool:
     return layer.training and bool(getattr(layer, "gradient_checkpointing", False))
 
 
-@dataclass(frozen=True, eq=False)
-class GenerateFollower:
-    """A listener to `generate`, which alone knows which calls read a prompt.
+class Follower(Protocol):
+    """What follows `generate`, which alone knows which calls read a prompt.
 
     A chunked prompt may end with a chunk of one token, which looks like a generated token to the model.
 
     Attributes:
-        acts_here: Says whether it is concerned by what the current thread does.
-        check: Called with the name of a method of the model that `generate` calls, `_prefill` or (for assisted
-            generation) `_get_candidate_generator`, the arguments of the forward call, and the generation settings; may
-            raise.
-        prompting: Called with True before a prompt is read, and with False afterwards.
-        packed: What `generate_batch` and what it is made of raise: they put the tokens of several texts into one row,
-            so that a position says nothing about its place in a text.
+        prompting: Whether `generate` is reading a prompt.
     """
 
-    acts_here: Callable[[], bool]
-    check: Callable[[str, dict[str, Any], Any], None]
-    prompting: Callable[[bool], None]
-    packed: Exception
+    prompting: bool
+
+    @property
+    def acts_here(self) -> bool:
+        """Whether it is concerned by what the current thread does."""
+        ...
+
+    def note_told(self, told: Mapping[str, Any]) -> None:
+        """Note what `generate` is told, by name, before it makes masks for a cache of fixed size."""
+        ...
+
+    def begin_generation(self, method: str, options: dict[str, Any], settings: Any) -> None:
+        """Refuse a kind of generation, or note its settings.
+
+        Args:
+            method: The method of the model that `generate` calls: `_prefill`, or `_get_candidate_generator` for
+                assisted generation.
+            options: Arguments of the forward call.
+            settings: The generation settings.
+        """
+        ...
 
 
 @contextmanager
-def following_generate(model: Any, follower: GenerateFollower) -> Iterator[None]:
+def following_generate(model: Any, follower: Follower) -> Iterator[None]:
     """Context manager in which the `generate` of a causal language model tells a follower what it does.
 
-    Blocks may end in any order, so the last of them puts back what stood on the model.
+    Runs may end in any order, so the last of them puts back what stood on the model.
     """
     attributes = vars(model)
     followed = getattr(attributes.get("_prefill"), "__self__", None)
@@ -92,8 +102,13 @@ class _Followed:
 
     def __init__(self, model: Any) -> None:
         attributes = vars(model)
-        methods = {"_prefill": self.prefill, "_get_candidate_generator": self.candidates, _BATCHING: self.batch}
-        self.followers: list[GenerateFollower] = []
+        methods = {
+            "_prefill": self.prefill,
+            "_get_candidate_generator": self.candidates,
+            "init_continuous_batching": self.batch,
+            "prepare_inputs_for_generation": self._preparing(model),
+        }
+        self.followers: list[Follower] = []
         self.own: dict[str, Any] = {name: getattr(model, name, None) for name in methods}
         self.before = {name: attributes[name] for name in methods if name in attributes}
         attributes.update(methods)
@@ -104,26 +119,42 @@ class _Followed:
 
     def prefill(self, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
         """Read a prompt."""
-        followers = self._acting()
+        followers = self._begun("_prefill", model_kwargs, generation_config)
         for follower in followers:
-            follower.check("_prefill", model_kwargs, generation_config)
-        for follower in followers:
-            follower.prompting(True)
+            follower.prompting = True
         try:
             return self.own["_prefill"](input_ids, generation_config, model_kwargs, **more)
         finally:
             for follower in followers:
-                follower.prompting(False)
+                follower.prompting = False
 
     def candidates(self, *args: Any, **kwargs: Any) -> Any:
         """Begin assisted generation."""
-        for follower in self._acting():
-            follower.check("_get_candidate_generator", {}, None)
+        self._begun("_get_candidate_generator", {}, None)
         return self.own["_get_candidate_generator"](*args, **kwargs)
 
     def batch(self, *_: Any, **__: Any) -> Any:
         """Refuse to put several texts into one row."""
-        raise self.followers[-1].packed
+        raise UnsupportedError(
+            "continuous batching puts several texts into one row, where an edit, a policy or a guard cannot tell their "
+            "tokens apart: use model.generate inside the `with`"
+        )
 
-    def _acting(self) -> list[GenerateFollower]:
-        return [follower for follower in self.followers if follower.acts_here()]
+    def _preparing(self, model: Any) -> Any:
+        """What prepares the inputs of a call, and has the signature of the model's own, which transformers reads."""
+        own = getattr(model, "prepare_inputs_for_generation", None)
+
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            for follower in self.followers:
+                if follower.acts_here:
+                    follower.note_told(kwargs)
+            return self.own["prepare_inputs_for_generation"](*args, **kwargs)
+
+        return prepare if own is None else wraps(own)(prepare)
+
+    def _begun(self, method: str, options: dict[str, Any], settings: Any) -> list[Follower]:
+        """Tell followers that generation begins; those that are concerned."""
+        followers = [follower for follower in self.followers if follower.acts_here]
+        for follower in followers:
+            follower.begin_generation(method, options, settings)
+        return followers

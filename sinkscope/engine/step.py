@@ -4,20 +4,17 @@ A call may be a whole prompt, a chunk of one, one generated token, a later turn,
 again; rows may be padded on either side. `begin_step` makes the record at the beginning of the call:
 
 1. The cache says how many columns it holds, and what this block knows of its rows.
-2. The mask says which of the new tokens are real, and which share a document.
-3. Each real token gets its position in its document.
-
-transformers takes position ids that jump for packed texts and hides earlier ones, if there is neither mask nor cache.
-Whether a model does so is read from the mask that its first layer gets (`Step.note_mask`), before the positions of such
-a call are asked for.
+2. The mask says which of the new tokens are real.
+3. Each real token gets its position in its row, which is one text. Where a row may hold several (position ids that jump
+   without a mask, or a caller's own mask of queries and keys) whatever acts refuses the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -25,9 +22,38 @@ from torch import Tensor
 
 from sinkscope.engine.rows import ROWS, RowState
 from sinkscope.engine.tokens import TokenPositions
-from sinkscope.engine.visible import shown
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.call_cache import CACHE_NAMES
+
+
+@dataclass(frozen=True, eq=False)
+class TakeBack:
+    """Tokens that leave the output and the cache, although they were written.
+
+    Attributes:
+        kept_columns: Columns of the cache that stay, by row: False at padding and at removed tokens.
+        reread: The last token that stays of each row that lost some; it is read again.
+    """
+
+    kept_columns: Bool[Tensor, "row column"]
+    reread: dict[int, int]
+
+
+@dataclass(eq=False)
+class Draft:
+    """A text that is being written, of which actors may take tokens back.
+
+    Attributes:
+        cache: The cache that holds it.
+        allowance: How many tokens of each row may still be taken back.
+        ended: Rows that have ended, and go on as padding.
+        taken: What an actor has taken back in the latest call; None if nothing.
+    """
+
+    cache: Any
+    allowance: list[int]
+    ended: list[bool]
+    taken: TakeBack | None = None
 
 
 @dataclass(eq=False)
@@ -51,12 +77,7 @@ class Step:
         has_gaps: Whether the cache lacks tokens, so that the place of a key is not its column.
         settings: Settings of the `generate` that makes the call; None outside of one.
         logits: Logits of the last token of each row, once they exist; actors may change them in place.
-        may_take_back: How many tokens of each row the caller can still take back; None if it can take back none.
-        room: Number of columns with which each row is full; None if the caller does not count them.
-        jumps: Where position ids do not count on, if texts may be packed in this call.
-        is_over: Whether the caller ends this piece of the text, because tokens were taken back.
-        notes: What actors note for their later moments in the call, by their keys.
-        unsure: Column of a token that may be padding or not; None if there is none.
+        draft: The text to which the call belongs, if tokens can be taken back from it.
     """
 
     number: int
@@ -75,57 +96,18 @@ class Step:
     has_gaps: bool = False
     settings: Any = None
     logits: Tensor | None = None
-    may_take_back: list[int] | None = None
-    room: list[int] | None = None
-    is_over: bool = False
-    notes: dict[Hashable, Any] = field(default_factory=dict)
-    jumps: Bool[Tensor, "batch pos"] | None = None
-    unsure: int | None = None
-    _tokens: TokenPositions | None = None
+    draft: Draft | None = None
     _by_device: dict[torch.device, Int[Tensor, "batch pos"]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> TokenPositions:
         """All tokens so far."""
-        if self._tokens is None:  # no layer has told its mask: the model has none that it passes on
-            self.note_mask(None, packs_in_kernel=False)
-        assert self._tokens is not None
-        return self._tokens
-
-    def note_mask(self, mask: Any, *, packs_in_kernel: bool) -> None:
-        """Read from the mask that the first layer gets whether texts are packed.
-
-        Args:
-            mask: The mask: 4-D, a `BlockMask`, or None.
-            packs_in_kernel: Whether the model's attention takes position ids that jump for packed texts by itself.
-        """
-        if self._tokens is not None:
-            return
-        starts = self.jumps
-        sees = _sees_previous(mask, self.rows, self.new)
-        if sees is not None and starts is not None:
-            starts = starts & ~sees.to(starts.device)
-        elif not packs_in_kernel:
-            starts = None
-        real = torch.ones(self.rows, self.new, dtype=torch.bool, device=self.earlier.pos.device)
-        self.set_tokens(self.earlier.read(real, starts))
-
-    def set_tokens(self, tokens: TokenPositions) -> None:
-        """Say where the tokens stand, once it is known."""
-        self._tokens = self.state.tokens = tokens
-        if self.earlier.seen != self.past:  # some were read in calls on which the block did not act
-            self.earlier = tokens.first(self.past)
+        return self.state.tokens
 
     @cached_property
     def index(self) -> Int[Tensor, "batch pos"]:
-        """Position of each new token in its document; -1 at padding."""
+        """Position of each new token in its row; -1 at padding."""
         return self.tokens.pos[:, self.past :]
-
-    @property
-    def documents(self) -> Int[Tensor, "batch pos"] | None:
-        """Document of each new token; None if each row is one document."""
-        document = self.tokens.document
-        return None if document is None else document[:, self.past :]
 
     @property
     def columns(self) -> Int[Tensor, "batch seen"]:
@@ -149,17 +131,6 @@ class Step:
         if device not in self._by_device:
             self._by_device[device] = self.index.to(device)
         return self._by_device[device]
-
-    def refuse_unsure(self, column: int) -> NoReturn:
-        """Refuse a call of which it is not known whether the token in a column is padding.
-
-        Raises:
-            UnsupportedError: In any case.
-        """
-        raise UnsupportedError(
-            f"the token in column {column} was read before this run was entered, and no query sees it, so that it is "
-            "not known whether it is padding: enter the run first, or pass a 2-D mask"
-        )
 
     def check_read(self, what: str, remedy: str, enough: int = 0) -> None:
         """Refuse a call that continues tokens which an edit had to see and did not.
@@ -203,19 +174,26 @@ def tokens_in(cache: Any) -> int:
     return count
 
 
-def begin_step(run: int, number: int, arguments: Mapping[str, Any], cache: Any) -> Step:
+def begin_step(
+    run: int, number: int, arguments: Mapping[str, Any], cache: Any, told: Mapping[str, Any], *, acts: bool = True
+) -> Step:
     """Make the record of a forward call.
 
     Args:
-        run: Number of the block that acts in the call.
-        number: Number of the call within the block.
-        arguments: Arguments of the call by name. The mask may be 2-D (1 = real), 4-D (bool or additive), a dict of
-            such masks by layer type, or None. Tokens that were read in an earlier call keep the mask of that call.
+        run: Number of the run that acts in the call.
+        number: Number of the call within the run.
+        arguments: Arguments of the decoder's call, by name.
         cache: The cache among them.
+        told: What the caller said, of which `generate`, or a model of several parts, may have made the masks of queries
+            and keys among the arguments. A mask of shape (batch, tokens) has 1 at real tokens. Tokens that were read in
+            an earlier call keep the mask of that call.
+        acts: Whether something is changed in the call; what only reads counts columns where positions are not known.
+
+    Raises:
+        UnsupportedError: Several texts may stand in a row, and something is changed.
     """
     ids: Tensor | None = arguments.get("input_ids")
     tokens: Tensor = arguments["inputs_embeds"] if ids is None else ids
-    mask = arguments.get("attention_mask")
     batch, new = tokens.shape[:2]
     past = 0 if cache is None else tokens_in(cache)
     states: dict[int, RowState] = getattr(cache, ROWS, None) or {}
@@ -225,74 +203,38 @@ def begin_step(run: int, number: int, arguments: Mapping[str, Any], cache: Any) 
     earlier = state.tokens
     if past < earlier.seen:  # tokens were taken back
         earlier = earlier.first(past)
-    step = Step(number, batch, past, new, ids, cache, arguments, earlier, state)
-    if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
-        mask = mask.get("full_attention", next(iter(mask.values()), None))
-    if mask is None:
-        if past == 0 and cache is None:
-            step.jumps = _jumps(arguments.get("position_ids"), batch, new)
-        if step.jumps is None:
-            real = torch.ones(batch, past + new - earlier.seen, dtype=torch.bool, device=tokens.device)
-            step.set_tokens(earlier.read(real))
-        return step
-    step.set_tokens(_read(step, mask, tokens.device))
-    return step
-
-
-def _read(step: Step, mask: Any, device: torch.device) -> TokenPositions:
-    """The tokens before a call and the new ones, by a mask; earlier ones are not checked again."""
-    earlier, new, total = step.earlier, step.new, step.past + step.new
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
-        return earlier.read(mask[:, earlier.seen : total].bool().to(device))
-    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] >= new and mask.shape[-2] in (1, new):
-        sees = shown(mask).any(1).expand(step.rows, new, -1).to(device)[:, :, :total]
-        sees = torch.nn.functional.pad(sees, (total - sees.shape[2], 0))  # a window may show the latest columns alone
-        if earlier.seen < step.past:
-            earlier = _read_elsewhere(step, sees.any(1))
-        return earlier.read_under(sees)
-    raise UnsupportedError(
-        f"attention mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}: the true "
-        f"positions of {total} tokens cannot be read from it; pass a mask of shape (batch, tokens) with 1 at real "
-        "tokens, one of shape (batch, heads, queries, keys), or none"
-    )
-
-
-def _read_elsewhere(step: Step, is_seen: Bool[Tensor, "batch seen"]) -> TokenPositions:
-    """The tokens before a call, some of which were read in calls on which the block did not act.
-
-    A layer of ours knows its tokens, also if it was saved and loaded. Of others, the first ones of a row are padding if
-    no query of the call sees them; of one behind these that none sees, it is not known (`Step.unsure`).
-    """
-    for layer in getattr(step.cache, "layers", None) or []:
-        tokens = getattr(layer, "columns", None)
-        if isinstance(tokens, TokenPositions) and tokens.pos.shape == (step.rows, step.past):
-            return tokens
-    start = step.earlier.seen
-    real = (is_seen.cumsum(1) > 0)[:, start : step.past]
-    unsure = (real & ~is_seen[:, start : step.past]).any(0).nonzero()
-    if len(unsure):
-        step.unsure = start + int(unsure[0])
-    return step.earlier.read(real)
-
-
-def _jumps(position_ids: Any, batch: int, new: int) -> Bool[Tensor, "batch pos"] | None:
-    """Where position ids do not count on; None if they do, or are not given."""
-    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2 or new < 2:
-        return None
-    jumps = torch.nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0))
-    return jumps.expand(batch, -1) if bool(jumps.any()) else None
-
-
-def _sees_previous(mask: Any, rows: int, new: int) -> Bool[Tensor, "batch pos"] | None:
-    """Whether each token sees the one before it, under a mask; None if there is none that says it."""
-    if isinstance(mask, dict):
-        mask = mask.get("full_attention", next(iter(mask.values()), None))
-    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] == mask.shape[-2] == new:
-        sees = shown(mask).any(1).diagonal(-1, 1, 2)
+    mask, total = told.get("attention_mask"), past + new
+    says_tokens = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total
+    if acts:
+        _check_one_text(mask, told, says_tokens)
+    if isinstance(mask, Tensor) and says_tokens:
+        real = mask[:, earlier.seen : total].bool().to(tokens.device)
     else:
-        mask_mod: Any = getattr(mask, "mask_mod", None)  # of a BlockMask, which FlexAttention takes
-        if mask_mod is None:
-            return None
-        row, query = torch.arange(rows)[:, None], torch.arange(1, new)
-        sees = mask_mod(row, torch.zeros_like(row), query, query - 1)
-    return torch.nn.functional.pad(sees.expand(rows, -1), (1, 0), value=False)
+        real = torch.ones(batch, total - earlier.seen, dtype=torch.bool, device=tokens.device)
+    state.tokens = earlier.read(real)
+    if earlier.seen != past:  # some were read in calls on which the run did not act
+        earlier = state.tokens.first(past)
+    return Step(number, batch, past, new, ids, cache, arguments, earlier, state)
+
+
+def _check_one_text(mask: Any, told: Mapping[str, Any], says_tokens: bool) -> None:
+    """Refuse rows in which several texts may stand: those of whose tokens the mask does not say which are real.
+
+    Without mask and cache transformers reads position ids that do not count on as several texts.
+
+    Raises:
+        UnsupportedError: There may be such a row.
+    """
+    what = None
+    if mask is None:
+        positions = told.get("position_ids")
+        is_table = isinstance(positions, Tensor) and positions.ndim == 2
+        if is_table and cache_in(told) is None and bool((positions.diff(dim=1) != 1).any()):
+            what = "position ids that do not count on"
+    elif not says_tokens:
+        what = f"a mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}"
+    if what is not None:
+        raise UnsupportedError(
+            f"{what}: several texts may stand in a row, and an edit, a policy or a guard takes a row for one text: pad "
+            "the rows and pass a mask of shape (batch, tokens) with 1 at real tokens, or call row by row"
+        )

@@ -26,11 +26,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from sinkscope.engine.attention import Attention, AttentionOutput, VisibleRowObserver, check_recomputed
+from sinkscope.engine.attention import Attention, AttentionOutput, VisibleRowObserver
 from sinkscope.engine.stock import NAME, STOCK, Stock, eager, stock_of, switched
 from sinkscope.engine.visible import CausalMask, FunctionMask, MaskSource, TensorMask
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.draws import draws
 from sinkscope.models.hooks import Hook, on_output, without_compiler
 from sinkscope.models.target import Target
 from sinkscope.models.windows import layer_window
@@ -77,30 +76,19 @@ class Handler:
 HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=())
 
 
-_KEYS = 8  # of the queries and keys by which a function of the user's own is tried
-
-
-def check_attention_recomputed(target: Target) -> None:
-    """Refuse a model that attends by a function of the user's own which is not softmax(q k) v; it is tried.
+def check_attention_known(target: Target) -> None:
+    """Refuse a model that attends by a function of the user's own.
 
     Raises:
         UnsupportedError: It does.
     """
-    foreign = list[Stock]()
     for config in target.configs:
-        stock = STOCK.get(id(config)) or Stock(config)
-        if stock.agrees is not True:
-            foreign.append(stock)
-    if not foreign or not target.adapter.attention_interface or not target.attending:
-        return
-    layer = target.attending[0]
-    width, processes = len(target.head_columns(layer, 0)), target.processes
-    numbers = torch.randn(3, 1, target.n_heads // processes, _KEYS, width, generator=draws(0, "foreign attention"))
-    query, key, value = numbers.to(target.device, target.dtype)
-    kv_heads = target.n_kv_heads // processes
-    for stock in foreign:
-        module = target.sub(layer, "attn")
-        check_recomputed(stock, module, query, key[:, :kv_heads], value[:, :kv_heads], width**-0.5)
+        if not stock_of(config).is_known:
+            raise UnsupportedError(
+                f"attention is a function of your own, registered as {stock_of(config).name!r}, which cannot be "
+                "recomputed for some keys or queries: load the model with attn_implementation='sdpa', or put back what "
+                "transformers has by that name"
+            )
 
 
 @contextmanager
@@ -118,7 +106,7 @@ def listening(target: Target, see: Callable[[Attention], None], *, proving: bool
     if proving:
         see = partial(_see_recomputed, see)
     else:
-        check_attention_recomputed(target)
+        check_attention_known(target)
     with tapped(target) as configs, Handler(see, configs):
         yield
 
@@ -126,7 +114,7 @@ def listening(target: Target, see: Callable[[Attention], None], *, proving: bool
 def _see_recomputed(see: Callable[[Attention], None], attention: Attention) -> None:
     """Let a function of the user's own have no part in a proof."""
     see(attention)
-    if attention.own.agrees is not True and attention.compute is None:
+    if not attention.own.is_known and attention.compute is None:
         attention.compute = Attention.recomputed
 
 
@@ -325,20 +313,6 @@ def _of_layer(module: Any, functions: dict[int | None, FunctionMask], settings: 
 
 def _no_mask(**_: Any) -> None:
     """The mask function of an attention that has none, to which transformers gives no mask either."""
-
-
-def check_masks_made(target: Target) -> None:
-    """Refuse a model with windows whose attention gets no masks.
-
-    Raises:
-        UnsupportedError: What such an attention sees depends on what the stock cache has dropped.
-    """
-    name = stock_of(target.config).kind
-    if ALL_MASK_ATTENTION_FUNCTIONS.get(name, _no_mask) is _no_mask:
-        raise UnsupportedError(
-            f"attention {name!r} of {target.name} was registered without a mask function, so that nothing hides what "
-            f"is beyond its window: register one, as with AttentionMaskInterface.register({name!r}, sdpa_mask)"
-        )
 
 
 RowObserver = Callable[[int, int, Tensor], None]

@@ -54,8 +54,8 @@ class MaskSource(ABC):
         A key at column -1 may be anything.
         """
 
-    def for_last(self, queries: int) -> MaskSource:
-        """Return a source for the last queries of the call alone, which outlives the call."""
+    def later(self) -> MaskSource:
+        """Return a source that says the same of keys at any columns, and outlives the call."""
         return self
 
 
@@ -129,30 +129,16 @@ class TensorMask(MaskSource):
         mask = mask.expand(batch, -1, len(query), -1)
         if isinstance(key, range):
             return mask[..., key.start - self.first_key : key.stop - self.first_key]
-        key, width = key.to(device), mask.shape[3]
-        is_later = key >= self.first_key + width  # than the call of the mask
-        unknown = (is_later | (key < self.first_key)) & (key >= 0) & (key < query.stop)
-        if bool(unknown.any()):
+        if self.function is None:
             raise UnsupportedError(
-                f"a mask of {width} keys does not say what is seen of the token in column {int(key[unknown][0])}: pass "
-                "one of shape (batch, heads, queries, all tokens so far), or a 2-D mask"
+                "a mask of queries and keys of your own says nothing of a cache that has lost tokens: pass a mask of "
+                "shape (batch, tokens) with 1 at real tokens"
             )
-        heads = max(mask.shape[1], key.shape[1])
-        at = per_query_head((key - self.first_key).clamp(0, width - 1), heads).expand(batch, heads, -1)[:, :, None]
-        seen = mask.expand(-1, heads, -1, -1).gather(3, at.expand(-1, -1, len(query), -1))
-        hidden = per_query_head(is_later, heads)[:, :, None]
-        if seen.is_floating_point():
-            return seen.masked_fill(hidden, torch.finfo(seen.dtype).min)
-        return seen & ~hidden
+        return self.function.cells(query, key, batch, device)
 
-    def for_last(self, queries: int) -> MaskSource:
-        """Return the last rows alone, or the function that says the same."""
-        mask, last = self.mask, self.first_query + self.mask.shape[2]
-        if self.function is not None:
-            return self.function
-        if mask.shape[2] in (1, queries):
-            return self
-        return TensorMask(mask[:, :, -queries:].clone(), last - min(queries, mask.shape[2]), self.first_key)
+    def later(self) -> MaskSource:
+        """Return the function of which the mask was made."""
+        return self.function or self
 
 
 @dataclass(frozen=True, eq=False)

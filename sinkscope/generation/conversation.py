@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList
 
-from sinkscope.engine.actor import Actor, TakeBack
-from sinkscope.engine.block import Event, Run
+from sinkscope.engine.actor import Actor
 from sinkscope.engine.rows import RowState
-from sinkscope.engine.step import Step
+from sinkscope.engine.run import Event, Run
+from sinkscope.engine.step import Step, TakeBack
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values
 from sinkscope.generation.decode import ForcedAnswer, decoding

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from sinkscope.engine.block import Event
+from sinkscope.engine.run import Event
 from sinkscope.errors import warn
 from sinkscope.generation.write import write
 from sinkscope.hooks.edit.base import Intervention, under

@@ -12,7 +12,7 @@ from typing import Literal
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.files.records import Natural, Whole
 from sinkscope.kv.cache import CacheLayer

@@ -1,76 +1,31 @@
-"""The writer of texts: `model.generate` in pieces, each of which ends where an actor takes tokens back.
+"""The writer of texts: one request of `model.generate`, from which a guard can take tokens back.
 
-A guard that finds a loop returns a `TakeBack` after the call whose token set it off, and has cut the cache. The writer
-ends the piece there, takes the same tokens out of the output, and lets `generate` go on from what is left.
+In `_written`, the loop, for each token:
+
+1. The model reads the newest token of each row (`generate` has prepared the prompt, the processors and the criteria).
+2. Processors see the text of each row as it is now, and the next token is chosen.
+3. What the guard has taken back in this call, cache included, leaves the text as well; the row goes on from there.
+4. Criteria say which rows have ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
-from sinkscope.engine.actor import TakeBack
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
+from sinkscope.engine.step import Draft, TakeBack
 from sinkscope.errors import warn
 from sinkscope.models.call_cache import cache_argument
-
-_OF_A_PIECE = ("scores", "logits", "attentions", "hidden_states")
-"""What an output of `generate` has for each of its steps."""
-
-
-@dataclass(eq=False)
-class Pieces(StoppingCriteria):
-    """What a text in pieces has come to; `generate` asks it whether a piece ends.
-
-    Attributes:
-        allowance: Number of tokens of each row that may still be removed.
-        room: Length at which each row of this piece has all its tokens; 0 for a row that has ended.
-        taken: What an actor has taken back in this piece; None if nothing.
-        ended: Rows that have ended.
-        goes_on: Whether a piece follows another, so that it reads a generated token and no prompt.
-    """
-
-    allowance: list[int]
-    room: list[int]
-    ended: list[bool]
-    taken: TakeBack | None = None
-    goes_on: bool = False
-
-    def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
-        """Say which rows of this piece end: bool `[row]`."""
-        if self.taken is not None:
-            return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        return torch.tensor(self.room, device=input_ids.device) <= input_ids.shape[1]
-
-    def take(self, back: TakeBack) -> None:
-        """Take tokens back: the piece ends."""
-        self.taken, self.ended = back, back.ended
-
-    def limit(self, written: Sequence[int], most: int) -> None:
-        """Set the end of each row so that it has at most `most` new tokens, `written` of which exist."""
-        self.room = []
-        for count, has_ended in zip(written, self.ended, strict=True):
-            self.room.append(0 if has_ended else most - count)
-
-    def continued(
-        self, ids: Int[Tensor, "row pos"], mask: Int[Tensor, "row pos"]
-    ) -> tuple[Int[Tensor, "row next"], Int[Tensor, "row next"]]:
-        """Return what the cache holds with the token with which each row goes on, and which tokens are real."""
-        assert self.taken is not None
-        kept_columns, reread = self.taken.kept_columns.to(mask), self.taken.reread
-        self.taken, self.goes_on = None, True
-        seen = kept_columns.shape[1]
-        newest = ids[:, min(seen, ids.shape[1] - 1)].clone()  # the next one, or that which is read again
-        for row, token in reread.items():
-            newest[row] = token
-        return torch.cat([ids[:, :seen], newest[:, None]], 1), torch.nn.functional.pad(kept_columns, (0, 1), value=1)
 
 
 def write(
@@ -84,15 +39,15 @@ def write(
     fixed: bool = False,
     **options: Any,
 ) -> Any:
-    """Call `model.generate`, again each time tokens are taken back, up to the same total of new tokens.
+    """Call `model.generate`; under a guard that takes tokens back, with a loop of our own in it.
 
-    At a loop the piece ends. The row loses what follows the first copy, in the cache and in the output, and the next
-    piece continues from there; other rows go on where they were. At most `max_new_tokens` tokens of a row are removed
-    in all; later loops are only cut from the cache. With a streamer, which would show tokens that are later removed,
-    nothing is taken back.
+    A row that loops loses what follows the first copy, in the cache and in the output, and goes on from there; other
+    rows go on where they were. Processors, criteria and clocks of transformers are made once, from the prompt. At most
+    `max_new_tokens` tokens of a row are removed in all; later loops are only cut from the cache. With a streamer, which
+    would show tokens that are later removed, nothing is taken back.
 
     Args:
-        run: The block that acts on the model, if any.
+        run: The run that acts on the model, if any.
         model: The Hugging Face model.
         ids: Token ids of the prompts, padded on the left.
         attention_mask: Which of them are real.
@@ -102,69 +57,180 @@ def write(
         options: Further arguments of `model.generate`.
 
     Returns:
-        The output of the last call of `model.generate`, with the ids of the whole answers. Where something was removed,
-        it has no scores, logits, attentions and hidden states, which would be those of the last piece.
+        What `model.generate` returns. Where something was removed, it has no scores, logits, attentions and hidden
+        states, which would be those of other tokens as well.
     """
     if cache is not None:
         options.update(cache_argument(model, cache))
+    options |= {"input_ids": ids, "attention_mask": attention_mask, "max_new_tokens": max_new_tokens}
     if run is None or not run.takes_back or options.get("streamer") is not None:
-        return model.generate(input_ids=ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options)
+        return model.generate(**options)
     if cache is None:
         cache = DynamicCache(config=model.config)
         options.update(cache_argument(model, cache))
+    tokenizer, ends = options.pop("tokenizer", None), options.pop("stop_strings", None)
+    if ends is not None and tokenizer is not None:  # `generate` gives its own loop alone the tokenizer
+        criteria = options.get("stopping_criteria") or ()
+        options["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, ends)])
     rows = len(ids)
-    pieces = Pieces([0 if fixed else max_new_tokens] * rows, [], [False] * rows)
-    options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), pieces])
-    with run.writing(pieces):
-        return _in_pieces(pieces, model, ids, attention_mask, max_new_tokens, cache, options)
+    draft = Draft(cache, [0 if fixed else max_new_tokens] * rows, [False] * rows)
+    with run.writing(draft):
+        return model.generate(custom_generate=partial(_written, draft), **options)
 
 
-def _in_pieces(
-    pieces: Pieces,
+@dataclass(eq=False)
+class _Text:
+    """The prompts and what is written after them, by the columns of the cache.
+
+    Attributes:
+        ids: The tokens.
+        real: Where a row has a token, of what was written; everywhere in the prompts.
+        width: Number of columns of the prompts.
+        pad: Stands where a row has no token.
+    """
+
+    ids: Int[Tensor, "row column"]
+    real: Bool[Tensor, "row column"]
+    width: int
+    pad: int
+
+    def append(self, tokens: Int[Tensor, " row"]) -> None:
+        """Append a token to each row."""
+        self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+        self.real = torch.nn.functional.pad(self.real, (0, 1), value=True)
+
+    def take_back(self, back: TakeBack) -> None:
+        """Remove tokens; columns that no row has any more leave."""
+        count = back.kept_columns.shape[1]
+        self.real = back.kept_columns.to(self.real.device, copy=True)
+        self.real[:, : self.width] = True
+        self.ids = self.ids[:, :count].masked_fill(~self.real, self.pad)
+
+    def of(self, row: int) -> Int[Tensor, " pos"]:
+        """Return the text of a row."""
+        return self.ids[row, self.real[row]]
+
+    def by_length(self) -> dict[int, list[int]]:
+        """Return the rows whose texts have the same length."""
+        rows: dict[int, list[int]] = {}
+        for row, length in enumerate(self.real.sum(1).tolist()):
+            rows.setdefault(length, []).append(row)
+        return rows
+
+    def asked(self, fn: Callable[[Tensor, Any], Tensor], numbers: Any, waits: list[int]) -> Tensor:
+        """Return what a function of texts and their numbers gives for each row; it sees texts of one length at a time.
+
+        Args:
+            fn: Called with ids `[row pos]` and numbers.
+            numbers: Numbers of each row, or something that is the same for all.
+            waits: Rows that are not asked; they keep their numbers.
+        """
+        if not waits and bool(self.real.all()):
+            return fn(self.ids, numbers)
+        found: Tensor | None = numbers if isinstance(numbers, Tensor) else None
+        for rows in self.by_length().values():
+            rows = [row for row in rows if row not in waits]
+            if rows:
+                texts = torch.stack([self.of(row) for row in rows])
+                given = fn(texts, numbers[rows] if isinstance(numbers, Tensor) else numbers)
+                if found is None:
+                    found = given.new_zeros(len(self.ids), *given.shape[1:])
+                found[rows] = given
+        return torch.zeros(len(self.ids), dtype=torch.bool, device=self.ids.device) if found is None else found
+
+    def closed(self, most: int) -> Int[Tensor, "row pos"]:
+        """Return prompts and at most so many new tokens, without those that were removed, padded on the right."""
+        rows = [self.of(row)[self.width : self.width + most] for row in range(len(self.ids))]
+        new = pad_sequence(rows, batch_first=True, padding_value=self.pad)
+        return torch.cat([self.ids[:, : self.width], new], 1)
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What the caller wants to see of each step beside the tokens.
+
+    Attributes:
+        names: Which of the lists are wanted.
+        steps: What every step gave, by name.
+    """
+
+    names: list[str]
+    steps: dict[str, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Any) -> _Kept:
+        """Return what settings of `generate` ask for."""
+        every = ("scores", "logits", "attentions", "hidden_states")
+        wants = [name for name in every if getattr(settings, f"output_{name}", False)]
+        return cls(wants if settings.return_dict_in_generate else [])
+
+    def note(self, **given: Any) -> None:
+        """Keep what a step gave."""
+        for name in self.names:
+            self.steps.setdefault(name, []).append(given[name])
+
+    def forget(self) -> None:
+        """Give none of it: some steps wrote tokens that were removed."""
+        for name in self.names:
+            warn(f"a loop was removed from the text, and there are no {name} of it: ask for them with act='cut'")
+        self.names, self.steps = [], {}
+
+
+def _written(
+    draft: Draft,
     model: Any,
-    ids: Int[Tensor, "row pos"],
-    mask: Int[Tensor, "row pos"],
-    max_new_tokens: int,
-    cache: Any,
-    options: dict[str, Any],
+    input_ids: Int[Tensor, "row pos"],
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    **inputs: Any,
 ) -> Any:
-    """Generate one piece after the other; the output of the last, with the ids of the whole answers."""
-    least: int = options.pop("min_new_tokens", None) or 0
-    pad: int = options.get("pad_token_id") or 0
-    width = ids.shape[1]
-    output: Any = ids
+    """Write behind prompts as `generate` does, and take back what the draft says; called by `generate`."""
+    settings, kept = generation_config, _Kept.of(generation_config)
+    pad = 0 if settings.pad_token_id is None else int(settings.pad_token_id)
+    text = _Text(input_ids, torch.ones_like(input_ids, dtype=torch.bool), input_ids.shape[1], pad)
+    ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    output = model._prefill(input_ids, settings, inputs)
     while True:
-        written: list[int] = mask[:, width:].sum(1).tolist()
-        pieces.limit(written, ids.shape[1] + max_new_tokens)
-        left = max(pieces.room) - ids.shape[1]
-        if left <= 0:
+        inputs = model._update_model_kwargs_for_generation(output, inputs)
+        back, draft.taken = draft.taken, None
+        reread: dict[int, int] = {} if back is None else back.reread
+        logits = output.logits[:, -1].to(torch.float32, copy=True)
+        scores = text.asked(logits_processor, logits, list(reread))
+        kept.note(scores=scores, logits=logits, attentions=output.attentions, hidden_states=output.hidden_states)
+        tokens = torch.where(ended, pad, _chosen(scores, draws=settings.do_sample))
+        if back is not None:
+            kept.forget()
+            text.take_back(back)
+            inputs.update(_told(inputs, back))
+            for row, token in reread.items():
+                tokens[row] = token
+        text.append(tokens)
+        steps = tuple(kept.steps["scores"]) if "scores" in kept.steps else None
+        ended = ended | text.asked(stopping_criteria, steps, list(reread))
+        draft.ended = ended.tolist()
+        if all(draft.ended):
             break
-        if least:
-            options["min_new_tokens"] = max(0, least - max(written))
-        output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=left, **options)
-        ids = getattr(output, "sequences", output)
-        mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
-        if pieces.taken is None:
-            break
-        ids, mask = pieces.continued(ids, mask)
-        ids[:, width:].masked_fill_(mask[:, width:] == 0, pad)  # what was removed is no repetition to be penalised
-        for layer in cache.layers:
-            layer.crop(mask.shape[1] - 1 - layer.seen)  # a call that ran before the piece ended
-    whole = _closed(ids, mask, width, max_new_tokens, pad)
-    if isinstance(output, Tensor):
-        return whole
-    output.sequences = whole
-    if pieces.goes_on:
-        for name in _OF_A_PIECE:
-            if getattr(output, name, None) is not None:
-                setattr(output, name, None)
-                warn(f"a loop was removed from the text, and there are no {name} of it: ask for them with act='cut'")
-    return output
+        step = model.prepare_inputs_for_generation(text.ids, next_sequence_length=1, **inputs)
+        output = model(**step, return_dict=True)
+    sequences = text.closed(settings.max_length - text.width)
+    if not settings.return_dict_in_generate:
+        return sequences
+    steps_given = {name: tuple(given) for name, given in kept.steps.items()}
+    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=draft.cache, **steps_given)
 
 
-def _closed(
-    ids: Int[Tensor, "row pos"], mask: Int[Tensor, "row pos"], width: int, most: int, pad: int
-) -> Int[Tensor, "row left"]:
-    """Prompts of a width and new tokens without those that were removed, padded on the right."""
-    rows = [row[real.bool()][:most] for row, real in zip(ids[:, width:], mask[:, width:], strict=True)]
-    return torch.cat([ids[:, :width], pad_sequence(rows, batch_first=True, padding_value=pad)], 1)
+def _chosen(scores: Float[Tensor, "row vocab"], *, draws: bool) -> Int[Tensor, " row"]:
+    """The next token of each row."""
+    if draws:
+        return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+    return scores.argmax(-1)
+
+
+def _told(inputs: dict[str, Any], back: TakeBack) -> dict[str, Tensor]:
+    """What the model is told of the rows from which tokens were taken, and of the next token of each."""
+    mask = torch.nn.functional.pad(back.kept_columns, (0, 1), value=True).to(inputs["attention_mask"])
+    told = {"attention_mask": mask}
+    if inputs.get("position_ids") is not None:
+        told["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
+    return told

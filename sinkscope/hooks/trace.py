@@ -15,6 +15,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from sinkscope.engine.run import held
 from sinkscope.engine.tap import attention_rows
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.arguments import checks_arguments
@@ -370,7 +371,8 @@ def _run(
 
     last_layer = deepest if 0 <= deepest < target.n_layers else None
     unembed = any(module is target.hf for module, _, _ in hooks)
-    with attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext(), target.hooks(*hooks):
+    rows = attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext()
+    with held(target, "trace"), rows, target.hooks(*hooks):
         positions: dict[str, Any] = {}
         if mask is not None and "position_ids" in signature(target.base.forward).parameters:
             positions["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)  # else padding on the left is counted

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import Share
 from sinkscope.kv.policy import LayerBudget, LayerMoment, rank_from_top

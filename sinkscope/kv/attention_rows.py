@@ -12,9 +12,8 @@ from torch import Tensor
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
-from sinkscope.engine.tap import check_attention_recomputed
 from sinkscope.kv.adopt import check_seen, own_layers
 from sinkscope.kv.keeper import layer_of, note_gaps, place_keys
 from sinkscope.kv.slots import Slots
@@ -103,7 +102,6 @@ def watch(run: Run, watcher: RowWatcher) -> None:
         UnsupportedError: The attention of the model cannot be observed.
     """
     check_servable(run.target)
-    check_attention_recomputed(run.target)
     run.act(watcher)
 
 

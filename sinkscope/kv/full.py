@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.files.records import Budget
 from sinkscope.kv.keeper import CacheKeeper
 from sinkscope.kv.policy import LayerMoment, Policy

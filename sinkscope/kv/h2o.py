@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.files.records import Share, share_of
 from sinkscope.kv.attention_rows import AttentionRows, RowWatcher, watch
 from sinkscope.kv.policy import LayerMoment, Policy

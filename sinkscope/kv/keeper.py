@@ -6,7 +6,7 @@ actors, so the others find in each `Step` the layers that can evict and whether 
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,14 +15,11 @@ from weakref import WeakSet
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.engine.actor import Actor, TakeBack
+from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
-from sinkscope.engine.block import Run
-from sinkscope.engine.calls import check_generation
-from sinkscope.engine.owners import holds_on
 from sinkscope.engine.rows import RowState
-from sinkscope.engine.step import Step
-from sinkscope.engine.tap import check_attention_recomputed, check_masks_made
+from sinkscope.engine.run import Run, check_generation, runs_here
+from sinkscope.engine.step import Step, TakeBack
 from sinkscope.engine.visible import FunctionMask, TensorMask
 from sinkscope.errors import UnsupportedError, warn
 from sinkscope.kv.adopt import adopt, own_layers
@@ -80,8 +77,8 @@ class CacheKeeper(Actor):
             first: Number of first positions that the policy or guard keeps, and that others are to keep, too.
 
         Raises:
-            UnsupportedError: An outer block acts on the cache of this model already, another policy was entered before,
-                or no mask hides what is beyond a window.
+            UnsupportedError: An outer block acts on the cache of this model already, or another policy was entered
+                before.
         """
         keeper = cls.in_run(run)
         if keeper is None:
@@ -108,8 +105,6 @@ class CacheKeeper(Actor):
         check_servable(run.target)
         own_attention(run)
         keeper = cls(run)
-        if any(keeper.windows):
-            check_masks_made(run.target)
         run.stack.callback(keeper._settle)
         run.stack.push(keeper._warn_if_idle)
         run.check_generate(keeper._check_generation)
@@ -122,14 +117,13 @@ class CacheKeeper(Actor):
 
     def window_queries(self, run: Run, last: int, decoding: bool = False) -> None:
         """Keep the `last` queries of prompts for `LayerMoment.window_rows`; with `decoding`, generated tokens too."""
-        check_attention_recomputed(self.target)
         if self._queries is None:
             self._queries = QueryKeeper()
             run.act(self._queries)
         self._queries.count = max(self._queries.count, last)
         self._queries.keeps_decoding |= decoding
 
-    def _check_generation(self, method: str, options: dict[str, Any]) -> None:
+    def _check_generation(self, method: str, options: Mapping[str, Any], _settings: Any) -> None:
         if self.acts_on_tokens:
             one_by_one = "a cache policy acts on tokens that come one by one (Full does not)"
             no_cache = "there is no cache that a cache policy or a guard could act on"
@@ -163,10 +157,10 @@ class CacheKeeper(Actor):
         cache, state = step.cache, step.state
         if cache is None:
             return
-        counted = state.of_actors.get(_METER)
+        counted = state.known.get(_METER)
         if not isinstance(counted, CountedRows):
             adopt(cache, self.target, step.earlier)
-            state.of_actors[_METER] = counted = CountedRows(Meter(self.windows))
+            state.known[_METER] = counted = CountedRows(Meter(self.windows))
         if cache not in self._caches:  # a new one, or a copy
             self._caches.add(cache)
             self.meters.append(counted.meter)
@@ -187,8 +181,6 @@ class CacheKeeper(Actor):
             for kv in layers:
                 kv.settle()
                 kv.reordered = False
-        if self.acts_on_tokens and tokens.document is not None:
-            tokens.check_one_document("a cache policy or guard")
 
     def _begin_decoding(self, step: Step) -> None:
         state = step.state
@@ -227,10 +219,7 @@ class CacheKeeper(Actor):
             if not kv.gapless or self.windows[kv.number] is not None:
                 is_ragged = True
         step.has_gaps = has_gaps
-        if not has_gaps or step.new > 1 or is_ragged:
-            return has_gaps
-        mask = step.arguments.get("attention_mask")
-        return isinstance(mask, Tensor) and mask.ndim == 4
+        return has_gaps and (step.new > 1 or is_ragged)
 
     def attend(self, step: Step, attention: Attention) -> None:
         """Say in which columns the keys stand that are left in a layer."""
@@ -240,7 +229,7 @@ class CacheKeeper(Actor):
     def after(self, step: Step) -> TakeBack | None:
         """Count what the cache holds."""
         if step.layers:
-            known = step.state.of_actors
+            known = step.state.known
             queries, counted = known.get(QueryKeeper.KEY), known[_METER]
             assert isinstance(counted, CountedRows)
             latest = queries.by_layer if isinstance(queries, LatestQueries) else None
@@ -250,7 +239,7 @@ class CacheKeeper(Actor):
 
 def meter_of(state: RowState) -> Meter:
     """Return the counter of the cache on which the rows lie."""
-    counted = state.of_actors[_METER]
+    counted = state.known[_METER]
     assert isinstance(counted, CountedRows)
     return counted.meter
 
@@ -261,9 +250,8 @@ def own_attention(run: Run) -> None:
     Raises:
         UnsupportedError: There is such a block.
     """
-    me = threading.current_thread()
-    for hold in holds_on(run.target.base):  # those of other threads have ended, or this block could not be entered
-        if hold.thread is me and hold.number in _OWNERS and hold.number != run.number:
+    for number in runs_here(run.target.base):
+        if number in _OWNERS and number != run.number:
             raise UnsupportedError(
                 f"{run.target.name} is already inside a `with` that acts on its cache: enter them together, "
                 "`(a | b).on(model)`"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.files.records import Natural, check_fields
 from sinkscope.hooks.edit.base import Intervention
@@ -42,6 +43,8 @@ class Observe(Intervention):
     fn: Callable[[AttentionRows], None]
     layers: Sequence[int] | None = None
     last: Natural | None = None
+
+    ACTS: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, check_fields

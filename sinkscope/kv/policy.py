@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.block import Run
 from sinkscope.engine.rows import RowState
+from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, share_of
@@ -88,7 +88,7 @@ class LayerMoment:
         Raises:
             UnsupportedError: No query was seen. `CacheKeeper.window_queries`, called in `watch`, has them kept.
         """
-        latest = self.step.state.of_actors.get(QueryKeeper.KEY)
+        latest = self.step.state.known.get(QueryKeeper.KEY)
         if not isinstance(latest, LatestQueries) or self.layer not in latest.by_layer:
             raise unseen_queries()
         columns = self.step.earlier.columns_of(self.kv.pos)
@@ -222,7 +222,7 @@ class Policy(Intervention):
         """Choose what is kept in every layer, if it is time to."""
         if not step.prefill_ended and (self.every == "prefill" or step.state.decoded % self.every):
             return
-        known, key = step.state.of_actors, ("kept", id(self))  # of each layer, it may be another policy
+        known, key = step.state.known, ("kept", id(self))  # of each layer, it may be another policy
         rows = known.get(key)
         if step.prefill_ended or not isinstance(rows, KeptPerRow):
             rows = known[key] = self.kept_per_row(step.state, keeper)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
 from sinkscope.kv.keeper import CacheKeeper

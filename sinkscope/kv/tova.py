@@ -8,7 +8,7 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.kv.attention_rows import AttentionRows, RowWatcher, watch
 from sinkscope.kv.policy import LayerMoment, Policy, unseen_queries
 from sinkscope.kv.registry import register_policy

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.latest_queries import LayerQueries
 from sinkscope.models.windows import ChunkWindow

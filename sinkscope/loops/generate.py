@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
-from sinkscope.engine.block import Event, Run
+from sinkscope.engine.run import Event, Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.arguments import checks_arguments
 from sinkscope.files.records import Natural

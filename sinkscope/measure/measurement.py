@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from textwrap import fill
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
-from sinkscope.engine.owners import held, this_thread
+from sinkscope.engine.run import held
 from sinkscope.files.arguments import PYTHON_ONLY, Parameter, parameters_of, refuse_unknown
 from sinkscope.files.output import WRITTEN
 from sinkscope.files.progress import watched_by
@@ -128,8 +128,8 @@ class Measurement(Generic[P, R]):
     def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
         plan = json.dumps(dict(own), default=lambda value: type(value).__name__)  # objects have no text of their own
         setup.target.shards.agree("setting", self.function.__name__, plan)
-        target, hold = setup.target, this_thread(self.function.__name__)
-        alone = held(target.base, hold, target.name)
+        target = setup.target
+        alone = held(target, self.function.__name__)
         with alone, noted_decoding() as decoding, watched_by(setup.progress), evaluating(target.hf):
             result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.engine.owners import blocks_here
+from sinkscope.engine.run import runs_here
 from sinkscope.errors import CutShortError, SinkscopeError
 from sinkscope.files.plain import pathless
 from sinkscope.files.progress import Progress, silent
@@ -221,7 +221,7 @@ class Setup:
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """Return what is made when something is first asked for with this key, under the same interventions."""
-        key = (*blocks_here(self.target.base), *key)
+        key = (*runs_here(self.target.base), *key)
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]

@@ -21,7 +21,7 @@ from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
 
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.errors import SinkscopeError, warn
 from sinkscope.files.records import Budget, Natural, PositiveShare, Whole, check_fields
 from sinkscope.generation.progressive import Progressive, steps_summary

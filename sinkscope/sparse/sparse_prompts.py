@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -17,11 +17,8 @@ from torch import Tensor
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention, AttentionOutput
-from sinkscope.engine.block import Event, Run
-from sinkscope.engine.calls import check_generation
-from sinkscope.engine.rows import Memory
+from sinkscope.engine.run import Event, Run, check_generation
 from sinkscope.engine.step import Step
-from sinkscope.engine.tap import check_attention_recomputed
 from sinkscope.engine.visible import TensorMask, Visible
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import check_fields
@@ -77,7 +74,9 @@ class PromptReader(Actor):
     """
 
     def __init__(self, prompts: SparsePrompts, run: Run, key: int) -> None:
-        self._prompts, self._run, self._key = prompts, ref(run), key
+        self._prompts, self._run = prompts, ref(run)
+        self._ids = (key, "ids")  # by what the ids of the rows are known
+        self._call = PromptCall()
 
     @property
     def name(self) -> str:
@@ -91,10 +90,10 @@ class PromptReader(Actor):
         new = step.earlier.pos.new_full((step.rows, step.new), _UNKNOWN)
         if step.ids is not None:
             new = step.ids.to(new.device)
-        memory = step.state.memory.setdefault(self._key, Memory())
-        earlier = memory.of_tokens.get("ids", new[:, :0])[:, : step.past]
+        known, self._call = step.state.known, PromptCall()
+        earlier = known.get(self._ids, new[:, :0])[:, : step.past]
         unknown = new.new_full((step.rows, step.past - earlier.shape[1]), _UNKNOWN)
-        memory.of_tokens["ids"] = torch.cat([earlier, unknown, new], 1)
+        known[self._ids] = torch.cat([earlier, unknown, new], 1)
 
     def attends(self, step: Step) -> bool:
         """Return whether the call reads several tokens."""
@@ -111,15 +110,16 @@ class PromptReader(Actor):
         output = self._prompts.attend(attention, step, run, self)
         return None if output is None else (output, None)
 
-    def of(self, step: Step) -> PromptCall:
-        """Return what is known of a call, as long as it lasts."""
-        return step.notes.setdefault(self._key, PromptCall())
+    @property
+    def call(self) -> PromptCall:
+        """What is known of the latest call."""
+        return self._call
 
     def copies(self, step: Step, row: int, device: torch.device) -> Copies | None:
         """Find the copies in a row of a prompt; None if no id of it is known. The first layer waits for the device."""
-        copies = self.of(step).copies
+        copies = self.call.copies
         if (row, device) not in copies:
-            ids = step.state.memory[self._key].of_tokens["ids"][row]
+            ids = step.state.known[self._ids][row]
             real = ids[step.columns[row] >= 0].cpu()
             queries = int((step.index[row] >= 0).sum())
             is_known = bool((real[len(real) - queries :] != _UNKNOWN).any())
@@ -131,7 +131,7 @@ class PromptReader(Actor):
         visible = attention.visible
         if visible.is_causal and not step.is_padded:
             return True
-        known = self.of(step).causal
+        known = self.call.causal
         key = id(attention.mask) if attention.mask is not None else id(visible.source)
         if key not in known or visible.hidden:
             known[key] = _is_causal(step, visible)
@@ -199,12 +199,15 @@ class SparsePrompts(Intervention):
                 reads prompts already.
         """
         check_servable(run.target)
-        check_attention_recomputed(run.target)
         own_attention(run)
         name = type(self).__name__
         as_prompts = f"{name} would read these as a prompt"
         each_call = f"{name} reads prompts, and without a cache each call is one"
-        run.check_generate(partial(check_generation, assisted=as_prompts, uncached=each_call))
+
+        def check(method: str, options: Mapping[str, Any], _settings: object) -> None:
+            check_generation(method, options, assisted=as_prompts, uncached=each_call)
+
+        run.check_generate(check)
         for actor in run.actors:
             if isinstance(actor, PromptReader):
                 raise UnsupportedError(
@@ -236,7 +239,7 @@ class SparsePrompts(Intervention):
         if kv is not None and kv.edited:
             columns = kv.pos[:, 0]
         whole_rows = not step.tokens.padded and (kv is None or kv.gapless)
-        known, why_dense = reader.of(step), self.why_dense(prompt, step, reader, kv)
+        known, why_dense = reader.call, self.why_dense(prompt, step, reader, kv)
         index = step.on(prompt.key.device)
         counts = known.counts_of(index, columns)
         if why_dense is not None:

@@ -22,7 +22,7 @@ import sinkscope.app.generate
 import sinkscope.opening.load
 from sinkscope.app.cli import main
 from sinkscope.app.commands import COMMANDS
-from sinkscope.engine.block import Event
+from sinkscope.engine.run import Event
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text
 from sinkscope.hooks.edit import SinkPatch

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers as tf
 from kv_kit import decode, prompts
 from kv_kit import shallow_of as model_of
-from transformers import masking_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sinkscope.engine import stock
 from sinkscope.engine.tap import HANDLERS
@@ -57,26 +54,3 @@ def test_exits_in_any_order_restore_the_models_attention():
     assert model.config._attn_implementation == stock.NAME and stock.stock_of(model.config).kind == "sdpa"
     second.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa" and stock.STOCK == {}
-
-
-def test_a_block_may_end_while_a_mask_is_made(monkeypatch):
-    """Transformers looks the name of the attention up twice; one that was registered alone has no mask function."""
-    tf.AttentionInterface.register("tap_bare", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
-    model = model_of("llama")
-    model.set_attn_implementation("tap_bare")
-    ids, _ = prompts([9], 0)
-    want = model(ids).logits
-    block = attention_rows(target_of(model), lambda *_: None)
-    block.__enter__()
-    first_look = masking_utils._preprocess_mask_arguments
-
-    def ends_in_between(*args, **kwargs):
-        looked = first_look(*args, **kwargs)
-        monkeypatch.undo()
-        block.__exit__(None, None, None)
-        return looked
-
-    monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", ends_in_between)
-    model(ids)
-    assert model.config._attn_implementation == "tap_bare"
-    assert torch.equal(model(ids).logits, want)

@@ -153,9 +153,8 @@ def test_positions_count_real_tokens(positions, places):
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     cuts=st.lists(st.integers(1, 4), max_size=4),
     left=st.booleans(),
-    masked=st.sampled_from(["2d", "4d", "dict", "float"]),
 )
-def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
+def test_true_positions_of_padded_chunks(lengths, cuts, left):
     width = max(lengths)
     real = torch.zeros(len(lengths), width, dtype=torch.bool)
     want = torch.full((len(lengths), width), -1)
@@ -170,15 +169,15 @@ def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
         if stop == start:
             break
         tokens = torch.full((len(lengths), stop - start), 7)
-        mask = shape_mask(real, start, stop, masked)
-        call = begin_step(0, 0, {"input_ids": tokens, "attention_mask": mask}, held)
+        told = {"input_ids": tokens, "attention_mask": real[:, :stop].long()}
+        call = begin_step(0, 0, told, held, told)
         put_rows(held, 0, call.state)
         got.append(call.index)
         held.seen = start = stop
     assert torch.equal(torch.cat(got, 1), want)
     # A token without mask comes after all real ones.
-    call = begin_step(0, 1, {"input_ids": torch.full((len(lengths), 1), 7)}, held)
-    assert call.index.flatten().tolist() == lengths
+    told = {"input_ids": torch.full((len(lengths), 1), 7)}
+    assert begin_step(0, 1, told, held, told).index.flatten().tolist() == lengths
 
 
 class FakeCache:
@@ -186,16 +185,6 @@ class FakeCache:
 
     def get_seq_length(self) -> int:
         return self.seen
-
-
-def shape_mask(real: Tensor, start: int, stop: int, kind: str):
-    if kind == "2d":
-        return real[:, :stop].long()
-    causal = torch.arange(stop)[None, :] <= torch.arange(start, stop)[:, None]
-    square = (real[:, None, None, :stop] & causal[None, None]) & True
-    if kind == "dict":
-        return {"sliding_attention": torch.zeros(1, 1, 1, 1), "full_attention": square}
-    return torch.where(square, 0.0, torch.finfo(torch.float32).min) if kind == "float" else square
 
 
 # --- leaves no trace -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from sample_results import sample_find_sinks
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.engine.block import Event, Run
+from sinkscope.engine.run import Event, Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.hooks.edit import Ablate, SinkPatch
 from sinkscope.results.parts import Neuron

@@ -10,7 +10,6 @@ import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from transformers import DynamicCache, StaticCache
 
 import sinkscope as ss
 from sinkscope.engine import stock
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.engine.tap import HANDLERS
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.generation.progressive import Progressive
@@ -183,27 +182,49 @@ def test_a_model_inside_a_with_takes_no_other_policy(model):
 
 
 def test_one_thread_steers_a_model_at_a_time(model):
-    """A second thread gets a line that names the block, or waits; a thread without a block runs under the open one."""
+    """A second thread that enters a run, or measures, waits; a bare call in one gets a line."""
     edits = STREAMING, LoopGuard(40), TOVA(budget=8)
 
     def write():
         return model.generate(IDS[:1], max_new_tokens=40, do_sample=False, eos_token_id=None)
 
-    def alone(edit, wait=False):
-        with edit.on(model, wait=wait):
+    def alone(edit):
+        with edit.on(model):
             return write()
 
     want = [alone(edit) for edit in edits]
+    traced = ss.trace(model, IDS[:1], "logits")["logits"]
     with unchanged(model), ThreadPoolExecutor(4) as pool:
-        waiting = list(pool.map(partial(alone, wait=True), edits))
+        waiting = list(pool.map(alone, edits))
         with edits[0].on(model):
-            assert torch.equal(pool.submit(write).result(60), want[0])
-            with refused(r"inside a `with` \(StreamingLLM\) of thread 'MainThread', .* wait=True"):
-                pool.submit(alone, edits[1]).result(60)
-            late = pool.submit(partial(alone, wait=True), edits[1])
-            assert torch.equal(write(), want[0]) and not late.done()
+            with refused(r"inside a `with` of thread 'MainThread', .*enter a `with` in this one, which waits"):
+                pool.submit(write).result(60)
+            late = pool.submit(alone, edits[1])
+            measuring = pool.submit(ss.trace, model, IDS[:1], "logits")
+            assert torch.equal(write(), want[0]) and not late.done() and not measuring.done()
         assert torch.equal(late.result(60), want[1])
+        assert torch.equal(measuring.result(60)["logits"], traced)
     assert all(torch.equal(one, other) for one, other in zip(want, waiting, strict=True))
+
+
+def test_whoever_waits_for_long_says_for_whom(model, monkeypatch):
+    monkeypatch.setattr("sinkscope.engine.run._LONG", 0.0)
+    monkeypatch.setattr("sinkscope.engine.run._LOOK", 0.01)
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with STREAMING.on(model):
+            entered.set()
+            leave.wait(60)
+
+    holder = threading.Thread(target=hold, name="holder")
+    holder.start()
+    entered.wait(60)
+    threading.Timer(0.2, leave.set).start()
+    with pytest.warns(SinkscopeWarning, match="TOVA waits until thread 'holder' has left StreamingLLM"):
+        with TOVA(budget=8).on(model):
+            pass
+    holder.join()
 
 
 def test_a_thread_that_has_ended_holds_nothing_and_a_block_may_be_left_in_another_thread(model):

@@ -11,7 +11,7 @@ from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.hooks.edit.base import Intervention
 from sinkscope.kv import SnapKV
@@ -50,7 +50,7 @@ def test_only_the_latest_queries_stay_and_they_are_counted(voter, family):
     looking, cache = Looking(), DynamicCache(config=model.config)
     with (voter | looking).on(model) as run:
         decode(model, ids, mask, 600, cache)
-        queries = looking.states[-1].of_actors[QueryKeeper.KEY].by_layer.values()
+        queries = looking.states[-1].known[QueryKeeper.KEY].by_layer.values()
         kept = sum(latest.query.nbytes for latest in queries)
         stored = sum(one.untyped_storage().nbytes() for latest in queries for one in (latest.query,))
         assert len(queries) == 2 and kept == stored

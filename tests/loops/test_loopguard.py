@@ -22,7 +22,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from experiments.loopguard.variants import Timed
-from sinkscope.engine.block import Event
+from sinkscope.engine.run import Event
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.loops import MonitorSettings
 from sinkscope.loops.generate import generate

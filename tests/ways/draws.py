@@ -70,7 +70,7 @@ def _meet(draw: Draw) -> bool:
     edit, way = EDITS[draw["edit"]], WAYS[draw["cache"]]
     if EDITS[draw["edit"]].site == ROWS_SEEN and draw["other"] in ("plain thread", "thread with a trace"):
         return False  # calls of a thread without a block are seen, too
-    if draw["hooks"] != "none" and draw["other"].startswith("thread that"):  # the user's hooks act in every thread
+    if draw["hooks"] != "none" and draw["other"] in ("plain thread", "thread that waits"):  # which they act in, too
         return False
     if draw["padding"] != "none" and (draw["rows"] == 1 or draw["length"] <= 4):
         return False

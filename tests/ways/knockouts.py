@@ -29,13 +29,7 @@ def _dispatches(draw: Draw) -> bool:
     columns = family.window is None or draw["cache"] in ("none", "gradients")
     rounds = draw["dtype"] != "float32" or draw["mode"] == "autocast"
     exact = family.experts is None or not rounds  # rounding chooses other experts
-    return (
-        scores
-        and columns
-        and exact
-        and draw["cache"] in WAYS
-        and draw["attention"] in ("sdpa", "eager", "own with mask")
-    )
+    return scores and columns and exact and draw["cache"] in WAYS and draw["attention"] in ("sdpa", "eager", "own")
 
 
 def _one_document(draw: Draw) -> bool:

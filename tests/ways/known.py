@@ -12,7 +12,7 @@ from typing import Any
 
 from .draws import draw_of
 from .edits import EDITS, ROWS_SEEN, Draw
-from .families import FAMILIES, INSIDE
+from .families import INSIDE
 from .masks import MASKS, reads_documents
 from .texts import ASSISTED
 
@@ -61,12 +61,39 @@ def _owns_cache(draw: Draw) -> bool:
     return _attends(draw) and draw["edit"] not in ("observe", "rows")
 
 
+def _reads_attention(draw: Draw) -> bool:
+    """Whether something sees or changes the attention."""
+    return _attends(draw) or "pattern" in draw["edit"] or draw["edit"] in KNOCKS
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """What is refused by right: draws, and what the line says."""
+    """What is refused by right.
+
+    Attributes:
+        reaches: The draws.
+        says: What the line says.
+        always: Whether each of the draws has to be refused.
+    """
 
     reaches: Callable[[Draw], bool]
     says: str
+    always: bool = False
+
+
+WHOLE = tuple(name for name, mask in MASKS.items() if mask.sees is not None)
+"""Masks of queries and keys."""
+
+
+def _changes(draw: Draw) -> bool:
+    """Whether something acts that changes what the model does, and does not only read."""
+    return draw["edit"] not in ("observe", "rows") and (draw["edit"] in ("trace zero",) or draw["edit"] not in READS)
+
+
+def _changes_several_texts(draw: Draw) -> bool:
+    """Whether something acts on rows in which several texts may stand."""
+    calls_inside = draw["cache"] != "begun before"
+    return _changes(draw) and calls_inside and (draw["mask"] in WHOLE or reads_documents(draw))
 
 
 REFUSED = [
@@ -93,15 +120,21 @@ REFUSED = [
         lambda draw: draw["cache"] in ("outside", "outside steps"),
         "in a DynamicSlidingWindowLayer, which may have dropped some",
     ),
-    Refusal(
-        lambda draw: draw["cache"] in ("outside", "outside steps") and draw["mask"] == "tree",
-        "it is not known whether it is padding",
-    ),
     Refusal(lambda draw: draw["family"] == "gemma4", "whose positions are not known"),
     Refusal(lambda draw: draw["family"] == "gemma4" and _attends(draw), "attend to the keys of earlier layers"),
     Refusal(
-        lambda draw: draw["attention"] == "replaced" and (_attends(draw) or "pattern" in draw["edit"]),
+        lambda draw: draw["attention"] in ("own", "replaced") and _reads_attention(draw),
         "attention is a function of your own",
+        always=True,
+    ),
+    Refusal(_changes_several_texts, "several texts may stand in a row", always=True),
+    Refusal(
+        lambda draw: draw["positions"] in ("packed", "jumps") and _changes(draw), "several texts may stand in a row"
+    ),
+    Refusal(
+        lambda draw: draw["cache"] in ("in a thread", "begun inside"),
+        "one thread steers a model at a time",
+        always=True,
     ),
     Refusal(lambda draw: draw["options"] == "no cache" and draw["edit"] in MEMORIES, "without a cache each call is"),
     Refusal(lambda draw: draw["family"] == "mpt", "without a cache each call is"),  # its settings say use_cache=False
@@ -110,36 +143,18 @@ REFUSED = [
         "assisted generation",
     ),
     Refusal(lambda draw: draw["padding"] == "right" and _attends(draw), "are padded on the right"),
-    Refusal(lambda draw: draw["attention"] == "own without mask", "was registered without a mask function"),
-    Refusal(lambda draw: draw["mask"] in ("block", "packed") and _owns_cache(draw), "texts are packed into a row"),
-    Refusal(
-        lambda draw: draw["mask"] == "block" and draw["cache"] in ("chunks", "steps"),
-        "a token is seen that the first call took for padding",
-    ),
 ]
 """A refusal that stands here is no failure; any other one is."""
+
+
+def must_be_refused(draw: Draw) -> bool:
+    """Whether a draw has to be refused."""
+    return any(one.always and one.reaches(draw) for one in REFUSED)
 
 
 def may_be_refused(draw: Draw, line: str | None = None) -> bool:
     """Whether a draw may be refused; with this line, if one is given."""
     return any(one.reaches(draw) and (line is None or one.says in line) for one in REFUSED)
-
-
-WHOLE = tuple(name for name, mask in MASKS.items() if mask.sees is not None)
-"""Masks of queries and keys."""
-
-
-def _rebuilt(draw: Draw) -> bool:
-    """Whether an intervention reads or replaces attention under a mask that is not causal, padding and window."""
-    other = draw["mask"] in (*WHOLE, "packed", "image") or reads_documents(draw)
-    if draw["mask"] in ("hole", "later turn") and FAMILIES[draw["family"]].window is not None:  # which counts columns
-        other = True
-    return other and draw["edit"] not in LEAVES_CACHE
-
-
-def _remembers(draw: Draw) -> bool:
-    """Whether what an edit does to a token depends on others of its text."""
-    return EDITS[draw["edit"]].alone
 
 
 def _may_pass(_draw: Draw) -> bool:
@@ -158,33 +173,14 @@ MENDED = {
         cache="generate", edit="a shape 12", options="no cache"
     ),
     "rows are rebuilt from causal, padding and window": draw_of(mask="tree", edit="rows"),
-    "padding in a mask of queries and keys is read as tokens": draw_of(
-        mask="4-D additive", rows=2, padding="left", edit="zero first"
-    ),
     "the last columns are read as the last queries": draw_of(
         mask="later turn", cache="turns", rows=2, edit="snapkv 12"
     ),
     "padding among tokens parts neighbours in a pooling": draw_of(mask="hole", cache="generate", edit="snapkv 12"),
-    "a mean of a text that goes on in a later call": draw_of(
-        mask="block", cache="steps", positions="given", edit="mean"
-    ),
     "a cache of a model of several parts that was saved is read as new": draw_of(
         family="gemma3 image", cache="pickled", rows=3, padding="left", edit="h2o"
     ),
-    "a mask of all keys where some are gone": draw_of(
-        cache="steps", mask="4-D additive", positions="given", edit="streaming 12"
-    ),
     "rounded keys of a model whose layers share them": draw_of(edit="keys 8 bits", family="gemma4"),
-    "a block ends while another thread makes its mask": draw_of(
-        attention="own without mask", edit="observe", other="plain thread"
-    ),
-    "padding under a whole mask in a cache that was saved": draw_of(
-        cache="pickled", mask="tree", rows=3, padding="left", edit="streaming 12"
-    ),
-    "padding under a whole mask in a cache that was filled before": draw_of(
-        cache="outside steps", mask="4-D additive", rows=3, padding="left", edit="streaming 12"
-    ),
-    "a block that takes its mask without a name": draw_of(family="gpt2", mask="packed", edit="mean"),
     "memory of rows that change places": draw_of(cache="reordered", edit="mean", rows=2),
     "a block on what is inside a wrapper": draw_of(other="thread that waits", wrapper="module", edit="head"),
     "memory of rows that are repeated": draw_of(cache="repeated", edit="mean"),

@@ -166,7 +166,7 @@ def _has_mask(draw: Draw) -> bool:
     nnsight reads ids that come without names as a text, and makes a mask of its own.
     """
     passes_mask = draw["wrapper"] != "nnsight" or draw["call"] != "positional"
-    return passes_mask and draw["attention"] in ("sdpa", "eager", "own with mask")
+    return passes_mask and draw["attention"] in ("sdpa", "eager", "own")
 
 
 def _has_hole(draw: Draw) -> bool:

@@ -24,7 +24,7 @@ from .draws import counts_padding
 from .edits import EDITS, LAYER, PATTERN, RESID, ROWS_SEEN, Draw, Z, rows_by_hand
 from .families import FAMILIES, model_of
 from .hiding import hide
-from .known import may_be_refused
+from .known import may_be_refused, must_be_refused
 from .masks import MASKS, SECOND, Layout, additive, counted, layout_of
 from .settings import ATTENTIONS, HOOKS, MODES, OTHERS, WRAPPERS
 from .texts import AS_GREEDY, ASSISTED, BY_TOKENS
@@ -121,6 +121,8 @@ def _broken(draw: Draw, seed: int) -> str | None:
             return None
         before = _state(model)
         got, run, wrong = _used(draw, wrapped, call, model, ids, mask)
+        if must_be_refused(draw):
+            return "words: not refused"
         if WAYS[draw["cache"]].nothing:
             right = torch.zeros_like(got)
         if wrong:
@@ -260,7 +262,7 @@ def _entered(draw: Draw, model: Any, bare: nn.Module, edits: Sequence[Any], runs
     def enter() -> Iterator[list[Any]]:
         with contextlib.ExitStack() as stack:
             for one in edits:
-                runs.append(stack.enter_context(one.on(model, wait=OTHERS[draw["other"]].enters)))
+                runs.append(stack.enter_context(one.on(model)))
             yield runs
 
     with HOOKS[draw["hooks"]].around(bare, FAMILIES[draw["family"]], enter) as entered:

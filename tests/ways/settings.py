@@ -43,19 +43,6 @@ def _dispatches(draw: Draw) -> bool:
 
 
 HAS_NNSIGHT, HAS_PEFT = (find_spec(name) is not None for name in ("nnsight", "peft"))
-SEVERAL_LATER = ("second turn", "chunks", "turns", "prefix", "conversation", "conversation kept")
-"""Ways in which a call reads several tokens behind others.
-
-Without a mask a kernel lets its triangle begin at the first key, which is all that the first of these queries sees.
-"""
-LATER_OPTIONS = ("lookup", "assistant", "chunked", "no cache", "static")
-"""Options under which one does, or a stock cache does not drop what is beyond a window."""
-
-
-def _needs_no_mask(draw: Draw) -> bool:
-    """Whether plain transformers is right without a mask: not of padding, nor of a later turn of several tokens."""
-    several = draw["cache"] in SEVERAL_LATER or draw["options"] in LATER_OPTIONS
-    return _dispatches(draw) and draw["padding"] == "none" and not several
 
 
 @dataclass(frozen=True)
@@ -96,8 +83,7 @@ class Attention:
 ATTENTIONS = {
     "sdpa": Attention(fits=lambda draw: draw["family"] != "gpt_neo"),
     "eager": Attention("eager", fits=lambda draw: True),
-    "own with mask": Attention("ways_own", _own, sdpa_mask),
-    "own without mask": Attention("ways_bare", _own, fits=_needs_no_mask),
+    "own": Attention("ways_own", _own, sdpa_mask),
     "replaced": Attention(instead=_flipped),
 }
 
@@ -301,8 +287,25 @@ MODES = {
 Beside = Callable[[Any, torch.Tensor, list[str]], Callable[[], Any]]
 
 
-def _plain_calls(model: nn.Module, ids: torch.Tensor, _wrong: list[str]) -> Callable[[], Any]:
-    return lambda: model(input_ids=ids[:1, :9])
+def _plain_calls(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
+    """Bare calls, which are refused in a line while another thread is in a block, and plain otherwise."""
+    short = ids[:1, :9]
+    with torch.no_grad():
+        plain = model(input_ids=short).logits
+
+    def call() -> None:
+        try:
+            logits = model(input_ids=short).logits
+        except ss.SinkscopeError as error:
+            if "one thread steers a model at a time" not in str(error):
+                wrong.append(f"refused: {error}")
+            time.sleep(0.001)
+            return
+        off = (logits - plain).abs().max()
+        if logits.dtype == torch.float32 and off > 2e-3 * max(1.0, float(plain.std())):
+            wrong.append(f"a bare call is edited by another thread's block: off by {float(off):.3g}")
+
+    return call
 
 
 def _own_calls(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
@@ -312,28 +315,13 @@ def _own_calls(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callabl
         plain = model(input_ids=short).logits
 
     def call() -> None:
-        with _nothing().on(model, wait=True):
+        with _nothing().on(model):
             logits = model(input_ids=short).logits
         off = (logits - plain).abs().max()
         if logits.dtype == torch.float32 and off > 2e-3 * max(1.0, float(plain.std())):
             wrong.append(f"its own block is edited by another thread's: off by {float(off):.3g}")
 
     return call
-
-
-def _refused(model: nn.Module, _ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
-    """A block that is refused in a line while another thread is in one."""
-
-    def enter() -> None:
-        try:
-            with _nothing().on(model):
-                pass
-        except ss.SinkscopeError as error:
-            if "one thread steers a model at a time" not in str(error):
-                wrong.append(f"refused: {error}")
-        time.sleep(0.001)
-
-    return enter
 
 
 def _traces(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[], Any]:
@@ -350,7 +338,7 @@ def _traces(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Callable[[
 def _keeps_keys(draw: Draw) -> bool:
     """Whether a policy acts on a family."""
     family = FAMILIES[draw["family"]]
-    attends = draw["attention"] in ("sdpa", "eager", "own with mask") and draw["wrapper"] == "bare"
+    attends = draw["attention"] in ("sdpa", "eager") and draw["wrapper"] == "bare"
     return attends and not family.shares_keys and draw["family"] not in INSIDE
 
 
@@ -372,17 +360,11 @@ def _another_model(model: nn.Module, ids: torch.Tensor, wrong: list[str]) -> Cal
     return write
 
 
-def _enters_itself(draw: Draw) -> bool:
-    """Whether the draw enters its block itself, and so can wait; what sinkscope enters is refused at once."""
-    return not draw["cache"].startswith(("ss.", "conversation", "in a thread", "begun"))
-
-
 @dataclass(frozen=True)
 class Other:
-    """What another thread does all the while; if it `enters` blocks, the draw waits for it."""
+    """What another thread does all the while."""
 
     beside: Beside | None = None
-    enters: bool = False
     fits: Callable[[Draw], bool] = lambda draw: True
 
     @contextlib.contextmanager
@@ -418,8 +400,7 @@ def _nothing() -> Any:
 OTHERS = {
     "nothing": Other(),
     "plain thread": Other(_plain_calls),
-    "thread that waits": Other(_own_calls, enters=True, fits=_enters_itself),
-    "thread that is refused": Other(_refused, enters=True, fits=_enters_itself),
+    "thread that waits": Other(_own_calls),
     "thread with a trace": Other(_traces),
     "thread with another model": Other(_another_model, fits=_keeps_keys),
 }

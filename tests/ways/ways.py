@@ -95,7 +95,7 @@ def _scores(draw: Draw) -> bool:
 def _replays(draw: Draw) -> bool:
     """Whether a mask of one's own and positions are taken, and no window hides more."""
     family = FAMILIES[draw["family"]]
-    takes = family.positions and family.dispatches and family.window is None and draw["attention"] != "own without mask"
+    takes = family.positions and family.dispatches and family.window is None and draw["attention"] in ("sdpa", "eager")
     return takes and EDITS[draw["edit"]].acts and draw["wrapper"] == "bare" and draw["hooks"] == "none"
 
 

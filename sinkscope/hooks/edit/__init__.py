@@ -1,6 +1,6 @@
 """Edits of a running model: ablate neurons, write values, patch, round. `with intervention.on(model) as run:`."""
 
-from sinkscope.engine.block import Event, Run
+from sinkscope.engine.run import Event, Run
 from sinkscope.hooks.edit.base import Composed, Intervention
 from sinkscope.hooks.edit.edits import Ablate, Add, NeuronEdit
 from sinkscope.hooks.edit.knockout import Knockout

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.models.target import Target
 from sinkscope.opening.live import target_of
 from sinkscope.results.notation import count_of
@@ -24,6 +24,8 @@ class Intervention(ABC):
 
     KIND: ClassVar[str] = ""
     """The kind of the events that say what it did."""
+    ACTS: ClassVar[bool] = True
+    """Whether it changes anything; what only reads sees several texts in a row, too."""
 
     @abstractmethod
     def enter(self, run: Run, key: int) -> None:
@@ -52,24 +54,20 @@ class Intervention(ABC):
             return NotImplemented
         return Composed((*self.parts, *other.parts))
 
-    def on(self, model: object, *, wait: bool = False) -> Run:
+    def on(self, model: object) -> Run:
         """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`. What is returned is used once.
 
         Everything that calls the model there is edited: forward, `generate` and its variants, nnsight's `trace` and
-        `generate`. On exit, even by an exception, the model is restored. `Run` explains which threads are
-        affected. Weights are never changed.
-
-        Args:
-            model: The model.
-            wait: Whether entering waits while another thread is in a block on the same model, as the handlers of a
-                server do. Otherwise it is refused.
+        `generate`. On exit, even by an exception, the model is restored. Weights are never changed. Entering waits
+        while another thread is in a `with` on the same model, and other threads cannot call the model inside this one.
 
         Raises:
             SinkscopeError: The model has no such layer or neuron.
-            UnsupportedError: The model cannot be edited this way (no such site); the message says what can. Entering
-                raises it if another thread is in a block on the model.
+            UnsupportedError: The model cannot be edited this way (no such site); the message says what can. A call
+                raises it where several texts may stand in a row (packed texts, a caller's own mask of queries and
+                keys).
         """
-        return Run(target_of(model), self.parts, wait=wait)
+        return Run(target_of(model), self.parts)
 
 
 @dataclass(frozen=True)
@@ -89,5 +87,5 @@ class Composed(Intervention):
 
 
 def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
-    """Return a `with` block in which the edit acts on calls of this thread alone; without an edit, nothing does."""
-    return nullcontext() if edit is None else Run(target, edit.parts, confined=True)
+    """Return a `with` block in which the edit acts; without an edit, nothing does."""
+    return nullcontext() if edit is None else Run(target, edit.parts)

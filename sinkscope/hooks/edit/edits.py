@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.engine.block import Event, Reach, Run
-from sinkscope.engine.calls import check_generation
-from sinkscope.engine.rows import Memory
+from sinkscope.engine.run import Event, Reach, Run, check_generation
 from sinkscope.engine.step import Step
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Finite, check_values, checked_value
@@ -47,14 +45,14 @@ class Values:
         old: The values; of a head, the columns of its output.
         of: What the edit says of the hook point.
         step: The forward call.
-        memory: What the edit remembers of these rows between calls.
+        key: By what the edit remembers these rows between calls.
         run: The run in which the edit acts.
     """
 
     old: Float[Tensor, "batch pos *d"]
     of: Any
     step: Step
-    memory: Memory
+    key: tuple[int, int]
     run: Run
 
     @property
@@ -62,11 +60,9 @@ class Values:
         """True position of each token in its row; -1 at padding."""
         return self.step.on(self.old.device)
 
-    @property
-    def documents(self) -> Int[Tensor, "batch pos"] | None:
-        """Document of each token; None if each row is one document."""
-        documents = self.step.documents
-        return None if documents is None else documents.to(self.old.device)
+    def keep(self, name: str, at: Bool[Tensor, "batch pos"]) -> Float[Tensor, "batch 1 neuron"]:
+        """Remember the value where `at` holds (at most once in a row), and return each row's (`RowState.keep`)."""
+        return self.step.state.keep((*self.key, name), self.old, at)
 
 
 class PlacedEdit(Intervention):
@@ -111,7 +107,7 @@ class PlacedEdit(Intervention):
         for number, (point, of) in enumerate(self.hook_points(run.target)):
             run.hook_edit(*point.hook(partial(self._edit, run, (key, number), of, reach)))
 
-    def _check_generation(self, method: str, options: dict[str, Any]) -> None:
+    def _check_generation(self, method: str, options: Mapping[str, Any], _settings: Any) -> None:
         """Refuse kinds of generation that do not read tokens one by one, as what the edit remembers requires.
 
         Raises:
@@ -136,8 +132,7 @@ class PlacedEdit(Intervention):
             reach.note(chosen_positions(step.index, self.acts_at))
         # OPT and experts run batch and position together.
         old = tensor.reshape(*step.index.shape, tensor.shape[-1])
-        memory = step.state.memory.setdefault(key, Memory())
-        return self.edited(Values(old, of, step, memory, run)).reshape(tensor.shape)
+        return self.edited(Values(old, of, step, key, run)).reshape(tensor.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +180,7 @@ class NeuronEdit(PlacedEdit):
     def new_values(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the values that replace `values.old`.
 
-        `values.of` is the `NeuronGroup` or the `Head`; `values.memory.of_rows["first"]` has the values at the first
-        token.
+        `values.of` is the `NeuronGroup` or the `Head`.
         """
 
     def hook_points(self, target: Target) -> list[tuple[HookPoint, NeuronGroup | Head]]:
@@ -201,8 +195,8 @@ class NeuronEdit(PlacedEdit):
 
     def edited(self, values: Values) -> Float[Tensor, "batch pos neuron"]:
         """Return the new values, which are logged where they differ."""
-        old, index, memory, of = values.old, values.index, values.memory, values.of
-        original = memory.keep("first", old, index == 0, values.documents)
+        old, index, of = values.old, values.index, values.of
+        original = values.keep("first", index == 0)
         changed = new = self.new_values(values)
         size = _norm if isinstance(of, Head) else torch.abs
         first = size(original.detach().nan_to_num(0))
@@ -311,20 +305,11 @@ class Ablate(NeuronEdit):
         values.step.check_read("the mean of the row", "give a number as value", enough=1)
         old, there = values.old, (values.index > 0)[..., None]
         exact = torch.promote_types(old.dtype, torch.float32)
-        documents = values.documents
-        if documents is not None:  # each text has a mean of its own
-            own = (documents[:, :, None] == documents[:, None]).to(exact)
-            mean = (own @ torch.where(there, old, 0).to(exact)) / (own @ there.to(exact))
-            earlier = values.memory.of_rows.get("mean")
-            if earlier is not None:  # of the document in which the call goes on
-                goes_on = (documents == documents[:, :1])[..., None] & ~earlier.isnan()[:, None]
-                mean = torch.where(goes_on, earlier[:, None].to(exact), mean)
-            values.memory.of_rows["mean"] = mean[:, -1].detach()
-            return torch.where(mean.isnan(), old, mean.to(old.dtype))
         mean = torch.where(there, old, 0).sum(1, dtype=exact) / there.sum(1)
-        earlier = values.memory.of_rows.get("mean", mean)
+        known, key = values.step.state.known, (*values.key, "mean")
+        earlier = known.get(key, mean)
         mean = torch.where(earlier.isnan(), mean, earlier)
-        values.memory.of_rows["mean"] = mean.detach()  # for later calls
+        known[key] = mean.detach()  # for later calls
         return torch.where(mean.isnan()[:, None], old, mean[:, None].to(old.dtype))
 
 

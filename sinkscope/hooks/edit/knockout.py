@@ -18,9 +18,8 @@ from torch import Tensor
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
-from sinkscope.engine.tap import check_attention_recomputed
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Whole, check_values, checked_value
 from sinkscope.hooks.edit.base import Intervention
@@ -91,7 +90,6 @@ class Knockout(Intervention):
         reach = run.reach(f"Knockout(keys={_named(self.keys)})", "no query was there that sees these keys")
         cells = _Cells(self.keys, self.queries)
         if target.kind != "bridge":
-            check_attention_recomputed(target)
             run.act(_KnockoutActor(cells, heads, reach))
             return
         for layer, of_layer in heads.items():

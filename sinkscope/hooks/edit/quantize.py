@@ -165,13 +165,8 @@ class Quantize(PlacedEdit):
         if self.scale == "token":
             return largest
         values.step.check_read("the largest of their values", 'round with scale="token"')
-        so_far = values.memory.add("largest", largest, values.step.past)
-        documents = values.documents
-        if documents is None:
-            return so_far.amax(1, keepdim=True)
-        every = values.step.tokens.documents.to(documents.device)  # each text has a scale of its own
-        own = (documents[:, :, None] == every[:, None])[..., None, None]
-        return torch.where(own, so_far[:, None], 0).amax(2)
+        so_far = values.step.state.add((*values.key, "largest"), largest, values.step.past)
+        return so_far.amax(1, keepdim=True)
 
 
 def _as_one_head(values: Tensor) -> Tensor:

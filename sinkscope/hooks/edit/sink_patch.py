@@ -14,7 +14,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Finite, build, check_values
@@ -178,7 +178,7 @@ class SinkPatch(NeuronEdit):
             neutral = self._second_value(values)
         return torch.where((values.index > 0)[..., None], neutral, values.old)
 
-    def _second_value(self, values: Values) -> Float[Tensor, "batch _ neuron"]:
-        """The value at the second token of each row, or document."""
+    def _second_value(self, values: Values) -> Float[Tensor, "batch 1 neuron"]:
+        """The value at the second token of each row."""
         values.step.check_read("the neuron's value at the second one", "give calibrated values", enough=1)
-        return values.memory.keep("second", values.old, values.index == 1, values.documents)
+        return values.keep("second", values.index == 1)

@@ -14,6 +14,7 @@ What happens after each call of the model (`GuardActor.after`):
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -22,9 +23,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.engine.actor import Actor, TakeBack
-from sinkscope.engine.block import Event, Run
-from sinkscope.engine.step import Step
+from sinkscope.engine.actor import Actor
+from sinkscope.engine.run import Event, Run
+from sinkscope.engine.step import Step, TakeBack
 from sinkscope.engine.tokens import TokenPositions
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.files.records import Budget, Whole, Wording, check_fields, share_of
@@ -215,9 +216,24 @@ class LoopGuard(Intervention):
         if sum(isinstance(part, LoopGuard) for part in run.parts) > 1:
             raise UnsupportedError("two guards would cut the same rows: enter one LoopGuard")
         keeper.watch_decoding()
+        run.check_generate(_check_one_text)
         if self.act in ("rewind", None) and self.steer is not None:  # else the loop would be written again
             run.takes_back = True
         run.act(GuardActor(self, self.settings, run, keeper))
+
+
+def _check_one_text(_method: str, _options: Mapping[str, Any], settings: Any) -> None:
+    """Refuse settings under which `generate` reads a text of its own beside the one that is watched.
+
+    Raises:
+        UnsupportedError: There is such a setting.
+    """
+    scale = getattr(settings, "guidance_scale", None)
+    if scale not in (None, 1):
+        raise UnsupportedError(
+            f"guidance_scale={scale}: the model reads a second text beside the one that a guard watches: generate "
+            "without it, or without the guard"
+        )
 
 
 def event_in_words(event: Event, act: str | None = None) -> str:
@@ -260,7 +276,7 @@ class GuardActor(Actor):
     def after(self, step: Step) -> TakeBack | None:
         """Pass the token of a finished call to the monitors, and cut the rows that loop."""
         ids, logits = step.ids, step.logits
-        if ids is None or logits is None or not step.layers or step.is_over:
+        if ids is None or logits is None or not step.layers:
             return None
         rows = self._rows_of(step, ids)
         if rows is None:
@@ -269,8 +285,8 @@ class GuardActor(Actor):
         rows.count += 1
         largest = largest_probability(logits) if isinstance(self.settings, PaperSettings) else None
         alarms = push(rows.rows, ids[:, -1], largest, rows.ends)
-        if step.room:  # a full row goes on as padding
-            alarms = [number for number in alarms if rows.seen < step.room[number]]
+        if step.draft is not None:  # a full row goes on as padding
+            alarms = [number for number in alarms if not step.draft.ended[number]]
         back = self._respond(step, rows, alarms) if alarms else None
         if self.guard.act == "stop":
             self._stop(rows, alarms, logits)
@@ -308,15 +324,15 @@ class GuardActor(Actor):
 
     def _rows_of(self, step: Step, ids: Int[Tensor, "batch pos"]) -> GuardedRows | None:
         """The rows that go on by one token; None after a prompt, which begins new ones."""
-        guarded = step.state.of_actors.get(_GUARDED)
+        guarded = step.state.known.get(_GUARDED)
         rows = guarded if isinstance(guarded, GuardedRows) else None
         if step.state.prefilling:
-            step.state.of_actors[_GUARDED] = self._new_turn(step, rows, ids)
+            step.state.known[_GUARDED] = self._new_turn(step, rows, ids)
             return None
         if rows is None or step.past != rows.seen or len(rows.rows) != len(ids):
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
             rows = self._new_rows(step, step.past, [[] for _ in ids])
-            step.state.of_actors[_GUARDED] = rows
+            step.state.known[_GUARDED] = rows
         return rows
 
     def _new_turn(self, step: Step, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
@@ -436,16 +452,16 @@ class GuardActor(Actor):
         for kv in step.layers:
             kv.crop(-dropped)
         rows.seen -= dropped
-        return TakeBack(columns[:, :used] >= 0, reread, [row.monitor.ended for row in rows.rows])
+        return TakeBack(columns[:, :used] >= 0, reread)
 
     def _count_to_take_back(self, step: Step, row: WatchedRow, number: int) -> int:
         """Number of tokens to remove from the output, all copies of the loop but the first; 0 if that cannot be."""
-        allowance, tail = step.may_take_back, row.monitor.last.tail
+        draft, tail = step.draft, row.monitor.last.tail
         has_states = len(step.layers) < len(step.cache.layers)
-        if not self.run.takes_back or allowance is None or tail is None or has_states:
+        if not self.run.takes_back or draft is None or tail is None or has_states:
             return 0
         count = row.written - tail.start - tail.period
-        if not 0 < count <= allowance[number]:
+        if not 0 < count <= draft.allowance[number]:
             return 0
-        allowance[number] -= count
+        draft.allowance[number] -= count
         return count

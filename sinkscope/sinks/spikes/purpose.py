@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinkscope.engine.actor import Actor
 from sinkscope.engine.attention import Attention
-from sinkscope.engine.block import Run
+from sinkscope.engine.run import Run
 from sinkscope.engine.step import Step
 from sinkscope.engine.tap import visible_rows
 from sinkscope.hooks.edit import Knockout

@@ -1,26 +1,100 @@
-"""A block: what acts on one model, from entry to exit of a `with`."""
+"""A run: what acts on one model, from entry to exit of a `with`; what it does in the calls of the model is in `calls`.
+
+One thread steers a model at a time, and its runs nest. A run or a measurement that a second thread begins waits until
+the first has left the model; a bare call of the model in a second thread is refused meanwhile. A thread that has ended
+holds nothing, and a run may be left in another thread than it was entered in.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from sinkscope.engine.actor import Actor
-from sinkscope.engine.calls import BlockCalls
-from sinkscope.engine.internals import GenerateFollower, following_generate
-from sinkscope.engine.owners import Hold, held, holds_on, wait_for_calls
+from sinkscope.engine.calls import Calls
+from sinkscope.engine.internals import following_generate
 from sinkscope.engine.rows import forget_rows
-from sinkscope.engine.tap import tapped
+from sinkscope.engine.step import cache_in
+from sinkscope.engine.tap import check_attention_known, tapped
 from sinkscope.errors import SinkscopeError, UnsupportedError, warn
 from sinkscope.models.call_cache import bridge_hooks
 from sinkscope.models.hooks import Hook
 from sinkscope.models.target import Target
+
+_MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
+_LOOK = 0.5  # seconds after which whoever waits looks whether the thread that holds the model still lives
+_LONG = 10.0  # seconds after which whoever waits says so
+_CHANGED = threading.Condition()
+"""Guards the holds, and tells those who wait that one has ended."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hold:
+    """A thread's hold on a model, from entry to exit of a run or a measurement.
+
+    Attributes:
+        thread: The thread.
+        what: What it entered, in words.
+        number: Number of the run; None of a measurement.
+    """
+
+    thread: threading.Thread
+    what: str
+    number: int | None
+
+
+_HOLDS: WeakKeyDictionary[nn.Module, list[Hold]] = WeakKeyDictionary()
+
+
+@contextmanager
+def held(target: Target, what: str, number: int | None = None) -> Iterator[Hold]:
+    """Context manager in which this thread steers a model; it waits while another thread does, and says so."""
+    hold, decoder = Hold(threading.current_thread(), what, number), target.base
+    began: float | None = time.monotonic()
+    with _CHANGED:
+        while (other := _other(decoder)) is not None:
+            _CHANGED.wait(_LOOK)
+            if began is not None and time.monotonic() - began > _LONG:
+                began = None
+                warn(
+                    f"{what} waits until thread {other.thread.name!r} has left {other.what} on {target.name}: one "
+                    "thread steers a model at a time"
+                )
+        _HOLDS[decoder] = [*holds_on(decoder), hold]  # a new list: others read it without the lock
+    try:
+        yield hold
+    finally:
+        with _CHANGED:
+            _HOLDS[decoder] = [other for other in _HOLDS[decoder] if other is not hold]
+            _CHANGED.notify_all()
+
+
+def holds_on(decoder: nn.Module) -> list[Hold]:
+    """Return the holds on a model's decoder."""
+    return _HOLDS.get(decoder, [])
+
+
+def runs_here(decoder: nn.Module) -> list[int]:
+    """Return the numbers of the runs that this thread has entered on a decoder."""
+    me = threading.current_thread()
+    return [hold.number for hold in holds_on(decoder) if hold.thread is me and hold.number is not None]
+
+
+def _other(decoder: nn.Module) -> Hold | None:
+    """A hold of another thread that still lives."""
+    me = threading.current_thread()
+    for hold in holds_on(decoder):
+        if hold.thread is not me and hold.thread.is_alive():
+            return hold
+    return None
 
 
 @dataclass(frozen=True)
@@ -47,7 +121,10 @@ class Event:
 
 
 class Part(Protocol):
-    """What acts in a block; `hooks.edit.base.Intervention` is the base of all."""
+    """What is entered; `hooks.edit.base.Intervention` is the base of all."""
+
+    ACTS: ClassVar[bool]
+    """Whether it changes anything, and does not only read."""
 
     def enter(self, run: Run, key: int) -> None:
         """Begin to act."""
@@ -85,21 +162,46 @@ class Reach:
         return self.is_certain or (self._pending is not None and bool(self._pending))
 
 
-class Run(BlockCalls):
+CheckGeneration = Callable[[str, Mapping[str, Any], Any], None]
+"""Refuses kinds of generation: called with what `Follower.begin_generation` is."""
+
+
+def check_generation(method: str, options: Mapping[str, Any], *, assisted: str | None, uncached: str) -> None:
+    """Refuse kinds of generation that do not read tokens one by one behind a prompt.
+
+    Args:
+        method: The method of a model that `generate` calls: `_prefill`, or another for assisted generation.
+        options: Arguments of the forward call.
+        assisted: Why generation may not be assisted; None if it may.
+        uncached: Why it may not run without a cache.
+
+    Raises:
+        UnsupportedError: Generation is assisted and may not be, or runs without a cache.
+    """
+    if method != "_prefill":
+        if assisted is not None:
+            raise UnsupportedError(
+                f"assisted generation reads several tokens at a time and takes some back, and {assisted}: generate "
+                "without an assistant or prompt lookup"
+            )
+    elif not options.get("use_cache") and cache_in(options) is None:
+        raise UnsupportedError(f"use_cache=False: {uncached}: generate with use_cache=True, or without them")
+
+
+class Run(Calls):
     """Interventions active on one model, from entry to exit. All state lives here or on the caches, none on the model.
 
-    A run acts on forward calls of the thread that entered it, and of threads that have not entered a run on the same
-    model themselves, so that generating in a worker thread, as for streaming, works unchanged. While it is open no
-    other thread can enter a run on the model (`engine.owners`). A call that began before the run was entered stays
-    plain to its end, and one that began inside is edited to its end: leaving waits for it.
+    A run acts on forward calls of the thread that entered it; those of other threads are refused meanwhile. A call that
+    began in another thread before the run was entered stays plain to its end.
     """
 
-    def __init__(self, target: Target, parts: Sequence[Part], *, confined: bool = False, wait: bool = False) -> None:
+    def __init__(self, target: Target, parts: Sequence[Part]) -> None:
         super().__init__(target)
         self.parts = parts  # what acts, in order
         self.stack = ExitStack()
-        self._confined, self._wait = confined, wait
-        self._lock = threading.Lock()
+        self._acts = any(part.ACTS for part in parts)
+        self._is_used = False
+        self._checks: list[CheckGeneration] = []
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
         self._names = {module: name for name, module in target.hf.named_modules()}
@@ -107,26 +209,20 @@ class Run(BlockCalls):
 
     def __enter__(self) -> Run:
         """Begin to act on the model."""
-        if self._hold is not None:
+        if self._is_used:
             raise SinkscopeError("an .on(...) that was entered before: call .on(model) again for another `with`")
-        what = " | ".join(type(part).__name__ for part in self.parts)
-        self._hold = Hold(threading.current_thread(), what, self._confined, self.number)
+        self._is_used, self._thread = True, threading.current_thread()
         target = self.target
         with ExitStack() as self.stack:
-            self.stack.enter_context(held(target.base, self._hold, target.name, wait=self._wait))
+            self.stack.enter_context(held(target, " | ".join(type(part).__name__ for part in self.parts), self.number))
             self.stack.enter_context(_not_remote(self))
-            generation = self._begin_generation, self._set_prompting, _no_packed_rows(target)
-            self.stack.enter_context(following_generate(target.hf, GenerateFollower(self.acts_here, *generation)))
+            self.stack.enter_context(following_generate(target.hf, self))
             if target.kind == "bridge":
                 self.stack.enter_context(target.hooks(*bridge_hooks(target.hf)))
-            # Hooks of every thread, which find out by themselves whose call it is.
-            self.stack.enter_context(
-                target.hooks(
-                    (target.base, "pre", self._begin),
-                    (target.base, "always", self._end),
-                    owned=False,
-                )
-            )
+            around = (target.base, "pre", self._begin), (target.base, "always", self._end)
+            self.stack.enter_context(target.hooks(*around, owned=False))  # which refuse calls of other threads
+            if target.base is not getattr(target.hf, "base_model", target.base):
+                self.hook((target.hf, "first", self._begin_parts))
             for key, part in enumerate(self.parts):
                 part.enter(self, key)
             if any(type(actor).after is not Actor.after and actor.reads_logits for actor in self.actors):
@@ -151,8 +247,13 @@ class Run(BlockCalls):
     # What parts ask for when they are entered ----------------------------------------------------------------------
 
     def act(self, actor: Actor, *, first: bool = False) -> None:
-        """Let an actor act in every call from now on, after those that were entered before, or `first` of all."""
+        """Let an actor act in every call from now on, after those that were entered before, or `first` of all.
+
+        Raises:
+            UnsupportedError: The attention of the model is a function of the user's own.
+        """
         if self._configs is None:
+            check_attention_known(self.target)
             self._configs = self.stack.enter_context(tapped(self.target))
             for layer in self.target.attending:
                 self.keep(self.target.sub(layer, "attn"))
@@ -175,56 +276,16 @@ class Run(BlockCalls):
         self.stack.push(warn_if_none)
         return reach
 
-    def check_generate(self, check: Callable[[str, dict[str, Any]], None]) -> None:
-        """Let `check` refuse kinds of generation.
-
-        Args:
-            check: Called with the name of the method of the model that `generate` calls, and the arguments of the call.
-        """
+    def check_generate(self, check: CheckGeneration) -> None:
+        """Let `check` refuse kinds of generation."""
         self._checks.append(check)
 
-    @property
-    def usage(self) -> list[Any]:
-        """What each cache of the run held (`kv.usage.Usage`, in tokens and bytes); empty without a cache policy."""
-        for actor in self.actors:
-            usage = getattr(actor, "usage", None)
-            if usage is not None:
-                return usage
-        return []
-
-    @property
-    def events(self) -> list[Event]:
-        """Events so far, in order. Reading them waits for the device once.
-
-        `Ablate` logs every value that it changes, `SinkPatch` those that it moves by more than a tenth of the neuron's
-        value at the row's first token, where the sink is.
-        Rows of a batch that have ended continue as padding, which `generate` treats as real, so they have events too.
-        """
-        with self._lock:
-            self._drain()
-            return list(self._events)
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Number of events of each kind."""
-        return Counter(event.kind for event in self.events)
-
-    def summary(self) -> str:
-        """Return what the interventions did, in one line."""
-        sentences = [part.summary(self) for part in self.parts]
-        return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing was logged."
-
-    def log(self, events: Callable[[], list[Event]]) -> None:
-        """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
-        with self._lock:
-            self._pending.append(events)
-            if len(self._pending) >= _MOST_PENDING:
-                self._drain()
-
-    def _drain(self) -> None:
-        for events in self._pending:
-            self._events += events()
-        self._pending.clear()
+    def begin_generation(self, method: str, options: dict[str, Any], settings: Any) -> None:
+        """Let what acts refuse a kind of generation, and note its settings."""
+        if settings is not None:
+            self._settings = settings
+        for check in self._checks:
+            check(method, options, settings)
 
     def hook(self, *hooks: Hook) -> None:
         """Register torch hooks with kwargs until the run ends. They run in all threads, and ask for `step` first."""
@@ -247,6 +308,49 @@ class Run(BlockCalls):
         if module in self._names:
             self._ran[module] = ran
 
+    # What it did ---------------------------------------------------------------------------------------------------
+
+    @property
+    def usage(self) -> list[Any]:
+        """What each cache of the run held (`kv.usage.Usage`, in tokens and bytes); empty without a cache policy."""
+        for actor in self.actors:
+            usage = getattr(actor, "usage", None)
+            if usage is not None:
+                return usage
+        return []
+
+    @property
+    def events(self) -> list[Event]:
+        """Events so far, in order. Reading them waits for the device once.
+
+        `Ablate` logs every value that it changes, `SinkPatch` those that it moves by more than a tenth of the neuron's
+        value at the row's first token, where the sink is.
+        Rows of a batch that have ended continue as padding, which `generate` treats as real, so they have events too.
+        """
+        self._drain()
+        return list(self._events)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of events of each kind."""
+        return Counter(event.kind for event in self.events)
+
+    def summary(self) -> str:
+        """Return what the interventions did, in one line."""
+        sentences = [part.summary(self) for part in self.parts]
+        return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing was logged."
+
+    def log(self, events: Callable[[], list[Event]]) -> None:
+        """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
+        self._pending.append(events)
+        if len(self._pending) >= _MOST_PENDING:
+            self._drain()
+
+    def _drain(self) -> None:
+        for events in self._pending:
+            self._events += events()
+        self._pending.clear()
+
     def _check_edited(self, error: object, *_: object) -> None:
         """Refuse a run that ends without an error and in which an edit was lost, although the model ran.
 
@@ -263,25 +367,14 @@ class Run(BlockCalls):
             )
 
     def _close(self) -> None:
-        """Act on no call that begins from now on, wait for those of other threads, and leave caches as they were."""
+        """Act on no call that begins from now on, and leave caches as they were."""
         self._is_open = False
         self._drop()
-        wait_for_calls(self._live)
         for cache in list(self._caches):
             forget_rows(cache, self.number)
-        self.actors = [actor for actor in self.actors if hasattr(actor, "usage")]  # others hold the block
+        self.actors = [actor for actor in self.actors if hasattr(actor, "usage")]  # others hold the run
         self._moments()
         self._checks.clear()
-
-
-def _no_packed_rows(target: Target) -> UnsupportedError:
-    return UnsupportedError(
-        f"continuous batching puts several texts into one row of {target.name}, where edits cannot tell their tokens "
-        "apart: use model.generate inside the `with`"
-    )
-
-
-_MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
 
 
 @contextmanager
@@ -293,7 +386,7 @@ def _not_remote(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        if run.target.kind == "nnsight" and len(holds_on(run.target.base)) < 2:  # else an outer block goes on
+        if run.target.kind == "nnsight" and len(holds_on(run.target.base)) < 2:  # else an outer run goes on
             vars(model).pop("_remote_backend", None)
 
 
