@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -71,14 +70,7 @@ CASES = covering([(name, one) for one in SURROUNDINGS for name in MEASUREMENTS],
 
 def said(name: str, model: Any, tokenizer: Any) -> Any:
     """What a measurement says, but for which settings of the checkpoint were not used."""
-    for _ in range(600):
-        try:
-            result = plain(CALLS[name](model, tokenizer))
-            break
-        except ss.SinkscopeError as error:  # another thread is in a block
-            if "one thread steers a model at a time" not in str(error):
-                raise
-            time.sleep(0.01)
+    result = plain(CALLS[name](model, tokenizer))
     if isinstance(result, dict):
         result["settings"].pop("decoding", None)
     return result

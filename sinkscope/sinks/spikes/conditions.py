@@ -217,19 +217,14 @@ def outside_window(window: int, length: int) -> Bool[Tensor, "query key"]:
 
 
 def masked(target: Target, positions: Int[Tensor, "row pos"]) -> dict[str, Any]:
-    """Return position ids, and a mask of the whole text; nothing if the model takes no ids.
+    """Return position ids, and a mask of tokens, without which a model reads packed texts out of them.
 
-    Such a model reads no packed texts out of them, and with ALiBi it computes distances from a mask of tokens.
+    There is nothing to return for a model that takes no ids.
     """
     if not takes_positions(target):
         return {}
-    length = positions.shape[1]
-    never = torch.finfo(target.dtype).min
-    causal = torch.full((length, length), never, dtype=target.dtype, device=target.device).triu(1)
-    return {
-        "attention_mask": causal[None, None].expand(len(positions), 1, -1, -1),
-        "position_ids": positions.to(target.device),
-    }
+    ids = positions.to(target.device)
+    return {"attention_mask": torch.ones_like(ids), "position_ids": ids}
 
 
 def takes_positions(target: Target) -> bool:
