@@ -228,9 +228,9 @@ def _check_one_text(mask: Any, told: Mapping[str, Any], says_tokens: bool) -> No
     what = None
     if mask is None:
         positions = told.get("position_ids")
-        is_table = isinstance(positions, Tensor) and positions.ndim == 2
-        if is_table and cache_in(told) is None and bool((positions.diff(dim=1) != 1).any()):
-            what = "position ids that do not count on"
+        if isinstance(positions, Tensor) and positions.ndim == 2 and cache_in(told) is None:
+            if bool((positions.diff(dim=1) != 1).any()):
+                what = "position ids that do not count on"
     elif not says_tokens:
         what = f"a mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}"
     if what is not None:

@@ -213,7 +213,7 @@ def _written(
             break
         step = model.prepare_inputs_for_generation(text.ids, next_sequence_length=1, **inputs)
         output = model(**step, return_dict=True)
-    sequences = text.closed(settings.max_length - text.width)
+    sequences: Any = text.closed(settings.max_length - text.width)
     if not settings.return_dict_in_generate:
         return sequences
     steps_given = {name: tuple(given) for name, given in kept.steps.items()}

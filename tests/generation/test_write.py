@@ -1,0 +1,123 @@
+"""One request, one run: what counts from the prompt goes on counting while a guard takes tokens back."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers.generation.stopping_criteria as criteria
+from organisms import loop_organism
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as processors
+
+import sinkscope as ss
+from sinkscope.generation.write import write
+from sinkscope.loops import MonitorSettings
+from sinkscope.loops.guard import LoopGuard, Steer
+
+GUARD = LoopGuard(monitor=MonitorSettings(tail_beyond=0, cooldown=8), steer=Steer(temperature=0.0))
+NEW, PERIOD = 90, 12
+LOOPS = "One day, the bird sang the same song again and again:"
+"""The model of the package goes on with a loop."""
+
+
+@cache
+def organism() -> Any:
+    return loop_organism(0, reach=64, n_layers=2, vocab_size=1024)
+
+
+def prompts(rows: int) -> list[torch.Tensor]:
+    """Prompts of one length after which rows loop at different times."""
+    o = organism()
+    return [o.looping_prompt(PERIOD, delay=30 - 20 * row, start=250 + 250 * row).ids for row in range(rows)]
+
+
+def written(rows: int = 1, **options: Any) -> list[list[int]]:
+    """What is written after each prompt, and how often a row was cut."""
+    o, ids = organism(), prompts(rows)
+    width = max(prompt.shape[1] for prompt in ids)
+    wide = torch.zeros(rows, width, dtype=torch.long)
+    mask = torch.zeros_like(wide)
+    for row, prompt in enumerate(ids):
+        wide[row, width - prompt.shape[1] :], mask[row, width - prompt.shape[1] :] = prompt[0], 1
+    settings = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": NEW, **options}
+    with GUARD.on(o.model) as run, torch.no_grad():
+        output = write(run, o.model, wide, attention_mask=mask, **settings)
+    assert all(any(event.row == row and event.data["taken_back"] for event in run.events) for row in range(rows))
+    return output[:, width:].tolist()
+
+
+class Lengths(LogitsProcessor):
+    """Notes how many tokens rows have when their next one is chosen."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen += [input_ids.shape[1]] * len(input_ids)
+        return scores
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_processors_are_asked_of_each_text_as_it_is(rows):
+    lengths, width = Lengths(), max(prompt.shape[1] for prompt in prompts(rows))
+    texts = written(rows, logits_processor=LogitsProcessorList([lengths]))
+    assert all(len(text) == NEW for text in texts)
+    assert lengths.seen.count(width) == rows, "the first token is chosen once"
+    assert set(lengths.seen) == set(range(width, width + NEW))
+    assert len(lengths.seen) > rows * NEW, "what was taken back is chosen again"
+
+
+def test_settings_are_the_processors_of_the_prompt():
+    width, plain = prompts(1)[0].shape[1], written()[0]
+    suppressed = next(token for token in plain[40:] if token != plain[0])
+    processor = processors.SuppressTokensAtBeginLogitsProcessor([suppressed], width)
+    once = written(logits_processor=LogitsProcessorList([processor]))
+    assert written(begin_suppress_tokens=[suppressed]) == once
+
+
+def test_rows_are_what_they_are_alone():
+    together = written(2)
+    o = organism()
+    for prompt, text in zip(prompts(2), together, strict=True):
+        with GUARD.on(o.model) as run, torch.no_grad():
+            settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+            alone = write(run, o.model, prompt, max_new_tokens=NEW, **settings)
+        assert alone[0, prompt.shape[1] :].tolist() == text
+
+
+def test_a_clock_is_that_of_the_request(monkeypatch):
+    class Clock:
+        now = 0.0
+
+        @classmethod
+        def time(cls) -> float:
+            return cls.now
+
+    class Tick(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            Clock.now += 1.0
+            return scores
+
+    monkeypatch.setattr(criteria, "time", Clock)
+    written(logits_processor=LogitsProcessorList([Tick()]), max_time=80.5)
+    assert Clock.now == 81
+
+
+def test_a_stop_text_ends_a_row():
+    model = ss.load("bundled")
+    tokenizer, ids = model.tokenizer, model.tokenizer(LOOPS, return_tensors="pt")["input_ids"]
+
+    def ask(**more: Any) -> str:
+        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 140}
+        with LoopGuard(steer=Steer(temperature=0.0)).on(model) as run, torch.no_grad():
+            output = write(run, model, ids, **settings, **more)
+        assert any(event.data["taken_back"] for event in run.events)
+        return tokenizer.decode(output[0, ids.shape[1] :])
+
+    plain = ask()
+    stop = plain[-40:-30]
+    stopped = ask(stop_strings=[stop], tokenizer=tokenizer)
+    assert plain.startswith(stopped) and 0 <= len(stopped) - (plain.index(stop) + len(stop)) < 10, "the token's end"
